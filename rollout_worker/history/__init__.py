@@ -1,0 +1,1 @@
+"""Finished rollouts in Redis: the truth that every draft index is rebuilt from."""

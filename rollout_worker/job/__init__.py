@@ -1,0 +1,1 @@
+"""A job: problems in, every rollout finished exactly once, its history kept."""

@@ -1,0 +1,30 @@
+.DEFAULT_GOAL := help
+VENV := .venv/bin
+
+help:  ## show this
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"
+
+env:  ## make or update .venv (installs system packages where it may)
+	@scripts/setup-env
+
+demo: env  ## train the tiny policy (once) and run the quickstart job
+	$(VENV)/rollout tiny-model
+	$(VENV)/rollout run -f examples/quickstart.yaml --json .rollout/quickstart.json
+
+test: env lint  ## lint, types, import contracts and the test suite
+	$(VENV)/pytest
+
+lint: env  ## formatting, lint, types and import contracts
+	$(VENV)/ruff format --check .
+	$(VENV)/ruff check .
+	$(VENV)/mypy
+	$(VENV)/lint-imports
+
+format: env  ## format and mend what can be mended
+	$(VENV)/ruff format .
+	$(VENV)/ruff check --fix .
+
+clean:  ## remove .venv, builds and job state
+	rm -rf .venv build .rollout
+
+.PHONY: help env demo test lint format clean

@@ -1,0 +1,28 @@
+"""Kubernetes resource quantities (``500m``, ``16Gi``) as plain numbers."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_QUANTITY = re.compile(r"^(?P<number>\d+(?:\.\d+)?)(?P<suffix>m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$")
+_FACTOR = {
+    "m": Decimal("0.001"),
+    **{suffix: Decimal(1000) ** (i + 1) for i, suffix in enumerate(("k", "M", "G", "T", "P", "E"))},
+    **{suffix: Decimal(1024) ** (i + 1) for i, suffix in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))},
+}
+
+
+def parse_quantity(text: str) -> Decimal:
+    """The value of a Kubernetes quantity in its base unit (cores, bytes).
+
+    Follows ``k8s.io/apimachinery`` ``resource.Quantity`` without exponents and signs, which mean nothing
+    for the amounts in a RolloutJob.
+
+    Raises:
+        ValueError: if *text* is no such quantity; the message says what one looks like.
+    """
+    match = _QUANTITY.match(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a quantity; write a number with an optional suffix, as in 500m or 16Gi")
+    return Decimal(match["number"]) * _FACTOR.get(match["suffix"] or "", Decimal(1))

@@ -1,0 +1,168 @@
+"""The command line: ``rollout``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from rollout_api.job import ManifestError
+from rollout_worker.engine.compat import EngineError
+from rollout_worker.engine.model_source import ModelError, default_cache
+from rollout_worker.engine.sampling import AdmissionError
+from rollout_worker.history.connection import RedisUnusableError
+from rollout_worker.history.store import HistoryMismatchError
+from rollout_worker.job.report import Mode
+from rollout_worker.manifest import read_manifest
+
+app = typer.Typer(
+    name="rollout",
+    help="RL rollouts with drafts from earlier rollouts of the same problem.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console()
+errors = Console(stderr=True)
+
+_Result = TypeVar("_Result")
+
+EXIT_MANIFEST = 2
+EXIT_REDIS = 3
+EXIT_ENGINE = 4
+EXIT_STATE = 5
+EXIT_DEADLINE = 6
+EXIT_INTERRUPTED = 130
+
+ManifestFile = Annotated[Path, typer.Option("-f", "--file", help="A RolloutJob manifest (YAML).")]
+ModelCache = Annotated[
+    Path | None,
+    typer.Option(help="Directory of models [default: $ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models]."),
+]
+
+
+@app.command()
+def run(
+    file: ManifestFile,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ROLLOUT_REDIS_URL", help="Redis URL; default: the manifest's, else a server of the job's own."
+        ),
+    ] = None,
+    state_dir: Annotated[Path, typer.Option(help="Where jobs keep their state and an own Redis its data.")] = Path(
+        ".rollout"
+    ),
+    model_cache: ModelCache = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            help="Make each epoch also without speculation, on a second engine, and with drafts from the rollout's "
+            "own text alone: takes about three times as long."
+        ),
+    ] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write everything measured to this file.")] = None,
+) -> None:
+    """Run a job on this machine. One that was interrupted goes on where it was."""
+    from rollout_worker.display import report_lines, report_table, show_progress
+    from rollout_worker.job.runner import DeadlineError
+    from rollout_worker.local import RunOptions, StateError, run_local
+
+    try:
+        job = read_manifest(file)
+        options = RunOptions(
+            state=state_dir,
+            model_cache=model_cache or default_cache(),
+            redis_url=redis,
+            compare=[Mode.SELF, Mode.PLAIN] if compare else [],
+        )
+        started = time.monotonic()
+        work = run_local(job, options, say=console.print, watch=lambda runner: show_progress(runner, console))
+        report = asyncio.run(_until_terminated(work))
+    except ManifestError as error:
+        _fail_manifest(file, error)
+    except ModelError as error:
+        _fail(EXIT_MANIFEST, f"{file}: {error}")
+    except (RedisUnusableError, HistoryMismatchError) as error:
+        _fail(EXIT_REDIS, str(error))
+    except (EngineError, AdmissionError) as error:
+        _fail(EXIT_ENGINE, str(error))
+    except StateError as error:
+        _fail(EXIT_STATE, str(error))
+    except DeadlineError as error:
+        _fail(EXIT_DEADLINE, str(error))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        _fail(EXIT_INTERRUPTED, "Stopped. What is done is kept; the same command goes on from there.")
+    if json_file is not None:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        json_file.write_text(json.dumps(report.as_json(), indent=1))
+    console.print(report_table(report))
+    for line in report_lines(report):
+        console.print(line)
+    console.print(f"Ran for {time.monotonic() - started:.0f} s.")
+
+
+@app.command()
+def check(file: ManifestFile) -> None:
+    """Check a manifest without running it."""
+    try:
+        job = read_manifest(file)
+    except ManifestError as error:
+        _fail_manifest(file, error)
+    console.print(f"{file}: RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid.")
+
+
+@app.command("tiny-model")
+def tiny_model(
+    output: Annotated[
+        Path | None, typer.Option(help="Directory to make [default: das/tiny-qwen3 in the model cache].")
+    ] = None,
+    model_cache: ModelCache = None,
+    seed: Annotated[int, typer.Option(help="Seed of the training data and the initial weights.")] = 0,
+) -> None:
+    """Train the examples' small Qwen3 policy from scratch, with several checkpoints; minutes on two cores.
+
+    A model that is there already is left as it is.
+    """
+    from rollout_worker.display import train_tiny_model
+
+    train_tiny_model(output or (model_cache or default_cache()) / "das" / "tiny-qwen3", seed, console)
+
+
+async def _until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Await *work*; SIGTERM cancels it as Ctrl-C does."""
+    task = asyncio.ensure_future(work)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    return await task
+
+
+def _fail(code: int, message: str) -> None:
+    errors.print(f"[bold red]error:[/] {message}", soft_wrap=True, highlight=False)
+    sys.exit(code)
+
+
+def _fail_manifest(file: Path, error: ManifestError) -> None:
+    count = len(error.errors)
+    errors.print(f"[bold red]error:[/] {file} has {count} error{'s' if count > 1 else ''}:", highlight=False)
+    for field in error.errors:
+        errors.print(f"  {field.path}: {field.message}", markup=False, soft_wrap=True, highlight=False)
+    sys.exit(EXIT_MANIFEST)
+
+
+def main() -> None:
+    """Entry point of the ``rollout`` command."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""What the command line shows: live progress and the table of a finished job."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from rollout_worker.job.report import JobReport, Mode, Pass
+from rollout_worker.job.runner import JobRunner, Progress
+
+_REFRESH_S = 0.25
+_QUIET_REFRESH_S = 10.0
+_RATE_WINDOW_S = 2.0
+
+MODE_NAMES = {
+    Mode.DAS: "history + own text",
+    Mode.SELF: "own text only",
+    Mode.PLAIN: "plain vLLM",
+}
+
+
+async def show_progress(runner: JobRunner, console: Console) -> None:
+    """Show where *runner* stands until cancelled: live on a terminal, else a line now and then."""
+    rate = _Rate()
+    if not console.is_terminal:
+        while True:
+            await asyncio.sleep(_QUIET_REFRESH_S)
+            console.print(_line(runner.progress, rate.of(runner.progress)))
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while True:
+            live.update(_panel(runner.progress, rate.of(runner.progress)), refresh=True)
+            await asyncio.sleep(_REFRESH_S)
+
+
+class _Rate:
+    """Tokens a second and accepted tokens a step over the last seconds, from an engine's counters."""
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[float, int, int, int]] = []
+
+    def of(self, progress: Progress) -> tuple[float, float]:
+        counters = progress.counters
+        now = (time.monotonic(), counters.tokens, counters.accepted, id(counters))
+        self._marks = [m for m in self._marks if m[3] == now[3] and now[0] - m[0] < max(_RATE_WINDOW_S, 2 * _REFRESH_S)]
+        self._marks.append(now)
+        first = self._marks[0]
+        seconds, tokens, accepted = now[0] - first[0], now[1] - first[1], now[2] - first[2]
+        steps = tokens - accepted
+        return tokens / seconds if seconds else 0.0, accepted / steps if steps > 0 else 0.0
+
+
+def _line(progress: Progress, rate: tuple[float, float]) -> Text:
+    left = progress.seconds_left
+    text = (
+        f"epoch {progress.epoch}/{progress.epochs} · {MODE_NAMES[progress.mode]}: {progress.done}/{progress.total} "
+        f"rollouts, {progress.counters.running} running, {rate[0]:,.0f} tokens/s, {rate[1]:.2f} accepted per step"
+    )
+    return Text(text + (f", {left:.0f} s left" if left is not None else ""))
+
+
+def _panel(progress: Progress, rate: tuple[float, float]) -> RenderableType:
+    return Group(ProgressBar(total=max(progress.total, 1), completed=progress.done, width=60), _line(progress, rate))
+
+
+def report_table(report: JobReport) -> Table:
+    """A row for each epoch and mode."""
+    table = Table(title=f"RolloutJob {report.name}: {max((p.epoch for p in report.passes), default=0)} epochs")
+    table.add_column("epoch", justify="right")
+    table.add_column("checkpoint")
+    table.add_column("drafts from")
+    for name in (
+        "makespan s",
+        "tokens/s",
+        "drafted\nper step",
+        "accepted\nper step",
+        "rollouts",
+        "tokens",
+        "longest",
+        "reward",
+    ):
+        table.add_column(name, justify="right")
+    for done in report.passes:
+        table.add_row(*_row(done), end_section=done is _last_of(report, done.epoch))
+    return table
+
+
+def _last_of(report: JobReport, epoch: int) -> Pass:
+    return [done for done in report.passes if done.epoch == epoch][-1]
+
+
+def _row(done: Pass) -> list[str]:
+    first = done.mode is Mode.DAS
+    speculating = done.mode is not Mode.PLAIN
+    return [
+        str(done.epoch) if first else "",
+        done.checkpoint if first else "",
+        "none (plain vLLM)" if not speculating else MODE_NAMES[done.mode],
+        f"{done.makespan:.2f}" if done.makespan else "–",
+        f"{done.tokens_per_second:,.0f}" if done.tokens_per_second else "–",
+        f"{done.drafted_per_step:.2f}" if speculating else "–",
+        f"{done.accepted_per_step:.2f}" if speculating else "–",
+        str(len(done.rollouts)),
+        f"{done.tokens:,}",
+        f"{done.longest:,}",
+        f"{done.mean_reward:.3f}" if done.mean_reward is not None else "–",
+    ]
+
+
+def report_lines(report: JobReport) -> list[str]:
+    """What else there is to say about a finished job."""
+    lines = []
+    for row in report.figures():
+        target = f", target {row['op']} {row['target']}" if row["target"] is not None else ""
+        lines.append(f"{row['name']}: {row['value']:.2f}{target}")
+    if report.rollouts_done_before:
+        lines.append(
+            f"{report.rollouts_done_before} rollouts were done by an earlier run; makespan and tokens/s count this "
+            "run's part alone."
+        )
+    if report.corrupt_records:
+        lines.append(
+            f"[yellow]{report.corrupt_records} history records could not be read and were skipped; the log above "
+            "names them.[/]"
+        )
+    return lines
+
+
+def train_tiny_model(directory: Path, seed: int, console: Console) -> None:
+    """Make the examples' model, showing how far it is."""
+    from rollout_worker.tiny_model import TrainingProgress, ensure
+
+    shown = 0.0
+
+    def progress(now: TrainingProgress) -> None:
+        nonlocal shown
+        if now.step == now.steps or time.monotonic() - shown > (1.0 if console.is_terminal else 15.0):
+            shown = time.monotonic()
+            console.print(
+                f"step {now.step}/{now.steps}, loss {now.loss:.3f}", end="\r" if console.is_terminal else "\n"
+            )
+
+    started = time.monotonic()
+    checkpoints = ensure(directory, seed=seed, progress=progress)
+    how = f"trained in {time.monotonic() - started:.0f} s" if shown else "there already"
+    console.print(f"{directory}: {len(checkpoints)} checkpoints ({how}): {', '.join(c.name for c in checkpoints)}")

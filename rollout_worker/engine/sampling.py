@@ -1,0 +1,104 @@
+"""From a request's sampling settings to vLLM's, with what the drafter needs to know alongside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+from rollout_api.job import Sampling
+
+EXTRA_ARGS_KEY = "das"
+
+
+class AdmissionError(ValueError):
+    """A request that this engine cannot serve as it stands; the text names the setting."""
+
+
+@dataclass(frozen=True)
+class DraftScope:
+    """What the drafter is told about a request, carried through vLLM's ``extra_args``."""
+
+    key: str
+    """The rollout's id."""
+    problem: str
+    max_tokens: int
+    """No draft reaches beyond this many response tokens."""
+    budget: int | None = None
+    """Most tokens drafted a step; None: the job's ``maxDraftTokens``."""
+    sources: Sequence[str] = ("history", "self")
+
+    def as_extra_args(self) -> dict[str, Any]:
+        """The value for ``SamplingParams.extra_args``."""
+        return {
+            EXTRA_ARGS_KEY: {
+                "key": self.key,
+                "problem": self.problem,
+                "max_tokens": self.max_tokens,
+                "budget": self.budget,
+                "sources": list(self.sources),
+            }
+        }
+
+    @classmethod
+    def from_extra_args(cls, extra_args: dict[str, Any] | None) -> DraftScope | None:
+        """The scope in a request's ``extra_args``; None for a request that is to have no drafts."""
+        if not extra_args or EXTRA_ARGS_KEY not in extra_args:
+            return None
+        return cls(**extra_args[EXTRA_ARGS_KEY])
+
+
+def admit(sampling: Sampling, prompt_tokens: int, *, max_model_len: int, speculating: bool) -> None:
+    """Refuse a request that would be cut, served wrongly or not at all.
+
+    Raises:
+        AdmissionError: naming the setting and the way out.
+    """
+    if speculating and (refused := sampling.refused_with_drafts()):
+        raise AdmissionError(
+            f"sampling.{refused[0]}: vLLM does not support it with speculation; remove it, or run the job with "
+            "speculation.policy: off"
+        )
+    if prompt_tokens + sampling.max_tokens > max_model_len:
+        raise AdmissionError(
+            f"a prompt of {prompt_tokens} tokens and sampling.maxTokens {sampling.max_tokens} exceed "
+            f"engine.maxModelLen {max_model_len}; raise the one or lower the other"
+        )
+
+
+def vllm_sampling(sampling: Sampling, rollout_id: str, scope: DraftScope | None) -> Any:
+    """``vllm.SamplingParams`` for one rollout.
+
+    A seeded job gives each rollout its own stream, derived from the seed and the rollout's id, so that the samples
+    of a group differ and a repeated rollout repeats.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    seed = None
+    if sampling.seed is not None:
+        digest = blake2b(f"{sampling.seed}/{rollout_id}".encode(), digest_size=4).digest()
+        seed = int.from_bytes(digest, "little") >> 1
+    return SamplingParams(
+        n=1,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        min_tokens=sampling.min_tokens,
+        stop=sampling.stop or None,
+        stop_token_ids=sampling.stop_token_ids or None,
+        allowed_token_ids=sampling.allowed_token_ids or None,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias or None,
+        logprobs=0 if sampling.logprobs else None,
+        seed=seed,
+        # text is needed only to find stop strings
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=scope.as_extra_args() if scope else None,
+    )

@@ -1,0 +1,86 @@
+"""What the host asks of vLLM's worker processes, through ``collective_rpc``."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout_worker.engine.proposer import HistoryProposer
+    from rollout_worker.history.sync import HistorySync
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HistoryBinding:
+    """Where a worker reads the history from."""
+
+    redis_url: str
+    namespace: str
+    name: str
+    window: int
+    """Generations that are drafted from."""
+
+
+class DraftingExtension:
+    """Mixed into vLLM's worker class by ``worker_extension_cls``; every method runs between two steps."""
+
+    model_runner: Any
+    _das_index: Any = None
+    _das_sync: HistorySync | None = None
+
+    def das_bind(self, binding: dict[str, Any]) -> bool:
+        """Connect the proposer to its model runner, an index and, in the background, the history.
+
+        Returns:
+            Whether this rank drafts.
+        """
+        from rollout_api.keys import HistoryKeys
+        from rollout_worker.drafting.drafter import Drafter
+        from rollout_worker.drafting.index import SuffixIndex
+        from rollout_worker.engine.compat import on_output_rank
+        from rollout_worker.history.connection import connect
+        from rollout_worker.history.store import HistoryStore
+        from rollout_worker.history.sync import HistorySync
+
+        if not on_output_rank():
+            return False
+        history = HistoryBinding(**binding)
+        proposer: HistoryProposer = self.model_runner.drafter
+        self._das_index = SuffixIndex()
+        drafter = Drafter(self._das_index, max_draft_tokens=proposer.max_draft_tokens)
+        proposer.bind(self.model_runner, drafter)
+        keys = HistoryKeys(history.namespace, history.name)
+        store = HistoryStore(connect(history.redis_url), keys, window=history.window)
+        self._das_sync = HistorySync(store, self._das_index)
+        self._das_sync.start()
+        return True
+
+    def das_announce(self, problems: list[str], generation: int) -> None:
+        """Rollouts of *problems* are coming: fetch what the history has of them, in the background."""
+        if self._das_sync is not None:
+            self._das_sync.announce(problems, generation)
+
+    def das_ready(self) -> bool:
+        """Whether all that was announced is in the index."""
+        return self._das_sync is None or self._das_sync.wait_ready(timeout=0)
+
+    def das_take_counts(self, keys: list[str]) -> dict[str, tuple[int, int]]:
+        """Draft tokens (drafted, accepted) of rollouts that have ended, by rollout id."""
+        proposer: HistoryProposer = self.model_runner.drafter
+        return {key: (counts.drafted, counts.accepted) for key, counts in proposer.take_counts(keys).items()}
+
+    def das_stats(self) -> dict[str, Any]:
+        """Sizes and times of the drafter and its index; empty on ranks that do not draft."""
+        if self._das_sync is None:
+            return {}
+        proposer: HistoryProposer = self.model_runner.drafter
+        return {
+            "steps": proposer.steps,
+            "drafting_seconds": proposer.seconds,
+            "sampling_mended": proposer.sampling_mended,
+            "index_bytes": self._das_index.bytes(),
+            "history": asdict(self._das_sync.counters),
+        }

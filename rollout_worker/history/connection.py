@@ -1,0 +1,106 @@
+"""Connections to Redis with timeouts that were chosen, and errors that say what to do."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit, urlunsplit
+
+import redis
+from redis.backoff import ExponentialWithJitterBackoff
+from redis.retry import Retry
+
+if TYPE_CHECKING:
+    from redis.commands.core import Script
+
+# redis-py retries the handshake of a connection within each retry of a command, so a server that takes connections
+# and never answers costs (retries + 1)² timeouts: 8 s here, so that a person is told within 10 s. Its own defaults
+# (ten retries of 5 s) keep silent for minutes.
+_CONNECT_TIMEOUT_S = 2.0
+_REPLY_TIMEOUT_S = 2.0
+_RETRIES = 1
+_OLDEST_VERSION = (7, 0)
+
+
+class RedisUnusableError(RuntimeError):
+    """Redis cannot be used; the text names the server, what is wrong and what to do about it."""
+
+
+def connect(url: str) -> redis.Redis:
+    """A client for *url*; nothing is sent yet.
+
+    Every write of this project is idempotent, so a command whose reply was lost may be sent again.
+
+    Raises:
+        RedisUnusableError: if *url* is malformed.
+    """
+    try:
+        client: redis.Redis = redis.Redis.from_url(
+            url,
+            socket_connect_timeout=_CONNECT_TIMEOUT_S,
+            socket_timeout=_REPLY_TIMEOUT_S,
+            health_check_interval=30,
+            retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), _RETRIES),
+            retry_on_error=[redis.ConnectionError, redis.TimeoutError],
+        )
+    except ValueError as error:
+        raise RedisUnusableError(f"{without_password(url)!r} is no Redis URL: {error}") from None
+    return client
+
+
+def check(client: redis.Redis, url: str) -> None:
+    """Make sure that the server answers, is new enough and never evicts what it was given.
+
+    Raises:
+        RedisUnusableError: if one of these fails.
+    """
+    try:
+        info: dict[str, Any] = client.info()
+    except redis.RedisError as error:
+        raise problem(error, url) from error
+    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
+    if version < _OLDEST_VERSION:
+        raise RedisUnusableError(
+            f"Redis at {without_password(url)} is version {info['redis_version']}; 7.0 or newer (or Valkey) is needed"
+        )
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction" and info.get("maxmemory", 0):
+        raise RedisUnusableError(
+            f"Redis at {without_password(url)} evicts keys when it is full (maxmemory-policy {policy}), which would "
+            "silently lose rollouts; set 'maxmemory-policy noeviction'"
+        )
+
+
+def problem(error: redis.RedisError, url: str) -> RedisUnusableError:
+    """Say in a person's words what *error* means and what to do."""
+    where = f"Redis at {without_password(url)}"
+    kept = "rollouts reported as done are kept, and the same command goes on from there"
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return RedisUnusableError(f"{where} refused the user name or password: {error}; correct them in the URL")
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        return RedisUnusableError(f"{where} denies this user a command: {error}; extend its ACL")
+    if isinstance(error, redis.exceptions.OutOfMemoryError):
+        return RedisUnusableError(f"{where} is out of memory: {error}; raise maxmemory or free some ({kept})")
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return RedisUnusableError(f"{where} is a read-only replica: {error}; connect to the primary")
+    if isinstance(error, redis.TimeoutError):
+        return RedisUnusableError(f"{where} does not answer in time: {error}; check the network and its load ({kept})")
+    if isinstance(error, redis.ConnectionError):
+        return RedisUnusableError(f"{where} cannot be reached: {error}; is it running, and is the URL right? ({kept})")
+    return RedisUnusableError(f"{where} failed: {type(error).__name__}: {error}")
+
+
+def without_password(url: str) -> str:
+    """*url* as it may be shown: a password becomes ``***``."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url
+    user_and_host = parts.netloc.rpartition("@")
+    shown = f"{parts.username or ''}:***@{user_and_host[2]}"
+    return urlunsplit(parts._replace(netloc=shown))
+
+
+def server_function(client: redis.Redis, package: str, name: str) -> Script:
+    """The Lua script ``functions/<name>.lua`` of *package*, callable with ``keys`` and ``args``."""
+    source = resources.files(package).joinpath("functions", f"{name}.lua").read_text()
+    return client.register_script(source)

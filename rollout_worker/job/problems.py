@@ -1,0 +1,82 @@
+"""Problems of a dataset source: prompts from reasoning-gym, and the reward of an answer."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from typing import Any
+
+from rollout_api.job import DatasetSource, FieldError, ManifestError, Task
+from rollout_api.messages import problem_id_of
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One prompt and how answers to it are scored."""
+
+    problem_id: str
+    task: str
+    """Name of its task in the manifest."""
+    prompt_token_ids: list[int]
+    _dataset: Any
+    _entry: Any
+
+    def reward(self, response: str) -> float:
+        """The generator's own score, 0 to 1, of the text between the last ``<answer>`` tags of *response*."""
+        from reasoning_gym.utils import extract_answer
+
+        return float(self._dataset.score_answer(extract_answer(response), self._entry))
+
+
+def load_problems(source: DatasetSource, tokenizer: Any) -> list[Problem]:
+    """Draw the problems of *source*; the same manifest always gives the same.
+
+    Args:
+        source: which problems.
+        tokenizer: a transformers tokenizer; its chat template, if it has one, makes the prompt.
+
+    Raises:
+        ManifestError: naming each task that its generator does not accept.
+    """
+    problems: list[Problem] = []
+    errors: list[FieldError] = []
+    for number, task in enumerate(source.tasks):
+        where = f"spec.source.dataset.tasks[{number}]"
+        try:
+            problems += _draw(task, source.seed, tokenizer)
+        except _UnknownGeneratorError as error:
+            errors.append(FieldError(f"{where}.generator", str(error)))
+        except (AssertionError, TypeError, ValueError, KeyError) as error:
+            message = f"{task.generator} does not accept it: {error or type(error).__name__}"
+            errors.append(FieldError(f"{where}.config", message))
+    if errors:
+        raise ManifestError(errors)
+    return problems
+
+
+class _UnknownGeneratorError(ValueError):
+    pass
+
+
+def _draw(task: Task, seed: int, tokenizer: Any) -> list[Problem]:
+    import reasoning_gym
+    from reasoning_gym.factory import DATASETS
+
+    if task.generator not in DATASETS:
+        close = difflib.get_close_matches(task.generator, DATASETS, n=3)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise _UnknownGeneratorError(f"reasoning-gym has no dataset {task.generator!r}{hint}")
+    dataset = reasoning_gym.create_dataset(task.generator, seed=seed, size=task.problems, **task.config)
+    problems = []
+    for entry in dataset:
+        prompt = _prompt(entry["question"], tokenizer)
+        problems.append(Problem(problem_id_of(prompt), task.name, prompt, dataset, entry))
+    return problems
+
+
+def _prompt(question: str, tokenizer: Any) -> list[int]:
+    if tokenizer.chat_template is None:
+        return list(tokenizer(question)["input_ids"])
+    messages = [{"role": "user", "content": question}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,137 @@
+"""Keep a trained policy on disk, and train it only when what is there is not what the recipe gives."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+from rollout_worker.tiny_model.train import Recipe, TrainingProgress, checkpoint_name, train
+
+RECIPE_FILE = "recipe.json"
+"""Written last into a finished directory: what its checkpoints were trained with."""
+
+CHECKPOINT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
+"""What every checkpoint holds at least."""
+
+_SOURCES = ("solutions.py", "tasks.py", "tokenizer.py", "train.py")
+
+
+def ensure(
+    directory: Path,
+    *,
+    seed: int = 0,
+    recipe: Recipe | None = None,
+    progress: Callable[[TrainingProgress], None] | None = None,
+) -> list[Path]:
+    """Return the policy's checkpoints, training them first where they are missing or out of date.
+
+    The policy is built beside ``directory`` and renamed into place whole, so that a killed run leaves no
+    partial policy. Of several processes that call this at once, one trains and the others wait for it.
+
+    Args:
+        directory: where the checkpoints live; created, with its parents, when missing.
+        seed: of the training run, 0 to 1023.
+        recipe: what to train; the default is the demo's policy.
+        progress: called after every training step; never when the policy is already there.
+
+    Returns:
+        Checkpoint directories, in the order of training.
+
+    Raises:
+        FileExistsError: ``directory`` holds something that this function did not put there.
+    """
+    recipe = recipe or Recipe()
+    directory = directory.expanduser().absolute()
+    if _is_current(directory, seed, recipe):
+        return _checkpoints(directory, recipe)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        if not _is_current(directory, seed, recipe):
+            _refuse_foreign(directory)
+            _remove_leftovers(directory)
+            _build(directory, seed, recipe, progress)
+    return _checkpoints(directory, recipe)
+
+
+def recipe_digest(seed: int, recipe: Recipe) -> str:
+    """Digest of everything in this distribution that decides the weights, and of the problem generator."""
+    described = {
+        "seed": seed,
+        "recipe": recipe.as_dict(),
+        "reasoning-gym": version("reasoning-gym"),
+        "sources": {name: hashlib.sha256((Path(__file__).parent / name).read_bytes()).hexdigest() for name in _SOURCES},
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _checkpoints(directory: Path, recipe: Recipe) -> list[Path]:
+    return [directory / checkpoint_name(step) for step in recipe.checkpoints]
+
+
+def _is_current(directory: Path, seed: int, recipe: Recipe) -> bool:
+    """Whether the directory holds every file of the policy that this seed and recipe give."""
+    try:
+        recorded = json.loads((directory / RECIPE_FILE).read_text())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return False
+    return recorded.get("digest") == recipe_digest(seed, recipe) and all(
+        (checkpoint / name).is_file() for checkpoint in _checkpoints(directory, recipe) for name in CHECKPOINT_FILES
+    )
+
+
+def _refuse_foreign(directory: Path) -> None:
+    """Never replace what is not a policy of ours."""
+    if not directory.exists() or (directory.is_dir() and (directory / RECIPE_FILE).is_file()):
+        return
+    if not directory.is_dir() or any(directory.iterdir()):
+        raise FileExistsError(
+            f"{directory} exists and has no {RECIPE_FILE}, so it is not a tiny policy: "
+            "choose another directory or remove it"
+        )
+
+
+def _build(directory: Path, seed: int, recipe: Recipe, progress: Callable[[TrainingProgress], None] | None) -> None:
+    """Train beside the directory, then swap the result in. Call with the lock held."""
+    building = Path(tempfile.mkdtemp(prefix=_prefix(directory), dir=directory.parent))
+    try:
+        building.chmod(0o755)
+        train(building, seed=seed, recipe=recipe, progress=progress)
+        described = {"digest": recipe_digest(seed, recipe), "seed": seed, "recipe": recipe.as_dict()}
+        (building / RECIPE_FILE).write_text(json.dumps(described, indent=2) + "\n")
+        if directory.exists():
+            retired = Path(tempfile.mkdtemp(prefix=_prefix(directory), dir=directory.parent))
+            directory.rename(retired / "old")
+        building.rename(directory)
+    finally:
+        _remove_leftovers(directory)
+
+
+def _remove_leftovers(directory: Path) -> None:
+    """Delete what this run, or a killed one, left beside the directory. Call with the lock held."""
+    for leftover in directory.parent.glob(f"{_prefix(directory)}*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _prefix(directory: Path) -> str:
+    return f".{directory.name}.building-"
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock. The kernel releases it when the process ends, however it ends."""
+    with (directory.parent / f".{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

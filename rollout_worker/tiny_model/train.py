@@ -1,0 +1,293 @@
+"""Train the tiny policy from scratch on the CPU, in minutes, leaving checkpoints along the way.
+
+The model is a small Qwen3, trained on the responses of a stream of problems that never repeats. Hidden
+matrices are updated with Muon (Jordan et al. 2024; update scale as in Liu et al., arXiv 2502.16982), which
+reaches a given loss in about half the steps of AdamW at this size; embeddings and norms with AdamW. The
+learning rate warms up, stays, and decays at the end, so that earlier checkpoints come from a policy that is
+still moving.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from rollout_worker.tiny_model.tasks import training_problems
+from rollout_worker.tiny_model.tokenizer import build_tokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+_IGNORED = -100  # the label that torch's cross entropy skips
+_LENGTH_STEP = 32  # batches are padded to multiples of it: bfloat16 kernels are slow on odd lengths
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything besides the seed that decides the weights.
+
+    Attributes:
+        vocabulary: tokens of the tokenizer.
+        hidden_size, layers, intermediate_size, heads, kv_heads, head_dim: the Qwen3 shape.
+        max_positions: longest sequence the configuration admits, in tokens.
+        batch_tokens: padded tokens of an optimizer step.
+        steps: optimizer steps.
+        matrix_rate: peak learning rate of hidden matrices (Muon, scaled to AdamW's update size).
+        embedding_rate: peak learning rate of embeddings and norms (AdamW).
+        warmup_steps: steps over which both rates rise linearly.
+        decay_steps: last steps, over which both rates fall linearly to a tenth.
+        checkpoints: steps after which the policy is saved, ascending, the last one equal to ``steps``.
+    """
+
+    vocabulary: int = 640
+    hidden_size: int = 192
+    layers: int = 4
+    intermediate_size: int = 640
+    heads: int = 3
+    kv_heads: int = 1
+    head_dim: int = 64
+    max_positions: int = 4096
+    batch_tokens: int = 4096
+    steps: int = 500
+    matrix_rate: float = 6e-3
+    embedding_rate: float = 6e-3
+    warmup_steps: int = 20
+    decay_steps: int = 100
+    curriculum_steps: int = 0
+    checkpoints: tuple[int, ...] = (200, 260, 320, 380, 440, 500)
+
+    def __post_init__(self) -> None:
+        if not self.checkpoints or list(self.checkpoints) != sorted(set(self.checkpoints)):
+            raise ValueError(f"checkpoints must be ascending steps, at least one; got {self.checkpoints}")
+        if self.checkpoints[0] < 1 or self.checkpoints[-1] != self.steps:
+            raise ValueError(f"checkpoints must lie in 1…steps and end with steps={self.steps}; got {self.checkpoints}")
+
+    def rate_scale(self, step: int) -> float:
+        """Fraction of the peak learning rate at a step, counted from 0."""
+        warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
+        cool = min(1.0, (self.steps - step) / max(1, self.decay_steps))
+        return warm * max(0.1, cool)
+
+    def length_limit(self, step: int) -> float:
+        """Longest sequence admitted at a step, in tokens; no limit once the curriculum is over."""
+        if step >= self.curriculum_steps:
+            return math.inf
+        return 128 * 8 ** (step / self.curriculum_steps)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The recipe as plain data for JSON."""
+        return {**asdict(self), "checkpoints": list(self.checkpoints)}
+
+
+@dataclass(frozen=True)
+class TrainingProgress:
+    """Where a training run stands.
+
+    Attributes:
+        step: optimizer steps done.
+        steps: optimizer steps in all.
+        loss: mean cross entropy per response token of the last batch, in nats.
+        checkpoint: name of the checkpoint just saved, if this step saved one.
+    """
+
+    step: int
+    steps: int
+    loss: float
+    checkpoint: str | None
+
+
+@dataclass(frozen=True)
+class Example:
+    """A training sequence: token ids, of which the first ``prompt`` carry no loss."""
+
+    ids: list[int]
+    prompt: int
+
+
+def checkpoint_name(step: int) -> str:
+    """Directory name of the checkpoint after a step."""
+    return f"step-{step:04d}"
+
+
+def train(
+    directory: Path,
+    *,
+    seed: int,
+    recipe: Recipe | None = None,
+    progress: Callable[[TrainingProgress], None] | None = None,
+) -> Path:
+    """Train the policy and save its checkpoints.
+
+    The result is a function of seed, recipe, library versions and number of CPUs.
+
+    Args:
+        directory: an existing directory; checkpoints become ``step-XXXX`` in it, each a complete Hugging Face
+            model directory (float32 safetensors, tokenizer with chat template, generation configuration).
+        seed: of weights and data, 0 to 1023.
+        recipe: what to train; the default is the demo's policy.
+        progress: called after every step.
+
+    Returns:
+        The directory of the last checkpoint.
+    """
+    import torch
+    from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
+
+    recipe = recipe or Recipe()
+    tokenizer = build_tokenizer(
+        (text for _, *texts in islice(training_problems(seed), 1500) for text in texts),
+        vocabulary=recipe.vocabulary,
+    )
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        num_hidden_layers=recipe.layers,
+        intermediate_size=recipe.intermediate_size,
+        num_attention_heads=recipe.heads,
+        num_key_value_heads=recipe.kv_heads,
+        head_dim=recipe.head_dim,
+        max_position_embeddings=recipe.max_positions,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    generation = GenerationConfig(
+        do_sample=True,
+        temperature=1.0,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(_available_cpus())
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            # On the CPU at these lengths plain matrix products are faster than torch's fused attention.
+            model = Qwen3ForCausalLM._from_config(config, attn_implementation="eager")
+            optimizers = _optimizers(model, recipe)
+            batches = _batches(_examples(seed, tokenizer), recipe, Random(seed))
+            model.train()
+            for step in range(recipe.steps):
+                loss = _step(model, optimizers, next(batches), recipe.rate_scale(step))
+                saved = None
+                if step + 1 in recipe.checkpoints:
+                    saved = checkpoint_name(step + 1)
+                    model.save_pretrained(directory / saved)
+                    generation.save_pretrained(directory / saved)
+                    tokenizer.save_pretrained(directory / saved)
+                if progress is not None:
+                    progress(TrainingProgress(step + 1, recipe.steps, loss, saved))
+    finally:
+        torch.set_num_threads(threads)
+    return directory / checkpoint_name(recipe.steps)
+
+
+def _available_cpus() -> int:
+    """CPUs that this process may run on, at most 8: a model this small gains nothing from more."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def _examples(seed: int, tokenizer: Any) -> Iterator[Example]:
+    """Tokenize the training problems, without end."""
+    problems = training_problems(seed)
+    while True:
+        chunk = list(islice(problems, 256))
+        prompts = [
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            )
+            for _, question, _ in chunk
+        ]
+        prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+        solution_ids = tokenizer([solution for _, _, solution in chunk], add_special_tokens=False)["input_ids"]
+        for prompt, solution in zip(prompt_ids, solution_ids, strict=True):
+            yield Example([*prompt, *solution, tokenizer.eos_token_id], len(prompt))
+
+
+def _batches(examples: Iterator[Example], recipe: Recipe, rng: Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Group examples of similar length, to pad little, and shuffle the groups.
+
+    Yields:
+        Token ids and labels, int64, each of shape (rows, length) with rows · length ≤ ``batch_tokens`` where
+        an example fits at all.
+    """
+    import torch
+
+    drawn = 0
+    while True:
+        limit = recipe.length_limit(drawn)
+        short = (example for example in examples if len(example.ids) <= limit)
+        window = sorted(islice(short, 256), key=lambda example: len(example.ids))
+        groups: list[list[Example]] = [[]]
+        for example in window:
+            length = -(-len(example.ids) // _LENGTH_STEP) * _LENGTH_STEP
+            if groups[-1] and length * (len(groups[-1]) + 1) > recipe.batch_tokens:
+                groups.append([])
+            groups[-1].append(example)
+        rng.shuffle(groups)
+        drawn += len(groups)
+        for group in groups:
+            longest = max(len(example.ids) for example in group)
+            length = -(-longest // _LENGTH_STEP) * _LENGTH_STEP
+            ids = torch.zeros(len(group), length, dtype=torch.int64)
+            labels = torch.full((len(group), length), _IGNORED, dtype=torch.int64)
+            for row, example in enumerate(group):
+                sequence = torch.tensor(example.ids)
+                ids[row, : len(sequence)] = sequence
+                labels[row, example.prompt : len(sequence)] = sequence[example.prompt :]
+            yield ids, labels
+
+
+def _optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices, AdamW for everything else."""
+    import torch
+
+    matrices: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        (matrices if parameter.ndim == 2 and "embed" not in name else others).append(parameter)
+    optimizers = [
+        torch.optim.Muon(
+            matrices, lr=recipe.matrix_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", ns_steps=4
+        ),
+        torch.optim.AdamW(others, lr=recipe.embedding_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return optimizers
+
+
+def _step(
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    batch: tuple[torch.Tensor, torch.Tensor],
+    scale: float,
+) -> float:
+    """One optimizer step; returns the batch's loss in nats per response token."""
+    import torch
+
+    ids, labels = batch
+    # Padding lies at the end of rows, behind everything that carries a loss: causal attention needs no mask.
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits
+    targets = labels[:, 1:].reshape(-1)
+    kept = targets != _IGNORED
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1)[kept].float(), targets[kept])
+    torch.autograd.backward(loss)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * scale
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    value = loss.item()
+    if not math.isfinite(value):
+        raise FloatingPointError(f"training diverged: loss {value}; lower matrix_rate and embedding_rate in the recipe")
+    return value

@@ -1,0 +1,140 @@
+"""What a manifest accepts, and how it says what is wrong."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_api import ManifestError, parse_job
+from rollout_worker.manifest import read_manifest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+SHORTEST: dict[str, Any] = {
+    "apiVersion": "das.rollout.dev/v1alpha1",
+    "kind": "RolloutJob",
+    "metadata": {"name": "math"},
+    "spec": {
+        "model": {"uri": "Qwen/Qwen3-8B"},
+        "source": {"dataset": {"tasks": [{"name": "sums", "generator": "chain_sum"}]}},
+    },
+}
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    """The shortest manifest with one field set."""
+    manifest = copy.deepcopy(SHORTEST)
+    at: Any = manifest
+    *parents, last = path.split(".")
+    for name in parents:
+        at = at.setdefault(name, {})
+    at[last] = value
+    return manifest
+
+
+def errors_of(manifest: object) -> dict[str, str]:
+    with pytest.raises(ManifestError) as caught:
+        parse_job(manifest)
+    return {error.path: error.message for error in caught.value.errors}
+
+
+def test_the_shortest_manifest_has_defaults_for_everything_else() -> None:
+    job = parse_job(SHORTEST)
+    assert (job.metadata.namespace, job.history_name) == ("default", "math")
+    assert (job.spec.speculation.policy, job.spec.speculation.max_draft_tokens) == ("fixed", 16)
+    assert (job.spec.source.dataset.epochs, job.spec.sampling.n) == (1, 8)
+
+
+@pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_example_is_valid(example: Path) -> None:
+    assert read_manifest(example).kind == "RolloutJob"
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "where", "says"),
+    [
+        ("apiVersion", "das.rollout.dev/v2", "apiVersion", "v1alpha1"),
+        ("kind", "Job", "kind", "RolloutJob"),
+        ("metadata.name", "Not_A_Label", "metadata.name", "pattern"),
+        ("spec.model.uri", "", "spec.model.uri", "at least 1 character"),
+        ("spec.modle", {}, "spec.modle", "unknown field"),
+        ("spec.sampling.topP", 1.5, "spec.sampling.topP", "less than or equal to 1"),
+        ("spec.sampling.topP", float("nan"), "spec.sampling.topP", "finite"),
+        ("spec.sampling.temperature", -1, "spec.sampling.temperature", "greater than or equal to 0"),
+        ("spec.sampling.temprature", 1, "spec.sampling.temprature", "unknown field"),
+        ("spec.sampling.minTokens", 5000, "spec.sampling.minTokens", "more than maxTokens"),
+        ("spec.sampling.maxTokens", 4096, "spec.sampling.maxTokens", "no room for a prompt"),
+        ("spec.sampling.minP", 0.1, "spec.sampling.minP", "speculation.policy: off"),
+        ("spec.sampling.logitBias", {"3": 1.0}, "spec.sampling.logitBias", "speculation.policy: off"),
+        ("spec.sampling.n", 0, "spec.sampling.n", "greater than or equal to 1"),
+        ("spec.engine.dtype", "int8", "spec.engine.dtype", "float32"),
+        ("spec.engine.kvCacheMemory", "4Zi", "spec.engine.kvCacheMemory", "16Gi"),
+        ("spec.engine.kvCacheMemory", "0", "spec.engine.kvCacheMemory", "more than 0"),
+        ("spec.workers.gpusPerWorker", -1, "spec.workers.gpusPerWorker", "greater than or equal to 0"),
+        ("spec.speculation.policy", "magic", "spec.speculation.policy", "'fixed' or 'off'"),
+        ("spec.speculation.maxDraftTokens", 65, "spec.speculation.maxDraftTokens", "less than or equal to 64"),
+        ("spec.history.name", "UPPER", "spec.history.name", "pattern"),
+        ("spec.redis.url", "http://redis", "spec.redis.url", "redis://"),
+        ("spec.redis.url", "redis://:secret@redis", "spec.redis.url", "ROLLOUT_REDIS_URL"),
+        ("spec.weights.allowedRoots", ["models"], "spec.weights.allowedRoots", "absolute"),
+        ("spec.source.dataset.epochs", 0, "spec.source.dataset.epochs", "greater than or equal to 1"),
+        ("spec.source.dataset.checkpoints", ["a", "b"], "spec.source.dataset.checkpoints", "2 checkpoints for 1"),
+        ("spec.source.dataset.tasks", [], "spec.source.dataset.tasks", "at least 1 item"),
+        ("spec.source", {}, "spec.source.dataset", "missing"),
+        ("spec.lifecycle.activeDeadlineSeconds", 0, "spec.lifecycle.activeDeadlineSeconds", "greater than"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_path(path: str, value: object, where: str, says: str) -> None:
+    errors = errors_of(changed(path, value))
+    assert [where] == list(errors)
+    assert says in errors[where]
+
+
+def test_all_errors_are_listed_at_once_those_across_sections_too() -> None:
+    manifest = changed("spec.sampling", {"topP": 0.5, "minP": 0.1, "logitBias": {"1": 2}})
+    manifest["spec"] |= {
+        "model": {},
+        "engine": {"tensorParallelSize": 3},
+        "workers": {"gpusPerWorker": 2},
+        "typo": 1,
+    }
+    manifest["spec"]["source"]["dataset"]["tasks"] *= 2
+    assert {
+        "spec.model.uri",
+        "spec.typo",
+        "spec.source.dataset.tasks",
+        "spec.sampling.minP",
+        "spec.sampling.logitBias",
+        "spec.workers.gpusPerWorker",
+    } == set(errors_of(manifest))
+
+
+def test_min_p_is_accepted_where_nothing_is_drafted() -> None:
+    manifest = changed("spec.sampling.minP", 0.1)
+    manifest["spec"]["speculation"] = {"policy": "off"}
+    assert parse_job(manifest).spec.sampling.min_p == 0.1
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: [", "no YAML"),
+        ("", "documents"),
+        ("a: 1\n---\nb: 2", "2 documents"),
+        ("- 1", "must be a mapping"),
+        ("a: 1\na: 2", "given twice"),
+    ],
+)
+def test_a_file_that_is_no_manifest(tmp_path: Path, text: str, says: str) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(text)
+    with pytest.raises(ManifestError, match=says):
+        read_manifest(file)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="No such file"):
+        read_manifest(tmp_path / "none.yaml")

@@ -1,0 +1,141 @@
+"""What the index refuses, and how it says so."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_worker.drafting import Rollout, SuffixIndex
+
+
+@pytest.mark.parametrize("lengths", [(0, 1), (4, 5), (4, 0), (-1, 1)])
+def test_match_lengths(lengths: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="1 <= min_match <= max_match"):
+        SuffixIndex(*lengths)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "message"),
+    [
+        ([1, 2, 2**32 - 1], ValueError, "has 4294967295 at position 2; token ids are 0 to 4294967294"),
+        (np.array([5, 2**32 - 1], np.uint32), ValueError, "has 4294967295 at position 1"),
+        ([-1], ValueError, "has -1 at position 0"),
+        (np.array([3, -7]), ValueError, "has -7 at position 1"),
+        ([2**70], ValueError, "has 1180591620717411303424 at position 0"),
+        (np.zeros((2, 3), np.uint32), ValueError, "must be one-dimensional, got an array of 2 dimensions"),
+        (np.array(3, np.uint32), ValueError, "must be one-dimensional, got an array of 0 dimensions"),
+        ([4, 1.0], TypeError, "has 1.0 at position 1, which is not an integer"),
+        (np.array([1.5]), TypeError, "has 1.5 at position 0, which is not an integer"),
+        ("12", TypeError, "must be a one-dimensional uint32 array or a sequence of integers, got str"),
+        (None, TypeError, "got NoneType"),
+        (7, TypeError, "got int"),
+    ],
+)
+def test_token_ids(tokens: Any, error: type[Exception], message: str) -> None:
+    index = SuffixIndex()
+    handle = index.open("p")
+    before = index.bytes()
+    with pytest.raises(error, match=re.escape(message)):
+        index.add("p", [("good", 0, [1]), ("bad", 0, tokens)])
+    with pytest.raises(error, match=re.escape(message)):
+        index.open("p", tokens)
+    with pytest.raises(error, match=re.escape(message)):
+        index.extend(handle, tokens)
+    assert [] == index.rollouts("p")
+    assert before == index.bytes()
+
+
+def test_the_message_names_the_rollout() -> None:
+    with pytest.raises(ValueError, match=r"^rollout 'r7' of problem 'p' has -1 at position 0"):
+        SuffixIndex().add("p", [("r7", 0, [-1])])
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        (5, "rollout 0 of problem 'p' must be (rollout_id, generation, tokens)"),
+        (("a", 0), "must be (rollout_id, generation, tokens)"),
+        ((1, 0, [1]), "the rollout id must be a str"),
+        (("a", "0", [1]), "the generation must be an int that fits 64 bits"),
+        (("a", 0.5, [1]), "the generation must be an int that fits 64 bits"),
+        (("a", 2**63, [1]), "the generation must be an int that fits 64 bits"),
+    ],
+)
+def test_rollouts(rollout: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=re.escape(message)):
+        SuffixIndex().add("p", [rollout])
+
+
+@pytest.mark.parametrize("sources", [(), ("pool",), ("history", "pool"), "history"])
+def test_sources(sources: Any) -> None:
+    with pytest.raises(ValueError, match="sources must be one or both of 'history' and 'self'"):
+        SuffixIndex().open("p", sources=sources)
+
+
+def test_budgets_and_survival() -> None:
+    index = SuffixIndex()
+    handle = index.open("p")
+    with pytest.raises(ValueError, match="budget is a number of tokens, 0 or more, got -1"):
+        index.draft(handle, -1)
+    with pytest.raises(ValueError, match="each handle needs one budget, got 1 handles and 2 budgets"):
+        index.draft_batch([handle], [1, 2])
+    for survival in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="min_survival is a probability, from 0 to 1"):
+            index.draft(handle, 1, survival)
+
+
+def test_handles() -> None:
+    index = SuffixIndex()
+    handle, other = index.open("p"), SuffixIndex().open("p")
+    index.close(handle)
+    calls: list[Callable[[int], object]] = [
+        index.close,
+        lambda unknown: index.extend(unknown, [1]),
+        lambda unknown: index.draft(unknown, 1),
+        lambda unknown: index.draft_batch([index.open("p"), unknown], [1, 1]),
+    ]
+    for call in calls:
+        for unknown in (handle, other + 1000, -1):
+            with pytest.raises(KeyError, match=f"no open request has the handle {unknown}"):
+                call(unknown)
+
+
+def test_arrays_of_any_layout_and_integer_type() -> None:
+    index = SuffixIndex()
+    values = [4, 2**32 - 2, 6]
+    strided = np.array([4, 0, 2**32 - 2, 0, 6, 0], np.uint32)[::2]
+    forms = [values, tuple(values), np.array(values, np.uint32), np.array(values, np.int64), strided]
+    read_only = np.array(values, np.uint32)
+    read_only.flags.writeable = False
+    for i, tokens in enumerate([*forms, read_only]):
+        index.add(str(i), [Rollout("a", 0, tokens)])
+        handle = index.open(str(i))
+        assert values == index.draft(handle, 5).tokens
+
+
+def test_generations_of_numpy() -> None:
+    index = SuffixIndex()
+    index.add("p", [("old", np.int64(-(2**63)), [1]), ("new", np.int32(7), [2])])
+    assert 1 == index.drop_before("p", 7)
+    assert ["new"] == index.rollouts("p")
+
+
+def test_what_is_unknown_is_empty() -> None:
+    index = SuffixIndex()
+    assert not index.drop_problem("p")
+    assert not index.drop_rollout("p", "a")
+    assert 0 == index.drop_before("p", 5)
+    assert ([], 0, 0) == (index.rollouts("p"), index.tokens("p"), index.bytes("p"))
+
+
+def test_draft_describes_itself() -> None:
+    index = SuffixIndex()
+    index.add("p", [("a", 0, [3])])
+    handle = index.open("p")
+    text = "Draft(tokens=[3], probabilities=[0.25], source='history', match_length=1)"
+    assert text == repr(index.draft(handle, 2))
+    assert "Draft(tokens=[], probabilities=[], source='none', match_length=0)" == repr(index.draft(handle, 0))

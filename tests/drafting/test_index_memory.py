@@ -1,0 +1,124 @@
+"""The bytes that the index reports follow what it holds."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from rollout_worker.drafting import SuffixIndex
+
+
+def rollouts(count: int, length: int, generation: int = 0) -> list[tuple[str, int, np.ndarray]]:
+    rng = np.random.default_rng(generation)
+    return [(f"{generation}/{i}", generation, rng.integers(0, 9, length).astype(np.uint32)) for i in range(count)]
+
+
+def test_nothing_is_nothing() -> None:
+    index = SuffixIndex()
+    assert 0 == index.bytes()
+    assert 0 == index.bytes("p")
+    index.add("p", [])
+    assert 0 == index.bytes()
+
+
+def test_history_counts_and_goes() -> None:
+    index = SuffixIndex()
+    index.add("p", rollouts(4, 1000))
+    one = index.bytes("p")
+    # A text and a sorted position, four bytes each, for every token; the rest is small.
+    assert 8 * 4000 < one < 11 * 4000
+    index.add("q", rollouts(4, 1000))
+    assert one == index.bytes("q")
+    assert 2 * one < index.bytes() < 2 * one + 1000
+    index.add("p", rollouts(4, 1000, generation=1))
+    assert 2 * 8 * 4000 < index.bytes("p") < 2.1 * one
+    assert 4 == index.drop_before("p", 1)
+    assert one == pytest.approx(index.bytes("p"), rel=0.01)
+    assert index.drop_problem("p")
+    assert 0 == index.bytes("p")
+    for i in range(4):
+        assert index.drop_rollout("q", f"0/{i}")
+    assert 0 == index.bytes()
+
+
+def test_the_same_content_takes_the_same_bytes() -> None:
+    index, other = SuffixIndex(), SuffixIndex()
+    index.add("p", rollouts(3, 500))
+    baseline = index.bytes()
+    assert 0 == index.add("p", rollouts(3, 500))
+    assert baseline == index.bytes()
+    for _ in range(3):
+        index.add("p", [("extra", 5, [1, 2, 3] * 200), ("empty", 5, [])])
+        assert index.bytes() > baseline
+        index.drop_before("p", 0)
+        index.drop_rollout("p", "extra")
+        index.drop_rollout("p", "empty")
+        assert baseline == index.bytes()
+    other.add("p", rollouts(3, 500))
+    assert other.bytes() == index.bytes()
+
+
+def test_open_requests_count_and_go() -> None:
+    index = SuffixIndex()
+    index.add("p", rollouts(2, 200))
+    baseline = index.bytes()
+    plain = index.open("p", [1] * 1000, sources=("history",))
+    without_text = index.bytes() - baseline
+    own = index.open("p", [1] * 1000)
+    assert index.bytes() - baseline > 2 * without_text + 8 * 1000
+    before = index.bytes()
+    index.extend(own, [1] * 5000)
+    assert index.bytes() - before > 8 * 5000
+    index.close(own)
+    index.close(plain)
+    assert baseline == index.bytes()
+
+
+def test_a_problem_only_known_from_a_request_is_forgotten_with_it() -> None:
+    index = SuffixIndex()
+    handle = index.open("p")
+    assert [] == index.problems()
+    assert index.bytes() > 0
+    index.close(handle)
+    assert 0 == index.bytes()
+
+
+class _MallocInfo(ctypes.Structure):
+    """glibc's struct mallinfo2; `hblkhd` bytes are in use in large blocks and `uordblks` in others."""
+
+    _fields_ = (
+        ("arena", ctypes.c_size_t),
+        ("ordblks", ctypes.c_size_t),
+        ("smblks", ctypes.c_size_t),
+        ("hblks", ctypes.c_size_t),
+        ("hblkhd", ctypes.c_size_t),
+        ("usmblks", ctypes.c_size_t),
+        ("fsmblks", ctypes.c_size_t),
+        ("uordblks", ctypes.c_size_t),
+        ("fordblks", ctypes.c_size_t),
+        ("keepcost", ctypes.c_size_t),
+    )
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc says how much of malloc is in use")
+def test_reported_bytes_are_what_the_allocator_gave() -> None:
+    mallinfo = ctypes.CDLL(None).mallinfo2
+    mallinfo.restype = _MallocInfo
+
+    def in_use() -> int:
+        info = mallinfo()
+        return int(info.hblkhd + info.uordblks)
+
+    index = SuffixIndex()
+    before = in_use()
+    for generation in range(3):
+        index.add("p", rollouts(4, 30_000, generation))
+    handle = index.open("p", [1, 2] * 40_000)
+    assert index.bytes() == pytest.approx(in_use() - before, rel=0.03)
+    index.close(handle)
+    index.drop_before("p", 1)
+    assert index.bytes() == pytest.approx(in_use() - before, rel=0.03)
+    index.drop_problem("p")
+    assert in_use() - before < 100_000

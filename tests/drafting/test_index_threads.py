@@ -1,0 +1,119 @@
+"""History is written in one thread while another drafts."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+
+from rollout_worker.drafting import SuffixIndex
+
+# One token for each problem and generation: any draft tells which rollouts it was made from.
+PROBLEMS = 4
+GENERATIONS = 60
+
+
+def token(problem: int, generation: int) -> int:
+    return 1000 * problem + generation
+
+
+def test_drafts_while_history_changes() -> None:
+    """Each draft is made from one published state: whole batches, of the right problem, none older than the last seen.
+
+    A batch holds rollouts of one generation only; the writer publishes it, then drops what is older.
+    """
+    index = SuffixIndex(max_match=16)
+    done = threading.Event()
+    errors: list[BaseException] = []
+
+    def write(problem: int) -> None:
+        try:
+            for generation in range(GENERATIONS):
+                text = np.full(200, token(problem, generation), dtype=np.uint32)
+                index.add(f"p{problem}", [(f"{generation}/{i}", generation, text) for i in range(4)])
+                index.drop_before(f"p{problem}", generation)
+                if generation % 7 == 0:
+                    index.drop_rollout(f"p{problem}", f"{generation}/2")
+            index.add(f"p{problem}", [("last", GENERATIONS, [token(problem, GENERATIONS)] * 20)])
+        except BaseException as error:
+            errors.append(error)
+
+    def draft() -> None:
+        try:
+            latest = [-1] * PROBLEMS
+            while not done.is_set():
+                handles = [index.open(f"p{problem}", prompt=[9, 9]) for problem in range(PROBLEMS)]
+                for _ in range(5):
+                    drafts = index.draft_batch(handles, [6] * PROBLEMS)
+                    for problem, made in enumerate(drafts):
+                        if not made.tokens:
+                            continue
+                        assert "history" == made.source
+                        assert 1 == len(set(made.tokens))
+                        generation = made.tokens[0] - 1000 * problem
+                        assert latest[problem] <= generation <= GENERATIONS
+                        latest[problem] = generation
+                for problem, handle in enumerate(handles):
+                    index.extend(handle, [token(problem, max(latest[problem], 0))] * 3)
+                    index.draft(handle, 3)
+                    index.close(handle)
+        except BaseException as error:
+            errors.append(error)
+
+    writers = [threading.Thread(target=write, args=(problem,)) for problem in range(PROBLEMS)]
+    readers = [threading.Thread(target=draft) for _ in range(2)]
+    for thread in writers + readers:
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    for thread in readers:
+        thread.join()
+    if errors:
+        raise errors[0]
+    for problem in range(PROBLEMS):
+        handle = index.open(f"p{problem}")
+        assert [token(problem, GENERATIONS - 1)] * 3 == index.draft(handle, 3).tokens
+        index.drop_before(f"p{problem}", GENERATIONS)
+        assert [token(problem, GENERATIONS)] * 3 == index.draft(handle, 3).tokens
+        index.drop_problem(f"p{problem}")
+        index.close(handle)
+    assert 0 == index.bytes()
+
+
+def test_the_same_batch_from_many_threads_is_added_once() -> None:
+    index = SuffixIndex()
+    batch = [(str(i), 0, [i] * 50) for i in range(40)]
+    added: list[int] = []
+    threads = [threading.Thread(target=lambda: added.append(index.add("p", batch))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 40 == sum(added)
+    assert 40 * 50 == index.tokens("p")
+
+
+def test_drafts_go_on_during_a_long_build() -> None:
+    """Neither the GIL nor a lock is held while a segment is built."""
+    index = SuffixIndex()
+    index.add("p", [("a", 0, [1, 2, 3])])
+    handle = index.open("p")
+    text = np.random.default_rng(0).integers(0, 50, 1_500_000).astype(np.uint32)
+    built = threading.Event()
+
+    def build() -> None:
+        index.add("p", [("b", 1, text)])
+        built.set()
+
+    thread = threading.Thread(target=build)
+    thread.start()
+    during = 0
+    while not built.is_set():
+        assert index.draft(handle, 3).tokens in ([1, 2, 3], [int(token) for token in text[:3]])
+        during += 1
+        time.sleep(0.001)
+    thread.join()
+    assert during > 20
+    assert [int(token) for token in text[:3]] == index.draft(handle, 3).tokens

@@ -1,0 +1,103 @@
+"""What a person is told when Redis cannot be used, and how soon."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import redis
+
+from rollout_worker.history.connection import RedisUnusableError, check, connect, problem, without_password
+
+
+def checked(url: str) -> None:
+    client = connect(url)
+    try:
+        check(client, url)
+    finally:
+        client.close()
+
+
+def test_a_server_that_is_fine_passes(redis_url: str) -> None:
+    checked(redis_url)
+
+
+def test_no_server(unused_port: int) -> None:
+    with pytest.raises(RedisUnusableError, match="cannot be reached"):
+        checked(f"redis://127.0.0.1:{unused_port}")
+
+
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def silent_port() -> Iterator[int]:
+    """A server that takes connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held = []
+
+        def accept() -> None:
+            while True:
+                try:
+                    held.append(server.accept())
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+def test_a_silent_server_is_given_up_within_ten_seconds(silent_port: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(RedisUnusableError, match="does not answer in time"):
+        checked(f"redis://127.0.0.1:{silent_port}")
+    assert time.monotonic() - started < 10
+
+
+def test_a_wrong_password(redis_url: str) -> None:
+    wrong = redis_url.replace("redis://:", "redis://:not-")
+    with pytest.raises(RedisUnusableError, match="refused the user name or password") as caught:
+        checked(wrong)
+    assert "not-" not in str(caught.value)
+
+
+def test_a_server_that_evicts(redis_url: str) -> None:
+    client = redis.Redis.from_url(redis_url)
+    client.config_set("maxmemory", "100mb")
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        with pytest.raises(RedisUnusableError, match="maxmemory-policy noeviction"):
+            checked(redis_url)
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", 0)
+
+
+def test_a_malformed_url() -> None:
+    with pytest.raises(RedisUnusableError, match="no Redis URL"):
+        connect("http://redis")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (redis.exceptions.OutOfMemoryError("used memory > maxmemory"), "raise maxmemory"),
+        (redis.exceptions.ReadOnlyError("READONLY"), "connect to the primary"),
+        (redis.exceptions.NoPermissionError("NOPERM"), "extend its ACL"),
+        (redis.exceptions.ResponseError("odd"), "ResponseError: odd"),
+    ],
+)
+def test_every_error_says_what_to_do(error: redis.RedisError, says: str) -> None:
+    assert says in str(problem(error, "redis://h"))
+
+
+def test_passwords_are_not_shown() -> None:
+    assert without_password("redis://u:secret@h:1/0") == "redis://u:***@h:1/0"
+    assert without_password("redis://h:1/0") == "redis://h:1/0"

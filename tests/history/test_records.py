@@ -1,0 +1,50 @@
+"""A record in a history's log: what is written comes back, anything else is refused."""
+
+from __future__ import annotations
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.history.records import HistoryRecord, RecordError, decode_record, encode_record
+
+records = st.builds(
+    HistoryRecord,
+    rollout_id=st.text(max_size=40),
+    run=st.text(max_size=40),
+    weight_version=st.integers(0, 2**31),
+    generation=st.integers(0, 2**31),
+    tokens=st.lists(st.integers(0, 2**32 - 2), max_size=50).map(lambda ids: np.array(ids, dtype=np.uint32)),
+    finish_reason=st.sampled_from(["stop", "length"]),
+    reward=st.none() | st.floats(0, 1),
+)
+
+
+def as_plain(record: HistoryRecord) -> dict[str, object]:
+    return vars(record) | {"tokens": record.tokens.tolist()}
+
+
+@given(records)
+def test_what_is_encoded_comes_back(record: HistoryRecord) -> None:
+    assert as_plain(record) == as_plain(decode_record(encode_record(record)))
+
+
+@given(st.binary(max_size=100))
+def test_any_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(RecordError):
+        decode_record(data)
+
+
+@given(records, st.integers(0, 7), st.sampled_from([None, -1, "x", b"abc", [], {}]))
+def test_a_damaged_field_is_refused_or_changes_nothing_else(record: HistoryRecord, at: int, other: object) -> None:
+    body = msgpack.unpackb(encode_record(record))
+    body[at] = other
+    try:
+        read = decode_record(msgpack.packb(body))
+    except RecordError:
+        return
+    whole = as_plain(record)
+    differing = [name for name, value in as_plain(read).items() if whole[name] != value]
+    assert len(differing) <= 1

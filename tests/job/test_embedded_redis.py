@@ -1,0 +1,88 @@
+"""The server of a job's own: it keeps its data, ends with its owner and holds the lock until it is gone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import redis
+
+from rollout_worker.embedded_redis import EmbeddedRedis
+from rollout_worker.history.connection import RedisUnusableError
+
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from rollout_worker.embedded_redis import EmbeddedRedis
+lock = os.open(sys.argv[1] + "/lock", os.O_CREAT | os.O_RDWR)
+import fcntl; fcntl.flock(lock, fcntl.LOCK_EX)
+print(EmbeddedRedis(Path(sys.argv[1]), keep_open=lock).start(), flush=True)
+time.sleep(600)
+"""
+
+
+def start(directory: Path) -> tuple[subprocess.Popen[str], str]:
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(directory)], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    return owner, owner.stdout.readline().strip()
+
+
+def test_killed_with_its_owner_it_keeps_what_it_acknowledged(tmp_path: Path) -> None:
+    owner, url = start(tmp_path)
+    client = redis.Redis.from_url(url)
+    pid = int(client.info()["process_id"])
+    for number in range(100):
+        client.rpush("list", number)
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    owner.stdout.close()  # type: ignore[union-attr]
+
+    with (tmp_path / "lock").open("r+") as lock:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        else:
+            pytest.fail("the server still holds the lock")
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        server = EmbeddedRedis(tmp_path, keep_open=lock.fileno())
+        again = redis.Redis.from_url(server.start())
+        assert [str(number).encode() for number in range(100)] == again.lrange("list", 0, -1)
+        server.stop()
+
+
+def test_it_wants_its_password_and_listens_on_loopback_alone(tmp_path: Path) -> None:
+    with (tmp_path / "lock").open("w") as lock:
+        server = EmbeddedRedis(tmp_path, keep_open=lock.fileno())
+        url = server.start()
+        client = redis.Redis.from_url(url)
+        assert client.config_get("bind")["bind"] == "127.0.0.1"
+        port = client.connection_pool.connection_kwargs["port"]
+        with pytest.raises(redis.AuthenticationError):
+            redis.Redis(port=port).get("x")
+        assert (tmp_path / "redis.conf").stat().st_mode & 0o077 == 0
+        server.stop()
+
+
+def test_without_the_program_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RedisUnusableError, match="apt-get install redis-server"):
+        EmbeddedRedis(tmp_path, keep_open=0).start()
+
+
+def test_a_directory_that_it_cannot_read_ends_in_its_log(tmp_path: Path) -> None:
+    aof = tmp_path / "appendonlydir"
+    aof.mkdir()
+    (aof / "appendonly.aof.manifest").write_text("nonsense\n")
+    with (tmp_path / "lock").open("w") as lock, pytest.raises(RedisUnusableError, match="AOF"):
+        EmbeddedRedis(tmp_path, keep_open=lock.fileno()).start()

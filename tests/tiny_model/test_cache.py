@@ -1,0 +1,172 @@
+"""Checkpoints on disk: loadable, reproducible, and never half-made."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollout_worker.tiny_model import Recipe, TrainingProgress, ensure
+
+SMALL = Recipe(
+    vocabulary=300,
+    hidden_size=32,
+    layers=1,
+    intermediate_size=64,
+    heads=1,
+    kv_heads=1,
+    head_dim=32,
+    batch_tokens=1024,
+    steps=4,
+    warmup_steps=1,
+    decay_steps=1,
+    curriculum_steps=2,
+    checkpoints=(2, 4),
+)
+
+TRAIN_SLOWLY = """
+import sys, time
+from pathlib import Path
+from rollout_worker.tiny_model import ensure
+from tests.tiny_model.test_cache import SMALL
+
+def progress(now):
+    print(now.step, flush=True)
+    if now.checkpoint:
+        time.sleep(60)
+
+ensure(Path(sys.argv[1]), recipe=SMALL, progress=progress)
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return ensure(tmp_path_factory.mktemp("models") / "tiny", recipe=SMALL)
+
+
+def test_checkpoints_load_and_generate(trained: list[Path]) -> None:
+    assert ["step-0002", "step-0004"] == [checkpoint.name for checkpoint in trained]
+    for checkpoint in trained:
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        assert "qwen3" == model.config.model_type
+        assert torch.float32 == model.dtype
+        assert tokenizer.eos_token_id == model.generation_config.eos_token_id
+        prompt = tokenizer("1 + 1 =", return_tensors="pt")
+        assert prompt["input_ids"].shape[1] + 3 >= model.generate(**prompt, max_new_tokens=3).shape[1]
+
+
+def test_policy_moves_between_checkpoints(trained: list[Path]) -> None:
+    first, last = (load_file(checkpoint / "model.safetensors") for checkpoint in trained)
+    assert first.keys() == last.keys()
+    assert all(not torch.equal(first[name], last[name]) for name in first)
+
+
+def test_same_seed_gives_the_same_weights(trained: list[Path], tmp_path: Path) -> None:
+    again = ensure(tmp_path / "again", recipe=SMALL)
+    other = ensure(tmp_path / "other", recipe=SMALL, seed=1)
+    weights = (trained[-1] / "model.safetensors").read_bytes()
+    assert weights == (again[-1] / "model.safetensors").read_bytes()
+    assert weights != (other[-1] / "model.safetensors").read_bytes()
+
+
+def test_current_policy_is_left_alone(trained: list[Path]) -> None:
+    before = (trained[-1] / "model.safetensors").stat().st_mtime_ns
+    steps: list[TrainingProgress] = []
+    assert trained == ensure(trained[0].parent, recipe=SMALL, progress=steps.append)
+    assert [] == steps
+    assert before == (trained[-1] / "model.safetensors").stat().st_mtime_ns
+
+
+@pytest.mark.parametrize("damage", ["another recipe", "a missing file", "an unreadable record"])
+def test_outdated_or_incomplete_policy_is_replaced(tmp_path: Path, damage: str) -> None:
+    directory = tmp_path / "tiny"
+    checkpoints = ensure(directory, recipe=SMALL)
+    if damage == "another recipe":
+        record = json.loads((directory / "recipe.json").read_text())
+        (directory / "recipe.json").write_text(json.dumps({**record, "digest": "0"}))
+    elif damage == "a missing file":
+        (checkpoints[0] / "model.safetensors").unlink()
+    else:
+        (directory / "recipe.json").write_text("{")
+    steps: list[TrainingProgress] = []
+    assert checkpoints == ensure(directory, recipe=SMALL, progress=steps.append)
+    assert [1, 2, 3, 4] == [now.step for now in steps]
+    assert [None, "step-0002", None, "step-0004"] == [now.checkpoint for now in steps]
+    assert (checkpoints[0] / "model.safetensors").is_file()
+    assert [".tiny.lock", "tiny"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_kill_in_the_middle_leaves_nothing_half_made(tmp_path: Path) -> None:
+    directory = tmp_path / "tiny"
+    process = subprocess.Popen(
+        [sys.executable, "-c", TRAIN_SLOWLY, str(directory)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert process.stdout is not None
+    with process:
+        assert ["1\n", "2\n"] == [process.stdout.readline() for _ in range(2)]
+        process.send_signal(signal.SIGKILL)
+    assert not directory.exists()
+    assert any(path.is_dir() for path in tmp_path.iterdir())  # what the killed run was building
+    checkpoints = ensure(directory, recipe=SMALL)
+    assert all((checkpoint / "model.safetensors").is_file() for checkpoint in checkpoints)
+    assert [".tiny.lock", "tiny"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_of_two_at_once_one_trains_and_both_get_the_policy(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def progress(now: TrainingProgress) -> None:
+        calls.append(now.step)
+        time.sleep(0.05)
+
+    def one() -> list[Path]:
+        return ensure(tmp_path / "tiny", recipe=SMALL, progress=progress)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(one), pool.submit(one)
+        assert first.result() == second.result()
+    assert [1, 2, 3, 4] == calls
+
+
+def test_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match=r"recipe\.json"):
+        ensure(tmp_path, recipe=SMALL)
+    assert "mine" == (tmp_path / "notes.txt").read_text()
+
+
+@pytest.mark.parametrize("checkpoints", [(), (4, 2), (0, 4), (2, 3)])
+def test_recipe_refuses_checkpoints_that_do_not_end_the_run(checkpoints: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="checkpoints"):
+        Recipe(steps=4, checkpoints=checkpoints)
+
+
+def test_import_is_light() -> None:
+    script = (
+        "import sys, rollout_worker.tiny_model\n"
+        "print(sorted({'torch', 'transformers', 'tokenizers', 'reasoning_gym'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert "[]" == result.stdout.strip()

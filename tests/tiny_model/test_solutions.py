@@ -1,0 +1,102 @@
+"""Solutions are scored by reasoning-gym itself."""
+
+from __future__ import annotations
+
+import math
+import re
+from random import Random
+
+import pytest
+import reasoning_gym
+from reasoning_gym.utils import extract_answer
+
+from rollout_worker.tiny_model.solutions import (
+    UnsupportedProblemError,
+    column_difference,
+    column_sum,
+    solvable_datasets,
+    solve,
+)
+from rollout_worker.tiny_model.tasks import TASKS, Task
+
+
+def _label(task: Task) -> str:
+    return "-".join([task.name, *(str(value) for value in task.config.values())])
+
+
+def _value(expression: str) -> int:
+    """Value of digits joined by ``+``, ``-`` and ``*``."""
+    terms = re.findall(r"([+-]?)(\d+(?:\*\d+)*)", expression)
+    return sum(
+        (-1 if sign == "-" else 1) * math.prod(int(factor) for factor in product.split("*")) for sign, product in terms
+    )
+
+
+@pytest.mark.parametrize("task", TASKS, ids=_label)
+def test_every_solution_earns_full_reward(task: Task) -> None:
+    dataset = reasoning_gym.create_dataset(task.name, seed=7, size=400, **task.config)
+    wrong = [
+        entry["question"]
+        for index, entry in enumerate(dataset)
+        if dataset.score_answer(extract_answer(solve(entry, Random(index))), entry) != 1.0
+    ]
+    assert [] == wrong
+
+
+@pytest.mark.parametrize("task", TASKS, ids=_label)
+def test_every_equation_in_the_working_holds(task: Task) -> None:
+    dataset = reasoning_gym.create_dataset(task.name, seed=11, size=100, **task.config)
+    checked = 0
+    for entry in dataset:
+        for left, right in re.findall(r"(\d+(?:[-+*]\d+)+)=(\d+)", solve(entry, Random(3))):
+            assert int(right) == _value(left), left
+            checked += 1
+    assert checked > 0 or task.name in {"count_bits", "gcd"}
+
+
+def test_solution_depends_on_entry_and_generator_state_alone() -> None:
+    entry = reasoning_gym.create_dataset("products", seed=1, size=1)[0]
+    assert solve(entry, Random(5)) == solve(entry, Random(5))
+    assert len({solve(entry, Random(seed)) for seed in range(40)}) > 4
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (168, 67, "8+7=15 6+6+1=13 1+0+1=2 -> 235"),
+        (5, 95, "5+5=10 0+9+1=10 -> 100"),
+        (0, 0, "0+0=0 -> 0"),
+    ],
+)
+def test_column_sum(a: int, b: int, expected: str) -> None:
+    assert expected == column_sum(a, b)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "expected"),
+    [
+        (235, 67, "15-7=8 13-6-1=6 2-0-1=1 -> 168"),
+        (100, 1, "10-1=9 10-0-1=9 1-0-1=0 -> 99"),
+        (42, 42, "2-2=0 4-4=0 -> 0"),
+    ],
+)
+def test_column_difference(a: int, b: int, expected: str) -> None:
+    assert expected == column_difference(a, b)
+
+
+def test_unknown_dataset_is_named_with_the_known_ones() -> None:
+    entry = reasoning_gym.create_dataset("maze", seed=1, size=1)[0]
+    with pytest.raises(UnsupportedProblemError, match=r"'maze'.*chain_sum"):
+        solve(entry, Random(0))
+
+
+@pytest.mark.parametrize("name", ["chain_sum", "products"])
+def test_negative_operands_are_refused(name: str) -> None:
+    dataset = reasoning_gym.create_dataset(name, seed=2, size=50, allow_negation=True)
+    entry = next(entry for entry in dataset if re.search(r"(^|[-+*] )-\d", entry["metadata"]["expression"]))
+    with pytest.raises(UnsupportedProblemError, match="allow_negation"):
+        solve(entry, Random(0))
+
+
+def test_each_task_has_a_solver() -> None:
+    assert {task.name for task in TASKS} == set(solvable_datasets())

@@ -1,0 +1,45 @@
+"""Training problems, and the seeds kept apart from them."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import reasoning_gym
+import yaml
+
+from rollout_worker.tiny_model import HELD_OUT_SEEDS, default_tasks
+from rollout_worker.tiny_model.tasks import TASKS, training_problems
+
+
+def test_training_never_shows_a_held_out_question() -> None:
+    trained_on = {question for _, question, _ in islice(training_problems(0), 3000)}
+    held_out = {
+        entry["question"]
+        for task in default_tasks()
+        for entry in reasoning_gym.create_dataset(
+            task["name"], seed=HELD_OUT_SEEDS.start, size=len(HELD_OUT_SEEDS), **task["config"]
+        )
+    }
+    assert set() == trained_on & held_out
+
+
+def test_training_problems_follow_the_seed() -> None:
+    first = list(islice(training_problems(3), 50))
+    assert first == list(islice(training_problems(3), 50))
+    assert first != list(islice(training_problems(4), 50))
+
+
+def test_every_task_occurs_in_training() -> None:
+    assert set(range(len(TASKS))) == {index for index, _, _ in islice(training_problems(0), 400)}
+
+
+@pytest.mark.parametrize("seed", [-1, 1024])
+def test_training_seed_out_of_range(seed: int) -> None:
+    with pytest.raises(ValueError, match="0 to 1023"):
+        next(training_problems(seed))
+
+
+def test_default_tasks_survive_yaml() -> None:
+    tasks = default_tasks()
+    assert tasks == yaml.safe_load(yaml.safe_dump(tasks))

@@ -1,0 +1,51 @@
+"""The tokenizer, as a model directory gives it back."""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_worker.tiny_model.tasks import training_problems
+from rollout_worker.tiny_model.tokenizer import build_tokenizer, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory: Path = tmp_path_factory.mktemp("tokenizer")
+    texts = (text for _, *texts in islice(training_problems(0), 300) for text in texts)
+    build_tokenizer(texts, vocabulary=512).save_pretrained(directory)
+    return load_tokenizer(directory)
+
+
+def test_solutions_survive_a_round_trip(tokenizer: Any) -> None:
+    for _, question, solution in islice(training_problems(1), 200):
+        for text in (question, solution):
+            assert text == tokenizer.decode(tokenizer(text)["input_ids"])
+
+
+@given(text=st.text())
+def test_any_text_survives_a_round_trip(tokenizer: Any, text: str) -> None:
+    plain = text.replace("<|", "<")  # not a special token
+    assert plain == tokenizer.decode(tokenizer(plain)["input_ids"])
+
+
+def test_digits_are_tokens_of_their_own(tokenizer: Any) -> None:
+    numbers = tokenizer("1234567890 12+345=357")["input_ids"]
+    digits = [token for token in tokenizer.convert_ids_to_tokens(numbers) if any(c.isdigit() for c in token)]
+    assert list("123456789012345357") == digits
+
+
+def test_chat_template_opens_the_assistant_turn(tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "1 + 2 ="}]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert "<|im_start|>user\n1 + 2 =<|im_end|>\n<|im_start|>assistant\n" == text
+
+
+def test_turns_end_with_the_end_of_sequence_token(tokenizer: Any) -> None:
+    assert "<|im_end|>" == tokenizer.eos_token
+    assert [tokenizer.eos_token_id] == tokenizer("<|im_end|>")["input_ids"]

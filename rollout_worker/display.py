@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -20,9 +21,9 @@ _QUIET_REFRESH_S = 10.0
 _RATE_WINDOW_S = 2.0
 
 MODE_NAMES = {
-    Mode.DAS: "history + own text",
+    Mode.DAS: "history",
     Mode.SELF: "own text only",
-    Mode.PLAIN: "plain vLLM",
+    Mode.PLAIN: "(plain vLLM)",
 }
 
 
@@ -71,21 +72,13 @@ def _panel(progress: Progress, rate: tuple[float, float]) -> RenderableType:
 
 def report_table(report: JobReport) -> Table:
     """A row for each epoch and mode."""
-    table = Table(title=f"RolloutJob {report.name}: {max((p.epoch for p in report.passes), default=0)} epochs")
+    epochs = max((done.epoch for done in report.passes), default=0)
+    table = Table(title=f"RolloutJob {report.name}, {epochs} epochs", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("epoch", justify="right")
-    table.add_column("checkpoint")
-    table.add_column("drafts from")
-    for name in (
-        "makespan s",
-        "tokens/s",
-        "drafted\nper step",
-        "accepted\nper step",
-        "rollouts",
-        "tokens",
-        "longest",
-        "reward",
-    ):
-        table.add_column(name, justify="right")
+    table.add_column("checkpoint", no_wrap=True)
+    table.add_column("drafts from", no_wrap=True)
+    for name in ("makespan\ns", "tokens\n/s", "drafted\n/step", "accepted\n/step", "longest\ntokens", "mean\nreward"):
+        table.add_column(name, justify="right", no_wrap=True)
     for done in report.passes:
         table.add_row(*_row(done), end_section=done is _last_of(report, done.epoch))
     return table
@@ -101,13 +94,11 @@ def _row(done: Pass) -> list[str]:
     return [
         str(done.epoch) if first else "",
         done.checkpoint if first else "",
-        "none (plain vLLM)" if not speculating else MODE_NAMES[done.mode],
+        MODE_NAMES[done.mode],
         f"{done.makespan:.2f}" if done.makespan else "–",
         f"{done.tokens_per_second:,.0f}" if done.tokens_per_second else "–",
         f"{done.drafted_per_step:.2f}" if speculating else "–",
         f"{done.accepted_per_step:.2f}" if speculating else "–",
-        str(len(done.rollouts)),
-        f"{done.tokens:,}",
         f"{done.longest:,}",
         f"{done.mean_reward:.3f}" if done.mean_reward is not None else "–",
     ]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+from functools import cache
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,32 @@ def on_output_rank() -> bool:
     from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
     return bool(get_pp_group().is_last_rank) and int(get_tp_group().rank_in_group) == 0
+
+
+@cache
+def top_k_alone_fails() -> bool:
+    """Whether vLLM's sampler breaks on a step without drafts when ``top_k`` is used and ``top_p`` is not.
+
+    In 0.32 speculation runs the sampler of draft positions in every step, on no rows at all where nothing was
+    drafted, and the code path for ``top_k`` alone takes a maximum of nothing: the engine dies.
+    """
+    import torch
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    try:
+        apply_top_k_top_p(torch.empty(0, 8), torch.empty(0, dtype=torch.int32), None)
+    except (RuntimeError, IndexError):
+        return True
+    return False
+
+
+def top_p_for_drafts(top_p: float, top_k: int) -> float:
+    """The ``top_p`` to give vLLM under speculation, of the same law as the one asked for.
+
+    Where :func:`top_k_alone_fails`, ``top_p`` 1 becomes the next smaller double: vLLM then takes the code path for
+    both, in which, as a float32, it is 1 again and removes only tokens of probability 0.
+    """
+    return math.nextafter(1.0, 0.0) if top_p == 1.0 and top_k and top_k_alone_fails() else top_p
 
 
 def mend_draft_sampling() -> bool:

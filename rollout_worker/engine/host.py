@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import os
 import time
@@ -140,7 +141,14 @@ class Engine:
         scope = None
         if speculating:
             budget = default_budget if request.draft_budget is None else request.draft_budget
-            scope = DraftScope(call, request.problem_id, request.sampling.max_tokens, budget, sources)
+            scope = DraftScope(
+                key=call,
+                problem=request.problem_id,
+                max_tokens=request.sampling.max_tokens,
+                min_tokens=request.sampling.min_tokens,
+                budget=budget,
+                sources=sources,
+            )
         params = vllm_sampling(request.sampling, rollout_id, scope)
         started, output = time.monotonic(), None
         try:
@@ -221,7 +229,11 @@ class Engine:
 
     def close(self) -> None:
         """Stop the engine's processes."""
-        self._llm.shutdown()
+        if self._llm is not None:
+            self._llm.shutdown()
+            self._llm = None
+            # AsyncLLM stands in a reference cycle, and its finaliser fails when run at the interpreter's exit
+            gc.collect()
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         replies: list[Any] = await self._llm.collective_rpc(method, args=args)

@@ -88,13 +88,10 @@ class HistoryProposer:
             prompt_length = len(request.prompt_token_ids)
             length = int(num_tokens_no_spec[row])
             self._follow(drafter, scope, token_ids_cpu[row], prompt_length, length, len(sampled))
-            # the last token of a response is sampled, not drafted: one position is left to the model
-            left = scope.max_tokens - (length - prompt_length) - 1
-            budget = self.max_draft_tokens if scope.budget is None else scope.budget
-            if min(left, budget) > 0:
+            if (budget := scope.limit(length - prompt_length, self.max_draft_tokens)) > 0:
                 rows.append(row)
                 keys.append(scope.key)
-                budgets.append(min(left, budget))
+                budgets.append(budget)
         for row, draft in zip(rows, drafter.draft(keys, budgets), strict=True):
             drafts[row] = draft
         if len(self._length) > len(request_ids):

@@ -8,6 +8,7 @@ from hashlib import blake2b
 from typing import Any
 
 from rollout_api.job import Sampling
+from rollout_worker.engine.compat import top_p_for_drafts
 
 EXTRA_ARGS_KEY = "das"
 
@@ -25,9 +26,21 @@ class DraftScope:
     problem: str
     max_tokens: int
     """No draft reaches beyond this many response tokens."""
+    min_tokens: int = 0
+    """No draft reaches across this many response tokens; see :meth:`limit`."""
     budget: int | None = None
     """Most tokens drafted a step; None: the job's ``maxDraftTokens``."""
     sources: Sequence[str] = ("history", "self")
+
+    def limit(self, produced: int, most: int) -> int:
+        """How many tokens to draft at most for a response of *produced* tokens, where *most* fit in a step.
+
+        The token after the last draft is sampled as well, so one position is left to it. While a response is shorter
+        than ``min_tokens``, vLLM bars its end one position too far in a step with drafts, and for the token after
+        them however far they reach (vllm#41768, seen in 0.32): a step that stays below ``min_tokens`` is exact.
+        """
+        end = self.min_tokens if produced < self.min_tokens else self.max_tokens
+        return max(0, min(most if self.budget is None else min(most, self.budget), end - produced - 1))
 
     def as_extra_args(self) -> dict[str, Any]:
         """The value for ``SamplingParams.extra_args``."""
@@ -36,6 +49,7 @@ class DraftScope:
                 "key": self.key,
                 "problem": self.problem,
                 "max_tokens": self.max_tokens,
+                "min_tokens": self.min_tokens,
                 "budget": self.budget,
                 "sources": list(self.sources),
             }
@@ -83,7 +97,7 @@ def vllm_sampling(sampling: Sampling, rollout_id: str, scope: DraftScope | None)
     return SamplingParams(
         n=1,
         temperature=sampling.temperature,
-        top_p=sampling.top_p,
+        top_p=top_p_for_drafts(sampling.top_p, sampling.top_k) if scope else sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         max_tokens=sampling.max_tokens,

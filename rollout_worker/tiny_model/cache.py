@@ -105,11 +105,12 @@ def _refuse_foreign(directory: Path) -> None:
 
 def _build(directory: Path, seed: int, recipe: Recipe, progress: Callable[[TrainingProgress], None] | None) -> None:
     """Train beside the directory, then swap the result in. Call with the lock held."""
+    digest = recipe_digest(seed, recipe)  # of the sources as they are now, not when training ends
     building = Path(tempfile.mkdtemp(prefix=_prefix(directory), dir=directory.parent))
     try:
         building.chmod(0o755)
         train(building, seed=seed, recipe=recipe, progress=progress)
-        described = {"digest": recipe_digest(seed, recipe), "seed": seed, "recipe": recipe.as_dict()}
+        described = {"digest": digest, "seed": seed, "recipe": recipe.as_dict()}
         (building / RECIPE_FILE).write_text(json.dumps(described, indent=2) + "\n")
         if directory.exists():
             retired = Path(tempfile.mkdtemp(prefix=_prefix(directory), dir=directory.parent))

@@ -101,6 +101,38 @@ def test_more_occurrences_than_vote(size: int, period: int) -> None:
                 assert_same(oracle.draft(handle, 6, 0.0), index.draft(handle, 6, 0.0))
 
 
+@pytest.mark.parametrize("batch", [1, 7, 100])
+@pytest.mark.parametrize("generations", [1, 2, 100])
+def test_the_newest_rollouts_vote(batch: int, generations: int) -> None:
+    """Of 100 rollouts, those of higher generations, and of equal ones those added later."""
+    rollouts = [(str(i), i * 37 % generations, [5, i // 20]) for i in range(100)]
+    index, oracle = SuffixIndex(), Oracle(max_match=64, min_match=1)
+    for first in range(0, 100, batch):
+        index.add("p", rollouts[first : first + batch])
+    oracle.add("p", rollouts)
+    for response in ([], [5], [6, 5]):
+        handle = index.open("p", sources=("history",))
+        oracle.open(handle, "p", [], ("history",))
+        index.extend(handle, response)
+        oracle.extend(handle, response)
+        assert_same(oracle.draft(handle, 2, 0.0), index.draft(handle, 2, 0.0))
+
+
+def test_the_newest_of_occurrences_that_are_far_apart_in_order() -> None:
+    """The sorted contexts of rollouts that follow each other lie 64 apart, and each of the newest 64 matters."""
+    count, matched, a, b, others = 200 * 64, 500_000, 1_000_000, 1_000_001, 1_000_002
+    continuations = [others] * (count - 64) + [a] * 31 + [b] * 32 + [a]
+    rollouts = [(str(i), 0, [1 + i % 200 * 64 + i // 200, matched, token]) for i, token in enumerate(continuations)]
+    # A few contexts before these, so that they do not begin where a block of any size does.
+    smaller = [(f"smaller {i}", -1, [0, i]) for i in range(10)]
+    index = SuffixIndex()
+    index.add("p", rollouts + smaller)
+    handle = index.open("p", sources=("history",))
+    index.extend(handle, [others, matched])
+    draft = index.draft(handle, 1)
+    assert (draft.tokens, draft.match_length) == ([a], 1)
+
+
 @pytest.mark.parametrize("source", ["history", "self"])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_short_match_in_long_text(source: str, segments: int) -> None:

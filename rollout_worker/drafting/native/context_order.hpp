@@ -34,7 +34,7 @@ inline std::size_t common_length(const Token* a, const Token* b, std::size_t kno
 }
 
 // The positions of `reversed` that have a following token, sorted by their contexts, of which at most `depth` tokens
-// are compared; positions with equal contexts stand in ascending order.
+// are compared; positions with equal contexts stand in any order.
 //
 // `reversed` begins with kStart and every document in it ends with kStart (its START). The time is
 // O(n log n log depth) whatever the text: ranks of contexts of length h give those of length 2h (Manber and Myers

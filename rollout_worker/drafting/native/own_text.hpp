@@ -38,8 +38,7 @@ class GrowingText {
 // The positions of a GrowingText that have a following token, kept sorted by their contexts in blocks of bounded
 // size, so that adding one costs a binary search and a short move, without pauses for rebuilding.
 //
-// A position is the number of tokens before it. Contexts are compared over at most `depth` tokens; among equal ones
-// the later position stands first.
+// A position is the number of tokens before it. Contexts are compared over at most `depth` tokens.
 class OwnPositions {
  public:
   OwnPositions(std::size_t depth, std::pmr::memory_resource* memory) : depth_(depth), blocks_(memory) {}

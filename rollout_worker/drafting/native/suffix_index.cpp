@@ -279,15 +279,20 @@ void SuffixIndex::draft_from_history(Request& request, std::size_t budget, doubl
   }
   if (longest < min_match_) return;
   occurrences.clear();
+  std::size_t segments = 0;
   for (std::size_t i = 0; i < matches.size(); ++i) {
-    if (matches[i].length == longest) history->segments[i]->append_newest(matches[i], occurrences);
+    if (matches[i].length < longest) continue;
+    history->segments[i]->append_newest(matches[i], occurrences);
+    ++segments;
   }
-  // Each segment's are in order; together they may not be, or may be too many. A document is in one segment only, so
-  // a stable sort keeps its positions in order.
-  std::stable_sort(occurrences.begin(), occurrences.end(), [](const Occurrence& a, const Occurrence& b) {
-    return a.generation != b.generation ? a.generation > b.generation : a.sequence > b.sequence;
-  });
-  if (occurrences.size() > kMaxOccurrences) occurrences.resize(kMaxOccurrences);
+  if (segments > 1) {
+    // Each segment's are in order; together they may not be, or may be too many. A document is in one segment only,
+    // so a stable sort keeps its positions in order.
+    std::stable_sort(occurrences.begin(), occurrences.end(), [](const Occurrence& a, const Occurrence& b) {
+      return a.generation != b.generation ? a.generation > b.generation : a.sequence > b.sequence;
+    });
+    if (occurrences.size() > kMaxOccurrences) occurrences.resize(kMaxOccurrences);
+  }
   next.clear();
   for (const Occurrence& occurrence : occurrences) next.push_back(occurrence.next);
   vote(next, Source::history, longest, budget, min_survival, calibration_,

@@ -1,0 +1,111 @@
+"""Engines for the tests: real vLLM on a model whose law is known."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+from testbed import POSITIONS, Law, LoopThread, make_model
+
+from rollout_api.job import Engine as EngineSpec
+from rollout_api.job import Sampling
+from rollout_api.keys import HistoryKeys
+from rollout_api.messages import RolloutRequest
+from rollout_worker.engine.host import Drafting, Engine, EngineConfig, Generated
+from rollout_worker.engine.worker_extension import HistoryBinding
+from rollout_worker.history.connection import connect
+from rollout_worker.history.records import HistoryRecord
+from rollout_worker.history.store import HistoryStore
+
+KEYS = HistoryKeys("default", "engine-tests")
+MAX_DRAFT_TOKENS = 6
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def law(model: Path) -> Law:
+    return Law(model)
+
+
+@pytest.fixture(scope="session")
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.stop()
+
+
+def config(model: Path, drafting: Drafting | None = None) -> EngineConfig:
+    # float32, so that a token is decided by the model and not by rounding
+    spec = EngineSpec(
+        max_model_len=POSITIONS, dtype="float32", max_num_seqs=64, kv_cache_memory="256Mi", enforce_eager=True
+    )
+    return EngineConfig(model=model, spec=spec, cpu=True, drafting=drafting)
+
+
+@dataclass
+class Bed:
+    """An engine and a way to ask it for many responses at once."""
+
+    engine: Engine
+    loop: LoopThread
+    history: HistoryStore | None = None
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
+
+    def sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, problem: str = "p") -> list[Generated]:
+        """``sampling.n`` responses to each prompt, in order."""
+        requests = [
+            RolloutRequest(
+                job_uid="test",
+                request_id=str(next(self._numbers)),
+                problem_id=problem,
+                prompt_token_ids=list(prompt),
+                sampling=sampling,
+            )
+            for prompt in prompts
+        ]
+        return self.loop.run(self._gather(requests))
+
+    async def _gather(self, requests: list[RolloutRequest]) -> list[Generated]:
+        import asyncio
+
+        calls = [self.engine.generate(request, sample) for request in requests for sample in range(request.sampling.n)]
+        return list(await asyncio.gather(*calls))
+
+    def remember(self, problem: str, responses: Sequence[Sequence[int]]) -> None:
+        """Put responses into the history and wait until the engine can draft from them."""
+        assert self.history is not None
+        for response in responses:
+            tokens = np.array(response, dtype=np.uint32)
+            name = f"{problem}-{next(self._numbers)}"
+            self.history.append(problem, HistoryRecord(name, "test", 1, 1, tokens, "stop"), newest=1)
+        assert self.loop.run(self.engine.announce([problem], 1, wait=30))
+
+
+@pytest.fixture(scope="session")
+def drafting(redis_server: str) -> Drafting:
+    return Drafting(MAX_DRAFT_TOKENS, HistoryBinding(redis_server, KEYS.namespace, KEYS.name, window=16))
+
+
+@pytest.fixture(scope="session")
+def drafted(model: Path, loop: LoopThread, drafting: Drafting, redis_server: str) -> Iterator[Bed]:
+    """An engine that drafts."""
+    engine = loop.run(Engine.start(config(model, drafting)))
+    yield Bed(engine, loop, HistoryStore(connect(redis_server), KEYS, window=16))
+    engine.close()
+
+
+@pytest.fixture(scope="session")
+def plain(model: Path, loop: LoopThread) -> Iterator[Bed]:
+    """The same model with no speculation configured."""
+    engine = loop.run(Engine.start(config(model)))
+    yield Bed(engine, loop)
+    engine.close()

@@ -1,0 +1,168 @@
+"""A model small enough that its exact law can be written down, and that law."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy import stats
+
+from rollout_api.job import Sampling
+
+VOCABULARY = 24
+"""Token ids; the last is the end of sequence. Few enough for every one to be drawn often."""
+EOS = VOCABULARY - 1
+POSITIONS = 512
+
+_Result = TypeVar("_Result")
+
+
+def make_model(directory: Path) -> Path:
+    """A random Qwen3 whose next-token distributions are neither flat nor certain, with a word for each token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = {f"w{token}": token for token in range(EOS)} | {"<eos>": EOS}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
+    torch.manual_seed(3)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=False,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).float()
+    with torch.no_grad():
+        model.lm_head.weight *= 12.0
+    model.save_pretrained(directory)
+    return directory
+
+
+class Law:
+    """The exact next-token distributions of a model under given sampling settings, in float32."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import Qwen3ForCausalLM
+
+        self._model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._model.eval()
+
+    def logits(self, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Raw logits after each context; the contexts have one length. Shape (contexts, VOCABULARY)."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor(contexts)).logits[:, -1].double()
+        return logits.clone()
+
+    def probabilities(
+        self, prompt: Sequence[int], responses: Sequence[Sequence[int]], sampling: Sampling
+    ) -> NDArray[np.float64]:
+        """What vLLM documents that it samples from, after each response so far. Shape (responses, VOCABULARY)."""
+        logits = self.logits([[*prompt, *response] for response in responses])
+        for row, response in zip(logits, responses, strict=True):
+            _restrict(row, prompt, response, sampling)
+        return torch.softmax(_truncate(logits / sampling.temperature, sampling), dim=-1).numpy()
+
+
+def _restrict(row: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> None:
+    if sampling.allowed_token_ids:
+        barred = [token for token in range(VOCABULARY) if token not in sampling.allowed_token_ids]
+        row[barred] = -torch.inf
+    if len(response) < sampling.min_tokens:
+        row[EOS] = -torch.inf
+    seen = sorted({*prompt, *response})
+    row[seen] = torch.where(
+        row[seen] > 0, row[seen] / sampling.repetition_penalty, row[seen] * sampling.repetition_penalty
+    )
+    for token, count in Counter(response).items():
+        row[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+
+
+def _truncate(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    if sampling.top_k:
+        floor = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if sampling.top_p < 1:
+        ascending, order = logits.sort(dim=-1)
+        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+    return logits
+
+
+def chi_square(
+    law: Law, prompt: Sequence[int], responses: Sequence[Sequence[int]], sampling: Sampling, *, first: int = 1
+) -> tuple[float, int]:
+    """Test sampled tokens against the exact law, given what was sampled before each.
+
+    Args:
+        law: of the model.
+        prompt: common to all responses.
+        responses: what was sampled.
+        sampling: how.
+        first: position of the first token that is tested; position 0 follows the prompt and is never drafted.
+
+    Returns:
+        The p-value that all of it came from the law, and how many tokens were tested. Tokens of probability 0 give 0.
+    """
+    following: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for response in responses:
+        for position in range(first, len(response)):
+            following[tuple(response[:position])][response[position]] += 1
+    by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for context, counts in following.items():
+        if counts.total() >= 20:
+            by_length[len(context)].append(context)
+    statistic, freedom, tested = 0.0, 0, 0
+    for contexts in by_length.values():
+        for context, p in zip(contexts, law.probabilities(prompt, contexts, sampling), strict=True):
+            counts = following[context]
+            total = counts.total()
+            tested += total
+            observed = np.array([counts[token] for token in range(VOCABULARY)], dtype=float)
+            if observed[p < 1e-9].any():
+                return 0.0, tested
+            # pool what is rare, so that each cell expects at least 5
+            common = p * total >= 5
+            seen = np.append(observed[common], observed[~common].sum())
+            expected = np.append(p[common] * total, p[~common].sum() * total)
+            if expected[-1] < 5 and len(expected) > 1:
+                rarest = int(expected[:-1].argmin())
+                seen[rarest] += seen[-1]
+                expected[rarest] += expected[-1]
+                seen, expected = seen[:-1], expected[:-1]
+            statistic += float(((seen - expected) ** 2 / expected).sum())
+            freedom += len(expected) - 1
+    return float(stats.chi2.sf(statistic, freedom)), tested
+
+
+class LoopThread:
+    """An asyncio loop in a thread, for engines that outlive one test."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _Result], timeout: float = 300) -> _Result:
+        """Await *work* in the loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+
+    def stop(self) -> None:
+        """End the loop."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()

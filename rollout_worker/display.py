@@ -33,7 +33,7 @@ async def show_progress(runner: JobRunner, console: Console) -> None:
     if not console.is_terminal:
         while True:
             await asyncio.sleep(_QUIET_REFRESH_S)
-            console.print(_line(runner.progress, rate.of(runner.progress)))
+            console.print(_line(runner.progress, rate.of(runner.progress)), soft_wrap=True)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
             live.update(_panel(runner.progress, rate.of(runner.progress)), refresh=True)
@@ -49,7 +49,9 @@ class _Rate:
     def of(self, progress: Progress) -> tuple[float, float]:
         counters = progress.counters
         now = (time.monotonic(), counters.tokens, counters.accepted, id(counters))
-        self._marks = [m for m in self._marks if m[3] == now[3] and now[0] - m[0] < max(_RATE_WINDOW_S, 2 * _REFRESH_S)]
+        same_engine = [mark for mark in self._marks if mark[3] == now[3]]
+        # at least the last one, however long ago
+        self._marks = [m for m in same_engine if now[0] - m[0] < _RATE_WINDOW_S] or same_engine[-1:]
         self._marks.append(now)
         first = self._marks[0]
         seconds, tokens, accepted = now[0] - first[0], now[1] - first[1], now[2] - first[2]

@@ -22,7 +22,7 @@ from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.quantity import parse_quantity
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.engine.host import Drafting, Engine, EngineConfig
-from rollout_worker.engine.model_source import resolve_checkpoint, resolve_model, tokenizer_fingerprint
+from rollout_worker.engine.model_source import ModelError, resolve_checkpoint, resolve_model, tokenizer_fingerprint
 from rollout_worker.engine.worker_extension import HistoryBinding
 from rollout_worker.history.connection import check, connect, problem
 from rollout_worker.history.store import HistoryStore
@@ -70,8 +70,6 @@ async def run_local(
         ManifestError, ModelError, StateError, RedisUnusableError, HistoryMismatchError, EngineError, DeadlineError:
             each with a text that says what to do.
     """
-    from transformers import AutoTokenizer
-
     _check_machine(job)
     directory = options.state / job.metadata.namespace / job.metadata.name
     with _locked(directory) as lock:
@@ -81,12 +79,12 @@ async def run_local(
             resolve_checkpoint(uri, options.model_cache, model, job.spec.weights.allowed_roots)
             for uri in source.checkpoints
         ] or [model] * source.epochs
-        tokenizer = AutoTokenizer.from_pretrained(model, local_files_only=True)
-        problems = load_problems(source, tokenizer)
-        state = _JobState.open(directory / "job.json", job)
         with _redis_url(job, options, directory, lock, say) as url:
             client = connect(url)
-            check(client, url)
+            check(client, url)  # before anything that takes long
+            tokenizer = _load_tokenizer(model)
+            problems = load_problems(source, tokenizer)
+            state = _JobState.open(directory / "job.json", job)
             keys = HistoryKeys(job.metadata.namespace, job.history_name)
             store = HistoryStore(client, keys, window=job.spec.speculation.window)
             relay = Relay(client, MessageKeys(state.uid), store)
@@ -156,6 +154,15 @@ async def _start_engines(
         if isinstance(started, Engine):
             started.close()
     raise next(failed for failed in (engine, plain) if isinstance(failed, BaseException))
+
+
+def _load_tokenizer(model: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer in {model} cannot be loaded: {error}") from None
 
 
 def _cores(job: RolloutJob) -> int:

@@ -93,6 +93,43 @@ def mend_draft_sampling() -> bool:
     return True
 
 
+def renew_packed_output(model: Any) -> bool:
+    """After a reload, pack the output projection again if it still computes with the weights from before.
+
+    On CPU vLLM (seen in 0.32) multiplies by a packed copy of the weight, which a reload renews for each tensor in the
+    checkpoint. With tied embeddings there is none for the output projection, so logits go on coming from the old
+    weights, without a word.
+
+    Args:
+        model: vLLM's model.
+
+    Returns:
+        Whether it was stale and has been renewed.
+
+    Raises:
+        EngineError: if it is stale and stays so.
+    """
+    head = getattr(model, "lm_head", None)
+    if head is None or not hasattr(head, "cpu_linear") or _computes_with_its_weight(head):
+        return False
+    head.quant_method.process_weights_after_loading(head)
+    if not _computes_with_its_weight(head):
+        raise EngineError("after a reload the output projection still uses the old weights; restart the engine instead")
+    return True
+
+
+def _computes_with_its_weight(head: Any) -> bool:
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    weight = head.weight.detach()
+    probe = torch.randn(2, weight.shape[1], generator=generator).to(weight.dtype)
+    expected = torch.nn.functional.linear(probe.float(), weight.float())
+    found = head.quant_method.apply(head, probe).float()
+    # a rounding error of the weight's type, against weights of another step
+    return bool((found - expected).abs().max() <= 32 * torch.finfo(weight.dtype).eps * expected.abs().max())
+
+
 def _expands_right(function: Any, torch: Any) -> bool:
     """Whether *function* does what its docstring says, tried with both types it is called with."""
     ends = torch.tensor([2, 2, 5, 6], dtype=torch.int32)

@@ -96,14 +96,13 @@ class Engine:
         except (ValueError, RuntimeError, OSError, ImportError) as error:
             raise EngineError(f"vLLM does not start with {config.model}: {error}") from error
         engine = cls(llm, config, counters)
-        if config.drafting is not None:
-            try:
-                bound = await engine._rpc("das_bind", asdict(config.drafting.history))
-                if not any(bound):
-                    raise EngineError("no rank of the engine drafts: vLLM has no output rank")
-            except Exception:
-                engine.close()
-                raise
+        try:
+            await engine._rpc("das_follow_host", os.getpid())
+            if config.drafting is not None and not any(await engine._rpc("das_bind", asdict(config.drafting.history))):
+                raise EngineError("no rank of the engine drafts: vLLM has no output rank")
+        except BaseException:
+            engine.close()
+            raise
         return engine
 
     async def generate(
@@ -190,7 +189,7 @@ class Engine:
         started = time.monotonic()
         await self._llm.pause_generation(mode="wait")
         try:
-            await self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(directory)})
+            await self._rpc("das_load_weights", str(directory))
             await self._llm.reset_prefix_cache()
             self.weight_version = weight_version
         finally:
@@ -260,6 +259,8 @@ def _set_environment(config: EngineConfig) -> None:
     """Settings that vLLM reads from the environment only; what a user has set stays."""
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
     if config.cpu:
         # more threads than free cores make a step many times slower
         os.environ.setdefault("OMP_NUM_THREADS", str(config.cores))
@@ -277,6 +278,8 @@ def _vllm_settings(config: EngineConfig) -> dict[str, Any]:
         "enforce_eager": spec.enforce_eager,
         "logprobs_mode": "processed_logprobs",
         "enable_log_requests": False,
+        "use_tqdm_on_load": False,
+        "worker_extension_cls": "rollout_worker.engine.worker_extension.HostExtension",
     }
     if spec.kv_cache_memory is not None:
         settings["kv_cache_memory_bytes"] = int(parse_quantity(spec.kv_cache_memory))

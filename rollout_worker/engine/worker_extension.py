@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import select
+import signal
+import threading
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,10 +29,40 @@ class HistoryBinding:
     """Generations that are drafted from."""
 
 
-class DraftingExtension:
+class HostExtension:
     """Mixed into vLLM's worker class by ``worker_extension_cls``; every method runs between two steps."""
 
     model_runner: Any
+
+    def das_follow_host(self, host: int) -> None:
+        """End the engine's processes when process *host* is gone, however it ended.
+
+        vLLM's engine core waits for ever for the messages of a host that was killed, and keeps its memory and GPU.
+        """
+        descriptor = os.pidfd_open(host)
+        core = os.getppid()  # of this worker, unless the core runs its worker itself
+
+        def follow() -> None:
+            select.select([descriptor], [], [])
+            if core != host:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(core, signal.SIGKILL)
+            os._exit(1)
+
+        threading.Thread(target=follow, name="follow-host", daemon=True).start()
+
+    def das_load_weights(self, directory: str) -> None:
+        """Replace the weights by the safetensors in *directory*."""
+        from rollout_worker.engine.compat import renew_packed_output
+
+        self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  # vLLM's worker has it
+        if renew_packed_output(self.model_runner.get_model()):
+            logger.info("Packed the output projection of %s anew: vLLM's reload leaves it stale.", directory)
+
+
+class DraftingExtension(HostExtension):
+    """What the host asks of an engine that drafts."""
+
     _das_index: Any = None
     _das_sync: HistorySync | None = None
 

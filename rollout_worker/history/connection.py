@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import redis
@@ -20,6 +22,11 @@ _CONNECT_TIMEOUT_S = 2.0
 _REPLY_TIMEOUT_S = 2.0
 _RETRIES = 1
 _OLDEST_VERSION = (7, 0)
+PATIENCE_S = 7.0
+"""How long a server may be away before a job gives up: a hiccup is waited out, a person is still told within 10 s."""
+_PAUSE_S = 0.2
+
+_Result = TypeVar("_Result")
 
 
 class RedisUnusableError(RuntimeError):
@@ -88,6 +95,28 @@ def problem(error: redis.RedisError, url: str) -> RedisUnusableError:
     if isinstance(error, redis.ConnectionError):
         return RedisUnusableError(f"{where} cannot be reached: {error}; is it running, and is the URL right? ({kept})")
     return RedisUnusableError(f"{where} failed: {type(error).__name__}: {error}")
+
+
+def transient(error: redis.RedisError) -> bool:
+    """Whether *error* may pass by itself: the server is slow, away for a moment, or loading its data."""
+    refused = redis.AuthenticationError | redis.exceptions.AuthorizationError
+    return isinstance(error, redis.ConnectionError | redis.TimeoutError) and not isinstance(error, refused)
+
+
+def persist(command: Callable[..., _Result], *args: Any) -> _Result:
+    """``command(*args)``, tried again while Redis is away, for :data:`PATIENCE_S`; the command must be idempotent.
+
+    Raises:
+        redis.RedisError: the last failure, or at once one that does not pass by itself.
+    """
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return command(*args)
+        except redis.RedisError as error:
+            if not transient(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(_PAUSE_S)
 
 
 def without_password(url: str) -> str:

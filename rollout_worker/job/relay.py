@@ -11,12 +11,14 @@ import redis
 
 from rollout_api.keys import MessageKeys
 from rollout_api.messages import CodecError, Rollout, decode
+from rollout_worker.history.connection import persist
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_RETRY_S = 1.0
 _BATCH = 64
 
 
@@ -32,7 +34,7 @@ class Relay:
         self.dead = 0
         """Entries that could not be read, moved to the dead-letter stream."""
         self.failure: redis.RedisError | None = None
-        """Why Redis does not take entries at present."""
+        """Why Redis takes no entries, once that has lasted too long to be a hiccup."""
         self._client = client
         self._keys = keys
         self._store = store
@@ -61,12 +63,12 @@ class Relay:
     def _run(self) -> None:
         while not self._stopping.is_set():
             try:
-                carried = self._carry_batch()
+                carried = persist(self._carry_batch)
                 self.failure = None
             except redis.RedisError as error:
                 carried, self.failure = 0, error
             if not carried:
-                self._stopping.wait(_POLL_S if self.failure is None else 1.0)
+                self._stopping.wait(_POLL_S if self.failure is None else _RETRY_S)
 
     def _carry_batch(self) -> int:
         entries: Any = self._client.xrange(self._keys.outbox, count=_BATCH)

@@ -13,6 +13,7 @@ from rollout_api.job import RolloutJob
 from rollout_api.messages import Purpose, Rollout, RolloutRequest, WeightSpan
 from rollout_worker.engine.host import Engine, Generated
 from rollout_worker.engine.metrics import EngineCounters
+from rollout_worker.history.connection import persist
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.ledger import Ledger
 from rollout_worker.job.problems import Problem
@@ -135,7 +136,7 @@ class JobRunner:
 
     async def _epochs(self) -> JobReport:
         report = JobReport(self._job.metadata.name, self._uid)
-        done = await asyncio.to_thread(self._ledger.done)
+        done = await asyncio.to_thread(persist, self._ledger.done)
         epochs = [(epoch, *self._split(epoch, done)) for epoch in range(1, len(self._checkpoints) + 1)]
         report.rollouts_done_before = sum(len(before) for _, before, _ in epochs)
         to_make = [len(open_) for _, _, open_ in epochs]
@@ -196,7 +197,7 @@ class JobRunner:
         await self._engine.load_weights(checkpoint, epoch)
         if self._plain is not None:
             await self._plain.load_weights(checkpoint, epoch)
-        generation = await asyncio.to_thread(self._store.publish, self._uid, epoch)
+        generation = await asyncio.to_thread(persist, self._store.publish, self._uid, epoch)
         # interleaved: which mode goes first changes from epoch to epoch, so that none has the warmer machine
         modes = [Mode.DAS, *self._compare]
         first = (epoch - 1) % len(modes)
@@ -270,12 +271,12 @@ class JobRunner:
             reward=self._by_id[request.problem_id].reward(text),
         )
         if recorded:
-            self._ledger.finish(rollout)
+            persist(self._ledger.finish, rollout)
         return rollout
 
     async def _history_has_all(self) -> None:
         """Wait until the relay has carried this epoch into the history, so that the next drafts from all of it."""
-        while await asyncio.to_thread(self._ledger.waiting):
+        while await asyncio.to_thread(persist, self._ledger.waiting):
             if self._relay.failure is not None:
                 raise self._relay.failure
             await asyncio.sleep(_WATCH_S / 4)

@@ -27,7 +27,7 @@ def build_tokenizer(texts: Iterable[str], *, vocabulary: int) -> PreTrainedToken
 
     Args:
         texts: what to learn merges from. The result depends on nothing else.
-        vocabulary: number of tokens, special tokens and the 256 bytes included.
+        vocabulary: most tokens to have, special tokens and the 256 bytes included.
 
     Returns:
         A tokenizer with a chat template whose end-of-sequence token is ``<|im_end|>``.

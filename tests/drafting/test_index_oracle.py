@@ -133,6 +133,20 @@ def test_the_newest_of_occurrences_that_are_far_apart_in_order() -> None:
     assert (draft.tokens, draft.match_length) == ([a], 1)
 
 
+def test_the_newest_of_own_occurrences_that_are_far_apart_in_order() -> None:
+    """As above within one text, checked after each 64 occurrences while what keeps them in order grows and splits."""
+    matched, a, b = 500_000, 1_000_000, 1_000_001
+    continuations = [a] * 31 + [b] * 32 + [a]
+    index = SuffixIndex()
+    handle = index.open("p", sources=("self",))
+    for row in range(256):
+        for i, token in enumerate(continuations):
+            index.extend(handle, [1 + i * 256 + row, matched, token])
+        index.extend(handle, [2_000_000 + row, matched])
+        draft = index.draft(handle, 1)
+        assert (draft.tokens, draft.match_length) == ([a], 1)
+
+
 @pytest.mark.parametrize("source", ["history", "self"])
 @pytest.mark.parametrize("segments", [1, 3])
 def test_short_match_in_long_text(source: str, segments: int) -> None:
@@ -147,11 +161,13 @@ def test_short_match_in_long_text(source: str, segments: int) -> None:
         index.add("p", [rollout])
         oracle.add("p", [rollout])
     for end in ([2, 0], [2, 1], [2, 0, 0], [2, 0, 1]):
-        handle = index.open("p", text, sources=(source,))
-        oracle.open(handle, "p", text, (source,))
-        # The first 2 has not been seen: what follows it is the whole match.
-        index.extend(handle, end)
-        oracle.extend(handle, end)
+        # Half of it is read in at once, half token by token. The first 2 has not been seen: what follows it is the
+        # whole match.
+        prompt, response = text[: size // 2], [*text[size // 2 :], *end]
+        handle = index.open("p", prompt, sources=(source,))
+        oracle.open(handle, "p", prompt, (source,))
+        index.extend(handle, response)
+        oracle.extend(handle, response)
         assert_same(oracle.draft(handle, 12, 0.0), index.draft(handle, 12, 0.0))
 
 

@@ -24,7 +24,7 @@ POSITIONS = 512
 _Result = TypeVar("_Result")
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, *, seed: int = 3, tied: bool = False) -> Path:
     """A random Qwen3 whose next-token distributions are neither flat nor certain, with a word for each token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -33,7 +33,7 @@ def make_model(directory: Path) -> Path:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -43,13 +43,14 @@ def make_model(directory: Path) -> Path:
         num_key_value_heads=1,
         head_dim=64,
         max_position_embeddings=POSITIONS,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         eos_token_id=EOS,
         bos_token_id=None,
     )
     model = Qwen3ForCausalLM(config).float()
     with torch.no_grad():
-        model.lm_head.weight *= 12.0
+        # tied, a larger gain would only make each token repeat itself
+        model.lm_head.weight *= 4.0 if tied else 12.0
     model.save_pretrained(directory)
     return directory
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -10,7 +12,14 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from rollout_worker.history.connection import RedisUnusableError, check, connect, problem, without_password
+from rollout_worker.history.connection import (
+    RedisUnusableError,
+    check,
+    connect,
+    persist,
+    problem,
+    without_password,
+)
 
 
 def checked(url: str) -> None:
@@ -101,3 +110,30 @@ def test_every_error_says_what_to_do(error: redis.RedisError, says: str) -> None
 def test_passwords_are_not_shown() -> None:
     assert without_password("redis://u:secret@h:1/0") == "redis://u:***@h:1/0"
     assert without_password("redis://h:1/0") == "redis://h:1/0"
+
+
+def test_a_hiccup_is_waited_out(redis_url: str) -> None:
+    client = connect(redis_url)
+    pid = int(client.info()["process_id"])
+    os.kill(pid, signal.SIGSTOP)
+    threading.Timer(3, os.kill, (pid, signal.SIGCONT)).start()
+    assert persist(client.set, "key", "value")
+
+
+def test_what_does_not_pass_by_itself_is_raised_at_once(redis_url: str) -> None:
+    client = connect(redis_url)
+    client.config_set("maxmemory", 1)
+    started = time.monotonic()
+    try:
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            persist(client.set, "key", "value")
+    finally:
+        client.config_set("maxmemory", 0)
+    assert time.monotonic() - started < 2
+
+
+def test_a_server_that_stays_away_is_given_up_within_ten_seconds(unused_port: int) -> None:
+    started = time.monotonic()
+    with pytest.raises(redis.ConnectionError):
+        persist(connect(f"redis://127.0.0.1:{unused_port}").ping)
+    assert time.monotonic() - started < 10

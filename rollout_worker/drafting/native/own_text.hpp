@@ -49,7 +49,7 @@ class OwnPositions {
   // Adds the position text.size(), whose following token is about to be appended.
   void add(const GrowingText& text);
 
-  // The longest earlier occurrence of the end of the text: its length (0: none), and, if it is at least `min_match`,
+  // The longest earlier occurrence of the end of the text: its length (0: none of at least `min_match` tokens) and
   // the latest kMaxOccurrences positions where it occurs, latest first.
   std::size_t longest_match(const GrowingText& text, std::size_t min_match, std::vector<std::uint32_t>& out) const;
 

@@ -303,7 +303,7 @@ void SuffixIndex::draft_from_self(Request& request, std::size_t budget, double m
   thread_local std::vector<std::uint32_t> positions;
   thread_local std::vector<const Token*> next;
   const std::size_t length = request.own.longest_match(request.text, min_match_, positions);
-  if (length < min_match_) return;
+  if (length == 0) return;
   next.clear();
   for (const std::uint32_t position : positions) next.push_back(request.text.context(position) - 1);
   vote(next, Source::self, length, budget, min_survival, calibration_,

@@ -1,0 +1,54 @@
+"""Random policies for whole runs, with the temper of trained ones: mostly sure, and drifting slowly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+TASKS: list[dict[str, Any]] = [
+    {"name": "sums", "generator": "chain_sum", "problems": 4, "config": {"min_terms": 2, "max_terms": 4}},
+    {"name": "bits", "generator": "count_bits", "problems": 4, "config": {}},
+]
+
+
+def make_policies(cache: Path, *, versions: int) -> list[str]:
+    """Model directories ``policy/0``, ``policy/1``, … in a model cache, each a small step from the one before."""
+    import reasoning_gym
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from rollout_worker.tiny_model.tokenizer import build_tokenizer
+
+    questions = [
+        entry["question"]
+        for task in TASKS
+        for entry in reasoning_gym.create_dataset(task["generator"], seed=1, size=50, **task["config"])
+    ]
+    tokenizer = build_tokenizer(questions, vocabulary=320)
+    torch.manual_seed(5)
+    config = Qwen3Config(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).float()
+    names = []
+    with torch.no_grad():
+        model.lm_head.weight *= 30.0
+        for version in range(versions):
+            directory = cache / "policy" / str(version)
+            model.save_pretrained(directory)
+            tokenizer.save_pretrained(directory)
+            names.append(f"policy/{version}")
+            for weight in model.parameters():
+                weight += 0.01 * weight.std() * torch.randn_like(weight)
+    return names

@@ -1,0 +1,306 @@
+"""``rollout run`` as a person runs it: real vLLM, real Redis, and everything that may go wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import yaml
+from policies import TASKS, make_policies
+
+from rollout_api.keys import HistoryKeys, MessageKeys
+from rollout_worker.embedded_redis import EmbeddedRedis
+from rollout_worker.history.store import START, HistoryStore
+from rollout_worker.job.ledger import Ledger, LedgerEntry
+
+SAMPLES = 8
+PROBLEMS = sum(task["problems"] for task in TASKS)
+BATCH = 16
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("models")
+    make_policies(directory, versions=3)
+    return directory
+
+
+@dataclass
+class Ended:
+    code: int
+    output: str
+    seconds: float
+
+
+class Bench:
+    """A manifest, its state directory and a Redis server, and the command run on them."""
+
+    def __init__(self, directory: Path, cache: Path, epochs: int) -> None:
+        self.report = directory / "report.json"
+        self._directory, self._cache = directory, cache
+        self._lock = os.open(directory / "redis-lock", os.O_CREAT | os.O_RDWR)
+        self.server = EmbeddedRedis(directory / "redis", keep_open=self._lock)
+        self.url = ""
+        self.manifest: dict[str, Any] = {
+            "apiVersion": "das.rollout.dev/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "story"},
+            "spec": {
+                "model": {"uri": "policy/0"},
+                "source": {
+                    "dataset": {
+                        "tasks": TASKS,
+                        "epochs": epochs,
+                        "checkpoints": [f"policy/{epoch}" for epoch in range(epochs)],
+                    }
+                },
+                "engine": {
+                    "maxModelLen": 512,
+                    "dtype": "float32",
+                    "maxNumSeqs": BATCH,
+                    "kvCacheMemory": "256Mi",
+                    "enforceEager": True,
+                },
+                "sampling": {"n": SAMPLES, "maxTokens": 160},
+                "workers": {"gpusPerWorker": 0},
+            },
+        }
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        file = self._directory / "job.yaml"
+        file.write_text(yaml.safe_dump(self.manifest))
+        command = [sys.executable, "-m", "rollout_worker.cli", "run", "-f", str(file)]
+        command += ["--state-dir", str(self._directory / "state"), "--model-cache", str(self._cache)]
+        command += ["--redis", self.url, "--json", str(self.report), *options]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def run(self, *options: str) -> Ended:
+        started = time.monotonic()
+        return self.end(self.start(*options), started)
+
+    def end(self, process: subprocess.Popen[str], since: float) -> Ended:
+        output, _ = process.communicate(timeout=300)
+        return Ended(process.returncode, output, time.monotonic() - since)
+
+    def restart_server(self) -> None:
+        self.server.stop()
+        self.url = self.server.start()
+
+    @property
+    def client(self) -> redis.Redis:
+        return redis.Redis.from_url(self.url)
+
+    @property
+    def uid(self) -> str:
+        state = self._directory / "state" / "default" / "story" / "job.json"
+        return str(json.loads(state.read_text())["uid"]) if state.exists() else ""
+
+    def ledger(self) -> dict[str, LedgerEntry]:
+        return Ledger(self.client, MessageKeys(self.uid)).done()
+
+    def in_history(self) -> Counter[str]:
+        keys = HistoryKeys("default", "story")
+        store = HistoryStore(self.client, keys, window=16)
+        problems = {key.decode().split("{")[1].split("}")[0] for key in self.client.keys(keys.log("*"))}
+        slices = store.read(dict.fromkeys(problems, START), count=10_000)
+        return Counter(record.rollout_id for found in slices.values() for record in found.records)
+
+    def expected(self, epochs: int) -> int:
+        return epochs * PROBLEMS * SAMPLES
+
+    def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+        deadline = time.monotonic() + 240
+        while not condition():
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        self.server.stop()
+        os.close(self._lock)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, cache: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path, cache, epochs=2)
+    made.url = made.server.start()
+    yield made
+    made.close()
+
+
+def accepted_per_step(entries: list[Any]) -> float:
+    accepted = sum(entry["accepted"] for entry in entries)
+    return accepted / (sum(entry["length"] for entry in entries) - accepted)
+
+
+def of_epoch(ledger: dict[str, LedgerEntry], epoch: int) -> dict[str, LedgerEntry]:
+    return {name: entry for name, entry in ledger.items() if f"/epoch-{epoch}-" in name}
+
+
+def test_later_epochs_draft_from_earlier_ones_and_it_pays(bench: Bench) -> None:
+    ended = bench.run("--compare")
+    assert ended.code == 0, ended.output
+    report = json.loads(bench.report.read_text())
+    passes = {(made["epoch"], made["mode"]): made for made in report["passes"]}
+    assert {(epoch, mode) for epoch in (1, 2) for mode in ("das", "self", "plain")} == set(passes)
+    assert all(len(made["rollouts"]) == PROBLEMS * SAMPLES for made in report["passes"])
+
+    second = passes[2, "das"]["accepted_per_step"]
+    assert second >= 1.2 * passes[1, "das"]["accepted_per_step"]
+    assert second >= 1.2 * passes[2, "self"]["accepted_per_step"]
+    assert passes[2, "plain"]["accepted_per_step"] == passes[2, "plain"]["drafted_per_step"] == 0
+    assert all(row["op"] in (">=", "<=") for row in report["figures"])
+
+    # what was made for comparison leaves no trace
+    assert bench.expected(2) == len(bench.ledger())
+    assert set(bench.ledger()) == set(bench.in_history())
+    assert {1} == set(bench.in_history().values())
+    for column in ("makespan", "accepted", "plain vLLM", "own text only"):
+        assert column in ended.output
+
+
+def engine_processes(of: int) -> set[int]:
+    """Every process below *of*."""
+    found: set[int] = set()
+    for children in Path(f"/proc/{of}/task").glob("*/children"):  # a child belongs to the thread that made it
+        for child in children.read_text().split():
+            found |= {int(child)} | engine_processes(int(child))
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_killed_in_the_middle_of_an_epoch_the_next_run_goes_on_with_its_history(bench: Bench) -> None:
+    process = bench.start("--no-compare")
+    half = bench.expected(1) + PROBLEMS * SAMPLES // 2
+    bench.wait_for(lambda: bool(bench.uid) and len(bench.ledger()) >= half, process)
+    below = engine_processes(process.pid)
+    assert len(below) >= 2
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = bench.ledger()
+    assert half <= len(done) < bench.expected(2)
+    before = [vars(entry) for entry in of_epoch(done, 2).values()]
+    keys = HistoryKeys("default", "story")
+    log = bench.client.keys(keys.log("*"))[0]
+    bench.client.xadd(log, {"i": "x", "g": 1, "d": b"\x00\x01\x02"})
+
+    ended = bench.run("--no-compare")
+    assert ended.code == 0, ended.output
+    assert f"{len(done)} rollouts are done" in ended.output
+    assert not any(alive(pid) for pid in below), "the engine outlived the run that was killed"
+
+    # none lost, none twice, none made anew
+    ledger = bench.ledger()
+    assert bench.expected(2) == len(ledger)
+    assert done == {name: ledger[name] for name in done}
+    assert set(ledger) == set(bench.in_history())
+    assert {1} == set(bench.in_history().values())
+
+    # the record that nobody can read was skipped, counted and reported
+    report = json.loads(bench.report.read_text())
+    assert report["corrupt_records"] == 1
+    assert "1 history records could not be read" in ended.output
+
+    # the index of the new process was rebuilt from the history before its first batch
+    (second,) = [made for made in report["passes"] if made["epoch"] == 2]
+    made_now = sorted((row for row in second["rollouts"] if row["finished"] is not None), key=lambda r: r["finished"])
+    assert accepted_per_step(made_now[:BATCH]) >= 0.9 * accepted_per_step(before)
+
+
+def test_redis_full_or_gone_ends_the_run_at_once_and_nothing_is_lost(bench: Bench) -> None:
+    # full
+    process = bench.start("--no-compare")
+    bench.wait_for(lambda: bool(bench.uid) and len(bench.ledger()) >= 5, process)
+    bench.client.config_set("maxmemory", 1)
+    full_at = time.monotonic()
+    ended = bench.end(process, full_at)
+    assert ended.code == 3, ended.output
+    assert "out of memory" in ended.output
+    assert "raise maxmemory" in ended.output
+    assert ended.seconds < 20  # 10 for the message; then vLLM is shut down
+    bench.client.config_set("maxmemory", 0)
+    done = bench.ledger()
+    assert len(done) >= 5
+
+    # gone
+    process = bench.start("--no-compare")
+    bench.wait_for(lambda: len(bench.ledger()) > len(done) + 5, process)
+    done = bench.ledger()
+    os.kill(int(bench.client.info()["process_id"]), signal.SIGKILL)
+    ended = bench.end(process, time.monotonic())
+    assert ended.code == 3, ended.output
+    assert "cannot be reached" in ended.output
+    assert ended.seconds < 20
+    bench.restart_server()
+    ledger = bench.ledger()
+    assert done == {name: ledger[name] for name in done}
+
+    # back
+    ended = bench.run("--no-compare")
+    assert ended.code == 0, ended.output
+    assert bench.expected(2) == len(bench.ledger())
+    assert set(bench.ledger()) == set(bench.in_history())
+    assert {1} == set(bench.in_history().values())
+
+
+def test_no_redis_and_a_wrong_password_are_said_within_ten_seconds(bench: Bench) -> None:
+    url = bench.url
+    bench.url = url.replace("redis://:", "redis://:wrong")
+    ended = bench.run("--no-compare")
+    assert (ended.code, ended.seconds < 10) == (3, True), ended.output
+    assert "refused the user name or password" in ended.output
+    bench.server.stop()
+    bench.url = url
+    ended = bench.run("--no-compare")
+    assert (ended.code, ended.seconds < 10) == (3, True), ended.output
+    assert "cannot be reached" in ended.output
+    assert url.split("@")[0].split(":")[-1] not in ended.output  # the password
+
+
+def test_a_wrong_manifest_lists_every_error_by_path_and_exits_2(bench: Bench) -> None:
+    bench.manifest["spec"] |= {"typo": 1, "model": {}}
+    bench.manifest["spec"]["sampling"] = {"topP": 7, "minP": 0.1}
+    ended = bench.run()
+    assert ended.code == 2
+    for path in ("spec.typo", "spec.model.uri", "spec.sampling.topP"):
+        assert path in ended.output
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model": {"uri": "policy/none"}}, "neither a directory in the model cache"),
+        ({"model": {"uri": "/nowhere"}}, "there is no directory /nowhere"),
+        ({"model": {"uri": "../policy/0"}}, "leads out of the model cache"),
+        ({"workers": {"gpusPerWorker": 0, "resources": {"cpu": "9000"}}}, "spec.workers.resources.cpu"),
+        ({"source": {"dataset": {"tasks": [{"name": "a", "generator": "chainsum"}]}}}, "did you mean chain_sum"),
+        (
+            {"source": {"dataset": {"tasks": [{"name": "a", "generator": "chain_sum", "config": {"terms": 1}}]}}},
+            "spec.source.dataset.tasks[0].config",
+        ),
+    ],
+)
+def test_what_only_this_machine_can_know_is_refused_with_exit_code_2(
+    bench: Bench, change: dict[str, Any], says: str
+) -> None:
+    bench.manifest["spec"] |= change
+    ended = bench.run("--no-compare")
+    assert ended.code == 2, ended.output
+    assert says in ended.output.replace("\n", " ")

@@ -73,7 +73,7 @@ _PartT = TypeVar("_PartT", bound=_Part)
 class Task(_Part):
     """One family of problems in a dataset source."""
 
-    name: DnsLabel = Field(description="Names the entry within the list; part of the problem ids made from it.")
+    name: DnsLabel = Field(description="Names the entry within the list.")
     generator: str = Field(
         min_length=1,
         description="Name of the reasoning-gym dataset that makes the problems, as in chain_sum.",

@@ -15,8 +15,6 @@ class Problem:
     """One prompt and how answers to it are scored."""
 
     problem_id: str
-    task: str
-    """Name of its task in the manifest."""
     prompt_token_ids: list[int]
     _dataset: Any
     _entry: Any
@@ -70,7 +68,7 @@ def _draw(task: Task, seed: int, tokenizer: Any) -> list[Problem]:
     problems = []
     for entry in dataset:
         prompt = _prompt(entry["question"], tokenizer)
-        problems.append(Problem(problem_id_of(prompt), task.name, prompt, dataset, entry))
+        problems.append(Problem(problem_id_of(prompt), prompt, dataset, entry))
     return problems
 
 

@@ -22,8 +22,8 @@ _RATE_WINDOW_S = 2.0
 
 MODE_NAMES = {
     Mode.DAS: "history",
-    Mode.SELF: "own text only",
-    Mode.PLAIN: "(plain vLLM)",
+    Mode.SELF: "own text",
+    Mode.PLAIN: "plain vLLM",
 }
 
 
@@ -75,11 +75,11 @@ def _panel(progress: Progress, rate: tuple[float, float]) -> RenderableType:
 def report_table(report: JobReport) -> Table:
     """A row for each epoch and mode."""
     epochs = max((done.epoch for done in report.passes), default=0)
-    table = Table(title=f"RolloutJob {report.name}, {epochs} epochs", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=f"RolloutJob {report.name}, {epochs} epochs", box=box.SIMPLE_HEAD, show_edge=False)
     table.add_column("epoch", justify="right")
     table.add_column("checkpoint", no_wrap=True)
     table.add_column("drafts from", no_wrap=True)
-    for name in ("makespan\ns", "tokens\n/s", "drafted\n/step", "accepted\n/step", "longest\ntokens", "mean\nreward"):
+    for name in ("makespan", "tokens/s", "drafted\nper step", "accepted\nper step", "longest", "reward"):
         table.add_column(name, justify="right", no_wrap=True)
     for done in report.passes:
         table.add_row(*_row(done), end_section=done is _last_of(report, done.epoch))
@@ -97,7 +97,7 @@ def _row(done: Pass) -> list[str]:
         str(done.epoch) if first else "",
         done.checkpoint if first else "",
         MODE_NAMES[done.mode],
-        f"{done.makespan:.2f}" if done.makespan else "–",
+        f"{done.makespan:.1f} s" if done.makespan else "–",
         f"{done.tokens_per_second:,.0f}" if done.tokens_per_second else "–",
         f"{done.drafted_per_step:.2f}" if speculating else "–",
         f"{done.accepted_per_step:.2f}" if speculating else "–",

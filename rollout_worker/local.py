@@ -21,7 +21,7 @@ from rollout_api.job import FieldError, ManifestError, RolloutJob
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.quantity import parse_quantity
 from rollout_worker.embedded_redis import EmbeddedRedis
-from rollout_worker.engine.host import Drafting, Engine, EngineConfig
+from rollout_worker.engine.host import CPU_BASE_TOKENS, GPU_BASE_TOKENS, Drafting, Engine, EngineConfig
 from rollout_worker.engine.model_source import ModelError, resolve_checkpoint, resolve_model, tokenizer_fingerprint
 from rollout_worker.engine.worker_extension import HistoryBinding
 from rollout_worker.history.connection import check, connect, problem
@@ -97,7 +97,8 @@ async def run_local(
                 drafting = None
                 if job.spec.speculation.policy != "off":
                     binding = HistoryBinding(url, keys.namespace, keys.name, job.spec.speculation.window)
-                    drafting = Drafting(job.spec.speculation.max_draft_tokens, binding)
+                    base_tokens = CPU_BASE_TOKENS if job.spec.workers.gpus_per_worker == 0 else GPU_BASE_TOKENS
+                    drafting = Drafting(job.spec.speculation.max_draft_tokens, base_tokens, binding)
                 say(f"Starting vLLM with {job.spec.model.uri} …")
                 engine, plain = await _start_engines(job, model, drafting, Mode.PLAIN in options.compare)
                 relay.start()
@@ -123,9 +124,8 @@ async def run_local(
                         await asyncio.gather(shown, return_exceptions=True)
                 finally:
                     relay.stop()
-                    engine.close()
-                    if plain is not None:
-                        plain.close()
+                    engines = [started for started in (engine, plain) if started is not None]
+                    await asyncio.gather(*(asyncio.to_thread(started.close) for started in engines))
                 state.finish()
             except redis.RedisError as error:
                 raise problem(error, url) from error

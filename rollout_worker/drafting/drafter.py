@@ -7,12 +7,19 @@ from dataclasses import dataclass
 
 from rollout_worker.drafting.index import Draft, SuffixIndex, TokenArray
 
-MIN_SURVIVAL = 0.2
-"""A draft ends before the position whose probability of being reached and accepted falls below this.
 
-A token of a verification step costs a fraction of the step, so one that is accepted less often than that
-fraction makes the step longer than it makes the rollout shorter.
-"""
+def break_even(running: int, base_tokens: float) -> float:
+    """Least probability of being accepted at which drafting a token makes a batch faster.
+
+    A step costs ``c_base + c_tok · tokens`` (DAS, arXiv 2511.13841). Verifying one more token costs c_tok; if it is
+    accepted, one rollout needs one step less, which is worth its share of the base, ``c_base / running``, and the
+    token itself, c_tok. So the token pays if its probability is above ``running / (running + c_base / c_tok)``.
+
+    Args:
+        running: rollouts in the batch.
+        base_tokens: ``c_base / c_tok``: how many tokens cost as much as a step has before the first.
+    """
+    return running / (running + base_tokens)
 
 
 @dataclass
@@ -32,10 +39,17 @@ class Drafter:
     at any time.
     """
 
-    def __init__(self, index: SuffixIndex, *, max_draft_tokens: int, min_survival: float = MIN_SURVIVAL) -> None:
+    def __init__(self, index: SuffixIndex, *, max_draft_tokens: int, base_tokens: float) -> None:
+        """Draft from *index*.
+
+        Args:
+            index: history and running rollouts.
+            max_draft_tokens: most tokens of one draft.
+            base_tokens: see :func:`break_even`.
+        """
         self.max_draft_tokens = max_draft_tokens
         self._index = index
-        self._min_survival = min_survival
+        self._base_tokens = base_tokens
         self._running: dict[str, _Running] = {}
 
     def open(self, key: str, problem: str, prompt: TokenArray, sources: Sequence[str]) -> None:
@@ -55,12 +69,15 @@ class Drafter:
         self._index.extend(state.handle, tokens)
 
     def draft(self, keys: Sequence[str], budgets: Sequence[int]) -> list[list[int]]:
-        """At most ``budgets[i]`` tokens (and never more than ``max_draft_tokens``) that may follow rollout i."""
+        """At most ``budgets[i]`` tokens (and never more than ``max_draft_tokens``) that may follow rollout i.
+
+        A draft ends before the token whose probability of being reached and accepted no longer pays.
+        """
         states = [self._running[key] for key in keys]
         drafts: list[Draft] = self._index.draft_batch(
             [state.handle for state in states],
             [max(0, min(budget, self.max_draft_tokens)) for budget in budgets],
-            min_survival=self._min_survival,
+            min_survival=break_even(len(self._running), self._base_tokens),
         )
         for state, draft in zip(states, drafts, strict=True):
             state.pending = len(draft.tokens)

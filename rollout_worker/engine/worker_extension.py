@@ -66,7 +66,7 @@ class DraftingExtension(HostExtension):
     _das_index: Any = None
     _das_sync: HistorySync | None = None
 
-    def das_bind(self, binding: dict[str, Any]) -> bool:
+    def das_bind(self, binding: dict[str, Any], base_tokens: float) -> bool:
         """Connect the proposer to its model runner, an index and, in the background, the history.
 
         Returns:
@@ -85,7 +85,7 @@ class DraftingExtension(HostExtension):
         history = HistoryBinding(**binding)
         proposer: HistoryProposer = self.model_runner.drafter
         self._das_index = SuffixIndex()
-        drafter = Drafter(self._das_index, max_draft_tokens=proposer.max_draft_tokens)
+        drafter = Drafter(self._das_index, max_draft_tokens=proposer.max_draft_tokens, base_tokens=base_tokens)
         proposer.bind(self.model_runner, drafter)
         keys = HistoryKeys(history.namespace, history.name)
         store = HistoryStore(connect(history.redis_url), keys, window=history.window)

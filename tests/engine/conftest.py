@@ -92,7 +92,8 @@ class Bed:
 
 @pytest.fixture(scope="session")
 def drafting(redis_server: str) -> Drafting:
-    return Drafting(MAX_DRAFT_TOKENS, HistoryBinding(redis_server, KEYS.namespace, KEYS.name, window=16))
+    # as if a token cost next to nothing, so that much is drafted
+    return Drafting(MAX_DRAFT_TOKENS, 1000.0, HistoryBinding(redis_server, KEYS.namespace, KEYS.name, window=16))
 
 
 @pytest.fixture(scope="session")

@@ -166,7 +166,7 @@ def test_later_epochs_draft_from_earlier_ones_and_it_pays(bench: Bench) -> None:
     assert bench.expected(2) == len(bench.ledger())
     assert set(bench.ledger()) == set(bench.in_history())
     assert {1} == set(bench.in_history().values())
-    for column in ("makespan", "accepted", "plain vLLM", "own text only"):
+    for column in ("makespan", "accepted", "plain vLLM", "own text"):
         assert column in ended.output
 
 

@@ -62,8 +62,24 @@ def test_checkpoints_load_and_generate(trained: list[Path]) -> None:
         assert "qwen3" == model.config.model_type
         assert torch.float32 == model.dtype
         assert tokenizer.eos_token_id == model.generation_config.eos_token_id
+        assert (1.0, 0, 1.0) == (
+            model.generation_config.temperature,
+            model.generation_config.top_k,
+            model.generation_config.top_p,
+        )
         prompt = tokenizer("1 + 1 =", return_tensors="pt")
         assert prompt["input_ids"].shape[1] + 3 >= model.generate(**prompt, max_new_tokens=3).shape[1]
+
+
+def test_output_matrix_is_stored_of_its_own(trained: list[Path]) -> None:
+    # A tied one is not renewed when vLLM reloads weights on the CPU.
+    weights = load_file(trained[-1] / "model.safetensors")
+    assert not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+
+
+def test_checkpoints_are_readable_by_other_users(trained: list[Path]) -> None:
+    modes = {file.stat().st_mode & 0o777 for checkpoint in trained for file in checkpoint.iterdir()}
+    assert {0o644} == modes
 
 
 def test_policy_moves_between_checkpoints(trained: list[Path]) -> None:

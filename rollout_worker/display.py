@@ -6,7 +6,6 @@ import asyncio
 import time
 from pathlib import Path
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -75,19 +74,18 @@ def _panel(progress: Progress, rate: tuple[float, float]) -> RenderableType:
 def report_table(report: JobReport) -> Table:
     """A row for each epoch and mode."""
     epochs = max((done.epoch for done in report.passes), default=0)
-    table = Table(title=f"RolloutJob {report.name}, {epochs} epochs", box=box.SIMPLE_HEAD, show_edge=False)
-    table.add_column("epoch", justify="right")
+    # fits in 80 columns
+    table = Table(title=f"RolloutJob {report.name}, {epochs} epochs", box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("epoch", justify="right", no_wrap=True)
     table.add_column("checkpoint", no_wrap=True)
-    table.add_column("drafts from", no_wrap=True)
-    for name in ("makespan", "tokens/s", "drafted\nper step", "accepted\nper step", "longest", "reward"):
+    table.add_column("drafts\nfrom", no_wrap=True)
+    for name in ("makespan", "tokens\n/s", "drafted\n/step", "accepted\n/step", "longest", "reward"):
         table.add_column(name, justify="right", no_wrap=True)
     for done in report.passes:
-        table.add_row(*_row(done), end_section=done is _last_of(report, done.epoch))
+        if done.mode is Mode.DAS and done.epoch > 1 and len(report.passes) > epochs:
+            table.add_row()
+        table.add_row(*_row(done))
     return table
-
-
-def _last_of(report: JobReport, epoch: int) -> Pass:
-    return [done for done in report.passes if done.epoch == epoch][-1]
 
 
 def _row(done: Pass) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -60,7 +61,13 @@ class Bed:
     history: HistoryStore | None = None
     _numbers: ClassVar[Iterator[int]] = itertools.count()
 
-    def sample(self, prompts: Sequence[Sequence[int]], sampling: Sampling, problem: str = "p") -> list[Generated]:
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        problem: str = "p",
+        draft_budget: int | None = None,
+    ) -> list[Generated]:
         """``sampling.n`` responses to each prompt, in order."""
         requests = [
             RolloutRequest(
@@ -69,14 +76,13 @@ class Bed:
                 problem_id=problem,
                 prompt_token_ids=list(prompt),
                 sampling=sampling,
+                draft_budget=draft_budget,
             )
             for prompt in prompts
         ]
         return self.loop.run(self._gather(requests))
 
     async def _gather(self, requests: list[RolloutRequest]) -> list[Generated]:
-        import asyncio
-
         calls = [self.engine.generate(request, sample) for request in requests for sample in range(request.sampling.n)]
         return list(await asyncio.gather(*calls))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from dataclasses import replace
@@ -14,6 +15,7 @@ from testbed import EOS, VOCABULARY, Law, LoopThread, chi_square
 
 from rollout_api.job import Sampling
 from rollout_api.keys import HistoryKeys
+from rollout_api.messages import RolloutRequest
 from rollout_worker.engine.host import Drafting, Engine, Generated
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
@@ -143,9 +145,6 @@ def test_logprobs_are_those_of_the_law_with_drafts_accepted(drafted: Bed, law: L
 
 def test_a_seeded_job_repeats_itself_and_its_samples_differ(drafted: Bed) -> None:
     """One stream for each rollout; with drafts, what is drafted decides how the stream is used."""
-    import asyncio
-
-    from rollout_api.messages import RolloutRequest
 
     def group(uid: str) -> list[list[int]]:
         request = RolloutRequest(

@@ -1,0 +1,80 @@
+"""From a request's settings to vLLM's, without an engine."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_api.job import Sampling
+from rollout_worker.engine.sampling import AdmissionError, DraftScope, admit, vllm_sampling
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [({"min_p": 0.1}, "sampling.minP"), ({"logit_bias": {1: 2.0}}, "sampling.logitBias")],
+)
+def test_what_vllm_refuses_under_speculation_is_refused_by_name(settings: dict[str, object], names: str) -> None:
+    sampling = Sampling.model_validate(settings)
+    with pytest.raises(AdmissionError, match=names):
+        admit(sampling, 10, max_model_len=2048, speculating=True)
+    admit(sampling, 10, max_model_len=2048, speculating=False)
+
+
+def test_a_request_that_does_not_fit_is_refused_with_its_numbers() -> None:
+    sampling = Sampling(max_tokens=100)
+    admit(sampling, 28, max_model_len=128, speculating=True)
+    with pytest.raises(AdmissionError, match=r"29 tokens .* 100 .* 128"):
+        admit(sampling, 29, max_model_len=128, speculating=True)
+
+
+lengths = st.integers(0, 200)
+
+
+@given(
+    st.builds(
+        DraftScope,
+        key=st.just("k"),
+        problem=st.just("p"),
+        max_tokens=st.integers(1, 100),
+        min_tokens=st.integers(0, 100),
+        budget=st.none() | st.integers(0, 50),
+    ),
+    lengths,
+    st.integers(0, 64),
+)
+def test_no_draft_passes_a_limit(scope: DraftScope, produced: int, most: int) -> None:
+    limit = scope.limit(produced, most)
+    assert 0 <= limit <= most
+    if scope.budget is not None:
+        assert limit <= scope.budget
+    last = produced + limit + 1  # the model adds one token of its own
+    if limit:
+        assert last <= scope.max_tokens or produced < scope.min_tokens
+        if produced < scope.min_tokens:
+            assert last <= scope.min_tokens
+
+
+def test_the_scope_survives_the_way_through_extra_args() -> None:
+    scope = DraftScope("k", "p", 7, 3, 2, ("self",))
+    back = DraftScope.from_extra_args(scope.as_extra_args())
+    assert back is not None
+    assert scope.as_extra_args() == back.as_extra_args()
+    assert DraftScope.from_extra_args(None) is None
+    assert DraftScope.from_extra_args({"other": 1}) is None
+
+
+def test_seeds_differ_between_rollouts_and_repeat_for_the_same() -> None:
+    sampling = Sampling(seed=7)
+    seeds = [vllm_sampling(sampling, f"job/r/{sample}/0", None).seed for sample in range(50)]
+    assert len(set(seeds)) == 50
+    assert seeds[3] == vllm_sampling(sampling, "job/r/3/0", None).seed
+    assert vllm_sampling(Sampling(), "job/r/0/0", None).seed is None
+
+
+def test_top_p_is_only_touched_where_drafts_need_it() -> None:
+    scope = DraftScope("k", "p", 7)
+    assert vllm_sampling(Sampling(top_k=5), "r", None).top_p == 1.0
+    assert 0.999999 < vllm_sampling(Sampling(top_k=5), "r", scope).top_p <= 1.0
+    assert vllm_sampling(Sampling(top_k=5, top_p=0.9), "r", scope).top_p == 0.9
+    assert vllm_sampling(Sampling(), "r", scope).top_p == 1.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -22,9 +21,7 @@ def worst_logprob_error(bed: Bed, law: Law) -> float:
     worst = 0.0
     for response in bed.sample([PROMPT], sampling):
         assert response.logprobs is not None
-        for position, (token, logprob) in enumerate(zip(response.token_ids, response.logprobs, strict=True)):
-            (p,) = law.probabilities(PROMPT, [response.token_ids[:position]], sampling)
-            worst = max(worst, abs(math.log(p[token]) - logprob))
+        worst = max(worst, law.worst_error(PROMPT, response.token_ids, response.logprobs, sampling))
     return worst
 
 

@@ -65,19 +65,30 @@ class Law:
         self._model.eval()
 
     def logits(self, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Raw logits after each context; the contexts have one length. Shape (contexts, VOCABULARY)."""
+        """Raw logits after each token of contexts of one length. Shape (contexts, length, VOCABULARY)."""
         with torch.inference_mode():
-            logits = self._model(torch.tensor(contexts)).logits[:, -1].double()
+            logits = self._model(torch.tensor(contexts)).logits.double()
         return logits.clone()
 
     def probabilities(
         self, prompt: Sequence[int], responses: Sequence[Sequence[int]], sampling: Sampling
     ) -> NDArray[np.float64]:
         """What vLLM documents that it samples from, after each response so far. Shape (responses, VOCABULARY)."""
-        logits = self.logits([[*prompt, *response] for response in responses])
+        logits = self.logits([[*prompt, *response] for response in responses])[:, -1]
         for row, response in zip(logits, responses, strict=True):
             _restrict(row, prompt, response, sampling)
         return torch.softmax(_truncate(logits / sampling.temperature, sampling), dim=-1).numpy()
+
+    def worst_error(
+        self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sampling: Sampling
+    ) -> float:
+        """Largest difference between *logprobs* and the law's for the tokens of a response."""
+        logits = self.logits([[*prompt, *response]])[0, len(prompt) - 1 : -1]
+        for position, row in enumerate(logits):
+            _restrict(row, prompt, response[:position], sampling)
+        exact = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
+        chosen = exact[range(len(response)), list(response)]
+        return float((chosen - torch.tensor(logprobs, dtype=torch.float64)).abs().max())
 
 
 def _restrict(row: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> None:

@@ -1,0 +1,78 @@
+"""Problems of a dataset source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from policies import make_policies
+
+from rollout_api import ManifestError
+from rollout_api.job import DatasetSource
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from transformers import AutoTokenizer
+
+    cache: Path = tmp_path_factory.mktemp("models")
+    (name,) = make_policies(cache, versions=1)
+    return AutoTokenizer.from_pretrained(cache / name)
+
+
+def source(**task: Any) -> DatasetSource:
+    return DatasetSource.model_validate({"seed": 3, "tasks": [{"name": "t", "generator": "chain_sum", **task}]})
+
+
+def test_the_same_source_always_gives_the_same_problems(tokenizer: Any) -> None:
+    from rollout_worker.job.problems import load_problems
+
+    first, second = (load_problems(source(problems=5), tokenizer) for _ in range(2))
+    assert [p.problem_id for p in first] == [p.problem_id for p in second]
+    assert len({p.problem_id for p in first}) == 5
+    other = load_problems(source(problems=5).model_copy(update={"seed": 400}), tokenizer)
+    assert not {p.problem_id for p in first} & {p.problem_id for p in other}
+
+
+def test_the_prompt_is_the_question_in_the_models_chat_template(tokenizer: Any) -> None:
+    from rollout_worker.job.problems import load_problems
+
+    (problem,) = load_problems(source(problems=1), tokenizer)
+    text = tokenizer.decode(problem.prompt_token_ids)
+    assert text.startswith("<|im_start|>user\n")
+    assert text.endswith("<|im_start|>assistant\n")
+
+
+def test_rewards_are_the_generators_own(tokenizer: Any) -> None:
+    import re
+
+    from rollout_worker.job.problems import load_problems
+
+    for problem in load_problems(source(problems=20), tokenizer):
+        question = tokenizer.decode(problem.prompt_token_ids)
+        terms = re.search(r"((?:\d+ [+-] )+\d+)", question)
+        assert terms is not None
+        answer = sum(int(term.replace(" ", "")) for term in re.findall(r"[+-]? ?\d+", terms[1]))
+        assert problem.reward(f"so it is <answer>{answer}</answer>") == 1.0
+        assert problem.reward(f"<answer>{answer + 1}</answer>") < 1.0
+        assert problem.reward("no answer") < 1.0
+
+
+def test_a_wrong_generator_or_setting_is_named_by_its_field(tokenizer: Any) -> None:
+    from rollout_worker.job.problems import load_problems
+
+    wrong = DatasetSource.model_validate(
+        {
+            "tasks": [
+                {"name": "a", "generator": "chainsum"},
+                {"name": "b", "generator": "chain_sum", "config": {"min_terms": 5, "max_terms": 2}},
+                {"name": "c", "generator": "chain_sum", "config": {"colour": "red"}},
+            ]
+        }
+    )
+    with pytest.raises(ManifestError) as caught:
+        load_problems(wrong, tokenizer)
+    paths = [error.path for error in caught.value.errors]
+    assert [f"spec.source.dataset.tasks[{i}].{f}" for i, f in ((0, "generator"), (1, "config"), (2, "config"))] == paths
+    assert "did you mean chain_sum" in caught.value.errors[0].message

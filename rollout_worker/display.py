@@ -43,14 +43,14 @@ class _Rate:
     """Tokens a second and accepted tokens a step over the last seconds, from an engine's counters."""
 
     def __init__(self) -> None:
-        self._marks: list[tuple[float, int, int, int]] = []
+        self._marks: list[tuple[float, int, int, float]] = []
 
     def of(self, progress: Progress) -> tuple[float, float]:
         counters = progress.counters
-        now = (time.monotonic(), counters.tokens, counters.accepted, id(counters))
-        same_engine = [mark for mark in self._marks if mark[3] == now[3]]
+        now = (time.monotonic(), counters.tokens, counters.accepted, progress.pass_started)
+        this_pass = [mark for mark in self._marks if mark[3] == now[3]]
         # at least the last one, however long ago
-        self._marks = [m for m in same_engine if now[0] - m[0] < _RATE_WINDOW_S] or same_engine[-1:]
+        self._marks = [m for m in this_pass if now[0] - m[0] < _RATE_WINDOW_S] or this_pass[-1:]
         self._marks.append(now)
         first = self._marks[0]
         seconds, tokens, accepted = now[0] - first[0], now[1] - first[1], now[2] - first[2]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import (
     AfterValidator,
@@ -272,7 +272,8 @@ class Redis(_Part):
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "rediss", "unix"):
             raise ValueError("must begin with redis://, rediss:// or unix://")
-        if parts.password is not None or parts.username is not None:
+        query = parse_qs(parts.query)
+        if parts.password is not None or parts.username is not None or query.keys() & {"password", "username"}:
             raise ValueError(
                 "must not hold credentials, since a manifest is no place for secrets; give the whole URL with "
                 "--redis or in ROLLOUT_REDIS_URL"
@@ -366,8 +367,8 @@ def _errors_across_sections(
         gpus, parallel = workers.gpus_per_worker, engine.tensor_parallel_size
         if gpus == 0 and parallel != 1:
             errors.append(FieldError("engine.tensorParallelSize", "must be 1 on a CPU worker (gpusPerWorker: 0)"))
-        if gpus % parallel:
-            message = f"{gpus} is not a multiple of engine.tensorParallelSize, {parallel}"
+        if gpus and gpus != parallel:
+            message = f"{gpus} must equal engine.tensorParallelSize, {parallel}: a worker runs one engine"
             errors.append(FieldError("workers.gpusPerWorker", message))
     if workers and engine and workers.resources.memory and engine.kv_cache_memory:
         memory, cache = workers.resources.memory, engine.kv_cache_memory

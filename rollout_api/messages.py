@@ -210,11 +210,13 @@ def decode(data: bytes) -> Message:
         if body.get("logprobs") is not None:
             body["logprobs"] = _unpack_logprobs(body["logprobs"])
         return model.model_validate(body)
+    except CodecError:
+        raise
     except ValidationError as invalid:
         first = invalid.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"])
         raise CodecError(f"{kind}: {where}: {first['msg']}") from None
-    except (TypeError, KeyError, struct.error) as error:
+    except (TypeError, KeyError, ValueError, OverflowError, struct.error) as error:
         raise CodecError(f"{kind}: malformed field: {error}") from None
 
 

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from rollout_api.job import ManifestError
 from rollout_worker.engine.compat import EngineError
@@ -79,6 +80,8 @@ def run(
 
     try:
         job = read_manifest(file)
+        if json_file is not None:
+            _check_writable(json_file)
         options = RunOptions(
             state=state_dir,
             model_cache=model_cache or default_cache(),
@@ -86,7 +89,12 @@ def run(
             compare=[Mode.SELF, Mode.PLAIN] if compare else [],
         )
         started = time.monotonic()
-        work = run_local(job, options, say=console.print, watch=lambda runner: show_progress(runner, console))
+        work = run_local(
+            job,
+            options,
+            say=lambda text: console.print(text, markup=False, soft_wrap=True),
+            watch=lambda runner: show_progress(runner, console),
+        )
         report = asyncio.run(_until_terminated(work))
     except ManifestError as error:
         _fail_manifest(file, error)
@@ -103,7 +111,6 @@ def run(
     except (KeyboardInterrupt, asyncio.CancelledError):
         _fail(EXIT_INTERRUPTED, "Stopped. What is done is kept; the same command goes on from there.")
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(report.as_json(), indent=1))
     console.print(report_table(report))
     for line in report_lines(report):
@@ -127,7 +134,7 @@ def tiny_model(
         Path | None, typer.Option(help="Directory to make [default: das/tiny-qwen3 in the model cache].")
     ] = None,
     model_cache: ModelCache = None,
-    seed: Annotated[int, typer.Option(help="Seed of the training data and the initial weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=1023, help="Seed of the training data and the initial weights.")] = 0,
 ) -> None:
     """Train the examples' small Qwen3 policy from scratch, with several checkpoints; minutes on two cores.
 
@@ -135,7 +142,11 @@ def tiny_model(
     """
     from rollout_worker.display import train_tiny_model
 
-    train_tiny_model(output or (model_cache or default_cache()) / "das" / "tiny-qwen3", seed, console)
+    directory = output or (model_cache or default_cache()) / "das" / "tiny-qwen3"
+    try:
+        train_tiny_model(directory, seed, console)
+    except OSError as error:
+        _fail(EXIT_STATE, f"{directory}: {error}")
 
 
 async def _until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -145,14 +156,25 @@ async def _until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
     return await task
 
 
+def _check_writable(file: Path) -> None:
+    """Refuse a report that cannot be written before the job, not after it."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        _fail(EXIT_STATE, f"--json {file} cannot be written: {error.strerror}")
+
+
 def _fail(code: int, message: str) -> None:
-    errors.print(f"[bold red]error:[/] {message}", soft_wrap=True, highlight=False)
+    errors.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
     sys.exit(code)
 
 
 def _fail_manifest(file: Path, error: ManifestError) -> None:
     count = len(error.errors)
-    errors.print(f"[bold red]error:[/] {file} has {count} error{'s' if count > 1 else ''}:", highlight=False)
+    errors.print(
+        f"[bold red]error:[/] {escape(str(file))} has {count} error{'s' if count > 1 else ''}:", highlight=False
+    )
     for field in error.errors:
         errors.print(f"  {field.path}: {field.message}", markup=False, soft_wrap=True, highlight=False)
     sys.exit(EXIT_MANIFEST)

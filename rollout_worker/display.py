@@ -115,6 +115,8 @@ def report_lines(report: JobReport) -> list[str]:
             f"{report.rollouts_done_before} rollouts were done by an earlier run; makespan and tokens/s count this "
             "run's part alone."
         )
+    if report.dead_letters:
+        lines.append(f"[yellow]{report.dead_letters} finished rollouts could not be read; see the dead letters.[/]")
     if report.corrupt_records:
         lines.append(
             f"[yellow]{report.corrupt_records} history records could not be read and were skipped; the log above "

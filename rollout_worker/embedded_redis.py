@@ -36,6 +36,7 @@ class EmbeddedRedis:
         self.url = ""
         self._directory = directory
         self._keep_open = keep_open
+        self._log = directory.resolve() / "redis.log"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> str:
@@ -60,7 +61,7 @@ class EmbeddedRedis:
             self.url = f"redis://:{password}@127.0.0.1:{port}/0"
             if self._answers():
                 return self.url
-        log = (self._directory / "redis.log").read_text(errors="replace")[-2000:]
+        log = self._log.read_text(errors="replace")[-2000:] if self._log.is_file() else "(there is none)"
         raise RedisUnusableError(f"redis-server does not start; its log in {self._directory} ends:\n{log}")
 
     def stop(self) -> None:
@@ -79,9 +80,9 @@ class EmbeddedRedis:
         settings = self._directory / "redis.conf"
         settings.touch(mode=0o600)
         settings.write_text(
-            f"bind 127.0.0.1\nport {port}\nrequirepass {password}\ndir {self._directory.resolve()}\n"
+            f'bind 127.0.0.1\nport {port}\nrequirepass {password}\ndir "{self._directory.resolve()}"\n'
             "appendonly yes\nappendfsync everysec\nsave ''\nmaxmemory-policy noeviction\n"
-            f"logfile {self._directory.resolve() / 'redis.log'}\n"
+            f'logfile "{self._log}"\n'
         )
         return subprocess.Popen(
             [program, str(settings)],
@@ -103,7 +104,10 @@ class EmbeddedRedis:
                 return False
             try:
                 client.ping()
-            except (redis.ConnectionError, redis.TimeoutError):  # also while it loads its data
+            except redis.exceptions.BusyLoadingError:  # its data, which may take long
+                deadline = time.monotonic() + _START_TIMEOUT_S
+                time.sleep(0.2)
+            except (redis.ConnectionError, redis.TimeoutError):
                 time.sleep(0.05)
             else:
                 client.close()

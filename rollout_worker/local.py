@@ -27,7 +27,7 @@ from rollout_worker.engine.worker_extension import HistoryBinding
 from rollout_worker.history.connection import check, connect, problem
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.ledger import Ledger
-from rollout_worker.job.problems import load_problems
+from rollout_worker.job.problems import Problem, load_problems
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.report import JobReport, Mode
 from rollout_worker.job.runner import JobRunner
@@ -84,14 +84,15 @@ async def run_local(
             check(client, url)  # before anything that takes long
             tokenizer = _load_tokenizer(model)
             problems = load_problems(source, tokenizer)
-            state = _JobState.open(directory / "job.json", job)
+            _check_requests(job, problems, len(tokenizer))
+            state = _JobState.open(directory / "job.json", job, say)
             keys = HistoryKeys(job.metadata.namespace, job.history_name)
             store = HistoryStore(client, keys, window=job.spec.speculation.window)
             relay = Relay(client, MessageKeys(state.uid), store)
             ledger = Ledger(client, MessageKeys(state.uid))
             try:
-                store.open(tokenizer_fingerprint(tokenizer))
                 state.clear_previous(client, job)
+                store.open(tokenizer_fingerprint(tokenizer))
                 if state.resumed and (done := len(ledger.done())):
                     say(f"Going on with job {state.uid}: {done} rollouts are done.")
                 drafting = None
@@ -145,6 +146,8 @@ async def _start_engines(
     )
     if not with_plain:
         return await Engine.start(config), None
+    if not config.cpu:  # both on the same GPUs, of which vLLM would take nine tenths for each
+        config = replace(config, overrides={"gpu_memory_utilization": 0.45})
     engine, plain = await asyncio.gather(
         Engine.start(config), Engine.start(replace(config, drafting=None)), return_exceptions=True
     )
@@ -154,6 +157,28 @@ async def _start_engines(
         if isinstance(started, Engine):
             started.close()
     raise next(failed for failed in (engine, plain) if isinstance(failed, BaseException))
+
+
+def _check_requests(job: RolloutJob, problems: Sequence[Problem], vocabulary: int) -> None:
+    """Refuse what the engine would refuse, before it is started."""
+    sampling, limit = job.spec.sampling, job.spec.engine.max_model_len
+    errors = []
+    longest = max(len(problem.prompt_token_ids) for problem in problems)
+    if longest + sampling.max_tokens > limit:
+        message = (
+            f"{sampling.max_tokens}, after the longest prompt of {longest} tokens, exceeds engine.maxModelLen, {limit}"
+        )
+        errors.append(FieldError("spec.sampling.maxTokens", message))
+    for field, ids in (
+        ("allowedTokenIds", sampling.allowed_token_ids),
+        ("stopTokenIds", sampling.stop_token_ids),
+        ("logitBias", sampling.logit_bias),
+    ):
+        if outside := sorted(token for token in ids if token >= vocabulary):
+            message = f"{outside[0]} is no token of the model, which has {vocabulary}"
+            errors.append(FieldError(f"spec.sampling.{field}", message))
+    if errors:
+        raise ManifestError(errors)
 
 
 def _load_tokenizer(model: Path) -> Any:
@@ -205,8 +230,11 @@ def _redis_url(
 @contextmanager
 def _locked(directory: Path) -> Iterator[int]:
     """Hold the state directory; its Redis server, if any, holds it too until it is gone."""
-    directory.mkdir(parents=True, exist_ok=True)
-    lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise StateError(f"the state directory {directory} cannot be used: {error.strerror}") from None
     try:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while True:
@@ -227,28 +255,30 @@ def _locked(directory: Path) -> Iterator[int]:
 class _JobState:
     """Identity of the job that a state directory belongs to, kept in one small file."""
 
-    def __init__(self, path: Path, content: dict[str, Any], previous: dict[str, Any] | None, resumed: bool) -> None:
+    def __init__(self, path: Path, content: dict[str, Any], resumed: bool) -> None:
         self.resumed = resumed
-        self._path, self._content, self._previous = path, content, previous
+        self._path, self._content = path, content
 
     @property
     def uid(self) -> str:
         return str(self._content["uid"])
 
     @classmethod
-    def open(cls, path: Path, job: RolloutJob) -> _JobState:
+    def open(cls, path: Path, job: RolloutJob, say: Callable[[str], None]) -> _JobState:
         """Go on with the job in *path* if it is unfinished and the same; else begin a new one."""
-        spec = job.spec.model_dump_json(exclude={"lifecycle", "redis"})
+        spec = job.spec.model_dump_json(include={"source", "model", "sampling", "history"})
         digest = hashlib.blake2b(spec.encode(), digest_size=16).hexdigest()
-        known: dict[str, Any] | None = None
+        previous: list[dict[str, str]] = []
         if path.is_file():
             try:
                 known = json.loads(path.read_text())
-            except ValueError:
+                if not known["finished"] and known["digest"] == digest:
+                    return cls(path, known, resumed=True)
+                previous = [*known["previous"], {"uid": known["uid"], "history": known["history"]}]
+                if not known["finished"]:
+                    say(f"The manifest has changed: job {known['uid']} is given up; its rollouts stay in its history.")
+            except (ValueError, KeyError, TypeError):
                 raise StateError(f"{path} cannot be read; remove it to begin anew (the history is kept)") from None
-        if known is not None and not known["finished"] and known["digest"] == digest:
-            return cls(path, known, known.get("previous"), resumed=True)
-        previous = {"uid": known["uid"], "history": known["history"]} if known is not None else None
         content = {
             "uid": str(uuid.uuid4()),
             "digest": digest,
@@ -256,20 +286,20 @@ class _JobState:
             "finished": False,
             "previous": previous,
         }
-        state = cls(path, content, previous, resumed=False)
+        state = cls(path, content, resumed=False)
         state._save()
         return state
 
     def clear_previous(self, client: redis.Redis, job: RolloutJob) -> None:
-        """Bring what the job before this one left in its outbox into its history, then delete its messages."""
-        if self._previous is None:
-            return
-        keys = MessageKeys(self._previous["uid"])
-        history = HistoryKeys(job.metadata.namespace, self._previous["history"])
-        Relay(client, keys, HistoryStore(client, history, window=job.spec.speculation.window)).drain()
-        Ledger(client, keys).forget()
-        self._content["previous"] = self._previous = None
-        self._save()
+        """Bring what jobs before this one left in their outboxes into their histories, then delete their messages."""
+        while self._content["previous"]:
+            previous = self._content["previous"][0]
+            keys = MessageKeys(previous["uid"])
+            history = HistoryKeys(job.metadata.namespace, previous["history"])
+            Relay(client, keys, HistoryStore(client, history, window=job.spec.speculation.window)).drain()
+            Ledger(client, keys).forget()
+            del self._content["previous"][0]
+            self._save()
 
     def finish(self) -> None:
         """The job has ended; the next run of its manifest is a new one."""

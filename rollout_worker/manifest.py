@@ -20,7 +20,7 @@ def read_manifest(path: Path) -> RolloutJob:
         documents = list(yaml.load_all(path.read_text(), Loader=_UniqueKeyLoader))
     except OSError as error:
         raise ManifestError([FieldError(str(path), error.strerror or str(error))]) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # PyYAML lets both through, for dates and odd keys
         raise ManifestError([FieldError(str(path), f"no YAML: {error}")]) from None
     if len(documents) != 1:
         raise ManifestError([FieldError(str(path), f"holds {len(documents)} documents; one RolloutJob is expected")])

@@ -30,6 +30,8 @@ class DraftCounts:
     """Draft tokens given to verification."""
     accepted: int = 0
     """Draft tokens that the model accepted."""
+    produced: int = 0
+    """Response tokens seen."""
 
 
 class Drafter:
@@ -64,7 +66,9 @@ class Drafter:
         """
         state = self._running[key]
         if new_step:
+            state.counts.drafted += state.pending
             state.counts.accepted += min(max(len(tokens) - 1, 0), state.pending)
+        state.counts.produced += len(tokens)
         state.pending = 0
         self._index.extend(state.handle, tokens)
 
@@ -80,8 +84,7 @@ class Drafter:
             min_survival=break_even(len(self._running), self._base_tokens),
         )
         for state, draft in zip(states, drafts, strict=True):
-            state.pending = len(draft.tokens)
-            state.counts.drafted += state.pending
+            state.pending = len(draft.tokens)  # counted once it is verified
         return [draft.tokens for draft in drafts]
 
     def close(self, key: str) -> DraftCounts:

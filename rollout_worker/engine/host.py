@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,7 @@ class Engine:
         self._llm = llm
         self._calls = itertools.count()
         self._ended: list[str] = []
-        self._counts: asyncio.Task[dict[str, tuple[int, int]]] | None = None
+        self._counts: asyncio.Task[dict[str, tuple[int, int, int]]] | None = None
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Engine:
@@ -118,7 +119,6 @@ class Engine:
         request: RolloutRequest,
         sample: int,
         *,
-        default_budget: int | None = None,
         sources: Sequence[str] = ("history", "self"),
     ) -> Generated:
         """Sample response number *sample* of a request.
@@ -126,15 +126,12 @@ class Engine:
         Args:
             request: what to sample.
             sample: which of its ``sampling.n``.
-            default_budget: most tokens drafted a step where the request does not say.
             sources: what may be drafted from.
 
         Raises:
             AdmissionError: if this engine cannot serve the request as it stands.
             EngineError: if the engine died.
         """
-        from vllm.v1.engine.exceptions import EngineDeadError
-
         speculating = self.config.drafting is not None
         admit(
             request.sampling,
@@ -147,29 +144,30 @@ class Engine:
         call = f"{rollout_id}#{next(self._calls)}"
         scope = None
         if speculating:
-            budget = default_budget if request.draft_budget is None else request.draft_budget
             scope = DraftScope(
                 key=call,
                 problem=request.problem_id,
                 max_tokens=request.sampling.max_tokens,
                 min_tokens=request.sampling.min_tokens,
-                budget=budget,
+                budget=request.draft_budget,
                 sources=sources,
             )
-        params = vllm_sampling(request.sampling, rollout_id, scope)
+        # without the job's uid: the same manifest with the same seed repeats itself in a job of its own
+        params = vllm_sampling(request.sampling, f"{request.request_id}/{sample}", scope)
         started, output = time.monotonic(), None
-        try:
+        with _engine_errors("generating"):
             async for part in self._llm.generate({"prompt_token_ids": request.prompt_token_ids}, params, call):
                 output = part
-        except EngineDeadError as error:
-            raise EngineError("the vLLM engine died; its log above says why") from error
-        finally:
-            counts = await self._take_counts(call) if speculating and not self._llm.errored else (0, 0)
         finished = time.monotonic()
         if output is None or not output.finished:
             raise EngineError(f"vLLM returned nothing for {rollout_id}")
         completion = output.outputs[0]
         tokens = list(completion.token_ids)
+        drafted = accepted = 0
+        if speculating:
+            drafted, accepted, produced = await self._take_counts(call)
+            # vLLM cuts what a step had accepted beyond the end of the response
+            accepted -= max(0, produced - len(tokens))
         logprobs = None
         if request.sampling.logprobs:
             logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
@@ -178,8 +176,8 @@ class Engine:
             logprobs=logprobs,
             finish_reason=FinishReason(completion.finish_reason),
             weight_version=self.weight_version,
-            drafted=counts[0],
-            accepted=counts[1],
+            drafted=drafted,
+            accepted=accepted,
             started=started,
             finished=finished,
         )
@@ -195,18 +193,25 @@ class Engine:
             Seconds during which the engine stood still.
         """
         started = time.monotonic()
-        await self._llm.pause_generation(mode="wait")
-        try:
-            await self._rpc("das_load_weights", str(directory))
-            await self._llm.reset_prefix_cache()
-            self.weight_version = weight_version
-        finally:
-            await self._llm.resume_generation()
+        with _engine_errors(f"loading weights from {directory}"):
+            await self._llm.pause_generation(mode="wait")
+            try:
+                await self._rpc("das_load_weights", str(directory))
+                await self.clear_prefix_cache()
+                self.weight_version = weight_version
+            finally:
+                await self._llm.resume_generation()
         return time.monotonic() - started
 
     async def clear_prefix_cache(self) -> None:
-        """Forget the keys and values of prompts that were read before."""
-        await self._llm.reset_prefix_cache()
+        """Forget the keys and values of prompts that were read before; only while nothing is running.
+
+        Raises:
+            EngineError: if vLLM keeps them.
+        """
+        with _engine_errors("clearing the prefix cache"):
+            if not await self._llm.reset_prefix_cache():
+                raise EngineError("vLLM did not clear its prefix cache, which would mix the keys of two policies")
 
     async def announce(self, problems: Sequence[str], generation: int, *, wait: float = 0.0) -> bool:
         """Say which problems come next, so that their history is fetched in the background.
@@ -243,24 +248,38 @@ class Engine:
             self._llm = None
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
-        replies: list[Any] = await self._llm.collective_rpc(method, args=args)
+        with _engine_errors(method.removeprefix("das_").replace("_", " ")):
+            replies: list[Any] = await self._llm.collective_rpc(method, args=args)
         return replies
 
-    async def _take_counts(self, call: str) -> tuple[int, int]:
-        """Drafted and accepted tokens of an ended call; calls that end together share one round trip."""
+    async def _take_counts(self, call: str) -> tuple[int, int, int]:
+        """Drafted, accepted and produced tokens of an ended call; calls that end together share one round trip."""
         self._ended.append(call)
         if self._counts is None:
             self._counts = asyncio.ensure_future(self._fetch_counts())
         counts = await asyncio.shield(self._counts)
-        return counts.get(call, (0, 0))
+        return counts.get(call, (0, 0, 0))
 
-    async def _fetch_counts(self) -> dict[str, tuple[int, int]]:
+    async def _fetch_counts(self) -> dict[str, tuple[int, int, int]]:
         await asyncio.sleep(0)  # until the others that ended in this step are in the list
         ended, self._ended, self._counts = self._ended, [], None
-        merged: dict[str, tuple[int, int]] = {}
+        merged: dict[str, tuple[int, int, int]] = {}
         for rank in await self._rpc("das_take_counts", ended):
             merged.update(rank)
         return merged
+
+
+@contextmanager
+def _engine_errors(doing: str) -> Iterator[None]:
+    """Say in one kind of error what vLLM says in several, bare ``Exception`` among them."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:
+        raise EngineError(
+            f"vLLM failed while {doing}: {error or type(error).__name__}; its log above says more"
+        ) from error
 
 
 def _nothing() -> None:

@@ -61,7 +61,8 @@ def resolve_checkpoint(uri: str, cache: Path, model_directory: Path, allowed_roo
     real = directory.resolve()
     roots = [cache.resolve(), model_directory.resolve(), *(Path(root).resolve() for root in allowed_roots)]
     # what lies in the cache was put there by whoever owns it, links out of it too
-    if not directory.is_relative_to(cache) and not any(real.is_relative_to(root) for root in roots):
+    in_cache = directory.is_relative_to(cache) and ".." not in directory.parts
+    if not in_cache and not any(real.is_relative_to(root) for root in roots):
         raise ModelError(
             f"checkpoint {uri!r} lies in {real}, outside the model cache and the model's directory; add its root to "
             "spec.weights.allowedRoots"

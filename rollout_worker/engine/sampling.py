@@ -81,18 +81,18 @@ def admit(sampling: Sampling, prompt_tokens: int, *, max_model_len: int, specula
         )
 
 
-def vllm_sampling(sampling: Sampling, rollout_id: str, scope: DraftScope | None) -> Any:
+def vllm_sampling(sampling: Sampling, stream: str, scope: DraftScope | None) -> Any:
     """``vllm.SamplingParams`` for one rollout.
 
-    A seeded job gives each rollout its own stream, derived from the seed and the rollout's id, so that the samples
-    of a group differ and a repeated rollout repeats.
+    A seeded job gives each rollout its own stream, derived from the seed and *stream*, so that the samples of a group
+    differ and a repeated rollout repeats.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     seed = None
     if sampling.seed is not None:
-        digest = blake2b(f"{sampling.seed}/{rollout_id}".encode(), digest_size=4).digest()
+        digest = blake2b(f"{sampling.seed}/{stream}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little") >> 1
     return SamplingParams(
         n=1,

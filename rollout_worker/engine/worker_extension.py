@@ -102,10 +102,13 @@ class DraftingExtension(HostExtension):
         """Whether all that was announced is in the index."""
         return self._das_sync is None or self._das_sync.wait_ready(timeout=0)
 
-    def das_take_counts(self, keys: list[str]) -> dict[str, tuple[int, int]]:
-        """Draft tokens (drafted, accepted) of rollouts that have ended, by rollout id."""
+    def das_take_counts(self, keys: list[str]) -> dict[str, tuple[int, int, int]]:
+        """Draft tokens (drafted, accepted) and tokens produced of rollouts that have ended, by key."""
         proposer: HistoryProposer = self.model_runner.drafter
-        return {key: (counts.drafted, counts.accepted) for key, counts in proposer.take_counts(keys).items()}
+        return {
+            key: (counts.drafted, counts.accepted, counts.produced)
+            for key, counts in proposer.take_counts(keys).items()
+        }
 
     def das_stats(self) -> dict[str, Any]:
         """Sizes and times of the drafter and its index; empty on ranks that do not draft."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from importlib import resources
@@ -122,11 +123,9 @@ def persist(command: Callable[..., _Result], *args: Any) -> _Result:
 def without_password(url: str) -> str:
     """*url* as it may be shown: a password becomes ``***``."""
     parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    user_and_host = parts.netloc.rpartition("@")
-    shown = f"{parts.username or ''}:***@{user_and_host[2]}"
-    return urlunsplit(parts._replace(netloc=shown))
+    if parts.password is not None:
+        parts = parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}")
+    return urlunsplit(parts._replace(query=re.sub(r"(^|&)password=[^&]*", r"\1password=***", parts.query)))
 
 
 def server_function(client: redis.Redis, package: str, name: str) -> Script:

@@ -10,6 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 RECORD_VERSION = 1
+_RESERVED = 2**32 - 1
+"""No token id; the draft index uses it as the start of a response."""
+_GENERATIONS = 2**53
+"""Generations stay exact in Lua, whose numbers are doubles."""
 TokenArray = NDArray[np.uint32]
 
 
@@ -67,5 +71,9 @@ def decode_record(data: bytes) -> HistoryRecord:
             tokens
         ) % 4 == 0 and isinstance(reward, float | None):
             ids = np.frombuffer(tokens, dtype="<u4").astype(np.uint32, copy=False)
+            if len(ids) and ids.max() == _RESERVED:
+                raise RecordError(f"token id {_RESERVED} is out of range")
+            if not 0 <= generation < _GENERATIONS:
+                raise RecordError(f"generation {generation} is out of range")
             return HistoryRecord(rollout_id, run, version, generation, ids, reason, reward)
     raise RecordError("a field is missing or of the wrong type")

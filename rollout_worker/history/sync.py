@@ -97,10 +97,16 @@ class HistorySync:
                 with self._wake:
                     self._served = announced
                     self._wake.notify_all()
-            except redis.RedisError as error:
+            except Exception as error:  # whatever it is, the thread must live: rollouts go on without it
                 self.counters.failures += 1
                 self.counters.last_failure = f"{type(error).__name__}: {error}"
-                logger.warning("History cannot be read (%s); drafting goes on with what is there.", error)
+                known = isinstance(error, redis.RedisError)
+                logger.warning(
+                    "History cannot be read (%s: %s); drafting goes on with what is there.",
+                    type(error).__name__,
+                    error,
+                    exc_info=not known,
+                )
                 backoff = min(2 * backoff, _LONGEST_BACKOFF_S)
             with self._wake:
                 if not self._stopping and self._announced == announced:

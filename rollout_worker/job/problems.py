@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from rollout_api.job import DatasetSource, FieldError, ManifestError, Task
 from rollout_api.messages import problem_id_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -20,14 +23,22 @@ class Problem:
     _entry: Any
 
     def reward(self, response: str) -> float:
-        """The generator's own score, 0 to 1, of the text between the last ``<answer>`` tags of *response*."""
+        """The generator's own score, 0 to 1, of the text between the last ``<answer>`` tags of *response*.
+
+        An answer that the generator cannot read is worth 0: some scorers raise on what they do not expect.
+        """
         from reasoning_gym.utils import extract_answer
 
-        return float(self._dataset.score_answer(extract_answer(response), self._entry))
+        answer = extract_answer(response)
+        try:
+            return float(self._dataset.score_answer(answer, self._entry))
+        except Exception as error:
+            logger.info("Scored 0, since the generator cannot read the answer %r: %s", answer, error)
+            return 0.0
 
 
 def load_problems(source: DatasetSource, tokenizer: Any) -> list[Problem]:
-    """Draw the problems of *source*; the same manifest always gives the same.
+    """Draw the problems of *source*, each once; the same manifest always gives the same.
 
     Args:
         source: which problems.
@@ -49,7 +60,8 @@ def load_problems(source: DatasetSource, tokenizer: Any) -> list[Problem]:
             errors.append(FieldError(f"{where}.config", message))
     if errors:
         raise ManifestError(errors)
-    return problems
+    # a generator may draw one question twice; it is one problem
+    return list({problem.problem_id: problem for problem in problems}.values())
 
 
 class _UnknownGeneratorError(ValueError):

@@ -33,8 +33,8 @@ class Relay:
         self.appended = 0
         self.dead = 0
         """Entries that could not be read, moved to the dead-letter stream."""
-        self.failure: redis.RedisError | None = None
-        """Why Redis takes no entries, once that has lasted too long to be a hiccup."""
+        self.failure: Exception | None = None
+        """Why entries are not carried, once that has lasted too long to be a hiccup."""
         self._client = client
         self._keys = keys
         self._store = store
@@ -65,7 +65,7 @@ class Relay:
             try:
                 carried = persist(self._carry_batch)
                 self.failure = None
-            except redis.RedisError as error:
+            except Exception as error:  # the runner raises it: the job ends rather than hangs
                 carried, self.failure = 0, error
             if not carried:
                 self._stopping.wait(_POLL_S if self.failure is None else _RETRY_S)

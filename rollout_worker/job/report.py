@@ -114,6 +114,8 @@ class JobReport:
     """Rollouts that an earlier run of the same job had finished."""
     corrupt_records: int = 0
     """History records that could not be read and were skipped."""
+    dead_letters: int = 0
+    """Finished rollouts that could not be read on their way into the history."""
     index_bytes: int = 0
     """Memory of the draft index at the end."""
 
@@ -145,6 +147,7 @@ class JobReport:
             "uid": self.uid,
             "rollouts_done_before": self.rollouts_done_before,
             "corrupt_records": self.corrupt_records,
+            "dead_letters": self.dead_letters,
             "index_bytes": self.index_bytes,
             "passes": [done.as_json() for done in self.passes],
             "figures": self.figures(),
@@ -152,7 +155,8 @@ class JobReport:
 
 
 def _ratio(name: str, ours: Pass, theirs: Pass, peer: str, target: float) -> dict[str, Any]:
-    value = ours.accepted_per_step / theirs.accepted_per_step if theirs.accepted_per_step else float("inf")
+    # JSON knows no infinity: against a peer that accepted nothing, one token in all stands for its count
+    value = ours.accepted_per_step / (theirs.accepted_per_step or 1 / max(theirs.steps, 1))
     return _figure(name, value, "ratio", peer, target)
 
 

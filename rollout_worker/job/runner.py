@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from rollout_worker.job.ledger import Ledger
 from rollout_worker.job.problems import Problem
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.report import JobReport, Mode, Pass, RolloutRow
+
+logger = logging.getLogger(__name__)
 
 _HISTORY_WAIT_S = 30.0
 _WATCH_S = 0.2
@@ -47,9 +50,6 @@ class Progress:
     """Rollouts of all passes that this run has to make."""
     started: float = field(default_factory=time.monotonic)
     pass_started: float = field(default_factory=time.monotonic)
-    tokens: int = 0
-    """Tokens of the rollouts of this pass that are finished."""
-    accepted: int = 0
     counters: EngineCounters = field(default_factory=EngineCounters)
     """Of the engine at work."""
 
@@ -144,6 +144,7 @@ class JobRunner:
         self.progress.epochs = len(epochs)
         self.progress.all_total = sum(to_make) + size * len(self._compare) * sum(1 for count in to_make if count)
         self.progress.started = time.monotonic()
+        await self._history_has_all()  # what a run before this one finished and did not carry
         for epoch, before, open_ in epochs:
             passes = await self._epoch(epoch, before, open_)
             report.passes += sorted(passes, key=lambda made: list(Mode).index(made.mode))
@@ -151,6 +152,7 @@ class JobRunner:
         if stats:
             report.corrupt_records = stats["history"]["corrupt"]
             report.index_bytes = stats["index_bytes"]
+        report.dead_letters = self._relay.dead
         return report
 
     def _requests(self, epoch: int) -> list[RolloutRequest]:
@@ -205,7 +207,10 @@ class JobRunner:
         for mode in modes[first:] + modes[:first]:
             made = Pass(epoch, mode, checkpoint.name, rollouts=list(before) if mode is Mode.DAS else [])
             if mode is Mode.DAS:
-                await self._engine.announce(sorted(self._by_id), generation, wait=_HISTORY_WAIT_S)
+                if not await self._engine.announce(sorted(self._by_id), generation, wait=_HISTORY_WAIT_S):
+                    logger.warning(
+                        "The history is not read after %.0f s; drafting begins with a part.", _HISTORY_WAIT_S
+                    )
                 await self._make(made, self._engine, open_)
                 await self._history_has_all()
             else:
@@ -223,7 +228,6 @@ class JobRunner:
         progress = self.progress
         progress.epoch, progress.mode, progress.counters = made.epoch, made.mode, engine.counters
         progress.done, progress.total = len(made.rollouts), len(made.rollouts) + len(samples)
-        progress.tokens = progress.accepted = 0
         await engine.clear_prefix_cache()
         drafting = (await engine.stats()).get("drafting_seconds", 0.0)
         progress.pass_started = started = time.monotonic()
@@ -252,8 +256,6 @@ class JobRunner:
         )
         self.progress.done += 1
         self.progress.all_done += 1
-        self.progress.tokens += len(rollout.token_ids)
-        self.progress.accepted += rollout.accepted
 
     def _finish(self, request: RolloutRequest, sample: int, generated: Generated, recorded: bool) -> Rollout:
         """Score a response and, if it is the job's own, record it as done."""

@@ -58,13 +58,13 @@ class Recipe:
     max_positions: int = 4096
     query_gain: float = 2.0
     batch_tokens: int = 2048
-    steps: int = 850
-    curriculum_steps: int = 420
+    steps: int = 720
+    curriculum_steps: int = 360
     matrix_rate: float = 6e-3
     embedding_rate: float = 3e-3
     warmup_steps: int = 20
-    decay_steps: int = 480
-    checkpoints: tuple[int, ...] = (450, 550, 650, 750, 850)
+    decay_steps: int = 420
+    checkpoints: tuple[int, ...] = (360, 450, 540, 630, 720)
 
     def __post_init__(self) -> None:
         if not self.checkpoints or list(self.checkpoints) != sorted(set(self.checkpoints)):

@@ -79,6 +79,8 @@ def test_every_example_is_valid(example: Path) -> None:
         ("spec.history.name", "UPPER", "spec.history.name", "pattern"),
         ("spec.redis.url", "http://redis", "spec.redis.url", "redis://"),
         ("spec.redis.url", "redis://:secret@redis", "spec.redis.url", "ROLLOUT_REDIS_URL"),
+        ("spec.redis.url", "redis://redis/0?password=secret", "spec.redis.url", "ROLLOUT_REDIS_URL"),
+        ("spec.workers.gpusPerWorker", 4, "spec.workers.gpusPerWorker", "must equal engine.tensorParallelSize"),
         ("spec.weights.allowedRoots", ["models"], "spec.weights.allowedRoots", "absolute"),
         ("spec.source.dataset.epochs", 0, "spec.source.dataset.epochs", "greater than or equal to 1"),
         ("spec.source.dataset.checkpoints", ["a", "b"], "spec.source.dataset.checkpoints", "2 checkpoints for 1"),
@@ -126,6 +128,8 @@ def test_min_p_is_accepted_where_nothing_is_drafted() -> None:
         ("a: 1\n---\nb: 2", "2 documents"),
         ("- 1", "must be a mapping"),
         ("a: 1\na: 2", "given twice"),
+        ("a: 2024-13-45", "no YAML"),
+        ("name: {{ x }}", "no YAML"),
     ],
 )
 def test_a_file_that_is_no_manifest(tmp_path: Path, text: str, says: str) -> None:

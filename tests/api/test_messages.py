@@ -109,6 +109,7 @@ def test_any_other_bytes_are_refused_with_a_codec_error(data: bytes) -> None:
         ({"v": 1, "kind": "rollout"}, "rollout_id"),
         ({"v": 1, "kind": "rollout", "token_ids": b"123"}, "no whole number"),
         ({"v": 1, "kind": "rollout", "token_ids": 5}, "malformed"),
+        ({"v": 1, "kind": "rollout", "token_ids": [-1, 0, 0, 0]}, "malformed"),
         ({"v": 1, "kind": "request", "surprise": 1, "prompt_token_ids": b"\0\0\0\0"}, "request"),
     ],
 )

@@ -139,15 +139,15 @@ def test_logprobs_are_those_of_the_law_with_drafts_accepted(drafted: Bed, law: L
 
 
 def test_a_seeded_job_repeats_itself_and_its_samples_differ(drafted: Bed) -> None:
-    """One stream for each rollout; with drafts, what is drafted decides how the stream is used."""
+    """One stream for each rollout, whatever the job's uid; drafts would decide how a stream is used."""
 
-    def group(uid: str) -> list[list[int]]:
+    def group(uid: str, seed: int) -> list[list[int]]:
         request = RolloutRequest(
             job_uid=uid,
             request_id="r",
             problem_id="never-seen",
             prompt_token_ids=PROMPT,
-            sampling=Sampling(n=6, seed=5, max_tokens=30),
+            sampling=Sampling(n=6, seed=seed, max_tokens=30),
             draft_budget=0,
         )
 
@@ -156,9 +156,9 @@ def test_a_seeded_job_repeats_itself_and_its_samples_differ(drafted: Bed) -> Non
 
         return tokens(drafted.loop.run(gather()))
 
-    assert group("a") == group("a")
-    assert group("a") != group("b")
-    assert len({tuple(response) for response in group("a")}) == 6
+    assert group("a", 5) == group("b", 5)
+    assert group("a", 5) != group("a", 6)
+    assert len({tuple(response) for response in group("a", 5)}) == 6
 
 
 def test_every_token_of_the_vocabulary_occurs(drafted: Bed) -> None:

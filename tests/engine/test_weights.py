@@ -62,10 +62,8 @@ def test_a_checkpoint_outside_the_allowed_roots_is_refused(tmp_path: Path, cache
     with pytest.raises(ModelError, match=r"spec\.weights\.allowedRoots"):
         resolve_checkpoint(str(outside), cache, cache / "inside", [])
     assert outside == resolve_checkpoint(str(outside), cache, cache / "inside", [str(tmp_path)])
-    link = cache / "inside" / "link"
-    link.symlink_to(outside)
     with pytest.raises(ModelError, match=r"spec\.weights\.allowedRoots"):
-        resolve_checkpoint(f"file://{tmp_path}/../{tmp_path.name}/outside", cache, cache / "inside", [])
+        resolve_checkpoint(f"file://{cache}/{'../' * len(cache.parts)}{outside}", cache, cache / "inside", [])
 
 
 def test_a_checkpoint_of_another_shape_or_format_is_refused(tmp_path: Path, cache: Path) -> None:

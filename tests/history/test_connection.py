@@ -110,6 +110,7 @@ def test_every_error_says_what_to_do(error: redis.RedisError, says: str) -> None
 def test_passwords_are_not_shown() -> None:
     assert without_password("redis://u:secret@h:1/0") == "redis://u:***@h:1/0"
     assert without_password("redis://h:1/0") == "redis://h:1/0"
+    assert without_password("redis://h:1/0?db=1&password=secret") == "redis://h:1/0?db=1&password=***"
 
 
 def test_a_hiccup_is_waited_out(redis_url: str) -> None:

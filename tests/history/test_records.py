@@ -48,3 +48,15 @@ def test_a_damaged_field_is_refused_or_changes_nothing_else(record: HistoryRecor
     whole = as_plain(record)
     differing = [name for name, value in as_plain(read).items() if whole[name] != value]
     assert len(differing) <= 1
+
+
+@pytest.mark.parametrize(
+    ("at", "other", "says"),
+    [(7, b"\xff\xff\xff\xff", "token id 4294967295"), (4, 2**63, "generation"), (4, -1, "generation")],
+)
+def test_what_the_index_would_refuse_is_refused_here(at: int, other: object, says: str) -> None:
+    whole = HistoryRecord("r", "run", 1, 1, np.array([1, 2], dtype=np.uint32), "stop")
+    body = msgpack.unpackb(encode_record(whole))
+    body[at] = other
+    with pytest.raises(RecordError, match=says):
+        decode_record(msgpack.packb(body))

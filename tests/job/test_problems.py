@@ -76,3 +76,23 @@ def test_a_wrong_generator_or_setting_is_named_by_its_field(tokenizer: Any) -> N
     paths = [error.path for error in caught.value.errors]
     assert [f"spec.source.dataset.tasks[{i}].{f}" for i, f in ((0, "generator"), (1, "config"), (2, "config"))] == paths
     assert "did you mean chain_sum" in caught.value.errors[0].message
+
+
+def test_a_question_that_is_drawn_twice_is_one_problem(tokenizer: Any) -> None:
+    from rollout_worker.job.problems import load_problems
+
+    few = DatasetSource.model_validate(
+        {"tasks": [{"name": "t", "generator": "count_bits", "problems": 40, "config": {"min_n": 1, "max_n": 20}}]}
+    )
+    problems = load_problems(few, tokenizer)
+    assert len(problems) < 40
+    assert len(problems) == len({problem.problem_id for problem in problems})
+
+
+def test_an_answer_that_the_generator_chokes_on_is_worth_nothing(tokenizer: Any) -> None:
+    from rollout_worker.job.problems import load_problems
+
+    odd = DatasetSource.model_validate({"tasks": [{"name": "t", "generator": "prime_factorization", "problems": 2}]})
+    for problem in load_problems(odd, tokenizer):
+        assert problem.reward("<answer>1/0</answer>") < 1.0
+        assert problem.reward("<answer>[</answer>") < 1.0

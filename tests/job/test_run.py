@@ -301,6 +301,8 @@ def test_a_wrong_manifest_lists_every_error_by_path_and_exits_2(bench: Bench) ->
         ({"model": {"uri": "policy/none"}}, "neither a directory in the model cache"),
         ({"model": {"uri": "/nowhere"}}, "there is no directory /nowhere"),
         ({"model": {"uri": "../policy/0"}}, "leads out of the model cache"),
+        ({"sampling": {"maxTokens": 500}}, "spec.sampling.maxTokens"),
+        ({"sampling": {"maxTokens": 10, "allowedTokenIds": [10000000]}}, "spec.sampling.allowedTokenIds"),
         ({"workers": {"gpusPerWorker": 0, "resources": {"cpu": "9000"}}}, "spec.workers.resources.cpu"),
         ({"source": {"dataset": {"tasks": [{"name": "a", "generator": "chainsum"}]}}}, "did you mean chain_sum"),
         (

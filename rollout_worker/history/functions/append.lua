@@ -12,17 +12,25 @@ if redis.call('HSETNX', lengths, ARGV[1], ARGV[4]) == 0 then
   return 0
 end
 redis.call('XADD', log, '*', 'i', ARGV[1], 'g', ARGV[2], 'd', ARGV[3])
--- Generations arrive nearly in order, so what is too old stands at the head.
+-- Generations arrive nearly in order, so what is too old stands at the head. An entry with no generation was not
+-- written here: readers report it, and it is passed over until all before the window has gone.
+local after = '-'
 while true do
-  local head = redis.call('XRANGE', log, '-', '+', 'COUNT', 1)[1]
+  local head = redis.call('XRANGE', log, after, '+', 'COUNT', 1)[1]
   local entry = {}
   for i = 1, #head[2], 2 do
     entry[head[2][i]] = head[2][i + 1]
   end
-  -- An entry without a generation was not written here: leave it for a reader to report.
-  if not entry.g or tonumber(entry.g) >= oldest then
+  local generation = tonumber(entry.g)
+  if generation and generation >= oldest then
     return 1
   end
-  redis.call('XDEL', log, head[1])
-  redis.call('HDEL', lengths, entry.i)
+  if generation then
+    redis.call('XDEL', log, head[1])
+    if entry.i then
+      redis.call('HDEL', lengths, entry.i)
+    end
+  else
+    after = '(' .. head[1]
+  end
 end

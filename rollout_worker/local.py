@@ -120,6 +120,9 @@ async def run_local(
                     shown = asyncio.ensure_future(watch(runner))
                     try:
                         report = await runner.run()
+                    except redis.RedisError as error:
+                        say(f"Stopping, since {problem(error, url)}")  # at once: engines take a while to end
+                        raise
                     finally:
                         shown.cancel()
                         await asyncio.gather(shown, return_exceptions=True)

@@ -142,4 +142,5 @@ def train_tiny_model(directory: Path, seed: int, console: Console) -> None:
     started = time.monotonic()
     checkpoints = ensure(directory, seed=seed, progress=progress)
     how = f"trained in {time.monotonic() - started:.0f} s" if shown else "there already"
-    console.print(f"{directory}: {len(checkpoints)} checkpoints ({how}): {', '.join(c.name for c in checkpoints)}")
+    names = ", ".join(checkpoint.name for checkpoint in checkpoints)
+    console.print(f"{directory}: {len(checkpoints)} checkpoints ({how}): {names}", markup=False, soft_wrap=True)

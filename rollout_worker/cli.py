@@ -142,8 +142,6 @@ def tiny_model(
     """
     from rollout_worker.display import train_tiny_model
 
-    # waiting threads of torch otherwise spin, and on a machine with other work to do that takes several times as long
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     directory = output or (model_cache or default_cache()) / "das" / "tiny-qwen3"
     try:
         train_tiny_model(directory, seed, console)

@@ -59,7 +59,7 @@ class EmbeddedRedis:
             port, password = _free_port(), secrets.token_urlsafe(24)
             self._process = self._launch(program, port, password)
             self.url = f"redis://:{password}@127.0.0.1:{port}/0"
-            if self._answers():
+            if self._answers(self._process):
                 return self.url
         log = self._log.read_text(errors="replace")[-2000:] if self._log.is_file() else "(there is none)"
         raise RedisUnusableError(f"redis-server does not start; its log in {self._directory} ends:\n{log}")
@@ -90,17 +90,16 @@ class EmbeddedRedis:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(self._keep_open,),
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 – no other thread runs yet
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 – one system call, nothing that a lock of another thread could hold up
             start_new_session=True,
         )
 
-    def _answers(self) -> bool:
+    def _answers(self, process: subprocess.Popen[bytes]) -> bool:
         """Whether the server is ready; False if it ended (its port was taken meanwhile, say)."""
-        assert self._process is not None  # noqa: S101
         client = redis.Redis.from_url(self.url, socket_timeout=2)
         deadline = time.monotonic() + _START_TIMEOUT_S
         while time.monotonic() < deadline:
-            if self._process.poll() is not None:
+            if process.poll() is not None:
                 return False
             try:
                 client.ping()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -277,27 +278,21 @@ class JobRunner:
         return rollout
 
     async def _history_has_all(self) -> None:
-        """Wait until the relay has carried this epoch into the history, so that the next drafts from all of it."""
+        """Wait until the relay has carried all that is done into the history, so that the next drafts see it."""
         while await asyncio.to_thread(persist, self._ledger.waiting):
             if self._relay.failure is not None:
                 raise self._relay.failure
             await asyncio.sleep(_WATCH_S / 4)
 
 
-class _all_or_first_error:  # noqa: N801 – used as a context manager
+@asynccontextmanager
+async def _all_or_first_error() -> AsyncIterator[asyncio.TaskGroup]:
     """A task group that raises the first error itself, not a group of one."""
-
-    def __init__(self) -> None:
-        self._group = asyncio.TaskGroup()
-
-    async def __aenter__(self) -> asyncio.TaskGroup:
-        return await self._group.__aenter__()
-
-    async def __aexit__(self, *exc: Any) -> None:
-        try:
-            await self._group.__aexit__(*exc)
-        except BaseExceptionGroup as group:
-            first: BaseException = group
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            raise first from None
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        first: BaseException = errors
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None

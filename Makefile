@@ -14,6 +14,12 @@ demo: env  ## train the tiny policy (once) and run the quickstart job
 test: env lint  ## lint, types, import contracts and the test suite
 	$(VENV)/pytest
 
+test-chaos: env  ## a job on several Ray nodes under fire (minutes; CHAOS_SEED, CHAOS_SECONDS)
+	$(VENV)/pytest tests/chaos -s
+
+test-training: env  ## TRL's GRPOTrainer in two processes on a job with two engines (minutes)
+	$(VENV)/pytest tests/trainers/test_trl.py
+
 lint: env  ## formatting, lint, types and import contracts
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
@@ -27,4 +33,4 @@ format: env  ## format and mend what can be mended
 clean:  ## remove .venv, builds and job state
 	rm -rf .venv build .rollout
 
-.PHONY: help env demo test lint format clean
+.PHONY: help env demo test test-chaos test-training lint format clean

@@ -1,9 +1,25 @@
 """The contract between a rollout job and everything that talks to it.
 
-What a trainer imports: the :class:`RolloutJob` manifest, the messages on the wire and the Redis keys.
+What a trainer imports: the client, the :class:`RolloutJob` manifest, the messages on the wire and the Redis keys.
 Importing this package loads pydantic, redis and msgpack and nothing heavier.
 """
 
+from rollout_api.client import AsyncRolloutClient
+from rollout_api.errors import (
+    InvalidRequestError,
+    JobChangedError,
+    JobEndedError,
+    JobNotFoundError,
+    NameInUseError,
+    RedisAwayError,
+    RedisRefusedError,
+    RequestRefusedError,
+    RolloutClientError,
+    UnreadableResultError,
+    VersionMismatchError,
+    WeightsError,
+)
+from rollout_api.groups import Groups
 from rollout_api.job import (
     FieldError,
     ManifestError,
@@ -12,34 +28,81 @@ from rollout_api.job import (
     Sampling,
     parse_job,
 )
+from rollout_api.job_info import JobInfo
 from rollout_api.messages import (
+    Cancel,
+    Close,
     CodecError,
+    Drafts,
     FinishReason,
+    Partial,
     Purpose,
+    Refusal,
+    Rewards,
     Rollout,
     RolloutId,
     RolloutRequest,
+    UpdateMode,
+    WeightsKind,
     WeightSpan,
+    WeightUpdate,
     decode,
     encode,
     problem_id_of,
 )
+from rollout_api.prompts import Prompt, partial_of
+from rollout_api.publishing import PublishedWeights
+from rollout_api.step import AsyncStep, Progress
+from rollout_api.sync_client import RolloutClient, Step
+from rollout_api.trajectory import Trajectory
 
 __all__ = [
+    "AsyncRolloutClient",
+    "AsyncStep",
+    "Cancel",
+    "Close",
     "CodecError",
+    "Drafts",
     "FieldError",
     "FinishReason",
+    "Groups",
+    "InvalidRequestError",
+    "JobChangedError",
+    "JobEndedError",
+    "JobInfo",
+    "JobNotFoundError",
     "ManifestError",
+    "NameInUseError",
+    "Partial",
+    "Progress",
+    "Prompt",
+    "PublishedWeights",
     "Purpose",
+    "RedisAwayError",
+    "RedisRefusedError",
+    "Refusal",
+    "RequestRefusedError",
+    "Rewards",
     "Rollout",
+    "RolloutClient",
+    "RolloutClientError",
     "RolloutId",
     "RolloutJob",
     "RolloutJobSpec",
     "RolloutRequest",
     "Sampling",
+    "Step",
+    "Trajectory",
+    "UnreadableResultError",
+    "UpdateMode",
+    "VersionMismatchError",
     "WeightSpan",
+    "WeightUpdate",
+    "WeightsError",
+    "WeightsKind",
     "decode",
     "encode",
     "parse_job",
+    "partial_of",
     "problem_id_of",
 ]

@@ -121,10 +121,21 @@ class DatasetSource(_Part):
         return checkpoints
 
 
-class Source(_Part):
-    """Where prompts come from."""
+class TrainerSource(_Part):
+    """The job serves trainers that connect to it, until one of them closes it."""
 
-    dataset: DatasetSource = Field(description="Draw problems and run them for a number of epochs.")
+
+class Source(_Part):
+    """Where prompts come from: exactly one of the two."""
+
+    dataset: DatasetSource | None = Field(default=None, description="Draw problems and run them for some epochs.")
+    trainer: TrainerSource | None = Field(default=None, description="Serve external trainers until they close the job.")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if (self.dataset is None) == (self.trainer is None):
+            raise ValueError("name either dataset or trainer")
+        return self
 
 
 class Model(_Part):
@@ -167,9 +178,18 @@ class Engine(_Part):
     )
     tensor_parallel_size: int = Field(default=1, ge=1, le=64, description="GPUs that share each layer.")
     max_num_seqs: int = Field(default=128, ge=1, le=4096, description="Most rollouts decoded at the same time.")
+    max_lora_rank: int = Field(
+        default=0, ge=0, le=512, description="Largest rank of LoRA adapters that may be published as weights; 0: none."
+    )
     kv_cache_memory: Quantity | None = Field(
         default=None,
         description="Memory for the KV cache; default: what vLLM finds free (1Gi on a CPU worker).",
+    )
+    checkpoint_tokens: int = Field(
+        default=256,
+        ge=32,
+        le=65_536,
+        description="Most tokens of a rollout that are sampled again after its engine was lost.",
     )
     enforce_eager: bool = Field(default=False, description="Skip compilation and CUDA graphs: quicker to start.")
 
@@ -233,8 +253,20 @@ class Resources(_Part):
 class Workers(_Part):
     """The machines that decode."""
 
+    replicas: int = Field(default=1, ge=1, le=1024, description="How many workers.")
     gpus_per_worker: int = Field(default=1, ge=0, le=16, description="0 is a CPU worker: one engine, no GPU.")
     resources: Resources = Field(default_factory=Resources)
+
+
+class Queue(_Part):
+    """How much may be waiting."""
+
+    max_rollouts: int = Field(default=100_000, ge=1, description="Most rollouts asked for and not ended.")
+    max_request_bytes: Quantity = Field(default="512Ki", description="Largest request, as encoded.")
+    max_unread_results: Quantity = Field(
+        default="256Mi",
+        description="Results that a client has not read yet; beyond it none of its rollouts is started.",
+    )
 
 
 class Speculation(_Part):
@@ -299,6 +331,7 @@ class RolloutJobSpec(_Part):
     sampling: Sampling = Field(default_factory=Sampling)
     workers: Workers = Field(default_factory=Workers)
     speculation: Speculation = Field(default_factory=Speculation)
+    queue: Queue = Field(default_factory=Queue)
     history: History = Field(default_factory=History)
     redis: Redis = Field(default_factory=Redis)
     lifecycle: Lifecycle = Field(default_factory=Lifecycle)

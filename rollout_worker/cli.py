@@ -8,17 +8,26 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from rollout_api.errors import RolloutClientError
 from rollout_api.job import ManifestError
+from rollout_api.keys import MessageKeys
 from rollout_worker.engine.compat import EngineError
-from rollout_worker.engine.model_source import ModelError, default_cache
+from rollout_worker.engine.model_source import (
+    ModelError,
+    default_cache,
+    load_tokenizer,
+    resolve_model,
+    tokenizer_fingerprint,
+)
 from rollout_worker.engine.sampling import AdmissionError
 from rollout_worker.history.connection import RedisUnusableError
 from rollout_worker.history.store import HistoryMismatchError
@@ -45,6 +54,8 @@ EXIT_DEADLINE = 6
 EXIT_INTERRUPTED = 130
 
 ManifestFile = Annotated[Path, typer.Option("-f", "--file", help="A RolloutJob manifest (YAML).")]
+RedisUrl = Annotated[str, typer.Option(envvar="ROLLOUT_REDIS_URL", help="Redis URL.")]
+JobUid = Annotated[str, typer.Option(help="Identity of the job, the same for its head and all workers.")]
 ModelCache = Annotated[
     Path | None,
     typer.Option(help="Directory of models [default: $ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models]."),
@@ -75,10 +86,10 @@ def run(
 ) -> None:
     """Run a job on this machine. One that was interrupted goes on where it was."""
     from rollout_worker.display import report_lines, report_table, show_progress
-    from rollout_worker.job.runner import DeadlineError
-    from rollout_worker.local import RunOptions, StateError, run_local
+    from rollout_worker.local import RunOptions, run_local
 
-    try:
+    started = time.monotonic()
+    with _said_plainly(file):
         job = read_manifest(file)
         if json_file is not None:
             _check_writable(json_file)
@@ -88,43 +99,80 @@ def run(
             redis_url=redis,
             compare=[Mode.SELF, Mode.PLAIN] if compare else [],
         )
-        started = time.monotonic()
         work = run_local(
             job,
             options,
             say=lambda text: console.print(text, markup=False, soft_wrap=True),
-            watch=lambda runner: show_progress(runner, console),
+            watch=lambda trainer: show_progress(trainer, console),
         )
         report = asyncio.run(_until_terminated(work))
-    except ManifestError as error:
-        _fail_manifest(file, error)
-    except ModelError as error:
-        _fail(EXIT_MANIFEST, f"{file}: {error}")
-    except (RedisUnusableError, HistoryMismatchError) as error:
-        _fail(EXIT_REDIS, str(error))
-    except (EngineError, AdmissionError) as error:
-        _fail(EXIT_ENGINE, str(error))
-    except StateError as error:
-        _fail(EXIT_STATE, str(error))
-    except DeadlineError as error:
-        _fail(EXIT_DEADLINE, str(error))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        _fail(EXIT_INTERRUPTED, "Stopped. What is done is kept; the same command goes on from there.")
-    if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=1))
-    console.print(report_table(report))
-    for line in report_lines(report):
-        console.print(line)
+    if report is not None:
+        if json_file is not None:
+            json_file.write_text(json.dumps(report.as_json(), indent=1))
+        console.print(report_table(report))
+        for line in report_lines(report):
+            console.print(line)
     console.print(f"Ran for {time.monotonic() - started:.0f} s.")
+
+
+@app.command()
+def head(
+    file: ManifestFile,
+    redis: RedisUrl,
+    uid: JobUid,
+    port: Annotated[int, typer.Option(help="Port on which workers find this head.")] = 6379,
+    http_port: Annotated[int, typer.Option(help="Port of /status, /metrics and /healthz.")] = 8080,
+    model_cache: ModelCache = None,
+) -> None:
+    """Be the head of a job on several machines, until the job is closed; to be started again when it fails."""
+    from rollout_worker.history.connection import check, connect
+    from rollout_worker.ray_token import share_token
+
+    with _said_plainly(file):
+        job = read_manifest(file)
+        server = connect(redis)
+        check(server, redis)
+        share_token(server, MessageKeys(uid))
+        from rollout_worker.cluster import run_head
+        from rollout_worker.job.setup import JobSetup, cores_of
+
+        cache = model_cache or default_cache()
+        model = resolve_model(job.spec.model, cache)
+        tokenizer = load_tokenizer(model)
+        setup = JobSetup(
+            manifest=job.model_dump(mode="json", by_alias=True),
+            uid=uid,
+            redis_url=redis,
+            model=str(model),
+            model_cache=str(cache),
+            vocabulary=len(tokenizer),
+            cores=cores_of(job, engines_here=1),
+            http_host="0.0.0.0",  # noqa: S104 – for the operator and Prometheus
+            http_port=http_port,
+        )
+        setup.store().open(tokenizer_fingerprint(tokenizer))
+        asyncio.run(_until_terminated(run_head(setup, port=port)))
+
+
+@app.command()
+def worker(
+    redis: RedisUrl,
+    uid: JobUid,
+    address: Annotated[str, typer.Option(help="Of the job's head, host:port.")],
+    engines: Annotated[int, typer.Option(min=1, help="Engines that fit on this machine.")] = 1,
+) -> None:
+    """Be a worker of a job on several machines, until SIGTERM; what it was making goes on elsewhere."""
+    from rollout_worker.cluster import run_worker
+
+    with _said_plainly():
+        run_worker(redis, uid, address=address, engines=engines)
 
 
 @app.command()
 def check(file: ManifestFile) -> None:
     """Check a manifest without running it."""
-    try:
+    with _said_plainly(file):
         job = read_manifest(file)
-    except ManifestError as error:
-        _fail_manifest(file, error)
     console.print(f"{file}: RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid.")
 
 
@@ -149,6 +197,30 @@ def tiny_model(
         _fail(EXIT_STATE, f"{directory}: {error}")
 
 
+@contextmanager
+def _said_plainly(file: Path | None = None) -> Iterator[None]:
+    """Say what went wrong in one line and end with its exit code; what nobody foresaw keeps its traceback."""
+    from rollout_worker.local import DeadlineError, StateError
+
+    named = f"{file}: " if file is not None else ""
+    try:
+        yield
+    except ManifestError as error:
+        _fail_manifest(file, error)
+    except ModelError as error:
+        _fail(EXIT_MANIFEST, f"{named}{error}")
+    except (RedisUnusableError, HistoryMismatchError) as error:
+        _fail(EXIT_REDIS, str(error))
+    except (EngineError, AdmissionError, RolloutClientError) as error:
+        _fail(EXIT_ENGINE, str(error))
+    except StateError as error:
+        _fail(EXIT_STATE, str(error))
+    except DeadlineError as error:
+        _fail(EXIT_DEADLINE, str(error))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        _fail(EXIT_INTERRUPTED, "Stopped. What is done is kept; the same command goes on from there.")
+
+
 async def _until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
     """Await *work*; SIGTERM cancels it as Ctrl-C does."""
     task = asyncio.ensure_future(work)
@@ -165,12 +237,12 @@ def _check_writable(file: Path) -> None:
         _fail(EXIT_STATE, f"--json {file} cannot be written: {error.strerror}")
 
 
-def _fail(code: int, message: str) -> None:
+def _fail(code: int, message: str) -> NoReturn:
     errors.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
     sys.exit(code)
 
 
-def _fail_manifest(file: Path, error: ManifestError) -> None:
+def _fail_manifest(file: Path | None, error: ManifestError) -> NoReturn:
     count = len(error.errors)
     errors.print(
         f"[bold red]error:[/] {escape(str(file))} has {count} error{'s' if count > 1 else ''}:", highlight=False

@@ -12,12 +12,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rollout_worker.job.dataset import DatasetTrainer, Progress
 from rollout_worker.job.report import JobReport, Mode, Pass
-from rollout_worker.job.runner import JobRunner, Progress
 
 _REFRESH_S = 0.25
 _QUIET_REFRESH_S = 10.0
-_RATE_WINDOW_S = 2.0
 
 MODE_NAMES = {
     Mode.DAS: "history",
@@ -26,49 +25,30 @@ MODE_NAMES = {
 }
 
 
-async def show_progress(runner: JobRunner, console: Console) -> None:
-    """Show where *runner* stands until cancelled: live on a terminal, else a line now and then."""
-    rate = _Rate()
+async def show_progress(trainer: DatasetTrainer, console: Console) -> None:
+    """Show where *trainer* stands until cancelled: live on a terminal, else a line now and then."""
     if not console.is_terminal:
         while True:
             await asyncio.sleep(_QUIET_REFRESH_S)
-            console.print(_line(runner.progress, rate.of(runner.progress)), soft_wrap=True)
+            console.print(_line(trainer.progress), soft_wrap=True)
     with Live(console=console, auto_refresh=False, transient=True) as live:
         while True:
-            live.update(_panel(runner.progress, rate.of(runner.progress)), refresh=True)
+            live.update(_panel(trainer.progress), refresh=True)
             await asyncio.sleep(_REFRESH_S)
 
 
-class _Rate:
-    """Tokens a second and accepted tokens a step over the last seconds, from an engine's counters."""
-
-    def __init__(self) -> None:
-        self._marks: list[tuple[float, int, int, float]] = []
-
-    def of(self, progress: Progress) -> tuple[float, float]:
-        counters = progress.counters
-        now = (time.monotonic(), counters.tokens, counters.accepted, progress.pass_started)
-        this_pass = [mark for mark in self._marks if mark[3] == now[3]]
-        # at least the last one, however long ago
-        self._marks = [m for m in this_pass if now[0] - m[0] < _RATE_WINDOW_S] or this_pass[-1:]
-        self._marks.append(now)
-        first = self._marks[0]
-        seconds, tokens, accepted = now[0] - first[0], now[1] - first[1], now[2] - first[2]
-        steps = tokens - accepted
-        return tokens / seconds if seconds else 0.0, accepted / steps if steps > 0 else 0.0
-
-
-def _line(progress: Progress, rate: tuple[float, float]) -> Text:
-    left = progress.seconds_left
+def _line(progress: Progress) -> Text:
+    left, status = progress.seconds_left, progress.status
     text = (
         f"epoch {progress.epoch}/{progress.epochs} · {MODE_NAMES[progress.mode]}: {progress.done}/{progress.total} "
-        f"rollouts, {progress.counters.running} running, {rate[0]:,.0f} tokens/s, {rate[1]:.2f} accepted per step"
+        f"rollouts, {status.get('assigned', 0)} running, {status.get('tokens_per_second', 0.0):,.0f} tokens/s, "
+        f"{progress.accepted_per_step:.2f} accepted per step"
     )
     return Text(text + (f", {left:.0f} s left" if left is not None else ""))
 
 
-def _panel(progress: Progress, rate: tuple[float, float]) -> RenderableType:
-    return Group(ProgressBar(total=max(progress.total, 1), completed=progress.done, width=60), _line(progress, rate))
+def _panel(progress: Progress) -> RenderableType:
+    return Group(ProgressBar(total=max(progress.total, 1), completed=progress.done, width=60), _line(progress))
 
 
 def report_table(report: JobReport) -> Table:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -13,11 +11,11 @@ from pathlib import Path
 
 import redis
 
+from rollout_worker.child_process import end_with_parent
 from rollout_worker.history.connection import RedisUnusableError
 
 _START_TIMEOUT_S = 10.0
 _PORT_TRIES = 5
-_PR_SET_PDEATHSIG = 1
 
 
 class EmbeddedRedis:
@@ -90,7 +88,7 @@ class EmbeddedRedis:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(self._keep_open,),
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 – one system call, nothing that a lock of another thread could hold up
+            preexec_fn=end_with_parent,  # noqa: PLW1509 – see there
             start_new_session=True,
         )
 
@@ -119,11 +117,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-_libc = ctypes.CDLL(None)
-
-
-def _end_with_parent() -> None:
-    """In the child: ask Linux for a SIGTERM when the parent is gone, so that not even kill -9 leaves it behind."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -7,32 +7,43 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 
+from rollout_api.client import AsyncRolloutClient
 from rollout_api.job import FieldError, ManifestError, RolloutJob
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.quantity import parse_quantity
+from rollout_worker.child_process import Reaper
 from rollout_worker.embedded_redis import EmbeddedRedis
-from rollout_worker.engine.host import CPU_BASE_TOKENS, GPU_BASE_TOKENS, Drafting, Engine, EngineConfig
-from rollout_worker.engine.model_source import ModelError, resolve_checkpoint, resolve_model, tokenizer_fingerprint
-from rollout_worker.engine.worker_extension import HistoryBinding
-from rollout_worker.history.connection import check, connect, problem
+from rollout_worker.engine.model_source import load_tokenizer, resolve_checkpoint, resolve_model, tokenizer_fingerprint
+from rollout_worker.history.connection import check, connect, persist, problem, without_password
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.ledger import Ledger
+from rollout_worker.job.dataset import DatasetTrainer
 from rollout_worker.job.problems import Problem, load_problems
+from rollout_worker.job.ray_job import RayJob, start_local_ray, stop_local_ray
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.report import JobReport, Mode
-from rollout_worker.job.runner import JobRunner
+from rollout_worker.job.setup import JobSetup, cores_of
+from rollout_worker.job.tasks import end
 
 _LOCK_WAIT_S = 10.0
+_PROBE_S = 0.5
+_POLL_S = 0.2
+
+_Result = TypeVar("_Result")
+
+
+class DeadlineError(RuntimeError):
+    """The job has run for as long as ``lifecycle.activeDeadlineSeconds`` allows."""
 
 
 class StateError(RuntimeError):
@@ -56,15 +67,18 @@ async def run_local(
     options: RunOptions,
     *,
     say: Callable[[str], None],
-    watch: Callable[[JobRunner], Awaitable[None]],
-) -> JobReport:
+    watch: Callable[[DatasetTrainer], Awaitable[None]],
+) -> JobReport | None:
     """Run *job* to its end; one that was interrupted goes on where it was.
 
     Args:
         job: the manifest.
         options: see there.
         say: is told what is being done.
-        watch: runs beside the job to show its progress; cancelled when it ends.
+        watch: runs beside a dataset job to show its progress; cancelled when it ends.
+
+    Returns:
+        What a dataset job made; None for a job that served trainers.
 
     Raises:
         ManifestError, ModelError, StateError, RedisUnusableError, HistoryMismatchError, EngineError, DeadlineError:
@@ -74,92 +88,178 @@ async def run_local(
     directory = options.state / job.metadata.namespace / job.metadata.name
     with _locked(directory) as lock:
         model = resolve_model(job.spec.model, options.model_cache)
-        source = job.spec.source.dataset
-        checkpoints = [
-            resolve_checkpoint(uri, options.model_cache, model, job.spec.weights.allowed_roots)
-            for uri in source.checkpoints
-        ] or [model] * source.epochs
         with _redis_url(job, options, directory, lock, say) as url:
-            client = connect(url)
-            check(client, url)  # before anything that takes long
-            tokenizer = _load_tokenizer(model)
-            problems = load_problems(source, tokenizer)
-            _check_requests(job, problems, len(tokenizer))
+            server = connect(url)
+            check(server, url)  # before anything that takes long
+            tokenizer = load_tokenizer(model)
+            dataset = _load_dataset(job, options, model, tokenizer)
             state = _JobState.open(directory / "job.json", job, say)
-            keys = HistoryKeys(job.metadata.namespace, job.history_name)
-            store = HistoryStore(client, keys, window=job.spec.speculation.window)
-            relay = Relay(client, MessageKeys(state.uid), store)
-            ledger = Ledger(client, MessageKeys(state.uid))
+            setup = JobSetup(
+                manifest=job.model_dump(mode="json", by_alias=True),
+                uid=state.uid,
+                redis_url=url,
+                model=str(model),
+                model_cache=str(options.model_cache),
+                vocabulary=len(tokenizer),
+                cores=cores_of(job, engines_here=job.spec.workers.replicas),
+                plain_engines=int(dataset is not None and Mode.PLAIN in options.compare),
+                overrides=_overrides(job, options),
+            )
             try:
-                state.clear_previous(client, job)
-                store.open(tokenizer_fingerprint(tokenizer))
-                if state.resumed and (done := len(ledger.done())):
-                    say(f"Going on with job {state.uid}: {done} rollouts are done.")
-                drafting = None
-                if job.spec.speculation.policy != "off":
-                    binding = HistoryBinding(url, keys.namespace, keys.name, job.spec.speculation.window)
-                    base_tokens = CPU_BASE_TOKENS if job.spec.workers.gpus_per_worker == 0 else GPU_BASE_TOKENS
-                    drafting = Drafting(job.spec.speculation.max_draft_tokens, base_tokens, binding)
-                say(f"Starting vLLM with {job.spec.model.uri} …")
-                engine, plain = await _start_engines(job, model, drafting, Mode.PLAIN in options.compare)
-                relay.start()
-                try:
-                    runner = JobRunner(
-                        job,
-                        state.uid,
-                        problems=problems,
-                        checkpoints=checkpoints,
-                        tokenizer=tokenizer,
-                        ledger=ledger,
-                        relay=relay,
-                        store=store,
-                        engine=engine,
-                        plain=plain,
-                        compare=options.compare if drafting else [m for m in options.compare if m is not Mode.SELF],
-                    )
-                    shown = asyncio.ensure_future(watch(runner))
-                    try:
-                        report = await runner.run()
-                    except redis.RedisError as error:
-                        say(f"Stopping, since {problem(error, url)}")  # at once: engines take a while to end
-                        raise
-                    finally:
-                        shown.cancel()
-                        await asyncio.gather(shown, return_exceptions=True)
-                finally:
-                    relay.stop()
-                    engines = [started for started in (engine, plain) if started is not None]
-                    await asyncio.gather(*(asyncio.to_thread(started.close) for started in engines))
+                state.clear_previous(server, job)
+                setup.store().open(tokenizer_fingerprint(tokenizer))
+                report = await _until_redis_fails(
+                    _run_on_ray(setup, dataset, options, server, state, say, watch), server, url, say
+                )
                 state.finish()
             except redis.RedisError as error:
                 raise problem(error, url) from error
     return report
 
 
-async def _start_engines(
-    job: RolloutJob, model: Path, drafting: Drafting | None, with_plain: bool
-) -> tuple[Engine, Engine | None]:
-    workers = job.spec.workers
-    config = EngineConfig(
-        model=model,
-        spec=job.spec.engine,
-        cpu=workers.gpus_per_worker == 0,
-        cores=_cores(job),
-        drafting=drafting,
+async def _run_on_ray(
+    setup: JobSetup,
+    dataset: _Dataset | None,
+    options: RunOptions,
+    server: redis.Redis,
+    state: _JobState,
+    say: Callable[[str], None],
+    watch: Callable[[DatasetTrainer], Awaitable[None]],
+) -> JobReport | None:
+    job = setup.job
+    say(f"Starting vLLM with {job.spec.model.uri} …")
+    engines = job.spec.workers.replicas + setup.plain_engines
+    reaper = Reaper()
+    try:
+        start_local_ray(engines)
+        reaper.know()
+        ray_job = RayJob(setup)
+        ray_job.start()
+        plane = setup.plane()
+        await ray_job.engines_ready(plane, engines)
+        reaper.know()
+        deadline = job.spec.lifecycle.active_deadline_seconds
+        try:
+            async with asyncio.timeout(deadline):
+                if dataset is None:
+                    await _serve(setup, ray_job, say)
+                    return None
+                return await _run_dataset(setup, dataset, options, server, state, say, watch)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the job has run for {deadline} s (spec.lifecycle.activeDeadlineSeconds) and is stopped; what is "
+                "done is kept"
+            ) from None
+    finally:
+        await asyncio.to_thread(stop_local_ray)
+        await asyncio.to_thread(reaper.close)
+
+
+async def _serve(setup: JobSetup, ray_job: RayJob, say: Callable[[str], None]) -> None:
+    """Serve trainers until one of them closes the job."""
+    name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
+    say(f'Serving trainers: RolloutClient.connect("{without_password(setup.redis_url)}", "{name}").')
+    say(f"Status: http://{setup.http_host}:{await ray_job.status_port()}/status")
+    while not await ray_job.ended():
+        await asyncio.sleep(_POLL_S)
+
+
+async def _run_dataset(
+    setup: JobSetup,
+    dataset: _Dataset,
+    options: RunOptions,
+    server: redis.Redis,
+    state: _JobState,
+    say: Callable[[str], None],
+    watch: Callable[[DatasetTrainer], Awaitable[None]],
+) -> JobReport:
+    job = setup.job
+    compare = (
+        options.compare if job.spec.speculation.policy != "off" else [m for m in options.compare if m is not Mode.SELF]
     )
-    if not with_plain:
-        return await Engine.start(config), None
-    if not config.cpu:  # both on the same GPUs, of which vLLM would take nine tenths for each
-        config = replace(config, overrides={"gpu_memory_utilization": 0.45})
-    engine, plain = await asyncio.gather(
-        Engine.start(config), Engine.start(replace(config, drafting=None)), return_exceptions=True
-    )
-    if isinstance(engine, Engine) and isinstance(plain, Engine):
-        return engine, plain
-    for started in (engine, plain):
-        if isinstance(started, Engine):
-            started.close()
-    raise next(failed for failed in (engine, plain) if isinstance(failed, BaseException))
+    run = f"compare-{secrets.token_hex(4)}"
+    async with (
+        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name="dataset") as client,
+        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=run) as comparing,
+    ):
+        trainer = DatasetTrainer(
+            job,
+            problems=dataset.problems,
+            checkpoints=dataset.checkpoints,
+            tokenizer=dataset.tokenizer,
+            client=client,
+            comparing=comparing,
+            server=server,
+            keys=setup.keys,
+            store=setup.store(),
+            compare=compare,
+        )
+        if state.resumed and (done := await trainer.done()):
+            say(f"Going on with job {state.uid}: {done} rollouts are done.")
+        shown = asyncio.ensure_future(watch(trainer))
+        try:
+            return await trainer.run()
+        finally:
+            await end(shown)
+
+
+async def _until_redis_fails(
+    work: Coroutine[Any, Any, _Result], server: redis.Redis, url: str, say: Callable[[str], None]
+) -> _Result:
+    """Await *work*, unless Redis refuses a write or is away for longer than a hiccup: then a person is told at once.
+
+    The job itself would wait for its server for ever, as it should on a cluster.
+    """
+    task, probe = asyncio.ensure_future(work), asyncio.ensure_future(_probe(server))
+    try:
+        await asyncio.wait({task, probe}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            try:
+                await probe
+            except redis.RedisError as error:
+                say(f"Stopping, since {problem(error, url)}")
+                raise
+        return await task
+    finally:
+        await end(task, probe)
+
+
+async def _probe(server: redis.Redis) -> None:
+    while True:
+        await asyncio.to_thread(persist, _write, server)
+        await asyncio.sleep(_PROBE_S)
+
+
+def _write(server: redis.Redis) -> None:
+    server.set("rollout:probe", "1", ex=60)
+
+
+@dataclass(frozen=True)
+class _Dataset:
+    """What a dataset source makes of its manifest."""
+
+    problems: Sequence[Problem]
+    checkpoints: Sequence[Path]
+    tokenizer: Any
+
+
+def _load_dataset(job: RolloutJob, options: RunOptions, model: Path, tokenizer: Any) -> _Dataset | None:
+    source = job.spec.source.dataset
+    if source is None:
+        return None
+    checkpoints = [
+        resolve_checkpoint(uri, options.model_cache, model, job.spec.weights.allowed_roots)
+        for uri in source.checkpoints
+    ] or [model] * source.epochs
+    problems = load_problems(source, tokenizer)
+    _check_requests(job, problems, len(tokenizer))
+    return _Dataset(problems, checkpoints, tokenizer)
+
+
+def _overrides(job: RolloutJob, options: RunOptions) -> dict[str, Any]:
+    if job.spec.workers.gpus_per_worker and Mode.PLAIN in options.compare:
+        return {"gpu_memory_utilization": 0.45}  # both engines on the same GPUs
+    return {}
 
 
 def _check_requests(job: RolloutJob, problems: Sequence[Problem], vocabulary: int) -> None:
@@ -182,21 +282,6 @@ def _check_requests(job: RolloutJob, problems: Sequence[Problem], vocabulary: in
             errors.append(FieldError(f"spec.sampling.{field}", message))
     if errors:
         raise ManifestError(errors)
-
-
-def _load_tokenizer(model: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the tokenizer in {model} cannot be loaded: {error}") from None
-
-
-def _cores(job: RolloutJob) -> int:
-    """Cores for an engine to compute with; by default one is left for everything else."""
-    asked = job.spec.workers.resources.cpu
-    return max(1, int(parse_quantity(asked)) if asked else len(os.sched_getaffinity(0)) - 1)
 
 
 def _check_machine(job: RolloutJob) -> None:
@@ -293,14 +378,15 @@ class _JobState:
         state._save()
         return state
 
-    def clear_previous(self, client: redis.Redis, job: RolloutJob) -> None:
+    def clear_previous(self, server: redis.Redis, job: RolloutJob) -> None:
         """Bring what jobs before this one left in their outboxes into their histories, then delete their messages."""
         while self._content["previous"]:
             previous = self._content["previous"][0]
             keys = MessageKeys(previous["uid"])
             history = HistoryKeys(job.metadata.namespace, previous["history"])
-            Relay(client, keys, HistoryStore(client, history, window=job.spec.speculation.window)).drain()
-            Ledger(client, keys).forget()
+            Relay(server, keys, HistoryStore(server, history, window=job.spec.speculation.window)).drain()
+            for key in server.scan_iter(keys.every(), count=1000):
+                server.unlink(key)
             del self._content["previous"][0]
             self._save()
 

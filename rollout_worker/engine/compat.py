@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,136 @@ def top_p_for_drafts(top_p: float, top_k: int) -> float:
     return math.nextafter(1.0, 0.0) if top_p == 1.0 and top_k and top_k_alone_fails() else top_p
 
 
+def streaming(interval: int) -> dict[str, Any]:
+    """The ``vllm.SamplingParams`` that hand tokens over whenever there are *interval* new ones; 0: only at the end.
+
+    vLLM keeps tokens back in the frontend process, which has them after each step. Where it cannot (0.26 has one
+    interval for the whole engine), it hands them over after each step, which costs the host more and loses nothing.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    if not interval:
+        return {"output_kind": RequestOutputKind.FINAL_ONLY}
+    delta = {"output_kind": RequestOutputKind.DELTA}
+    return delta | {"stream_interval": interval} if hasattr(SamplingParams(), "stream_interval") else delta
+
+
+def end_tokens(llm: Any) -> frozenset[int]:
+    """The tokens at which the model of an ``AsyncLLM`` ends its responses."""
+    from vllm import SamplingParams
+
+    params = SamplingParams()
+    params.update_from_generation_config(
+        llm.model_config.try_get_generation_config(), getattr(llm.get_tokenizer(), "eos_token_id", None)
+    )
+    return frozenset(params.all_stop_token_ids)
+
+
+def mend_adapter_rows() -> bool:
+    """Keep adapters from responses that have none, if vLLM's CPU operators do not.
+
+    For a token without an adapter (index -1) they take the last one's weights (vllm#48421, seen in 0.32): a response
+    of the full weights alone that shares a batch with an adapter's gets that adapter's share, silently. Call it in the
+    worker process of a CPU engine.
+
+    Returns:
+        Whether they were defective and are now mended.
+    """
+    import torch
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    def leaves_out() -> bool:
+        shrunk = torch.zeros(1, 1)
+        lora_ops.bgmv_shrink(torch.ones(1, 1), torch.ones(1, 1, 1), shrunk, torch.tensor([-1]))
+        return not shrunk.any()
+
+    if leaves_out():
+        return False
+    for name in ("bgmv_shrink", "bgmv_expand", "bgmv_expand_slice"):
+        mended = _without_barred_rows(getattr(lora_ops, name))
+        setattr(lora_ops, name, mended)
+        setattr(punica_cpu, name, mended)
+    if not leaves_out():
+        raise EngineError("vLLM's adapters reach responses that have none; set engine.maxLoraRank to 0")
+    logger.warning("vLLM's CPU operators applied adapters to responses without one (vllm#48421): mended.")
+    return True
+
+
+def _without_barred_rows(operator: Callable[..., None]) -> Callable[..., None]:
+    """The operator with rows of index -1 contributing nothing."""
+
+    def mended(inputs: Any, weights: Any, output: Any, indices: Any, *args: Any, **kwargs: Any) -> None:
+        barred = (indices < 0).unsqueeze(1)
+        operator(inputs.masked_fill(barred, 0), weights, output, indices, *args, **kwargs)
+
+    return mended
+
+
+def lora_rank(rank: int) -> int:
+    """The smallest rank of LoRA adapters for which vLLM has room, of those that hold *rank*.
+
+    Raises:
+        EngineError: if there is none.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    for room in sorted(get_args(MaxLoRARanks)):
+        if room >= rank:
+            return int(room)
+    raise EngineError(f"engine.maxLoraRank {rank}: vLLM takes at most {max(get_args(MaxLoRARanks))}")
+
+
+class WeightLabels:
+    """Which weight version sampled which tokens of the responses of one ``AsyncLLM`` that are being generated.
+
+    vLLM (seen in 0.32) labels the tokens of each step by itself, but shows the labels of ended responses only: those
+    of running ones are read from its output processor. Where it has no labels (0.26), the number of tokens that each
+    response had when the version changed is noted here; that is right if :meth:`change` is called once all tokens
+    sampled before have reached this process.
+    """
+
+    def __init__(self, llm: Any, version: int) -> None:
+        self.version = version
+        """Of the tokens that are sampled now."""
+        self._llm = llm
+        self._labelled = hasattr(llm, "update_weight_version")
+        self._noted: dict[str, list[tuple[int, int]]] = {}
+
+    async def change(self, version: int) -> None:
+        """Tokens sampled from now on are of *version*; to be called while nothing decodes."""
+        if self._labelled:
+            await self._llm.update_weight_version(str(version))
+        for call, starts in self._noted.items():
+            state = self._state(call)
+            starts.append((version, state.detokenizer.num_output_tokens() if state is not None else 0))
+        self.version = version
+
+    def open(self, call: str) -> None:
+        """A response is asked for under this name."""
+        self._noted[call] = [(self.version, 0)]
+
+    def close(self, call: str) -> None:
+        """It has ended."""
+        self._noted.pop(call, None)
+
+    def starts(self, call: str, completion: Any) -> list[tuple[int, int]]:
+        """(version, index of its first token) of an open response, in order; vLLM's ``CompletionOutput`` of it."""
+        if not self._labelled:
+            return self._noted[call]
+        if completion.weight_versions is not None:
+            return [(int(span.version), span.start) for span in completion.weight_versions]
+        state = self._state(call)
+        return [(int(label), start) for label, start in state.weight_version_starts] if state is not None else []
+
+    def _state(self, call: str) -> Any:
+        """What vLLM's output processor has of a running response; None if it has none."""
+        processor = self._llm.output_processor
+        names = processor.external_req_ids.get(call)
+        return processor.request_states.get(names[0]) if names else None
+
+
 def mend_draft_sampling() -> bool:
     """Replace vLLM's ``expand_batch_to_tokens`` if it gives wrong values on this machine.
 
@@ -91,6 +222,23 @@ def mend_draft_sampling() -> bool:
         "temperature, top_p and top_k hold at draft positions."
     )
     return True
+
+
+def abandon_reload(model: Any) -> None:
+    """Undo what a reload that failed half-way has left in a model, so that the next one starts afresh.
+
+    vLLM (seen in 0.26 and 0.32) gathers a layer's tensors until it has them all. Those of a layer that it did not
+    finish stay where they are, and the next reload loads them again with its own, fails again, or mixes the two.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
+    layerwise.LOADING_LAYERS.clear()
 
 
 def renew_packed_output(model: Any) -> bool:

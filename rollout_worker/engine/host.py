@@ -6,22 +6,30 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from rollout_api.job import Engine as EngineSpec
-from rollout_api.messages import FinishReason, RolloutRequest
+from rollout_api.job import Sampling
+from rollout_api.messages import Drafts, FinishReason, Partial, RolloutRequest, UpdateMode
 from rollout_api.quantity import parse_quantity
-from rollout_worker.engine.compat import EngineError, engine_args
+from rollout_worker.engine.adapters import BATCH_ADAPTERS, KEPT_ADAPTERS, Adapters, unheeded
+from rollout_worker.engine.compat import EngineError, WeightLabels, end_tokens, engine_args, lora_rank
 from rollout_worker.engine.metrics import EngineCounters
-from rollout_worker.engine.model_source import max_positions
-from rollout_worker.engine.sampling import DraftScope, admit, vllm_sampling
+from rollout_worker.engine.model_source import ModelError, max_positions
+from rollout_worker.engine.response import Generated, Response
+from rollout_worker.engine.sampling import SOURCES, DraftScope, admit, vllm_sampling
+from rollout_worker.engine.weights import check_weights
 from rollout_worker.engine.worker_extension import HistoryBinding
 
+__all__ = ["Drafting", "Engine", "EngineConfig", "Generated"]
+
 _CPU_KV_CACHE_BYTES = 1 << 30
+_ABORT_SECONDS = 0.02
+"""How long an abort may take before it is asked for again."""
 
 CPU_BASE_TOKENS = 24.0
 """``c_base / c_tok`` on two CPU cores: 2.5 ms a step at batch 1 and 5.6 ms at 32 with 3M parameters; 14 with 267M."""
@@ -47,6 +55,8 @@ class EngineConfig:
     spec: EngineSpec
     cpu: bool
     """Decode on the CPU."""
+    weight_version: int = 0
+    """What the weights in *model* are called."""
     cores: int = 1
     """CPU cores that a CPU engine computes with."""
     drafting: Drafting | None = None
@@ -55,30 +65,24 @@ class EngineConfig:
     """Further vLLM engine arguments."""
 
 
-@dataclass(frozen=True)
-class Generated:
-    """One response as it came out of the engine."""
-
-    token_ids: list[int]
-    logprobs: list[float] | None
-    finish_reason: FinishReason
-    weight_version: int
-    drafted: int
-    accepted: int
-    started: float
-    """``time.monotonic()`` when the engine was asked."""
-    finished: float
-
-
 class Engine:
     """A running engine. Made by :meth:`start`, ended by :meth:`close`; used from one asyncio loop."""
 
     def __init__(self, llm: Any, config: EngineConfig, counters: EngineCounters) -> None:
         self.counters = counters
         self.config = config
-        self.weight_version = 0
         self._llm = llm
         self._calls = itertools.count()
+        self._labels = WeightLabels(llm, config.weight_version)
+        self._ends = end_tokens(llm)
+        self._directory = config.model
+        self._updating = asyncio.Lock()
+        self._kept = 0
+        self._adapters = Adapters(llm)
+        self._admitting = asyncio.Event()
+        self._admitting.set()
+        self._running: set[str] = set()
+        self._last_end = 0.0
         self._ended: list[str] = []
         self._counts: asyncio.Task[dict[str, tuple[int, int, int]]] | None = None
 
@@ -105,6 +109,9 @@ class Engine:
         engine = cls(llm, config, counters)
         try:
             await engine._rpc("das_follow_host", os.getpid())
+            await engine._labels.change(config.weight_version)
+            if config.cpu and config.spec.max_lora_rank:
+                await engine._rpc("das_mend_adapters")
             if (drafting := config.drafting) is not None:
                 bound = await engine._rpc("das_bind", asdict(drafting.history), drafting.base_tokens)
                 if not any(bound):
@@ -114,94 +121,191 @@ class Engine:
             raise
         return engine
 
+    @property
+    def _vllm(self) -> Any:
+        if self._llm is None:
+            raise EngineError("the engine is stopped; start another")
+        return self._llm
+
+    @property
+    def weight_version(self) -> int:
+        """The version that responses which begin now are sampled from."""
+        return self._labels.version if self._adapters.current is None else self._adapters.current.version
+
     async def generate(
         self,
         request: RolloutRequest,
         sample: int,
         *,
-        sources: Sequence[str] = ("history", "self"),
+        prefix: Partial | None = None,
+        on_partial: Callable[[Partial], None] | None = None,
+        every: int = 0,
+        until: asyncio.Event | None = None,
     ) -> Generated:
-        """Sample response number *sample* of a request.
+        """Sample response number *sample* of a request. Cancelling it aborts the response.
 
         Args:
             request: what to sample.
             sample: which of its ``sampling.n``.
-            sources: what may be drafted from.
+            prefix: the model's own tokens to go on from, instead of the request's; see ``sampling.can_continue``.
+            on_partial: called with all of the response so far once there are new tokens, at most *every* of them.
+                Of an engine that is killed, no more is lost than so many and those of one verification step.
+            every: see *on_partial*; 0: never.
+            until: once it is set, the response ends, and what there is of it is returned.
 
         Raises:
             AdmissionError: if this engine cannot serve the request as it stands.
             EngineError: if the engine died.
         """
-        speculating = self.config.drafting is not None
+        sampling, drafting = request.sampling, self.config.drafting
+        prefix = request.prefix if prefix is None else prefix
         admit(
-            request.sampling,
+            sampling,
             len(request.prompt_token_ids),
             max_model_len=self.config.spec.max_model_len,
-            speculating=speculating,
+            speculating=drafting is not None,
+            prefix=prefix,
         )
-        rollout_id = str(request.rollout_id(sample))
+        started = time.monotonic()
+        await self._admitting.wait()
+        response = Response(prefix, logprobs=sampling.logprobs)
+        known = len(response.token_ids)
+        reason = self._end_of(response, sampling)
+        if reason is not None or (until is not None and until.is_set()):
+            return response.ended(reason, [], started=started, finished=started)
         # vLLM's name for the call differs each time: the same rollout may be asked for again
-        call = f"{rollout_id}#{next(self._calls)}"
+        call = f"{request.rollout_id(sample)}#{next(self._calls)}"
         scope = None
-        if speculating:
+        if drafting is not None:
             scope = DraftScope(
                 key=call,
-                problem=request.problem_id,
-                max_tokens=request.sampling.max_tokens,
-                min_tokens=request.sampling.min_tokens,
-                budget=request.draft_budget,
-                sources=sources,
+                problem=request.problem,
+                max_tokens=sampling.max_tokens,
+                min_tokens=sampling.min_tokens,
+                budget=0 if request.drafts is Drafts.OFF else request.draft_budget,
+                sources=SOURCES[request.drafts],
+                prefix=known,
             )
+        # a step may bring a whole draft and one token more, with which there must not be more than *every*
+        interval = max(1, every - 1 - (drafting.max_draft_tokens if drafting is not None else 0)) if every else 0
         # without the job's uid: the same manifest with the same seed repeats itself in a job of its own
-        params = vllm_sampling(request.sampling, f"{request.request_id}/{sample}", scope)
-        started, output = time.monotonic(), None
-        with _engine_errors("generating"):
-            async for part in self._llm.generate({"prompt_token_ids": request.prompt_token_ids}, params, call):
-                output = part
-        finished = time.monotonic()
-        if output is None or not output.finished:
-            raise EngineError(f"vLLM returned nothing for {rollout_id}")
-        completion = output.outputs[0]
-        tokens = list(completion.token_ids)
-        drafted = accepted = 0
-        if speculating:
-            drafted, accepted, produced = await self._take_counts(call)
-            # vLLM cuts what a step had accepted beyond the end of the response
-            accepted -= max(0, produced - len(tokens))
-        logprobs = None
-        if request.sampling.logprobs:
-            logprobs = [step[token].logprob for step, token in zip(completion.logprobs, tokens, strict=True)]
-        return Generated(
-            token_ids=tokens,
-            logprobs=logprobs,
-            finish_reason=FinishReason(completion.finish_reason),
-            weight_version=self.weight_version,
-            drafted=drafted,
-            accepted=accepted,
-            started=started,
-            finished=finished,
-        )
+        params = vllm_sampling(sampling, f"{request.request_id}/{sample}", scope, prefix=known, interval=interval)
+        prompt = {"prompt_token_ids": request.prompt_token_ids + response.token_ids, "cache_salt": str(self._kept)}
+        output: Any = None
+        with self._adapters.use() as adapter, self._running_as(call, until), _engine_errors("generating"):
+            lora = None if adapter is None else adapter.request
+            async with aclosing(self._vllm.generate(prompt, params, call, lora_request=lora)) as outputs:
+                async for output in outputs:
+                    response.extend(output.outputs[0])
+                    starts = self._labels.starts(call, output.outputs[0]) if adapter is None else [(adapter.version, 0)]
+                    # the first token comes at once, and is not worth a partial
+                    if on_partial is not None and not output.finished and len(response.token_ids) - known >= interval:
+                        known = len(response.token_ids)
+                        on_partial(response.partial(starts))
+            finished = self._last_end = time.monotonic()
+            if output is None or not output.finished:
+                raise EngineError("it returned nothing")
+            counts = (0, 0)
+            if drafting is not None:
+                drafted, accepted, produced = (await asyncio.shield(self._counts_of(call))).get(call, (0, 0, 0))
+                # vLLM cuts what a step had accepted beyond the end of the response
+                counts = (drafted, max(0, accepted - max(0, produced - len(response.token_ids))))
+            return response.ended(
+                _reason(output.outputs[0].finish_reason, until),
+                starts,
+                started=started,
+                finished=finished,
+                drafted=counts[0],
+                accepted=counts[1],
+                cached_tokens=output.num_cached_tokens or 0,
+            )
 
-    async def load_weights(self, directory: Path, weight_version: int) -> float:
-        """Replace the weights, after running requests have ended; the prefix cache is cleared.
+    async def load_weights(self, directory: Path, weight_version: int, mode: UpdateMode = UpdateMode.DRAIN) -> float:
+        """Replace the weights. Once begun it is not cancelled; if it fails, those before stay.
 
         Args:
-            directory: safetensors of the same shape as the model's.
-            weight_version: what responses are marked with from now on.
+            directory: safetensors of the same names, shapes and types as the model's.
+            weight_version: what they are called.
+            mode: what becomes of responses that are running. Those that vLLM has not begun yet start with the new
+                weights, whatever the mode (with KEEP, some on a cached prompt of the old). Those of an adapter, which
+                other weights do not fit, end first, begun or not; new ones wait meanwhile.
 
         Returns:
-            Seconds during which the engine stood still.
+            Seconds during which nothing was decoded.
+
+        Raises:
+            EngineError: if they are no weights of this model, or vLLM fails to load them; the text says which version
+                the engine goes on with.
         """
-        started = time.monotonic()
-        with _engine_errors(f"loading weights from {directory}"):
-            await self._llm.pause_generation(mode="wait")
+        try:
+            await asyncio.to_thread(check_weights, directory, self.config.model)
+        except ModelError as error:
+            raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from None
+        return await asyncio.shield(self._replace_weights(directory, weight_version, mode))
+
+    async def load_adapter(self, directory: Path, weight_version: int) -> float:
+        """Generate new responses with a LoRA adapter, until the next or full weights; running ones stay with theirs.
+
+        Args:
+            directory: the adapter, as PEFT saves it, of a rank of at most ``engine.maxLoraRank``.
+            weight_version: what the full weights in place are called together with it.
+
+        Returns:
+            Seconds that loading it took, in which nothing was decoded.
+
+        Raises:
+            EngineError: if vLLM cannot load it; the text says which version the engine goes on with.
+        """
+        if not self.config.spec.max_lora_rank:
+            raise EngineError("adapters are not served: engine.maxLoraRank is 0")
+        async with self._updating:
+            started = time.monotonic()
             try:
-                await self._rpc("das_load_weights", str(directory))
-                await self.clear_prefix_cache()
-                self.weight_version = weight_version
+                with _engine_errors(f"loading the adapter {directory}"):
+                    await self._adapters.load(directory, weight_version)
+            except EngineError as error:
+                raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from error
+            return time.monotonic() - started
+
+    async def _replace_weights(self, directory: Path, weight_version: int, mode: UpdateMode) -> float:
+        async with self._updating:
+            if self._adapters.current is not None:
+                self._admitting.clear()
+            try:
+                await self._adapters.unused()
+                return await self._pause_and_load(directory, weight_version, mode)
             finally:
-                await self._llm.resume_generation()
-        return time.monotonic() - started
+                self._admitting.set()
+
+    async def _pause_and_load(self, directory: Path, weight_version: int, mode: UpdateMode) -> float:
+        asked = time.monotonic()
+        with _engine_errors(f"loading weights from {directory}"):
+            # clearing the cache preempts what is running, whose keys and values are then computed anew
+            await self._vllm.pause_generation(
+                mode="wait" if mode is UpdateMode.DRAIN else "keep", clear_cache=mode is not UpdateMode.KEEP
+            )
+            try:
+                await self._load_or_put_back(directory)
+                await self._labels.change(weight_version)
+                self._adapters.leave()
+                # vLLM clears no blocks while some are in use: requests to come are told apart from those before
+                self._kept += mode is UpdateMode.KEEP
+            finally:
+                if self._llm is not None:
+                    await self._llm.resume_generation()
+        return time.monotonic() - (max(asked, self._last_end) if mode is UpdateMode.DRAIN else asked)
+
+    async def _load_or_put_back(self, directory: Path) -> None:
+        try:
+            await self._rpc("das_load_weights", str(directory))
+        except EngineError as error:
+            try:
+                await self._rpc("das_load_weights", str(self._directory))
+            except EngineError as again:
+                self.close()
+                raise EngineError(f"{error}; and those before could not be put back: the engine is stopped") from again
+            raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from error
+        self._directory = directory
 
     async def clear_prefix_cache(self) -> None:
         """Forget the keys and values of prompts that were read before; only while nothing is running.
@@ -210,7 +314,7 @@ class Engine:
             EngineError: if vLLM keeps them.
         """
         with _engine_errors("clearing the prefix cache"):
-            if not await self._llm.reset_prefix_cache():
+            if not await self._vllm.reset_prefix_cache():
                 raise EngineError("vLLM did not clear its prefix cache, which would mix the keys of two policies")
 
     async def announce(self, problems: Sequence[str], generation: int, *, wait: float = 0.0) -> bool:
@@ -249,16 +353,46 @@ class Engine:
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         with _engine_errors(method.removeprefix("das_").replace("_", " ")):
-            replies: list[Any] = await self._llm.collective_rpc(method, args=args)
+            replies: list[Any] = await self._vllm.collective_rpc(method, args=args)
         return replies
 
-    async def _take_counts(self, call: str) -> tuple[int, int, int]:
-        """Drafted, accepted and produced tokens of an ended call; calls that end together share one round trip."""
+    @contextmanager
+    def _running_as(self, call: str, until: asyncio.Event | None) -> Iterator[None]:
+        """Keep account of a call while vLLM has it, and abort it once *until* is set."""
+        self._running.add(call)
+        self._labels.open(call)
+        ending = None if until is None else asyncio.ensure_future(self._abort_at(until, call))
+        try:
+            yield
+        except BaseException:
+            if self.config.drafting is not None:
+                # the drafter must forget it; nobody waits for the counts
+                self._counts_of(call).add_done_callback(unheeded)
+            raise
+        finally:
+            self._running.discard(call)
+            self._labels.close(call)
+            if ending is not None and until is not None and not until.is_set():
+                ending.cancel()
+
+    async def _abort_at(self, until: asyncio.Event, call: str) -> None:
+        await until.wait()
+        while call in self._running:  # vLLM takes no notice of an abort of a call that it has not got yet
+            await self._vllm.abort(call)
+            await asyncio.sleep(_ABORT_SECONDS)
+
+    def _end_of(self, response: Response, sampling: Sampling) -> FinishReason | None:
+        """Why a response has ended before vLLM is asked for more; None if it has not."""
+        if response.token_ids and response.token_ids[-1] in self._ends.union(sampling.stop_token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(response.token_ids) == sampling.max_tokens else None
+
+    def _counts_of(self, call: str) -> asyncio.Future[dict[str, tuple[int, int, int]]]:
+        """Drafted, accepted and produced tokens of ended calls; those that end together share one round trip."""
         self._ended.append(call)
         if self._counts is None:
             self._counts = asyncio.ensure_future(self._fetch_counts())
-        counts = await asyncio.shield(self._counts)
-        return counts.get(call, (0, 0, 0))
+        return self._counts
 
     async def _fetch_counts(self) -> dict[str, tuple[int, int, int]]:
         await asyncio.sleep(0)  # until the others that ended in this step are in the list
@@ -280,6 +414,15 @@ def _engine_errors(doing: str) -> Iterator[None]:
         raise EngineError(
             f"vLLM failed while {doing}: {error or type(error).__name__}; its log above says more"
         ) from error
+
+
+def _reason(reason: str, until: asyncio.Event | None) -> FinishReason | None:
+    """vLLM's word for why a response ended; None if it was told to."""
+    if reason == "abort" and until is not None and until.is_set():
+        return None
+    if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        raise EngineError(f"vLLM broke a response off: {reason}")
+    return FinishReason(reason)
 
 
 def _nothing() -> None:
@@ -319,6 +462,11 @@ def _vllm_settings(config: EngineConfig) -> dict[str, Any]:
         settings["kv_cache_memory_bytes"] = int(parse_quantity(spec.kv_cache_memory))
     elif config.cpu:
         settings["kv_cache_memory_bytes"] = _CPU_KV_CACHE_BYTES
+    if spec.max_lora_rank:
+        settings["enable_lora"] = True
+        settings["max_lora_rank"] = lora_rank(spec.max_lora_rank)
+        settings["max_loras"] = BATCH_ADAPTERS
+        settings["max_cpu_loras"] = KEPT_ADAPTERS
     if config.drafting is not None:
         drafts = config.drafting.max_draft_tokens
         settings["speculative_config"] = {

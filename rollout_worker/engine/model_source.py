@@ -54,19 +54,7 @@ def resolve_checkpoint(uri: str, cache: Path, model_directory: Path, allowed_roo
     Raises:
         ModelError: if it does not exist, lies outside the allowed roots, or has another shape.
     """
-    directory = _local_directory(uri, cache)
-    if directory is None:
-        raise ModelError(f"checkpoint {uri!r} is neither a directory nor in the model cache, {cache}")
-    directory = _checked(directory, uri)
-    real = directory.resolve()
-    roots = [cache.resolve(), model_directory.resolve(), *(Path(root).resolve() for root in allowed_roots)]
-    # what lies in the cache was put there by whoever owns it, links out of it too
-    in_cache = directory.is_relative_to(cache) and ".." not in directory.parts
-    if not in_cache and not any(real.is_relative_to(root) for root in roots):
-        raise ModelError(
-            f"checkpoint {uri!r} lies in {real}, outside the model cache and the model's directory; add its root to "
-            "spec.weights.allowedRoots"
-        )
+    directory = _checked(_allowed_directory(uri, cache, model_directory, allowed_roots), uri)
     theirs, ours = _config(directory), _config(model_directory)
     for key in _SHAPE_KEYS:
         if theirs.get(key) != ours.get(key):
@@ -77,10 +65,53 @@ def resolve_checkpoint(uri: str, cache: Path, model_directory: Path, allowed_roo
     return directory
 
 
+def resolve_adapter(uri: str, cache: Path, model_directory: Path, allowed_roots: Sequence[str]) -> Path:
+    """The local directory of a LoRA adapter, as PEFT saves it, for a running engine.
+
+    Raises:
+        ModelError: if it does not exist, lies outside the allowed roots, or is no adapter with safetensors.
+    """
+    directory = _allowed_directory(uri, cache, model_directory, allowed_roots)
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        if not (directory / name).is_file():
+            raise ModelError(f"adapter {uri!r}: {directory} has no {name}")
+    return directory
+
+
+def _allowed_directory(uri: str, cache: Path, model_directory: Path, allowed_roots: Sequence[str]) -> Path:
+    directory = _local_directory(uri, cache)
+    if directory is None:
+        raise ModelError(f"checkpoint {uri!r} is neither a directory nor in the model cache, {cache}")
+    real = directory.resolve()
+    roots = [cache.resolve(), model_directory.resolve(), *(Path(root).resolve() for root in allowed_roots)]
+    # what lies in the cache was put there by whoever owns it, links out of it too
+    in_cache = directory.is_relative_to(cache) and ".." not in directory.parts
+    if not in_cache and not any(real.is_relative_to(root) for root in roots):
+        raise ModelError(
+            f"checkpoint {uri!r} lies in {real}, outside the model cache and the model's directory; add its root to "
+            "spec.weights.allowedRoots"
+        )
+    return directory
+
+
 def max_positions(directory: Path) -> int | None:
     """The longest sequence a model was made for, if its configuration says so."""
     positions = _config(directory).get("max_position_embeddings")
     return int(positions) if positions is not None else None
+
+
+def load_tokenizer(directory: Path) -> Any:
+    """The transformers tokenizer of a model.
+
+    Raises:
+        ModelError: if it has none that can be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"the tokenizer in {directory} cannot be loaded: {error}") from None
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

@@ -43,6 +43,11 @@ class HistoryProposer:
         self._runner = runner
         self._drafter = drafter
 
+    @property
+    def following(self) -> int:
+        """Rollouts that are drafted for, or whose counts have not been taken."""
+        return len(self._length) + len(self._finished)
+
     def take_counts(self, keys: list[str]) -> dict[str, DraftCounts]:
         """What was drafted for rollouts that have ended, by key; each is handed out once."""
         if self._drafter is not None:
@@ -77,7 +82,8 @@ class HistoryProposer:
         rows: list[int] = []
         keys: list[str] = []
         budgets: list[int] = []
-        request_ids = self._runner.input_batch.req_ids
+        batch = self._runner.input_batch
+        request_ids = batch.req_ids
         for row, sampled in enumerate(sampled_token_ids):
             if not sampled:
                 continue
@@ -85,9 +91,12 @@ class HistoryProposer:
             scope = DraftScope.from_extra_args(request.sampling_params.extra_args)
             if scope is None:
                 continue
-            prompt_length = len(request.prompt_token_ids)
+            # what the response goes on from is the response's own, though vLLM takes it for prompt
+            prompt_length = len(request.prompt_token_ids) - scope.prefix
             length = int(num_tokens_no_spec[row])
-            self._follow(drafter, scope, token_ids_cpu[row], prompt_length, length, len(sampled))
+            # a rollout that was preempted has lost its draft: nothing of it was verified in this step
+            verified = bool(batch.spec_token_ids[row])
+            self._follow(drafter, scope, token_ids_cpu[row], prompt_length, length, len(sampled), verified)
             if (budget := scope.limit(length - prompt_length, self.max_draft_tokens)) > 0:
                 rows.append(row)
                 keys.append(scope.key)
@@ -108,6 +117,7 @@ class HistoryProposer:
         prompt_length: int,
         length: int,
         new: int,
+        verified: bool,
     ) -> None:
         """Bring the drafter's state of a rollout up to *length* tokens, from vLLM's own record of them."""
         known = self._length.get(scope.key)
@@ -117,7 +127,7 @@ class HistoryProposer:
         if length - new > known:  # sampled before this proposer saw the request
             drafter.advance(scope.key, tokens[known : length - new].astype(np.uint32), new_step=False)
             known = length - new
-        drafter.advance(scope.key, tokens[known:length].astype(np.uint32))
+        drafter.advance(scope.key, tokens[known:length].astype(np.uint32), new_step=verified)
         self._length[scope.key] = length
 
     def _close_absent(self, drafter: Drafter) -> None:

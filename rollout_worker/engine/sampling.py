@@ -8,9 +8,17 @@ from hashlib import blake2b
 from typing import Any
 
 from rollout_api.job import Sampling
-from rollout_worker.engine.compat import top_p_for_drafts
+from rollout_api.messages import Drafts, Partial
+from rollout_worker.engine.compat import streaming, top_p_for_drafts
 
 EXTRA_ARGS_KEY = "das"
+
+SOURCES: dict[Drafts, tuple[str, ...]] = {
+    Drafts.HISTORY: ("history", "self"),
+    Drafts.OWN_TEXT: ("self",),
+    Drafts.OFF: ("self",),  # the drafter follows every rollout; a budget of 0 keeps it from drafting
+}
+"""The drafter's names of what a request may be drafted from."""
 
 
 class AdmissionError(ValueError):
@@ -30,7 +38,9 @@ class DraftScope:
     """No draft reaches across this many response tokens; see :meth:`limit`."""
     budget: int | None = None
     """Most tokens drafted a step; None: the job's ``maxDraftTokens``."""
-    sources: Sequence[str] = ("history", "self")
+    sources: Sequence[str] = SOURCES[Drafts.HISTORY]
+    prefix: int = 0
+    """How many tokens at the end of what vLLM takes for the prompt are the response's own, sampled earlier."""
 
     def limit(self, produced: int, most: int) -> int:
         """How many tokens to draft at most for a response of *produced* tokens, where *most* fit in a step.
@@ -52,6 +62,7 @@ class DraftScope:
                 "min_tokens": self.min_tokens,
                 "budget": self.budget,
                 "sources": list(self.sources),
+                "prefix": self.prefix,
             }
         }
 
@@ -63,7 +74,21 @@ class DraftScope:
         return cls(**extra_args[EXTRA_ARGS_KEY])
 
 
-def admit(sampling: Sampling, prompt_tokens: int, *, max_model_len: int, speculating: bool) -> None:
+def can_continue(sampling: Sampling) -> bool:
+    """Whether a response that goes on from a prefix has the law of one that was never interrupted.
+
+    vLLM is given the prefix as part of the prompt, which changes nothing for temperature, top_p, top_k, min_p, biases,
+    allowed tokens, the repetition penalty (it counts prompts too), ``max_tokens`` and ``min_tokens`` (they are lowered
+    by its length). Not so for presence and frequency penalties, which do not count prompts, and for stop strings, which
+    are looked for in what is sampled after it alone: one that spans the border would be missed. A seeded response
+    keeps its law; the stream is another, named by the prefix's length, and so are its tokens.
+    """
+    return not (sampling.presence_penalty or sampling.frequency_penalty or sampling.stop)
+
+
+def admit(
+    sampling: Sampling, prompt_tokens: int, *, max_model_len: int, speculating: bool, prefix: Partial | None = None
+) -> None:
     """Refuse a request that would be cut, served wrongly or not at all.
 
     Raises:
@@ -79,20 +104,42 @@ def admit(sampling: Sampling, prompt_tokens: int, *, max_model_len: int, specula
             f"a prompt of {prompt_tokens} tokens and sampling.maxTokens {sampling.max_tokens} exceed "
             f"engine.maxModelLen {max_model_len}; raise the one or lower the other"
         )
+    if prefix is None or not prefix.token_ids:
+        return
+    if not can_continue(sampling):
+        raise AdmissionError(
+            "sampling.presencePenalty, frequencyPenalty and stop: with them a response cannot go on from a prefix "
+            "by its own law; leave the prefix out, to sample it anew"
+        )
+    if len(prefix.token_ids) > sampling.max_tokens:
+        raise AdmissionError(
+            f"a prefix of {len(prefix.token_ids)} tokens exceeds sampling.maxTokens {sampling.max_tokens}"
+        )
+    if sampling.logprobs and prefix.logprobs is None:
+        raise AdmissionError("sampling.logprobs: the prefix has none; give them, or leave the prefix out")
 
 
-def vllm_sampling(sampling: Sampling, stream: str, scope: DraftScope | None) -> Any:
+def vllm_sampling(
+    sampling: Sampling, stream: str, scope: DraftScope | None, *, prefix: int = 0, interval: int = 0
+) -> Any:
     """``vllm.SamplingParams`` for one rollout.
 
     A seeded job gives each rollout its own stream, derived from the seed and *stream*, so that the samples of a group
     differ and a repeated rollout repeats.
+
+    Args:
+        sampling: the request's settings.
+        stream: names the random stream of a seeded rollout.
+        scope: of its drafts; None on an engine without speculation.
+        prefix: response tokens that were sampled earlier and that vLLM takes for prompt, fewer than ``max_tokens``.
+        interval: hand tokens over whenever there are so many new ones; 0: when the response ends.
     """
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
 
     seed = None
     if sampling.seed is not None:
-        digest = blake2b(f"{sampling.seed}/{stream}".encode(), digest_size=4).digest()
+        name = f"{sampling.seed}/{stream}/{prefix}" if prefix else f"{sampling.seed}/{stream}"
+        digest = blake2b(name.encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little") >> 1
     return SamplingParams(
         n=1,
@@ -100,8 +147,8 @@ def vllm_sampling(sampling: Sampling, stream: str, scope: DraftScope | None) -> 
         top_p=top_p_for_drafts(sampling.top_p, sampling.top_k) if scope else sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        max_tokens=sampling.max_tokens,
-        min_tokens=sampling.min_tokens,
+        max_tokens=sampling.max_tokens - prefix,
+        min_tokens=max(0, sampling.min_tokens - prefix),
         stop=sampling.stop or None,
         stop_token_ids=sampling.stop_token_ids or None,
         allowed_token_ids=sampling.allowed_token_ids or None,
@@ -113,6 +160,6 @@ def vllm_sampling(sampling: Sampling, stream: str, scope: DraftScope | None) -> 
         seed=seed,
         # text is needed only to find stop strings
         detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args=scope.as_extra_args() if scope else None,
+        **streaming(interval),
     )

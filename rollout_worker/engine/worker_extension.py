@@ -51,11 +51,21 @@ class HostExtension:
 
         threading.Thread(target=follow, name="follow-host", daemon=True).start()
 
-    def das_load_weights(self, directory: str) -> None:
-        """Replace the weights by the safetensors in *directory*."""
-        from rollout_worker.engine.compat import renew_packed_output
+    def das_mend_adapters(self) -> bool:
+        """See :func:`rollout_worker.engine.compat.mend_adapter_rows`."""
+        from rollout_worker.engine.compat import mend_adapter_rows
 
-        self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  # vLLM's worker has it
+        return mend_adapter_rows()
+
+    def das_load_weights(self, directory: str) -> None:
+        """Replace the weights by the safetensors in *directory*; if that fails, some are old and some new."""
+        from rollout_worker.engine.compat import abandon_reload, renew_packed_output
+
+        try:
+            self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  # vLLM's worker has it
+        except BaseException:
+            abandon_reload(self.model_runner.get_model())
+            raise
         if renew_packed_output(self.model_runner.get_model()):
             logger.info("Packed the output projection of %s anew: vLLM's reload leaves it stale.", directory)
 
@@ -117,6 +127,7 @@ class DraftingExtension(HostExtension):
         proposer: HistoryProposer = self.model_runner.drafter
         return {
             "steps": proposer.steps,
+            "following": proposer.following,
             "drafting_seconds": proposer.seconds,
             "sampling_mended": proposer.sampling_mended,
             "index_bytes": self._das_index.bytes(),

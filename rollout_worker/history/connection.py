@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
 
 import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
 if TYPE_CHECKING:
-    from redis.commands.core import Script
+    from redis.commands.core import AsyncScript, Script
 
 # redis-py retries the handshake of a connection within each retry of a command, so a server that takes connections
 # and never answers costs (retries + 1)² timeouts: 8 s here, so that a person is told within 10 s. Its own defaults
@@ -26,6 +30,10 @@ _OLDEST_VERSION = (7, 0)
 PATIENCE_S = 7.0
 """How long a server may be away before a job gives up: a hiccup is waited out, a person is still told within 10 s."""
 _PAUSE_S = 0.2
+_LONGEST_PAUSE_S = 2.0
+_SAY_EVERY_S = 10.0
+
+logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -54,6 +62,29 @@ def connect(url: str) -> redis.Redis:
     except ValueError as error:
         raise RedisUnusableError(f"{without_password(url)!r} is no Redis URL: {error}") from None
     return client
+
+
+def connect_async(url: str, *, block: float = 0.0) -> redis.asyncio.Redis:
+    """A client for an asyncio loop, as :func:`connect`.
+
+    Args:
+        url: of the server.
+        block: seconds for which a command may wait in the server; a reply is waited for that much longer.
+
+    Raises:
+        RedisUnusableError: if *url* is malformed.
+    """
+    try:
+        return redis.asyncio.Redis.from_url(
+            url,
+            socket_connect_timeout=_CONNECT_TIMEOUT_S,
+            socket_timeout=_REPLY_TIMEOUT_S + block,
+            health_check_interval=30,
+            retry=AsyncRetry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), _RETRIES),
+            retry_on_error=[redis.ConnectionError, redis.TimeoutError],
+        )
+    except ValueError as error:
+        raise RedisUnusableError(f"{without_password(url)!r} is no Redis URL: {error}") from None
 
 
 def check(client: redis.Redis, url: str) -> None:
@@ -120,6 +151,28 @@ def persist(command: Callable[..., _Result], *args: Any) -> _Result:
             time.sleep(_PAUSE_S)
 
 
+async def patiently(command: Callable[..., Awaitable[_Result]], *args: Any) -> _Result:
+    """``await command(*args)``, tried again for as long as Redis is away or full; the command must be idempotent.
+
+    What runs in a job waits for its server rather than lose what it has: a full server is back-pressure.
+
+    Raises:
+        redis.RedisError: one that does not pass by itself.
+    """
+    pause, said = 0.05, 0.0
+    while True:
+        try:
+            return await command(*args)
+        except redis.RedisError as error:
+            if not (transient(error) or isinstance(error, redis.exceptions.OutOfMemoryError)):
+                raise
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                logger.warning("Redis: %s: %s; trying again until it is back.", type(error).__name__, error)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
 def without_password(url: str) -> str:
     """*url* as it may be shown: a password becomes ``***``."""
     parts = urlsplit(url)
@@ -130,5 +183,11 @@ def without_password(url: str) -> str:
 
 def server_function(client: redis.Redis, package: str, name: str) -> Script:
     """The Lua script ``functions/<name>.lua`` of *package*, callable with ``keys`` and ``args``."""
+    source = resources.files(package).joinpath("functions", f"{name}.lua").read_text()
+    return client.register_script(source)
+
+
+def async_server_function(client: redis.asyncio.Redis, package: str, name: str) -> AsyncScript:
+    """As :func:`server_function`, to be awaited."""
     source = resources.files(package).joinpath("functions", f"{name}.lua").read_text()
     return client.register_script(source)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import redis
 
@@ -100,7 +101,7 @@ class HistoryStore:
         length = f"{record.generation} {len(record.tokens)} {record.finish_reason}"
         return Appended(
             self._append(
-                keys=[self._keys.log(problem), self._keys.lengths(problem)],
+                keys=[self._keys.log(problem), self._keys.lengths(problem), self._keys.rewards(problem)],
                 args=[
                     record.rollout_id,
                     record.generation,
@@ -110,6 +111,18 @@ class HistoryStore:
                 ],
             )
         )
+
+    def reward(self, problem: str, rewards: Mapping[str, float]) -> None:
+        """Keep rewards of a problem's rollouts, by rollout id; of rollouts that have left the window, none."""
+        known = self._client.hmget(self._keys.lengths(problem), list(rewards))
+        kept: Any = {name: rewards[name] for name, entry in zip(rewards, known, strict=True) if entry is not None}
+        if kept:
+            self._client.hset(self._keys.rewards(problem), mapping=kept)
+
+    def rewards(self, problem: str) -> dict[str, float]:
+        """Rewards of a problem's rollouts, by rollout id."""
+        stored: Any = self._client.hgetall(self._keys.rewards(problem))
+        return {name.decode(): float(reward) for name, reward in stored.items()}
 
     def read(self, cursors: Mapping[str, str], *, count: int = 512) -> dict[str, LogSlice]:
         """At most *count* further entries of each problem's log, in one round trip.

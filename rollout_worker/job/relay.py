@@ -1,38 +1,42 @@
-"""Carries finished rollouts from a job's outbox into their problems' histories."""
+"""Carries ended rollouts and their rewards from a job's streams into their problems' histories."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import redis
 
-from rollout_api.keys import MessageKeys
-from rollout_api.messages import CodecError, Rollout, decode
+from rollout_api.keys import DATA, MessageKeys
+from rollout_api.messages import CodecError, Rewards, Rollout, RolloutId, decode
 from rollout_worker.history.connection import persist
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
+from rollout_worker.job.ledger import LedgerEntry
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _RETRY_S = 1.0
 _BATCH = 64
+_DEAD_KEPT = 1000
 
 
 class Relay:
     """A thread that empties the outbox.
 
-    An entry is deleted after it was appended, and an append is idempotent by rollout id: killed anywhere, the next
+    An entry is deleted after it was carried, and carrying is idempotent by rollout id: killed anywhere, the next
     relay repeats the entry without effect.
     """
 
     def __init__(self, client: redis.Redis, keys: MessageKeys, store: HistoryStore) -> None:
         self.appended = 0
         self.dead = 0
-        """Entries that could not be read, moved to the dead-letter stream."""
+        """Entries that could not be read, moved to the dead letters."""
         self.failure: Exception | None = None
         """Why entries are not carried, once that has lasted too long to be a hiccup."""
         self._client = client
@@ -71,22 +75,33 @@ class Relay:
                 self._stopping.wait(_POLL_S if self.failure is None else _RETRY_S)
 
     def _carry_batch(self) -> int:
-        entries: Any = self._client.xrange(self._keys.outbox, count=_BATCH)
-        for entry_id, fields in entries:
-            self._carry(fields.get(b"d", b""))
-            self._client.xdel(self._keys.outbox, entry_id)
-        return len(entries)
+        # whatever a reward is for went into the outbox before it: read rewards first and carry them last
+        rewards = self._entries(self._keys.rewards)
+        ended = self._entries(self._keys.outbox)
+        self._carry(self._keys.outbox, ended, self._carry_rollout)
+        if len(ended) < _BATCH:
+            self._carry(self._keys.rewards, rewards, self._carry_rewards)
+        return len(ended) + len(rewards)
 
-    def _carry(self, data: bytes) -> None:
-        try:
-            rollout = decode(data)
-            if not isinstance(rollout, Rollout):
-                raise CodecError(f"a {rollout.kind} where a rollout belongs")
-        except CodecError as error:
-            logger.warning("A finished rollout in the outbox cannot be read and goes to the dead letters: %s", error)
-            self._client.xadd(self._keys.dead, {"d": data, "reason": str(error)})
-            self.dead += 1
-            return
+    def _entries(self, stream: str) -> Any:
+        return self._client.xrange(stream, count=_BATCH)
+
+    def _carry(self, stream: str, entries: Any, carry: Callable[[bytes], None]) -> None:
+        for entry_id, fields in entries:
+            data = fields.get(DATA.encode(), b"")
+            try:
+                carry(data)
+            except CodecError as error:
+                logger.warning("An entry of %s cannot be read and goes to the dead letters: %s", stream, error)
+                letter: Any = {DATA: data, "reason": str(error), "stream": stream}
+                self._client.xadd(self._keys.dead, letter, maxlen=_DEAD_KEPT, approximate=True)
+                self.dead += 1
+            self._client.xdel(stream, entry_id)
+
+    def _carry_rollout(self, data: bytes) -> None:
+        rollout = decode(data)
+        if not isinstance(rollout, Rollout) or rollout.weight_version is None:
+            raise CodecError(f"a {rollout.kind} where a rollout with tokens belongs")
         version = rollout.weight_version
         generation = self._generations.get(version)
         if generation is None:
@@ -102,3 +117,21 @@ class Relay:
         )
         self._store.append(rollout.problem_id, record, newest=self._store.generation())
         self.appended += 1
+
+    def _carry_rewards(self, data: bytes) -> None:
+        message = decode(data)
+        if not isinstance(message, Rewards):
+            raise CodecError(f"a {message.kind} where rewards belong")
+        by_problem: defaultdict[str, dict[str, float]] = defaultdict(dict)
+        for text, reward in message.rewards.items():
+            try:
+                rollout_id = RolloutId.parse(text)
+            except ValueError as error:
+                raise CodecError(str(error)) from None
+            entry: Any = self._client.hget(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample))
+            if entry is None:
+                logger.warning("A reward for rollout %s, which this job does not know, is dropped.", text)
+                continue
+            by_problem[LedgerEntry.unpack(entry).problem_id][text] = reward
+        for problem, rewards in by_problem.items():
+            self._store.reward(problem, rewards)

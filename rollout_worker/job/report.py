@@ -44,8 +44,6 @@ class Pass:
     checkpoint: str
     makespan: float = 0.0
     """Seconds from the first request to the last response, in this run."""
-    drafting_seconds: float = 0.0
-    """Time that the engine spent drafting."""
     rollouts: list[RolloutRow] = field(default_factory=list)
 
     @property

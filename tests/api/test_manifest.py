@@ -85,7 +85,7 @@ def test_every_example_is_valid(example: Path) -> None:
         ("spec.source.dataset.epochs", 0, "spec.source.dataset.epochs", "greater than or equal to 1"),
         ("spec.source.dataset.checkpoints", ["a", "b"], "spec.source.dataset.checkpoints", "2 checkpoints for 1"),
         ("spec.source.dataset.tasks", [], "spec.source.dataset.tasks", "at least 1 item"),
-        ("spec.source", {}, "spec.source.dataset", "missing"),
+        ("spec.source", {}, "spec.source", "name either dataset or trainer"),
         ("spec.lifecycle.activeDeadlineSeconds", 0, "spec.lifecycle.activeDeadlineSeconds", "greater than"),
     ],
 )

@@ -10,60 +10,165 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_api import (
+    Cancel,
+    Close,
     CodecError,
+    Drafts,
     FinishReason,
+    Partial,
     Purpose,
+    Refusal,
+    Rewards,
     Rollout,
     RolloutId,
     RolloutRequest,
     Sampling,
+    UpdateMode,
+    WeightsKind,
     WeightSpan,
+    WeightUpdate,
     decode,
     encode,
     problem_id_of,
 )
+from rollout_api.messages import MESSAGES, Message
 
 token_ids = st.lists(st.integers(0, 2**32 - 2), max_size=50)
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
 identifiers = st.text(min_size=1, max_size=40)
+clients = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}", fullmatch=True)
+times = st.floats(0, 2e9)
+
+
+@st.composite
+def responses(draw: st.DrawFn) -> dict[str, object]:
+    tokens = draw(token_ids)
+    later = draw(st.lists(st.builds(WeightSpan, start=st.integers(1, 100), weight_version=st.integers(0, 9))))
+    first = [WeightSpan(start=0, weight_version=draw(st.integers(0, 9)))]
+    return {
+        "token_ids": tokens,
+        "logprobs": draw(st.none() | st.lists(float32s, min_size=len(tokens), max_size=len(tokens))),
+        "spans": [*first, *later] if tokens or draw(st.booleans()) else [],
+    }
+
+
+partials = st.builds(lambda response: Partial(**response), responses())
+samplings = st.builds(
+    lambda fields: Sampling(**fields),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "n": st.integers(1, 64),
+            "temperature": st.floats(0, 2),
+            "max_tokens": st.integers(1, 10_000),
+            "stop": st.lists(identifiers, max_size=3),
+            "logit_bias": st.dictionaries(st.integers(0, 2**31), st.floats(-100, 100), max_size=3),
+            "seed": st.none() | st.integers(0, 2**31 - 1),
+        },
+    ),
+)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> RolloutRequest:
+    trajectory_id = draw(st.none() | identifiers)
+    about: dict[str, object] = {
+        "job_uid": draw(identifiers),
+        "request_id": draw(identifiers),
+        "prompt_token_ids": draw(st.lists(st.integers(0, 2**32 - 2), min_size=1, max_size=50)),
+        "problem_id": draw(identifiers),
+        "trajectory_id": trajectory_id,
+        "turn": 0 if trajectory_id is None else draw(st.integers(0, 9)),
+    }
+    about |= draw(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                "reply_to": clients,
+                "sampling": samplings,
+                "purpose": st.sampled_from(Purpose),
+                "priority": st.integers(-(2**31), 2**31 - 1),
+                "deadline_seconds": st.none() | st.floats(0, 1e9, exclude_min=True),
+                "weight_version": st.none() | st.integers(0, 2**40),
+                "prefix": st.none() | partials,
+                "drafts": st.sampled_from(Drafts),
+                "draft_budget": st.none() | st.integers(0, 64),
+                "half_logprobs": st.booleans(),
+            },
+        )
+    )
+    return RolloutRequest.model_validate(about)
 
 
 @st.composite
 def rollouts(draw: st.DrawFn) -> Rollout:
-    tokens = draw(token_ids)
-    with_logprobs = draw(st.booleans())
-    later = draw(st.lists(st.builds(WeightSpan, start=st.integers(1, 100), weight_version=st.integers(0, 9))))
+    rollout_id = RolloutId("job", draw(identifiers), draw(st.integers(0, 9)), draw(st.integers(0, 9)))
     return Rollout(
-        rollout_id=str(RolloutId("job", draw(identifiers), draw(st.integers(0, 9)), draw(st.integers(0, 9)))),
+        rollout_id=str(rollout_id),
         problem_id=draw(identifiers),
         purpose=draw(st.sampled_from(Purpose)),
-        token_ids=tokens,
-        logprobs=[draw(float32s) for _ in tokens] if with_logprobs else None,
-        spans=[WeightSpan(start=0, weight_version=draw(st.integers(0, 9))), *later],
+        **draw(responses()),  # type: ignore[arg-type]
         finish_reason=draw(st.sampled_from(FinishReason)),
+        detail=draw(st.text(max_size=40)),
         drafted=draw(st.integers(0, 1000)),
         accepted=draw(st.integers(0, 1000)),
         reward=draw(st.none() | st.floats(0, 1)),
+        engine=draw(st.text(max_size=20)),
+        cached_tokens=draw(st.integers(0, 10_000)),
+        started_at=draw(times),
+        finished_at=draw(times),
     )
 
 
-requests = st.builds(
-    RolloutRequest,
-    job_uid=identifiers,
-    request_id=identifiers,
-    problem_id=identifiers,
-    prompt_token_ids=st.lists(st.integers(0, 2**32 - 2), min_size=1, max_size=50),
-    sampling=st.builds(
-        Sampling, n=st.integers(1, 64), temperature=st.floats(0, 2), stop=st.lists(identifiers, max_size=3)
+by_kind: dict[type[Message], st.SearchStrategy[Message]] = {
+    RolloutRequest: requests(),
+    Rollout: rollouts(),
+    Partial: partials,
+    Refusal: st.builds(Refusal, request_id=identifiers, reason=st.text(max_size=100)),
+    WeightUpdate: st.builds(
+        WeightUpdate,
+        weight_version=st.integers(0, 2**40),
+        uri=identifiers,
+        weights=st.sampled_from(WeightsKind),
+        sha256=st.none() | st.from_regex("[0-9a-f]{64}", fullmatch=True),
+        mode=st.sampled_from(UpdateMode),
     ),
-    purpose=st.sampled_from(Purpose),
-    draft_budget=st.none() | st.integers(0, 64),
-)
+    Cancel: st.builds(Cancel, request_ids=st.lists(identifiers, min_size=1, max_size=5)),
+    Rewards: st.builds(
+        Rewards,
+        rewards=st.dictionaries(identifiers, st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=5),
+    ),
+    Close: st.just(Close()),
+}
+messages = st.one_of(*by_kind.values())
 
 
-@given(rollouts() | requests)
-def test_what_is_encoded_comes_back(message: Rollout | RolloutRequest) -> None:
+def test_every_kind_of_message_is_tested() -> None:
+    assert set(MESSAGES) == by_kind.keys()
+
+
+@given(messages)
+def test_what_is_encoded_comes_back(message: Message) -> None:
     assert message == decode(encode(message))
+
+
+@given(requests())
+def test_what_was_left_at_its_default_is_told_from_what_was_set(request: RolloutRequest) -> None:
+    back = decode(encode(request))
+    assert isinstance(back, RolloutRequest)
+    assert request.model_fields_set == back.model_fields_set - {"kind"}
+    assert request.sampling.model_fields_set == back.sampling.model_fields_set
+
+
+@given(messages, st.integers(0, 2**32), st.integers(0, 255))
+def test_a_damaged_message_is_a_message_or_a_codec_error(message: Message, at: int, byte: int) -> None:
+    data = bytearray(encode(message))
+    data[at % len(data)] = byte
+    for damaged in (bytes(data), bytes(data[: at % len(data)])):
+        try:
+            assert isinstance(decode(damaged), MESSAGES)
+        except CodecError as error:
+            assert str(error)
 
 
 @given(st.lists(st.floats(-50, 0), min_size=1, max_size=50))
@@ -105,12 +210,21 @@ def test_any_other_bytes_are_refused_with_a_codec_error(data: bytes) -> None:
     [
         ([1, 2], "a message is a map"),
         ({"v": 2, "kind": "rollout"}, "schema version 2"),
+        ({"kind": "rollout"}, "schema version None"),
         ({"v": 1, "kind": "gossip"}, "unknown kind"),
-        ({"v": 1, "kind": "rollout"}, "rollout_id"),
+        ({"v": 1, "kind": "rollout"}, "rollout: token_ids: Field required"),
         ({"v": 1, "kind": "rollout", "token_ids": b"123"}, "no whole number"),
         ({"v": 1, "kind": "rollout", "token_ids": 5}, "malformed"),
         ({"v": 1, "kind": "rollout", "token_ids": [-1, 0, 0, 0]}, "malformed"),
         ({"v": 1, "kind": "request", "surprise": 1, "prompt_token_ids": b"\0\0\0\0"}, "request"),
+        ({"v": 1, "kind": "partial", "token_ids": b"\0\0\0\0", "spans": []}, "tokens without a weight span"),
+        ({"v": 1, "kind": "partial", "token_ids": b"", "spans": [{"start": 1, "weight_version": 0}]}, "start at 0"),
+        ({"v": 1, "kind": "partial", "token_ids": b"", "logprobs": {"f": "d", "b": b""}, "spans": []}, "format 'd'"),
+        ({"v": 1, "kind": "partial", "token_ids": b"", "logprobs": {"f": "f", "b": b"123"}, "spans": []}, "malformed"),
+        ({"v": 1, "kind": "partial", "token_ids": b"", "logprobs": [0.5], "spans": []}, "malformed"),
+        ({"v": 1, "kind": "rewards", "rewards": {"a/b/0/0": float("nan")}}, "rewards"),
+        ({"v": 1, "kind": "cancel", "request_ids": []}, "request_ids"),
+        ({"v": 1, "kind": "weights", "weight_version": 1, "uri": "/w", "sha256": "xyz"}, "sha256"),
     ],
 )
 def test_refusals_say_why(body: object, says: str) -> None:
@@ -121,6 +235,21 @@ def test_refusals_say_why(body: object, says: str) -> None:
 @given(st.text(min_size=1).filter(lambda t: "/" not in t), identifiers, st.integers(0, 99), st.integers(0, 99))
 def test_a_rollout_id_can_be_read_back(uid: str, request: str, sample: int, turn: int) -> None:
     assert RolloutId(uid, request, sample, turn) == RolloutId.parse(str(RolloutId(uid, request, sample, turn)))
+
+
+@pytest.mark.parametrize(
+    ("about", "says"),
+    [
+        ({"turn": 1, "problem_id": "p"}, "turn 1 of no trajectory"),
+        ({"turn": 1, "trajectory_id": "t"}, "turn 1 must name the problem_id"),
+        ({"reply_to": "a/b"}, "reply_to"),
+        ({"request_id": "x" * 257}, "request_id"),
+        ({"deadline_seconds": 0}, "deadline_seconds"),
+    ],
+)
+def test_requests_that_contradict_themselves_are_refused(about: dict[str, object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        RolloutRequest.model_validate({"job_uid": "j", "request_id": "r", "prompt_token_ids": [1], **about})
 
 
 def test_problem_ids_are_stable_and_differ() -> None:

@@ -16,7 +16,7 @@ from testbed import POSITIONS, Law, LoopThread, make_model
 from rollout_api.job import Engine as EngineSpec
 from rollout_api.job import Sampling
 from rollout_api.keys import HistoryKeys
-from rollout_api.messages import RolloutRequest
+from rollout_api.messages import Partial, RolloutRequest
 from rollout_worker.engine.host import Drafting, Engine, EngineConfig, Generated
 from rollout_worker.engine.worker_extension import HistoryBinding
 from rollout_worker.history.connection import connect
@@ -69,17 +69,29 @@ class Bed:
         draft_budget: int | None = None,
     ) -> list[Generated]:
         """``sampling.n`` responses to each prompt, in order."""
-        requests = [
-            RolloutRequest(
-                job_uid="test",
-                request_id=str(next(self._numbers)),
-                problem_id=problem,
-                prompt_token_ids=list(prompt),
-                sampling=sampling,
-                draft_budget=draft_budget,
-            )
-            for prompt in prompts
-        ]
+        requests = [self.request(prompt, sampling, problem, draft_budget=draft_budget) for prompt in prompts]
+        return self.loop.run(self._gather(requests))
+
+    def request(
+        self, prompt: Sequence[int], sampling: Sampling, problem: str = "p", **fields: object
+    ) -> RolloutRequest:
+        """A request of its own name."""
+        return RolloutRequest.model_validate(
+            {
+                "job_uid": "test",
+                "request_id": str(next(self._numbers)),
+                "problem_id": problem,
+                "prompt_token_ids": list(prompt),
+                "sampling": sampling,
+                **fields,
+            }
+        )
+
+    def go_on(
+        self, prompt: Sequence[int], sampling: Sampling, prefixes: Sequence[Partial], problem: str = "p"
+    ) -> list[Generated]:
+        """One response from each prefix, in order."""
+        requests = [self.request(prompt, sampling, problem, prefix=prefix) for prefix in prefixes]
         return self.loop.run(self._gather(requests))
 
     async def _gather(self, requests: list[RolloutRequest]) -> list[Generated]:

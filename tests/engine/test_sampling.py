@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_api.job import Sampling
-from rollout_worker.engine.sampling import AdmissionError, DraftScope, admit, vllm_sampling
+from rollout_api.messages import Partial, WeightSpan
+from rollout_worker.engine.sampling import AdmissionError, DraftScope, admit, can_continue, vllm_sampling
 
 
 @pytest.mark.parametrize(
@@ -26,6 +27,35 @@ def test_a_request_that_does_not_fit_is_refused_with_its_numbers() -> None:
     admit(sampling, 28, max_model_len=128, speculating=True)
     with pytest.raises(AdmissionError, match=r"29 tokens .* 100 .* 128"):
         admit(sampling, 29, max_model_len=128, speculating=True)
+
+
+PREFIX = Partial(token_ids=[1, 2, 3], spans=[WeightSpan(start=0, weight_version=0)])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"presence_penalty": 0.5}, {"frequency_penalty": -0.5}, {"stop": ["end"]}, {"logprobs": True}]
+)
+def test_a_prefix_with_which_the_law_would_be_another_is_refused(settings: dict[str, object]) -> None:
+    sampling = Sampling.model_validate(settings)
+    # log-probabilities are the prefix's to have, not a matter of the law
+    assert ("logprobs" in settings) == can_continue(sampling)
+    with pytest.raises(AdmissionError, match="prefix"):
+        admit(sampling, 10, max_model_len=2048, speculating=True, prefix=PREFIX)
+    admit(sampling, 10, max_model_len=2048, speculating=True, prefix=Partial(token_ids=[], spans=[]))
+
+
+def test_a_prefix_longer_than_the_response_may_be_is_refused() -> None:
+    admit(Sampling(max_tokens=3), 10, max_model_len=2048, speculating=True, prefix=PREFIX)
+    with pytest.raises(AdmissionError, match=r"3 tokens exceeds sampling\.maxTokens 2"):
+        admit(Sampling(max_tokens=2), 10, max_model_len=2048, speculating=True, prefix=PREFIX)
+
+
+def test_vllm_is_asked_for_what_the_prefix_leaves() -> None:
+    sampling = Sampling(max_tokens=9, min_tokens=4, seed=1)
+    params = vllm_sampling(sampling, "r", None, prefix=3)
+    assert (6, 1) == (params.max_tokens, params.min_tokens)
+    assert 0 == vllm_sampling(sampling, "r", None, prefix=5).min_tokens
+    assert 3 == len({vllm_sampling(sampling, "r", None, prefix=prefix).seed for prefix in (0, 3, 5)})
 
 
 lengths = st.integers(0, 200)
@@ -56,7 +86,7 @@ def test_no_draft_passes_a_limit(scope: DraftScope, produced: int, most: int) ->
 
 
 def test_the_scope_survives_the_way_through_extra_args() -> None:
-    scope = DraftScope("k", "p", 7, 3, 2, ("self",))
+    scope = DraftScope("k", "p", 7, 3, 2, ("self",), 1)
     back = DraftScope.from_extra_args(scope.as_extra_args())
     assert back is not None
     assert scope.as_extra_args() == back.as_extra_args()

@@ -79,16 +79,54 @@ class Law:
             _restrict(row, prompt, response, sampling)
         return torch.softmax(_truncate(logits / sampling.temperature, sampling), dim=-1).numpy()
 
+    def errors(
+        self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sampling: Sampling
+    ) -> NDArray[np.float64]:
+        """How far *logprobs* are from the law's for the tokens of a response. Shape (tokens,)."""
+        return self._errors(self.logits([[*prompt, *response]])[0], prompt, response, logprobs, sampling)
+
     def worst_error(
         self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sampling: Sampling
     ) -> float:
         """Largest difference between *logprobs* and the law's for the tokens of a response."""
-        logits = self.logits([[*prompt, *response]])[0, len(prompt) - 1 : -1]
+        return float(self.errors(prompt, response, logprobs, sampling).max())
+
+    def errors_over(
+        self,
+        before: Law,
+        switch: int,
+        prompt: Sequence[int],
+        response: Sequence[int],
+        logprobs: Sequence[float],
+        sampling: Sampling,
+    ) -> NDArray[np.float64]:
+        """As :meth:`errors`, where the keys and values of what came before token *switch* are those of another law.
+
+        The token before it was sampled, but not read yet.
+        """
+        from transformers import DynamicCache
+
+        tokens, read = torch.tensor([[*prompt, *response]]), len(prompt) + switch - 1
+        cache = DynamicCache()
+        with torch.inference_mode():
+            first = before._model(tokens[:, :read], past_key_values=cache).logits
+            then = self._model(tokens[:, read:], past_key_values=cache).logits
+        return self._errors(torch.cat([first, then], dim=1).double()[0].clone(), prompt, response, logprobs, sampling)
+
+    def _errors(
+        self,
+        logits: torch.Tensor,
+        prompt: Sequence[int],
+        response: Sequence[int],
+        logprobs: Sequence[float],
+        sampling: Sampling,
+    ) -> NDArray[np.float64]:
+        logits = logits[len(prompt) - 1 : -1]
         for position, row in enumerate(logits):
             _restrict(row, prompt, response[:position], sampling)
         exact = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
         chosen = exact[range(len(response)), list(response)]
-        return float((chosen - torch.tensor(logprobs, dtype=torch.float64)).abs().max())
+        return (chosen - torch.tensor(logprobs, dtype=torch.float64)).abs().numpy()
 
 
 def _restrict(row: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> None:

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import redis
 
-from rollout_api import FinishReason, Rollout, RolloutJob, WeightSpan, parse_job
-from rollout_api.keys import HistoryKeys, MessageKeys
+from rollout_api import FinishReason, Rollout, RolloutJob, WeightSpan, encode, parse_job
+from rollout_api.keys import DATA, HistoryKeys, MessageKeys
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import START, HistoryStore
-from rollout_worker.job.ledger import Ledger
 from rollout_worker.local import StateError, _JobState
 
 MANIFEST: dict[str, Any] = {
@@ -59,15 +58,15 @@ def test_jobs_that_were_given_up_lose_nothing_however_many(tmp_path: Path, said:
     uids = []
     for n in (1, 2, 3):
         uids.append(_JobState.open(path, job(n), said.append).uid)
-        Ledger(client, MessageKeys(uids[-1])).finish(
-            Rollout(
-                rollout_id=f"{uids[-1]}/r/0/0",
-                problem_id="p",
-                token_ids=[n],
-                spans=[WeightSpan(start=0, weight_version=0)],
-                finish_reason=FinishReason.STOP,
-            )
+        left = Rollout(
+            rollout_id=f"{uids[-1]}/r/0/0",
+            problem_id="p",
+            token_ids=[n],
+            spans=[WeightSpan(start=0, weight_version=0)],
+            finish_reason=FinishReason.STOP,
         )
+        client.xadd(MessageKeys(uids[-1]).outbox, {DATA: encode(left)})
+        client.hset(MessageKeys(uids[-1]).ledger("r"), "0", "done")
     last = _JobState.open(path, job(4), said.append)
     last.clear_previous(client, job(4))
     history = HistoryStore(client, HistoryKeys("default", "story"), window=16).read({"p": START})["p"]

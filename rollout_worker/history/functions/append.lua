@@ -1,6 +1,6 @@
 #!lua
 -- Append one rollout to its problem's log, once, and drop what left the window.
--- KEYS: log, lengths (one slot).
+-- KEYS: log, lengths, rewards (one slot).
 -- ARGV: rollout id, generation, record, length entry, oldest generation to keep.
 -- Returns 1 if appended, 0 if it was there already, -1 if it is older than the window.
 local log, lengths = KEYS[1], KEYS[2]
@@ -29,6 +29,7 @@ while true do
     redis.call('XDEL', log, head[1])
     if entry.i then
       redis.call('HDEL', lengths, entry.i)
+      redis.call('HDEL', KEYS[3], entry.i)
     end
   else
     after = '(' .. head[1]

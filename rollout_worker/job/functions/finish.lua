@@ -1,12 +1,40 @@
 #!lua
--- Record that a rollout is done, once, and hand it to the relay.
--- KEYS: ledger, outbox (one slot).
--- ARGV: rollout id, ledger entry, the rollout for its history (empty: it does not enter one).
--- Returns 1 if this call did it, 0 if it was done before.
-if redis.call('HSETNX', KEYS[1], ARGV[1], ARGV[2]) == 0 then
+-- Record that a rollout has ended, once: ledger, result, outbox and, with the last of a request, the request's end.
+-- KEYS: ledger of the request, requests, results of the client, outbox, partials, attempts, events, inbox, trajectory,
+--   totals (one slot).
+-- ARGV: rollout id, sample, ledger entry, result, the rollout for its history (empty: it does not enter one),
+--   inbox entry (empty: it was in none), engine, request id, seconds that the ledger is kept after the request's end,
+--   seconds that a trajectory's engine is remembered (0: there is no trajectory), most events kept,
+--   tokens, drafted, accepted.
+-- Returns 1 if this call did it, 0 if it was done before, -1 if nobody asked for it.
+local ledger, rollout, sample, engine = KEYS[1], ARGV[1], ARGV[2], ARGV[7]
+if ARGV[6] ~= '' then
+  redis.call('XDEL', KEYS[8], ARGV[6])
+end
+local request = redis.call('HMGET', ledger, 'entry', 'n')
+if not request[1] then
+  return -1
+end
+if redis.call('HSETNX', ledger, sample, ARGV[3]) == 0 then
   return 0
 end
-if ARGV[3] ~= '' then
-  redis.call('XADD', KEYS[2], '*', 'd', ARGV[3])
+redis.call('XADD', KEYS[3], '*', 'd', ARGV[4])
+if ARGV[5] ~= '' then
+  redis.call('XADD', KEYS[4], '*', 'd', ARGV[5])
 end
+redis.call('HINCRBY', KEYS[10], 'rollouts', 1)
+redis.call('HINCRBY', KEYS[10], 'tokens', ARGV[12])
+redis.call('HINCRBY', KEYS[10], 'drafted', ARGV[13])
+redis.call('HINCRBY', KEYS[10], 'accepted', ARGV[14])
+redis.call('HDEL', KEYS[5], rollout)
+redis.call('HDEL', KEYS[6], rollout)
+if ARGV[10] ~= '0' then
+  redis.call('SET', KEYS[9], engine, 'EX', ARGV[10])
+end
+if redis.call('HLEN', ledger) - 3 >= tonumber(request[2]) then
+  redis.call('XDEL', KEYS[2], request[1])
+  redis.call('EXPIRE', ledger, ARGV[9])
+end
+redis.call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[11], '*', 'r', ARGV[8], 's', sample, 'e', engine,
+  'l', ARGV[12])
 return 1

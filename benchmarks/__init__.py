@@ -1,0 +1,1 @@
+"""What the project promises, measured beside its peers: ``python -m benchmarks.NAME --json FILE``."""

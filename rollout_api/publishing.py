@@ -1,0 +1,156 @@
+"""Publishing weights: say where they are, and wait until the engines serve them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+import msgpack
+import redis.asyncio
+
+from rollout_api.errors import InvalidRequestError, WeightsError
+from rollout_api.keys import MessageKeys
+from rollout_api.messages import UpdateMode, WeightsKind, WeightUpdate, encode
+from rollout_api.redis_connection import Patience
+from rollout_api.sending import Sender
+from rollout_api.weights import checksum
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+_SAY_EVERY_S = 30.0
+
+Checksum = Literal["compute"] | str | None
+"""A SHA-256 in hex, ``compute`` to have it computed here, or None for weights that are not to be checked."""
+
+
+@dataclass(frozen=True)
+class PublishedWeights:
+    """What became of published weights."""
+
+    version: int
+    loaded: list[str]
+    """Engines that serve this version, or a later one, by now."""
+    failed: dict[str, str]
+    """Engine → why it could not load them; it goes on with what it had."""
+
+
+class Publisher:
+    """Publishes weights to one job."""
+
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, sender: Sender, patience: Patience) -> None:
+        self._client, self._keys, self._sender, self._patience = client, keys, sender, patience
+
+    async def publish(
+        self,
+        version: int,
+        uri: str | Path,
+        *,
+        kind: WeightsKind,
+        mode: UpdateMode,
+        sha256: Checksum,
+        wait: bool,
+        timeout: float,
+    ) -> PublishedWeights:
+        """See :meth:`rollout_api.AsyncRolloutClient.publish_weights`."""
+        if version < 0:
+            raise InvalidRequestError(f"weight version {version}: versions count from 0 on")
+        engines = await self._engines()
+        ahead = max((report["version"] for report in engines.values()), default=0)
+        if version < ahead:
+            raise InvalidRequestError(
+                f"weight version {version} is older than {ahead}, which the engines serve; versions only grow, since "
+                f"histories are ordered by them: publish restored weights as {ahead + 1} or later"
+            )
+        digest = await _digest(str(uri), sha256)
+        update = WeightUpdate(weight_version=version, uri=str(uri), weights=kind, sha256=digest, mode=mode)
+        [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
+        if not wait:
+            return PublishedWeights(version, [], {})
+        return await self._wait(version, entry, timeout)
+
+    async def _wait(self, version: int, entry: str, timeout: float) -> PublishedWeights:
+        began = said = time.monotonic()
+        while True:
+            # the entry goes when the coordinator has told the engines; what they failed at before is past then
+            taken_up = not await self._patience.of(
+                lambda: self._client.xrange(self._keys.control, min=entry, max=entry), what="watch the engines"
+            )
+            engines = await self._engines()
+            loaded = [engine for engine, report in engines.items() if report["version"] >= version]
+            failed = {
+                engine: str(report["failed"][version])
+                for engine, report in engines.items()
+                if engine not in loaded and version in report["failed"]
+            }
+            slow = sorted(engines.keys() - failed.keys() - set(loaded))
+            if taken_up and engines and not slow:
+                break
+            now = time.monotonic()
+            state = _state(taken_up, engines, slow)
+            if now - began > timeout:
+                raise WeightsError(f"weight version {version} is not served after {timeout:.0f} s: {state}", failed)
+            if now - said > _SAY_EVERY_S:
+                said = now
+                logger.warning("Weight version %d is not served everywhere yet: %s.", version, state)
+            await asyncio.sleep(_POLL_S)
+        if not loaded:
+            raise WeightsError(
+                f"no engine could load weight version {version}; they go on with what they had. Publish mended "
+                f"weights as version {version + 1} or later",
+                failed,
+            )
+        for engine, reason in failed.items():
+            logger.error("Engine %s could not load weight version %d: %s", engine, version, reason)
+        return PublishedWeights(version, sorted(loaded), failed)
+
+    async def _engines(self) -> dict[str, dict[str, Any]]:
+        """Reports of the engines that are alive and stay."""
+
+        async def ask() -> dict[str, dict[str, Any]]:
+            reports: Any = await self._client.hgetall(self._keys.engines)
+            ids = [engine.decode() for engine in reports]
+            alive = await self._client.mget([self._keys.lease(engine) for engine in ids]) if ids else []
+            read = [msgpack.unpackb(report, strict_map_key=False) for report in reports.values()]
+            return {
+                engine: report
+                for engine, report, lease in zip(ids, read, alive, strict=True)
+                if lease is not None and not report.get("draining")
+            }
+
+        return await self._patience.of(ask, what="look at the engines")
+
+
+def _state(taken_up: bool, engines: Mapping[str, Any], slow: list[str]) -> str:
+    if not taken_up:
+        return "no coordinator has taken it up; is the job running?"
+    if not engines:
+        return "the job has no engine"
+    return f"{len(slow)} of {len(engines)} engines are still loading: {', '.join(slow[:5])}"
+
+
+async def _digest(uri: str, sha256: Checksum) -> str | None:
+    if sha256 == "compute":
+        parts = urlsplit(uri)
+        if parts.scheme not in ("", "file"):
+            raise InvalidRequestError(
+                f"{uri}: a checksum can be computed of a local directory only; give sha256 in hex, or None"
+            )
+        directory = unquote(parts.path) if parts.scheme else uri
+        try:
+            return await asyncio.to_thread(checksum, directory)
+        except OSError as error:
+            raise WeightsError(
+                f"the checksum of the weights cannot be computed: {error}; if only the job sees that directory, give "
+                "sha256 in hex, or None"
+            ) from None
+    if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):
+        raise InvalidRequestError(f"sha256 {sha256!r} is neither 'compute' nor None nor 64 hexadecimal digits")
+    return sha256

@@ -1,0 +1,173 @@
+"""A job on several machines: one process is its head, the others are workers; each is to be restarted when it ends.
+
+Ray runs inside the job, for placement and for noticing failures. A head that comes back is a new Ray cluster: workers
+notice, hand over what they were making, and join it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import psutil
+import redis
+
+from rollout_api.keys import MessageKeys
+from rollout_worker.child_process import end_with_parent
+from rollout_worker.engine.compat import EngineError
+from rollout_worker.history.connection import connect, persist
+from rollout_worker.job.actors import DRAIN_S, WORKER_ENV
+from rollout_worker.job.fleet import ENGINE_RESOURCE
+from rollout_worker.job.ray_job import OBJECT_STORE_BYTES, RayJob, join_ray
+from rollout_worker.job.setup import JobSetup
+from rollout_worker.ray_token import share_token
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+_STOP_S = 10.0
+_EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 – the head is there for other machines
+
+
+async def run_head(setup: JobSetup, *, port: int) -> None:
+    """Be the head of a job until it is closed and answered.
+
+    Ray must not be imported before ``ray_token.share_token`` was called: it reads its token then.
+
+    Args:
+        setup: the job.
+        port: on which workers find the head.
+
+    Raises:
+        EngineError: if Ray does not start, or dies; the process is to be started again then.
+    """
+    options = ["--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
+    server = connect(setup.redis_url)
+    # before Ray is there, so that no worker joins the new cluster in the belief that it is the old one
+    await asyncio.to_thread(persist, server.set, setup.keys.head, secrets.token_hex(8))
+    with _ray(options) as processes:
+        await asyncio.to_thread(_wait_until_reachable, f"127.0.0.1:{port}", processes)
+        join_ray(f"127.0.0.1:{port}")
+        job = RayJob(setup)
+        await asyncio.to_thread(job.start)
+        while not await job.ended():
+            if processes.poll() is not None:
+                raise EngineError("Ray's head has ended; see its log")
+            await asyncio.sleep(_POLL_S)
+
+
+def run_worker(redis_url: str, uid: str, *, address: str, engines: int) -> None:
+    """Be a worker of a job: room for so many engines, until SIGTERM, which lets them hand over what they have.
+
+    Args:
+        redis_url: the job's server, where a new head makes itself known.
+        uid: of the job.
+        address: of the head, host:port.
+        engines: how many fit on this machine.
+    """
+    server, keys = connect(redis_url), MessageKeys(uid)
+    ending: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: ending.append(number))
+    while not ending:
+        head = _head(server, keys.head)
+        if head is None or not _reachable(address):
+            time.sleep(_POLL_S)
+            continue
+        share_token(server, keys)
+        resources = json.dumps({ENGINE_RESOURCE: engines})
+        name = os.environ[WORKER_ENV] = secrets.token_hex(8)
+        with _ray([f"--address={address}", "--num-cpus=0", f"--resources={resources}"]) as processes:
+            while not ending and processes.poll() is None and _head(server, keys.head) in (head, None):
+                time.sleep(_POLL_S)
+            if ending:
+                _let_engines_leave(server, keys, name, DRAIN_S)
+            elif processes.poll() is None:
+                logger.warning("The head was started anew; joining it as soon as what is here is handed over.")
+                _let_engines_leave(server, keys, name, 0.0)
+
+
+def _head(server: redis.Redis, key: str) -> bytes | None:
+    """Which head there is; None while Redis does not say."""
+    try:
+        found = server.get(key)
+    except redis.RedisError:
+        return None
+    return found if isinstance(found, bytes) else None
+
+
+def _reachable(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=2).close()
+    except OSError:
+        return False
+    return True
+
+
+def _wait_until_reachable(address: str, processes: subprocess.Popen[bytes]) -> None:
+    while not _reachable(address):
+        if processes.poll() is not None:
+            raise EngineError(f"Ray does not start on {address}; is the port free?")
+        time.sleep(_POLL_S)
+
+
+@contextmanager
+def _ray(options: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """Ray's processes on this machine, in a session of their own."""
+    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+    command += [f"--object-store-memory={OBJECT_STORE_BYTES}", *options]
+    processes = subprocess.Popen(
+        command,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=end_with_parent,  # noqa: PLW1509 – see there
+    )
+    try:
+        yield processes
+    finally:
+        below = _below(processes.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(processes.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            processes.wait(_STOP_S)
+        processes.kill()
+        processes.wait()
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _below(pid: int) -> list[psutil.Process]:
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _let_engines_leave(server: redis.Redis, keys: MessageKeys, worker: str, grace: float) -> None:
+    """Tell a worker's engines to leave the job within *grace* seconds, and wait until they have."""
+    deadline = time.monotonic() + grace + _STOP_S
+    try:
+        server.set(keys.leaving(worker), grace, ex=600)
+        while time.monotonic() < deadline:
+            reports: Any = server.hvals(keys.engines)
+            here = [one for data in reports if (one := msgpack.unpackb(data, strict_map_key=False))["worker"] == worker]
+            if not here:
+                return
+            time.sleep(_POLL_S / 2)
+    except redis.RedisError as error:
+        logger.warning("Redis cannot be told that this worker leaves (%s): its leases will run out.", error)

@@ -1,0 +1,173 @@
+"""The parts of a job as Ray actors. Ray places them and starts them again; what they know is in Redis.
+
+Each actor runs its part in an asyncio loop of its own, in a thread. When the part fails, the process ends, and Ray
+makes a new one; nothing is asked of an actor that it could not be asked again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any
+
+from rollout_api.messages import WeightUpdate
+from rollout_worker.engine.compat import EngineError
+from rollout_worker.engine.host import Engine
+from rollout_worker.history.connection import connect, connect_async
+from rollout_worker.job.coordinator import Coordinator
+from rollout_worker.job.engine_worker import EngineWorker
+from rollout_worker.job.fleet import Fleet
+from rollout_worker.job.http import StatusServer
+from rollout_worker.job.plane import StaleCoordinatorError
+from rollout_worker.job.relay import Relay
+from rollout_worker.job.setup import JobSetup
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 25.0
+"""How long an engine that is told to end lets its rollouts end: less than Kubernetes' usual 30 s until SIGKILL."""
+WORKER_ENV = "ROLLOUT_WORKER"
+"""Names the worker that started this machine's part of Ray; its engines inherit it."""
+_FAILED_EXIT = 1
+
+
+class _Loop:
+    """An asyncio loop in a thread."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name=name, daemon=True).start()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+
+def _end_process_when_failed(work: Future[Any]) -> None:
+    """Let Ray start the actor anew; the error is in the log by then."""
+    if not work.cancelled() and (error := work.exception()) is not None:
+        logger.error("Ending, to begin anew: %s: %s", type(error).__name__, error)
+        logging.shutdown()
+        os._exit(_FAILED_EXIT)
+
+
+def _log_plainly() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
+
+
+class CoordinatorActor:
+    """The coordinator of a job, the engines' fleet and the status server."""
+
+    def __init__(self, setup: JobSetup) -> None:
+        _log_plainly()
+        self._loop = _Loop("coordinator")
+        self.http_port = 0
+        self._fleet = Fleet(setup, EngineActor)
+        self._work = self._loop.start(self._run(setup))
+        self._work.add_done_callback(_end_process_when_failed)
+
+    async def _run(self, setup: JobSetup) -> None:
+        history = connect_async(setup.redis_url)
+        coordinator = Coordinator(setup.job, setup.plane(), history, vocabulary=setup.vocabulary)
+        server = StatusServer(coordinator.board)
+        self.http_port = await server.start(setup.http_host, setup.http_port)
+        fleet = asyncio.ensure_future(self._fleet.run())
+        try:
+            await coordinator.run()
+        except StaleCoordinatorError:
+            # the newer one is the actor by this name; this process is left over
+            os._exit(0)
+        finally:
+            fleet.cancel()
+
+    def address(self) -> int:
+        """Port of the status server."""
+        return self.http_port
+
+    def engine_errors(self) -> dict[str, str]:
+        """Engines that do not start, and why."""
+        return dict(self._fleet.errors)
+
+    def scale(self, engines: int) -> None:
+        """From now on keep so many engines; those that are too many drain and leave."""
+        self._fleet.wanted = engines
+
+    def ended(self, wait: float = 0.0) -> bool:
+        """Whether the job was closed and answered."""
+        deadline = time.monotonic() + wait
+        while not self._work.done() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._work.done()
+
+
+class RelayActor:
+    """Carries ended rollouts into the history."""
+
+    def __init__(self, setup: JobSetup) -> None:
+        _log_plainly()
+        self._relay = Relay(connect(setup.redis_url), setup.keys, setup.store())
+        self._relay.start()
+
+    def alive(self) -> bool:
+        """Answers as long as the process lives."""
+        return True
+
+
+class EngineActor:
+    """One vLLM engine."""
+
+    def __init__(self, setup: JobSetup, name: str, plain: bool) -> None:
+        _log_plainly()
+        self._worker: EngineWorker | None = None
+        self._ready = threading.Event()
+        self._error = ""
+        self._loop = _Loop("engine")
+        self._work = self._loop.start(self._run(setup, name, plain))
+        self._work.add_done_callback(_end_process_when_failed)
+
+    async def _run(self, setup: JobSetup, name: str, plain: bool) -> None:
+        job = setup.job
+        try:
+            engine = await Engine.start(setup.engine_config(plain=plain))
+        except Exception as error:
+            # said by ready(), and tried again by whoever asked
+            self._error = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+            self._ready.set()
+            return
+        locate: Callable[[WeightUpdate], Any] = setup.transport().locate
+        self._worker = EngineWorker(
+            engine,
+            setup.plane(),
+            setup.store(),
+            name=name,
+            worker=os.environ.get(WORKER_ENV, ""),
+            slots=job.spec.engine.max_num_seqs,
+            checkpoint_tokens=job.spec.engine.checkpoint_tokens,
+            sampling=job.spec.sampling,
+            locate=locate,
+        )
+        self._ready.set()
+        try:
+            await self._worker.run()
+        finally:
+            engine.close()
+
+    def ready(self) -> str:
+        """Wait until the engine has started; '' or why it does not start."""
+        self._ready.wait()
+        return self._error
+
+    def pid(self) -> int:
+        """Of this process."""
+        return os.getpid()
+
+    def drain(self, grace: float = DRAIN_S) -> bool:
+        """Let the rollouts end for *grace* seconds, hand the rest over and leave the job."""
+        if self._worker is not None and not self._work.done():
+            self._loop.start(self._worker.drain(grace)).result()
+            self._work.result(timeout=grace)
+        return True

@@ -1,0 +1,586 @@
+"""Reads requests, gives rollouts to engines and takes back what lost engines had. All its state is in Redis."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import redis.asyncio
+
+from rollout_api.job import RolloutJob
+from rollout_api.keys import DATA, JOBS, HistoryKeys
+from rollout_api.messages import (
+    SCHEMA_VERSION,
+    Cancel,
+    Close,
+    CodecError,
+    Drafts,
+    FinishReason,
+    Refusal,
+    Rollout,
+    RolloutRequest,
+    WeightUpdate,
+    decode,
+)
+from rollout_api.quantity import parse_quantity
+from rollout_worker.engine.sampling import AdmissionError, admit
+from rollout_worker.history.connection import patiently
+from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, arrival
+from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest, Scheduler, mean_lengths
+from rollout_worker.job.status import JobStatus, StatusBoard
+
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 0.1
+_LOOK_AROUND_S = 0.25
+_STATUS_S = 1.0
+_RECONCILE_S = 10.0
+_READ = 500
+_SOLO_AFTER = 3
+"""Engines that may be lost with a rollout before it is run apart from others like it."""
+_GIVE_UP_AFTER = 6
+
+
+@dataclass
+class OpenRequest:
+    """A request that is taken up and not answered in full."""
+
+    entry: str
+    request: RolloutRequest
+    arrival: int
+    deadline: float | None
+    """By Redis' clock."""
+    history_length: float = 0.0
+    done: set[int] = field(default_factory=set)
+    assigned: dict[int, str] = field(default_factory=dict)
+    """Sample → engine."""
+    lengths: list[int] = field(default_factory=list)
+    """Of the samples that ended."""
+    cancelled: bool = False
+
+    @property
+    def predicted(self) -> float:
+        """Expected length, in tokens, of a sample: the history's mean, which two samples of this group outweigh."""
+        prior = 2 if self.history_length else 0
+        count = prior + len(self.lengths)
+        return (prior * self.history_length + sum(self.lengths)) / count if count else 0.0
+
+
+class Coordinator:
+    """One coordinator of a job. A later one takes over at any moment from what is in Redis."""
+
+    def __init__(
+        self,
+        job: RolloutJob,
+        plane: MessagePlane,
+        history: redis.asyncio.Redis,
+        *,
+        vocabulary: int,
+        scheduler: Scheduler | None = None,
+    ) -> None:
+        """Take what a coordinator needs.
+
+        Args:
+            job: the manifest.
+            plane: the job's messages.
+            history: server of the history, for the lengths of earlier rollouts.
+            vocabulary: number of token ids that the model knows.
+            scheduler: who goes first; default: :class:`ProbeThenLongest`.
+        """
+        self.board = StatusBoard(job)
+        self._job, self._plane, self._history = job, plane, history
+        self._history_keys = HistoryKeys(job.metadata.namespace, job.history_name)
+        self._vocabulary = vocabulary
+        self._scheduler = scheduler or ProbeThenLongest()
+        self._number = 0
+        self._open: dict[str, OpenRequest] = {}
+        self._arrivals = 0
+        self._engines: dict[str, EngineReport] = {}
+        """Engines whose lease holds."""
+        self._assigned: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
+        """Engine → its samples."""
+        self._attempts: dict[str, int] = {}
+        self._resumable: set[str] = set()
+        """Rollouts of which there may be a partial to go on from."""
+        self._solo: set[tuple[str, int]] = set()
+        self._slow: frozenset[str] = frozenset()
+        self._updates: list[WeightUpdate] = []
+        self._cursors = {plane.keys.requests: "0", plane.keys.control: "0", plane.keys.events: "$"}
+        self._closing = False
+
+    async def run(self) -> None:
+        """Coordinate until the job is closed and answered.
+
+        Raises:
+            StaleCoordinatorError: another coordinator has taken over.
+        """
+        await self._recover()
+        looked = said = reconciled = 0.0
+        while not await self._ended():
+            now = time.monotonic()
+            if now - looked >= _LOOK_AROUND_S:
+                looked = now
+                await self._look_around()
+            if now - said >= _STATUS_S:
+                said = now
+                await self._say()
+            if now - reconciled >= _RECONCILE_S:
+                reconciled = now
+                await self._reconcile()
+            await self._place()
+            await self._read()
+
+    # taking over
+
+    async def _recover(self) -> None:
+        """Make of what is in Redis the state that a coordinator which never ended would have."""
+        plane, keys = self._plane, self._plane.keys
+        self._number = await patiently(plane.take_over)
+        # events before this point are in what is read below
+        self._cursors[keys.events] = await patiently(plane.last, keys.events)
+        await patiently(self._publish_job)
+        self._updates = await patiently(plane.weights)
+        self._attempts = await patiently(plane.attempts)
+        self._resumable = await patiently(plane.partial_ids)
+        reports = await patiently(plane.engines)
+        held: dict[tuple[str, int], str] = {}
+        for engine in reports:
+            for order in await patiently(plane.orders, engine):
+                if order.assignment is not None:
+                    held[order.assignment.request_id, order.assignment.sample] = engine
+        entries = await patiently(plane.entries, keys.requests)
+        await self._take_up(entries, held)
+        if entries:
+            self._cursors[keys.requests] = entries[-1][0]
+        self._engines = {engine: report for engine, (report, alive) in reports.items() if alive}
+        await self._reclaim({engine: report for engine, (report, alive) in reports.items() if not alive})
+
+    async def _publish_job(self) -> None:
+        spec, client, keys = self._job.spec, self._plane.client, self._plane.keys
+        about: dict[
+            str | bytes | bytearray | memoryview | int | float, str | bytes | bytearray | memoryview | int | float
+        ] = {
+            "version": SCHEMA_VERSION,
+            "model": spec.model.uri,
+            "vocabulary": self._vocabulary,
+            "sampling": spec.sampling.model_dump_json(),
+            "max_model_len": spec.engine.max_model_len,
+            "max_request_bytes": int(parse_quantity(spec.queue.max_request_bytes)),
+            "max_rollouts": spec.queue.max_rollouts,
+        }
+        await client.hset(keys.job, mapping=about)
+        await client.hsetnx(keys.job, "state", "running")
+        self._closing = await client.hget(keys.job, "closing") == b"1"
+        await client.hset(JOBS, f"{self._job.metadata.namespace}/{self._job.metadata.name}", keys.uid)
+
+    # what comes in
+
+    async def _read(self) -> None:
+        keys = self._plane.keys
+        cursors = dict(self._cursors)
+        if sum(one.request.sampling.n for one in self._open.values()) >= self._job.spec.queue.max_rollouts:
+            del cursors[keys.requests]
+        found = await patiently(lambda: self._plane.read(cursors, block=_WAIT_S, count=_READ))
+        for stream, entries in found.items():
+            self._cursors[stream] = entries[-1][0]
+        for _, fields in found.get(keys.events, []):
+            self._note(fields)
+        await self._take_up(found.get(keys.requests, []), {})
+        for entry, fields in found.get(keys.control, []):
+            await self._control(entry, fields.get(DATA.encode(), b""))
+
+    async def _take_up(self, entries: Iterable[Entry], held: dict[tuple[str, int], str]) -> None:
+        """Take requests up, refuse what cannot be served, and forget what is a repetition."""
+        taken: list[tuple[str, RolloutRequest]] = []
+        for entry, fields in entries:
+            data = fields.get(DATA.encode(), b"")
+            try:
+                request = self._readable(data)
+            except CodecError as error:
+                await self._bury(self._plane.keys.requests, entry, data, str(error))
+                continue
+            try:
+                request = self._admissible(request, len(data))
+            except AdmissionError as error:
+                await self._refuse(entry, data, request, str(error))
+                continue
+            state = await patiently(self._plane.admit, entry, request)
+            if state == 1:
+                taken.append((entry, request))
+            elif state == -1:
+                reason = "it was answered before; to sample it again, ask under another request id"
+                await patiently(
+                    self._plane.reply, request.reply_to, Refusal(request_id=request.request_id, reason=reason)
+                )
+        if not taken:
+            return
+        progress = await patiently(self._plane.progress, [request.request_id for _, request in taken])
+        lengths = await self._lengths([request.problem for _, request in taken])
+        holders = await self._holders([request for _, request in taken])
+        for (entry, request), (done, cancelled), length, holder in zip(taken, progress, lengths, holders, strict=True):
+            self._arrivals += 1
+            deadline = arrival(entry) + request.deadline_seconds if request.deadline_seconds else None
+            one = OpenRequest(entry, request, self._arrivals, deadline, length, set(done), cancelled=cancelled)
+            self._open[request.request_id] = one
+            waiting = []
+            for sample in range(request.sampling.n):
+                engine = held.get((request.request_id, sample))
+                if engine is not None:
+                    one.assigned[sample] = engine
+                    self._assigned[engine].add((request.request_id, sample))
+                elif sample not in done:
+                    waiting.append(sample)
+            self._queue(one, waiting, holder)
+            if one.cancelled:
+                await self._end_waiting(one, FinishReason.CANCELLED)
+
+    def _readable(self, data: bytes) -> RolloutRequest:
+        request = decode(data)
+        if not isinstance(request, RolloutRequest):
+            raise CodecError(f"a {request.kind} where a request belongs")
+        return request
+
+    def _admissible(self, request: RolloutRequest, size: int) -> RolloutRequest:
+        """The request with the job's sampling settings under its own; AdmissionError if it cannot be served."""
+        spec = self._job.spec
+        if request.job_uid != self._plane.keys.uid:
+            raise AdmissionError(f"it is for job {request.job_uid}, this is {self._plane.keys.uid}; connect again")
+        if size > (most := int(parse_quantity(spec.queue.max_request_bytes))):
+            raise AdmissionError(f"{size} bytes; spec.queue.maxRequestBytes allows {most}")
+        try:
+            request = request.under(spec.sampling)
+        except ValueError as error:
+            raise AdmissionError(f"sampling, with the job's spec.sampling: {error}") from None
+        admit(
+            request.sampling,
+            len(request.prompt_token_ids),
+            max_model_len=spec.engine.max_model_len,
+            speculating=spec.speculation.policy != "off",
+            prefix=request.prefix,
+        )
+        if outside := [token for token in request.prompt_token_ids if token >= self._vocabulary]:
+            raise AdmissionError(f"prompt token {outside[0]} is no token of the model, which has {self._vocabulary}")
+        prefix = request.prefix
+        if request.weight_version is not None and prefix is not None:
+            others = sorted({span.weight_version for span in prefix.spans} - {request.weight_version})
+            if others:
+                raise AdmissionError(
+                    f"it is pinned to weight version {request.weight_version} and goes on from tokens of {others[0]}; "
+                    "leave weight_version out, or sample it from the beginning"
+                )
+        return request
+
+    async def _refuse(self, entry: str, data: bytes, request: RolloutRequest, reason: str) -> None:
+        logger.warning("Refused request %s of %s: %s", request.request_id, request.reply_to, reason)
+        await patiently(self._plane.reply, request.reply_to, Refusal(request_id=request.request_id, reason=reason))
+        await self._bury(self._plane.keys.requests, entry, data, reason)
+
+    async def _bury(self, stream: str, entry: str, data: bytes, reason: str) -> None:
+        logger.warning("To the dead letters, from %s: %s", stream.rpartition(":")[2], reason)
+        self.board.dead += 1
+        await patiently(self._plane.bury, stream, entry, data, reason)
+
+    async def _lengths(self, problems: list[str]) -> list[float]:
+        pipeline = self._history.pipeline(transaction=False)
+        for problem in problems:
+            pipeline.hvals(self._history_keys.lengths(problem))
+        replies = await patiently(pipeline.execute)
+        return [mean_lengths(entries) for entries in replies]
+
+    async def _holders(self, requests: list[RolloutRequest]) -> list[str | None]:
+        keys = [self._plane.keys.trajectory(request.trajectory_id or "") for request in requests]
+        if not any(request.turn for request in requests):
+            return [None] * len(requests)
+        found = await patiently(self._plane.client.mget, keys)
+        return [
+            str(engine, "utf-8") if isinstance(engine, bytes) and request.turn else None
+            for engine, request in zip(found, requests, strict=True)
+        ]
+
+    def _queue(self, one: OpenRequest, samples: list[int], holder: str | None = None) -> None:
+        """Let samples of a request wait for an engine; those that cost too many engines wait apart."""
+        request = one.request
+        for sample in samples:
+            solo = self._attempts.get(str(request.rollout_id(sample)), 0) >= _SOLO_AFTER
+            if solo:
+                self._solo.add((request.request_id, sample))
+            group = Group(
+                request.request_id,
+                request.reply_to,
+                [sample],
+                one.arrival,
+                request.priority,
+                one.predicted,
+                probed=bool(one.done or one.assigned),
+                pinned=request.weight_version,
+                plain=request.drafts is Drafts.OFF,
+                holder=holder,
+                solo=solo,
+            )
+            self._scheduler.add(group)
+
+    async def _control(self, entry: str, data: bytes) -> None:
+        control = self._plane.keys.control
+        try:
+            message = decode(data)
+            if not isinstance(message, WeightUpdate | Cancel | Close):
+                raise CodecError(f"a {message.kind} where a control message belongs")
+        except CodecError as error:
+            await self._bury(control, entry, data, str(error))
+            return
+        if isinstance(message, WeightUpdate):
+            await patiently(self._plane.set_weights, message)
+            self._updates = await patiently(self._plane.weights)
+            for engine in list(self._engines):
+                await self._order(engine, ["weights"])
+        elif isinstance(message, Cancel):
+            for request_id in message.request_ids:
+                await self._cancel(request_id)
+        else:
+            await patiently(self._plane.client.hset, self._plane.keys.job, "closing", "1")
+            self._closing = True
+        await patiently(self._plane.delete, control, entry)
+
+    async def _cancel(self, request_id: str) -> None:
+        await patiently(self._plane.mark_cancelled, request_id)
+        one = self._open.get(request_id)
+        if one is None:
+            return
+        one.cancelled = True
+        await self._end_waiting(one, FinishReason.CANCELLED)
+        for engine in set(one.assigned.values()):
+            await self._order(engine, [f"cancel {request_id}"])
+
+    def _note(self, fields: dict[bytes, bytes]) -> None:
+        """An engine (or this coordinator) has ended a sample, or gives one back."""
+        request_id, sample = fields[b"r"].decode(), int(fields[b"s"])
+        self._unassign(request_id, sample)
+        one = self._open.get(request_id)
+        if one is None:
+            return
+        if b"x" in fields:
+            if sample not in one.done:
+                self._resumable.add(str(one.request.rollout_id(sample)))
+                self._queue(one, [sample])
+            return
+        rollout_id = str(one.request.rollout_id(sample))
+        self._attempts.pop(rollout_id, None)
+        self._resumable.discard(rollout_id)
+        if sample not in one.done:
+            one.done.add(sample)
+            one.lengths.append(int(fields.get(b"l", b"0")))
+            self._scheduler.predict(request_id, one.predicted)
+        if len(one.done) >= one.request.sampling.n:
+            del self._open[request_id]
+            self._scheduler.remove(request_id)
+
+    def _unassign(self, request_id: str, sample: int) -> None:
+        self._solo.discard((request_id, sample))
+        one = self._open.get(request_id)
+        engine = one.assigned.pop(sample, None) if one is not None else None
+        if engine is not None:
+            self._assigned[engine].discard((request_id, sample))
+
+    # engines
+
+    async def _look_around(self) -> None:
+        """Which engines are there, which were lost, what is overdue, who does not read."""
+        reports = await patiently(self._plane.engines)
+        came = {engine for engine, (_, alive) in reports.items() if alive} - self._engines.keys()
+        for engine in came:
+            logger.info("Engine %s is there.", engine)
+        self._engines = {engine: report for engine, (report, alive) in reports.items() if alive}
+        await self._reclaim({engine: report for engine, (report, alive) in reports.items() if not alive})
+        desired = self._updates[-1].weight_version if self._updates else None
+        for engine in came:
+            if desired is not None and self._engines[engine].to_come != desired:
+                await self._order(engine, ["weights"])
+        await self._end_overdue()
+        await self._end_unservable(desired)
+        await self._find_slow_clients()
+
+    async def _reclaim(self, lost: dict[str, EngineReport]) -> None:
+        for engine, report in lost.items():
+            orders = await patiently(self._plane.reclaim, self._number, engine)
+            self._engines.pop(engine, None)
+            if orders is None:
+                continue
+            samples = self._assigned.pop(engine, set())
+            samples |= {(o.assignment.request_id, o.assignment.sample) for o in orders if o.assignment is not None}
+            if report.draining:
+                logger.info("Engine %s has left; %d rollouts go on elsewhere.", engine, len(samples))
+            else:
+                logger.warning("Engine %s was lost; %d rollouts go on elsewhere.", engine, len(samples))
+                self.board.engines_lost += 1
+            await self._give_to_others(samples, lost=not report.draining)
+
+    async def _give_to_others(self, samples: set[tuple[str, int]], *, lost: bool) -> None:
+        self._resumable |= await patiently(self._plane.partial_ids)
+        still = []
+        for request_id, sample in sorted(samples):
+            self._unassign(request_id, sample)
+            one = self._open.get(request_id)
+            if one is not None and sample not in one.done:
+                still.append((one, sample))
+        # what ended just before is in the ledger, and its event may still be on its way
+        progress = await patiently(self._plane.progress, [one.request.request_id for one, _ in still])
+        still = [(one, sample) for (one, sample), (done, _) in zip(still, progress, strict=True) if sample not in done]
+        if lost:
+            ids = [str(one.request.rollout_id(sample)) for one, sample in still]
+            self._attempts |= zip(ids, await patiently(self._plane.count_loss, ids), strict=True)
+        for one, sample in still:
+            count = self._attempts.get(str(one.request.rollout_id(sample)), 0)
+            if count >= _GIVE_UP_AFTER:
+                await self._fail(one, sample, f"{count} engines were lost with it before it made any progress")
+            elif one.cancelled:
+                await self._end(one, sample, FinishReason.CANCELLED)
+            else:
+                self._queue(one, [sample])
+
+    async def _reconcile(self) -> None:
+        """Learn from the ledger what ended without this coordinator hearing of it: old events are trimmed."""
+        behind = [one for one in self._open.values() if one.assigned]
+        progress = await patiently(self._plane.progress, [one.request.request_id for one in behind])
+        for one, (done, _) in zip(behind, progress, strict=True):
+            for sample in done - one.done:
+                self._note({b"r": one.request.request_id.encode(), b"s": str(sample).encode()})
+
+    async def _order(self, engine: str, orders: Sequence[Assignment | str]) -> bool:
+        return await patiently(self._plane.assign, self._number, engine, orders) is not None
+
+    async def _place(self) -> None:
+        loads = [
+            EngineLoad(engine, report.slots, len(self._assigned[engine]), report.to_come, report.plain)
+            for engine, report in self._engines.items()
+            if not report.draining
+        ]
+        if not loads or not self._scheduler.waiting():
+            return
+        solo_busy = frozenset(
+            one.assigned[sample]
+            for request_id, sample in self._solo
+            if (one := self._open.get(request_id)) is not None and sample in one.assigned
+        )
+        by_engine: defaultdict[str, list[Assignment]] = defaultdict(list)
+        for placement in self._scheduler.place(loads, self._slow, solo_busy):
+            one = self._open[placement.request_id]
+            resumed = str(one.request.rollout_id(placement.sample)) in self._resumable
+            by_engine[placement.engine].append(
+                Assignment(placement.request_id, placement.sample, one.entry, resumed=resumed)
+            )
+        for engine, orders in by_engine.items():
+            given = await self._order(engine, orders)
+            for order in orders:
+                one = self._open[order.request_id]
+                if given:
+                    one.assigned[order.sample] = engine
+                    self._assigned[engine].add((order.request_id, order.sample))
+                else:
+                    self._queue(one, [order.sample])
+            if not given:
+                self._engines.pop(engine, None)
+
+    # what ends without an engine
+
+    async def _end_overdue(self) -> None:
+        if not any(one.deadline is not None for one in self._open.values()):
+            return
+        now = await patiently(self._plane.clock)
+        for one in [one for one in self._open.values() if one.deadline is not None and one.deadline <= now]:
+            await self._end_waiting(one, FinishReason.DEADLINE)
+
+    async def _end_unservable(self, desired: int | None) -> None:
+        """Answer what is pinned to a version that no engine serves or will serve."""
+        pinned = {group.pinned for group in self._scheduler.groups() if group.pinned is not None}
+        pinned -= {report.to_come for report in self._engines.values()}
+        if not pinned or not self._engines:
+            return
+        for one in list(self._open.values()):
+            version = one.request.weight_version
+            if version not in pinned or version is None:
+                continue
+            reasons = [report.failed[version] for report in self._engines.values() if version in report.failed]
+            if version == desired and len(reasons) == len(self._engines):
+                detail = f"no engine can load weight version {version}: {reasons[0]}"
+            elif desired is not None and version < desired:
+                detail = f"no engine serves weight version {version} any more; the newest is {desired}"
+            else:
+                continue  # it may still be published, or is being loaded
+            for sample in self._scheduler.remove(one.request.request_id):
+                await self._fail(one, sample, detail)
+
+    async def _end_waiting(self, one: OpenRequest, reason: FinishReason) -> None:
+        for sample in self._scheduler.remove(one.request.request_id):
+            await self._end(one, sample, reason)
+
+    async def _fail(self, one: OpenRequest, sample: int, detail: str) -> None:
+        logger.warning("Rollout %s cannot be made: %s", one.request.rollout_id(sample), detail)
+        await self._end(one, sample, FinishReason.FAILED, detail)
+
+    async def _end(self, one: OpenRequest, sample: int, reason: FinishReason, detail: str = "") -> None:
+        """Answer a sample that no engine has, with what there is of it."""
+        request = one.request
+        partial = await patiently(self._plane.partial, request, sample) or request.prefix
+        rollout = Rollout(
+            rollout_id=str(request.rollout_id(sample)),
+            problem_id=request.problem,
+            purpose=request.purpose,
+            token_ids=partial.token_ids if partial else [],
+            logprobs=partial.logprobs if partial else None,
+            spans=partial.spans if partial else [],
+            finish_reason=reason,
+            detail=detail,
+        )
+        await patiently(lambda: self._plane.finish(request, rollout))
+
+    # what goes out
+
+    async def _find_slow_clients(self) -> None:
+        most = int(parse_quantity(self._job.spec.queue.max_unread_results))
+        clients = {one.request.reply_to for one in self._open.values()}
+        unread = {client: await patiently(self._plane.unread, client) for client in clients}
+        slow = frozenset(client for client, (_, size) in unread.items() if size > most)
+        for client in slow - self._slow:
+            logger.warning(
+                "Client %s has %d unread results (%d bytes, spec.queue.maxUnreadResults allows %d): none of its "
+                "rollouts is started until it has read some.",
+                client,
+                *unread[client],
+                most,
+            )
+        self._slow = slow
+        self.board.unread = {client: count for client, (count, _) in unread.items()}
+
+    async def _say(self) -> None:
+        totals = await patiently(self._plane.totals)
+        assigned = sum(len(samples) for samples in self._assigned.values())
+        tokens_ahead = sum(
+            one.predicted * (one.request.sampling.n - len(one.done) - len(one.assigned) / 2)
+            for one in self._open.values()
+        )
+        status: JobStatus = self.board.status(
+            uid=self._plane.keys.uid,
+            coordinator=self._number,
+            requests=len(self._open),
+            waiting=self._scheduler.waiting(),
+            assigned=assigned,
+            totals=totals,
+            engines=self._engines,
+            weight_version=self._updates[-1].weight_version if self._updates else 0,
+            slow=sorted(self._slow),
+            tokens_ahead=tokens_ahead,
+            closing=self._closing,
+        )
+        await patiently(self._plane.set_status, json.dumps(status).encode())
+
+    async def _ended(self) -> bool:
+        if not self._closing or self._open:
+            return False
+        if await patiently(self._plane.client.xlen, self._plane.keys.requests):
+            return False
+        await patiently(self._plane.client.hset, self._plane.keys.job, "state", "closed")
+        return True

@@ -1,0 +1,469 @@
+"""Carries out what the coordinator orders of one engine; needs Redis, but no coordinator, to go on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+
+from rollout_api.job import Sampling
+from rollout_api.messages import FinishReason, Partial, Rollout, RolloutRequest, UpdateMode, WeightsKind, WeightUpdate
+from rollout_worker.engine.compat import EngineError
+from rollout_worker.engine.host import Engine, Generated
+from rollout_worker.engine.sampling import AdmissionError, can_continue
+from rollout_worker.history.connection import patiently, persist
+from rollout_worker.history.store import HistoryStore
+from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, Order, arrival
+from rollout_worker.job.tasks import end
+from rollout_worker.job.weights import WeightsError
+
+logger = logging.getLogger(__name__)
+
+_HEARTBEAT_S = 1.0
+_STATS = ("steps", "drafting_seconds", "index_bytes")
+_HISTORY_STATS = ("rollouts", "tokens", "corrupt", "failures")
+_HUNG_S = 300.0
+"""Longer than loading the weights of any model takes, during which an engine answers nothing."""
+_INBOX_WAIT_S = 1.0
+_HISTORY_WAIT_S = 2.0
+"""How long a rollout waits for its problem's history: drafts from the first token on are worth a little."""
+_REQUESTS_KEPT = 512
+_PROBLEMS_KEPT = 4096
+
+
+@dataclass(eq=False)
+class _Running:
+    """One rollout that this engine has to make."""
+
+    order: Order
+    assignment: Assignment
+    task: asyncio.Task[None] | None = None
+    until: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set to end it as it is."""
+    why: FinishReason | None = None
+    """Set with it: what to answer; None: nothing, the rollout goes on elsewhere."""
+    pinned: int | None = None
+
+    def end(self, why: FinishReason | None) -> None:
+        """Let it end as it is."""
+        if not self.until.is_set():
+            self.why = why
+            self.until.set()
+
+
+class EngineWorker:
+    """One engine's part of a job.
+
+    It renews its own lease, keeps its rollouts' partials, answers clients and loads new weights, all by itself: the
+    coordinator is needed for new work alone.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        plane: MessagePlane,
+        store: HistoryStore,
+        *,
+        name: str,
+        worker: str,
+        slots: int,
+        checkpoint_tokens: int,
+        sampling: Sampling,
+        locate: Callable[[WeightUpdate], Path],
+    ) -> None:
+        """Take what a worker needs; :meth:`run` begins.
+
+        Args:
+            engine: started; the caller closes it.
+            plane: the job's messages.
+            store: the job's history.
+            name: of the worker, the same over its restarts.
+            worker: the process on its machine that may tell it to leave; '' if there is none.
+            slots: rollouts decoded at the same time.
+            checkpoint_tokens: most tokens of a rollout that are lost with this engine.
+            sampling: the job's settings, which a request may override.
+            locate: finds and verifies the directory of an update's weights; blocks, raises :class:`WeightsError`.
+        """
+        self._engine, self._plane, self._store = engine, plane, store
+        self._checkpoint_tokens, self._sampling, self._locate = checkpoint_tokens, sampling, locate
+        plain = engine.config.drafting is None
+        self._report = EngineReport(name, worker, os.getpid(), slots, plain, engine.weight_version)
+        self._id = ""
+        self._head = ""
+        self._leaving: asyncio.Task[None] | None = None
+        self._running: dict[tuple[str, int], _Running] = {}
+        self._requests: OrderedDict[str, asyncio.Task[RolloutRequest | None]] = OrderedDict()
+        self._history = _Announcer(engine, store)
+        self._partials: dict[tuple[str, int], tuple[RolloutRequest, Partial]] = {}
+        self._partials_there = asyncio.Event()
+        self._look_for_weights = asyncio.Event()
+        self._updating = asyncio.Lock()
+        self._failure: asyncio.Future[None] | None = None
+        self._clock_ahead = 0.0
+
+    async def run(self) -> None:
+        """Serve until :meth:`drain` has let the work end.
+
+        Raises:
+            EngineError: if the engine died; its rollouts go on elsewhere.
+        """
+        self._clock_ahead = await patiently(self._plane.clock) - time.time()
+        self._head = await patiently(self._plane.head)
+        await self._update()  # before any work is taken
+        self._failure = asyncio.get_running_loop().create_future()
+        await self._register()
+        loops = [
+            asyncio.ensure_future(loop)
+            for loop in (
+                self._obey(),
+                self._beat(),
+                self._measure(),
+                self._keep_partials(),
+                self._keep_weights(),
+                self._history.run(),
+            )
+        ]
+        try:
+            await asyncio.wait([*loops, self._failure], return_when=asyncio.FIRST_COMPLETED)
+            for ended in [*loops, self._failure]:
+                if ended.done():
+                    ended.result()
+        finally:
+            await end(*loops, *(running.task for running in self._running.values() if running.task is not None))
+            try:
+                await self._plane.leave(self._id)  # others go on at once instead of after the lease
+            except redis.RedisError as error:
+                logger.info("Redis was not told that engine %s ends (%s); its lease will run out.", self._id, error)
+
+    async def drain(self, grace: float) -> None:
+        """Take no more work, let what runs end for *grace* seconds, hand the rest over, and end :meth:`run`."""
+        self._report.draining = True
+        await patiently(lambda: self._plane.heartbeat(self._id, self._report))
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace)
+        for running in self._running.values():
+            running.end(None)
+        tasks = [running.task for running in self._running.values() if running.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=grace)
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_result(None)
+
+    # lease
+
+    async def _register(self) -> None:
+        self._id = f"{self._report.name}-{secrets.token_hex(4)}"
+        self._read_stats()
+        await patiently(lambda: self._plane.heartbeat(self._id, self._report, begin=True))
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            await self._tell()
+            if self._report.draining:
+                continue
+            grace = await patiently(self._plane.asked_to_leave, self._report.worker)
+            if grace is None and await patiently(self._plane.head) != self._head:
+                # this Ray cluster is a thing of the past
+                grace = 0.0
+            if grace is not None:
+                self._leaving = asyncio.ensure_future(self.drain(grace))
+
+    async def _measure(self) -> None:
+        """Ask the engine's processes now and then; one that does not answer at all has hung."""
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            try:
+                stats = await asyncio.wait_for(self._engine.stats(), _HUNG_S)
+            except TimeoutError:
+                raise EngineError(f"the engine has not answered for {_HUNG_S:.0f} s: it hangs") from None
+            counters = {name: stats[name] for name in _STATS if name in stats}
+            history: dict[str, Any] = stats.get("history", {})
+            counters |= {f"history_{name}": history[name] for name in _HISTORY_STATS if name in history}
+            self._report.counters |= counters
+
+    def _read_stats(self) -> None:
+        self._report.counters |= asdict(self._engine.counters)
+
+    async def _tell(self) -> None:
+        self._read_stats()
+        if not await patiently(self._plane.heartbeat, self._id, self._report):
+            logger.warning("Engine %s was taken to be lost, and begins anew; its rollouts go on elsewhere.", self._id)
+            for running in list(self._running.values()):
+                if running.task is not None:
+                    running.task.cancel()
+            self._running.clear()
+            self._partials.clear()
+            await self._register()
+
+    # orders
+
+    async def _obey(self) -> None:
+        reading, cursor = "", "0"
+        while True:
+            if reading != self._id:
+                reading, cursor = self._id, "0"
+            inbox = self._plane.keys.inbox(reading)
+            at = {inbox: cursor}
+            found = await patiently(self._read_inbox, at)
+            for entry, fields in found.get(inbox, []):
+                cursor = entry
+                order = Order.read(entry, fields)
+                if order is not None and reading == self._id:
+                    await self._carry_out(order)
+
+    async def _read_inbox(self, at: dict[str, str]) -> dict[str, list[Entry]]:
+        return await self._plane.read(at, block=_INBOX_WAIT_S, count=256)
+
+    async def _carry_out(self, order: Order) -> None:
+        if order.assignment is not None:
+            key = (order.assignment.request_id, order.assignment.sample)
+            if key in self._running:  # the same order, repeated since its reply was lost
+                await patiently(self._plane.delete, self._plane.keys.inbox(self._id), order.order_id)
+                return
+            running = self._running[key] = _Running(order, order.assignment)
+            running.task = asyncio.ensure_future(self._guarded(key, running))
+            return
+        if order.kind == "cancel":
+            for (request_id, _), running in self._running.items():
+                if request_id == order.request_id:
+                    running.end(FinishReason.CANCELLED)
+        elif order.kind == "weights":
+            self._report.failed.clear()  # published anew, what could not be loaded is tried again
+            self._look_for_weights.set()
+        await patiently(self._plane.delete, self._plane.keys.inbox(self._id), order.order_id)
+
+    async def _guarded(self, key: tuple[str, int], running: _Running) -> None:
+        engine_id = self._id
+        try:
+            await self._rollout(running, engine_id)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            if self._failure is not None and not self._failure.done():
+                self._failure.set_exception(error)
+        finally:
+            if self._running.get(key) is running:
+                del self._running[key]
+            self._partials.pop(key, None)
+
+    async def _rollout(self, running: _Running, engine_id: str) -> None:
+        assignment, order = running.assignment, running.order
+        request = await self._request(assignment.entry)
+        if request is None or self._report.draining:
+            inbox = self._plane.keys.inbox(engine_id)
+            if request is None:  # answered meanwhile
+                await patiently(self._plane.delete, inbox, order.order_id)
+            else:
+                await patiently(self._plane.give_back, engine_id, order.order_id, assignment, "draining")
+            return
+        started_at = time.time()
+        done, cancelled, prefix = await patiently(self._plane.before, request, assignment.sample, assignment.resumed)
+        if done:
+            await patiently(self._plane.delete, self._plane.keys.inbox(engine_id), order.order_id)
+            return
+        if prefix is not None and not can_continue(request.sampling):
+            prefix = None
+        prefix = prefix or request.prefix
+        if cancelled:
+            running.end(FinishReason.CANCELLED)
+        if request.deadline_seconds is not None:
+            left = arrival(assignment.entry) + request.deadline_seconds - (time.time() + self._clock_ahead)
+            asyncio.get_running_loop().call_later(max(0.0, left), running.end, FinishReason.DEADLINE)
+        running.pinned = request.weight_version
+        if running.pinned is not None and not await self._serves(running.pinned):
+            why = f"weight version {running.pinned} is not served"
+            await patiently(self._plane.give_back, engine_id, order.order_id, assignment, why)
+            return
+        if not running.until.is_set():
+            await self._history.ready(request.problem)
+        made: Generated | None = None
+        reason: FinishReason | None
+        try:
+            made = await self._generate(running, request, prefix)
+            reason, detail = made.finish_reason or running.why, ""
+        except AdmissionError as error:
+            reason, detail = FinishReason.FAILED, str(error)
+        if reason is None:  # handed over
+            if made is not None:
+                await patiently(self._plane.checkpoint, request, assignment.sample, _so_far(made))
+            return
+        rollout = Rollout(
+            rollout_id=str(request.rollout_id(assignment.sample)),
+            problem_id=request.problem,
+            purpose=request.purpose,
+            token_ids=made.token_ids if made else [],
+            logprobs=made.logprobs if made else None,
+            spans=made.spans if made else [],
+            finish_reason=reason,
+            detail=detail,
+            drafted=made.drafted if made else 0,
+            accepted=made.accepted if made else 0,
+            engine=engine_id,
+            cached_tokens=made.cached_tokens if made else 0,
+            started_at=started_at,
+            finished_at=time.time(),
+        )
+        await patiently(lambda: self._plane.finish(request, rollout, engine=engine_id, order=order.order_id))
+
+    async def _generate(self, running: _Running, request: RolloutRequest, prefix: Partial | None) -> Generated:
+        key = (running.assignment.request_id, running.assignment.sample)
+
+        def keep(partial: Partial) -> None:
+            self._partials[key] = (request, partial)
+            self._partials_there.set()
+
+        return await self._engine.generate(
+            request,
+            running.assignment.sample,
+            prefix=prefix,
+            on_partial=keep,
+            every=self._checkpoint_tokens,
+            until=running.until,
+        )
+
+    async def _request(self, entry: str) -> RolloutRequest | None:
+        """The request of an entry, read once for all its samples."""
+        task = self._requests.get(entry)
+        if task is None:
+            task = self._requests[entry] = asyncio.ensure_future(self._read_request(entry))
+            while len(self._requests) > _REQUESTS_KEPT:
+                self._requests.popitem(last=False)
+        else:
+            self._requests.move_to_end(entry)
+        return await asyncio.shield(task)
+
+    async def _read_request(self, entry: str) -> RolloutRequest | None:
+        request = await patiently(self._plane.request, entry)
+        return request.under(self._sampling) if request is not None else None
+
+    # partials
+
+    async def _keep_partials(self) -> None:
+        while True:
+            await self._partials_there.wait()
+            self._partials_there.clear()
+            pending, self._partials = self._partials, {}
+            writes = (self._plane.checkpoint(request, key[1], partial) for key, (request, partial) in pending.items())
+            for outcome in await asyncio.gather(*writes, return_exceptions=True):
+                if isinstance(outcome, Exception):
+                    logger.warning("A partial rollout was not kept (%s); the next one will be.", outcome)
+
+    # weights
+
+    async def _keep_weights(self) -> None:
+        while True:
+            await self._look_for_weights.wait()
+            self._look_for_weights.clear()
+            await self._update()
+
+    async def _serves(self, version: int) -> bool:
+        """Whether new rollouts are sampled with *version*, once an update that is under way is through."""
+        if version != self._report.to_come:
+            return False
+        async with self._updating:
+            return self._report.version == version
+
+    async def _update(self) -> None:
+        """Serve what is to be served; what cannot be loaded is said, and the old weights go on."""
+        async with self._updating:
+            for update in await patiently(self._plane.weights):
+                version, served = update.weight_version, self._engine.weight_version
+                if version == served or version in self._report.failed or await self._superseded(update):
+                    continue
+                self._report.loading = version
+                if self._id:
+                    await self._tell()
+                try:
+                    gap = await self._load(update)
+                    logger.info("Weight version %d is served; decoding stood still for %.3f s.", version, gap)
+                    self._report.counters["weights_gap_seconds"] = gap
+                except (WeightsError, EngineError) as error:
+                    logger.warning("Weight version %d cannot be loaded; %d goes on: %s", version, served, error)
+                    self._report.failed[version] = str(error)
+                self._report.version, self._report.loading = self._engine.weight_version, None
+            if self._id:
+                await self._tell()
+
+    async def _superseded(self, update: WeightUpdate) -> bool:
+        """Whether full weights need not be loaded since an adapter on top of them is served."""
+        newest = (await patiently(self._plane.weights))[-1]
+        return update is not newest and newest.weight_version == self._engine.weight_version
+
+    async def _load(self, update: WeightUpdate) -> float:
+        directory = await asyncio.to_thread(self._locate, update)
+        if update.mode is not UpdateMode.DRAIN and update.weights is WeightsKind.FULL:
+            # what is pinned to the old version ends under it
+            old = self._engine.weight_version
+            pinned = [one.task for one in self._running.values() if one.pinned == old and one.task is not None]
+            if pinned:
+                await asyncio.wait(pinned)
+        if update.weights is WeightsKind.LORA:
+            gap = await self._engine.load_adapter(directory, update.weight_version)
+        else:
+            gap = await self._engine.load_weights(directory, update.weight_version, update.mode)
+        generation = await asyncio.to_thread(persist, self._store.publish, self._plane.keys.uid, update.weight_version)
+        await self._history.advance(generation)
+        return gap
+
+
+class _Announcer:
+    """Tells the engine's drafter which problems are coming, many at a time, and waits a moment for their history."""
+
+    def __init__(self, engine: Engine, store: HistoryStore) -> None:
+        self._engine, self._store = engine, store
+        self._known: OrderedDict[str, asyncio.Event] = OrderedDict()
+        self._new = asyncio.Event()
+        self._generation: int | None = None
+
+    async def ready(self, problem: str) -> None:
+        """Return once *problem* can be drafted from, or has kept the rollout waiting for long enough."""
+        if self._engine.config.drafting is None:
+            return
+        known = self._known.get(problem)
+        if known is None:
+            known = self._known[problem] = asyncio.Event()
+            while len(self._known) > _PROBLEMS_KEPT:
+                self._known.popitem(last=False)[1].set()
+            self._new.set()
+        else:
+            self._known.move_to_end(problem)
+        if not known.is_set():
+            try:
+                await asyncio.wait_for(known.wait(), _HISTORY_WAIT_S)
+            except TimeoutError:
+                known.set()
+
+    async def advance(self, generation: int) -> None:
+        """The history has a new generation: what has left the window is forgotten."""
+        self._generation = generation
+        if self._engine.config.drafting is not None and self._known:
+            await self._engine.announce(list(self._known), generation)
+
+    async def run(self) -> None:
+        """Announce what is new, again and again."""
+        while True:
+            await self._new.wait()
+            self._new.clear()
+            await asyncio.sleep(0.01)  # what came in the same moment goes together
+            if self._generation is None:
+                self._generation = await asyncio.to_thread(persist, self._store.generation)
+            problems = list(self._known)
+            await self._engine.announce(problems, self._generation, wait=_HISTORY_WAIT_S)
+            for problem in problems:
+                if problem in self._known:
+                    self._known[problem].set()
+
+
+def _so_far(made: Generated) -> Partial:
+    return Partial(token_ids=made.token_ids, logprobs=made.logprobs, spans=made.spans)

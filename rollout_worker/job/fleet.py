@@ -1,0 +1,142 @@
+"""Keeps as many engine actors as a job wants, wherever Ray has room for them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollout_worker.job.setup import JobSetup
+
+logger = logging.getLogger(__name__)
+
+ENGINE_RESOURCE = "rollout_engine"
+"""Ray resource of which a worker node has one for each engine that fits on it."""
+_LOOK_S = 1.0
+_RETRY_S = 30.0
+_ANSWER_S = 0.2
+
+
+class Fleet:
+    """Level-triggered: each pass looks which engine actors there are and makes what is missing.
+
+    The actors are detached and bear names, so that they outlive the coordinator that made them and are found again.
+    Ray starts one that died anew, on another node if its own is gone; one that cannot start is made anew after a while.
+    """
+
+    def __init__(self, setup: JobSetup, actor: type) -> None:
+        """Keep the engines of a job; *actor* is their class."""
+        self.wanted = setup.job.spec.workers.replicas
+        """Engines with speculation as configured."""
+        self.errors: dict[str, str] = {}
+        """Engines that do not start, and why."""
+        self._setup, self._actor = setup, actor
+        self._starting: dict[str, Any] = {}
+        self._retry_at: dict[str, float] = {}
+        self._leaving: dict[str, Any] = {}
+
+    async def run(self) -> None:
+        """Look after the engines until cancelled."""
+        while True:
+            try:
+                await asyncio.to_thread(self._look)
+            except Exception as error:  # Ray's own errors are many; the next pass looks again
+                logger.warning("The engines cannot be looked after right now: %s: %s", type(error).__name__, error)
+            await asyncio.sleep(_LOOK_S)
+
+    def _look(self) -> None:
+        wanted = {f"engine-{number}": False for number in range(self.wanted)}
+        wanted |= {f"plain-{number}": True for number in range(self._setup.plain_engines)}
+        there = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if self._is_ours(actor)}
+        for name in sorted(there - wanted.keys()):
+            self._retire(name)
+        for name, plain in wanted.items():
+            if name in there:
+                self._ask(name)
+            else:
+                self._make(name, plain)
+
+    def _is_ours(self, actor: dict[str, str]) -> bool:
+        engine = actor["name"].startswith(("engine-", "plain-"))
+        return engine and actor["namespace"] == namespace(self._setup.uid)
+
+    def _make(self, name: str, plain: bool) -> None:
+        if time.monotonic() < self._retry_at.get(name, 0.0):
+            return
+        spec = self._setup.job.spec
+        gpus = 0 if spec.workers.gpus_per_worker == 0 else spec.engine.tensor_parallel_size
+        bundle: dict[str, float] = {ENGINE_RESOURCE: 1.0}
+        if gpus:
+            bundle["GPU"] = float(gpus)
+        group = self._group(name, bundle)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=False)
+        actor = ray.remote(self._actor).options(
+            name=name,
+            namespace=namespace(self._setup.uid),
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=4,
+            num_cpus=0,
+            num_gpus=gpus,
+            resources={ENGINE_RESOURCE: 1.0},
+            scheduling_strategy=strategy,
+        )
+        actor.remote(self._setup, name, plain)
+
+    def _group(self, name: str, bundle: dict[str, float]) -> PlacementGroup:
+        """An engine lives on one node, and its place is kept for it while it starts anew."""
+        named = f"{namespace(self._setup.uid)}-{name}"
+        try:
+            return get_placement_group(named)
+        except ValueError:
+            return placement_group([bundle], strategy="STRICT_PACK", name=named, lifetime="detached")
+
+    def _ask(self, name: str) -> None:
+        """Learn whether an engine has started; one that cannot start is ended, to be made anew."""
+        call = self._starting.get(name)
+        if call is None:
+            actor = ray.get_actor(name, namespace=namespace(self._setup.uid))
+            self._starting[name] = actor.ready.remote()
+            return
+        done, _ = ray.wait([call], timeout=_ANSWER_S)
+        if not done:
+            return
+        del self._starting[name]
+        try:
+            error = ray.get(call)
+        except ray.exceptions.RayError:
+            return  # it died while starting, and Ray starts it anew
+        if error:
+            if self.errors.get(name) != error:
+                logger.error("%s does not start: %s", name, error)
+            self.errors[name] = error
+            self._retry_at[name] = time.monotonic() + _RETRY_S
+            ray.kill(ray.get_actor(name, namespace=namespace(self._setup.uid)), no_restart=True)
+        else:
+            self.errors.pop(name, None)
+
+    def _retire(self, name: str) -> None:
+        actor = ray.get_actor(name, namespace=namespace(self._setup.uid))
+        call = self._leaving.get(name)
+        if call is None:
+            self._leaving[name] = actor.drain.remote()
+            return
+        done, _ = ray.wait([call], timeout=_ANSWER_S)
+        if not done:
+            return
+        del self._leaving[name]
+        ray.kill(actor, no_restart=True)
+        named = f"{namespace(self._setup.uid)}-{name}"
+        remove_placement_group(get_placement_group(named))
+
+
+def namespace(uid: str) -> str:
+    """The Ray namespace of a job."""
+    return f"rollout-{uid}"

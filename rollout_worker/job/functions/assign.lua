@@ -1,0 +1,18 @@
+#!lua
+-- Give work to an engine, if this coordinator is still the one and the engine is alive.
+-- KEYS: coordinator, lease of the engine, inbox of the engine (one slot).
+-- ARGV: number of the coordinator, then for each entry how many strings it has, and these: field, value, field, …
+-- Returns the ids of the entries; 'stale' if there is a newer coordinator, 'gone' if the engine's lease has ended.
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then
+  return 'stale'
+end
+if redis.call('EXISTS', KEYS[2]) == 0 then
+  return 'gone'
+end
+local ids, at = {}, 2
+while at <= #ARGV do
+  local count = tonumber(ARGV[at])
+  ids[#ids + 1] = redis.call('XADD', KEYS[3], '*', unpack(ARGV, at + 1, at + count))
+  at = at + count + 1
+end
+return ids

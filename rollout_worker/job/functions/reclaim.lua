@@ -1,0 +1,15 @@
+#!lua flags=allow-oom
+-- Take back what an engine had to do, if its lease has ended; the engine is forgotten.
+-- KEYS: coordinator, lease, inbox, engines (one slot).
+-- ARGV: number of the coordinator, engine.
+-- Returns the entries of its inbox; 'stale' if there is a newer coordinator, 'alive' if the lease has been renewed.
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then
+  return 'stale'
+end
+if redis.call('EXISTS', KEYS[2]) == 1 then
+  return 'alive'
+end
+local entries = redis.call('XRANGE', KEYS[3], '-', '+')
+redis.call('DEL', KEYS[3])
+redis.call('HDEL', KEYS[4], ARGV[2])
+return entries

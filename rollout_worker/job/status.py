@@ -1,0 +1,198 @@
+"""What a job says of itself: one JSON document, and the same as Prometheus metrics."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypedDict
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from rollout_api.job import RolloutJob
+from rollout_worker.job.plane import EngineReport
+
+_RATE_WINDOW_S = 10.0
+
+
+class EngineStatus(TypedDict):
+    """One engine, as it reported last."""
+
+    id: str
+    name: str
+    worker: str
+    version: int
+    plain: bool
+    draining: bool
+    slots: int
+    failed: dict[str, str]
+    counters: dict[str, float]
+
+
+class JobStatus(TypedDict):
+    """The whole job; also the body of ``GET /status``."""
+
+    job: str
+    uid: str
+    coordinator: int
+    state: str
+    weight_version: int
+    requests: int
+    """Open requests."""
+    waiting: int
+    """Rollouts that no engine has yet."""
+    assigned: int
+    """Rollouts that engines have and have not ended."""
+    done: int
+    tokens: int
+    drafted: int
+    accepted: int
+    accepted_per_step: float
+    tokens_per_second: float
+    seconds_left: float | None
+    """Until all open requests are answered, at the speed of the last seconds; None if there is no telling."""
+    engines: list[EngineStatus]
+    engines_lost: int
+    dead_letters: int
+    unread: dict[str, int]
+    """Results that each client has not read yet."""
+    slow_clients: list[str]
+
+
+class StatusBoard:
+    """Makes the status, with the speeds that need a memory of a few seconds."""
+
+    def __init__(self, job: RolloutJob) -> None:
+        self.dead = 0
+        """Messages moved to the dead letters by this coordinator."""
+        self.engines_lost = 0
+        self.unread: dict[str, int] = {}
+        self.last: JobStatus | None = None
+        self._job = f"{job.metadata.namespace}/{job.metadata.name}"
+        self._marks: deque[tuple[float, float]] = deque()
+        self._sampled: dict[str, float] = {}
+        self._tokens = 0.0
+
+    def status(
+        self,
+        *,
+        uid: str,
+        coordinator: int,
+        requests: int,
+        waiting: int,
+        assigned: int,
+        totals: Mapping[str, int],
+        engines: Mapping[str, EngineReport],
+        weight_version: int,
+        slow: list[str],
+        tokens_ahead: float,
+        closing: bool,
+    ) -> JobStatus:
+        """The status now; *tokens_ahead* is what open requests are expected to take, in tokens."""
+        speed = self._speed(engines)
+        tokens, accepted = totals.get("tokens", 0), totals.get("accepted", 0)
+        left = tokens_ahead / speed if speed and tokens_ahead else (0.0 if not requests else None)
+        self.last = {
+            "job": self._job,
+            "uid": uid,
+            "coordinator": coordinator,
+            "state": "closing" if closing else "running",
+            "weight_version": weight_version,
+            "requests": requests,
+            "waiting": waiting,
+            "assigned": assigned,
+            "done": totals.get("rollouts", 0),
+            "tokens": tokens,
+            "drafted": totals.get("drafted", 0),
+            "accepted": accepted,
+            "accepted_per_step": accepted / (tokens - accepted) if tokens > accepted else 0.0,
+            "tokens_per_second": speed,
+            "seconds_left": left,
+            "engines": [
+                {
+                    "id": engine,
+                    "name": report.name,
+                    "worker": report.worker,
+                    "version": report.version,
+                    "plain": report.plain,
+                    "draining": report.draining,
+                    "slots": report.slots,
+                    "failed": {str(version): reason for version, reason in report.failed.items()},
+                    "counters": report.counters,
+                }
+                for engine, report in engines.items()
+            ],
+            "engines_lost": self.engines_lost,
+            "dead_letters": self.dead,
+            "unread": self.unread,
+            "slow_clients": slow,
+        }
+        return self.last
+
+    def _speed(self, engines: Mapping[str, EngineReport]) -> float:
+        """Tokens a second that all engines sampled over the last seconds."""
+        now = time.monotonic()
+        for engine, report in engines.items():
+            sampled = report.counters.get("tokens", 0.0)
+            self._tokens += max(0.0, sampled - self._sampled.get(engine, sampled))
+            self._sampled[engine] = sampled
+        self._marks.append((now, self._tokens))
+        while len(self._marks) > 2 and now - self._marks[0][0] > _RATE_WINDOW_S:
+            self._marks.popleft()
+        seconds = now - self._marks[0][0]
+        return (self._tokens - self._marks[0][1]) / seconds if seconds else 0.0
+
+
+class StatusCollector:
+    """The board's last status as Prometheus metrics, labelled by job and engine, never by prompt."""
+
+    def __init__(self, board: StatusBoard) -> None:
+        self._board = board
+
+    def collect(self) -> Iterator[Metric]:
+        """For ``prometheus_client``: one family for each figure."""
+        status = self._board.last
+        if status is None:
+            return
+        job = [status["job"]]
+        gauges: dict[str, tuple[str, float]] = {
+            "requests_open": ("Requests taken up and not answered in full.", status["requests"]),
+            "rollouts_waiting": ("Rollouts that no engine has yet.", status["waiting"]),
+            "rollouts_assigned": ("Rollouts that engines are making.", status["assigned"]),
+            "engines": ("Engines whose lease holds.", len(status["engines"])),
+            "weight_version": ("The weight version to be served.", status["weight_version"]),
+            "tokens_per_second": ("Response tokens a second, lately.", status["tokens_per_second"]),
+        }
+        if status["seconds_left"] is not None:
+            gauges["left_seconds"] = ("Until all open requests are answered.", status["seconds_left"])
+        for name, (text, value) in gauges.items():
+            yield _family(GaugeMetricFamily, name, text, ["job"], [(job, value)])
+        counters: dict[str, tuple[str, float]] = {
+            "rollouts": ("Rollouts that ended.", status["done"]),
+            "tokens": ("Response tokens of ended rollouts.", status["tokens"]),
+            "drafted_tokens": ("Draft tokens verified.", status["drafted"]),
+            "accepted_tokens": ("Draft tokens accepted.", status["accepted"]),
+            "engines_lost": ("Engines lost, as this coordinator saw it.", status["engines_lost"]),
+            "dead_letters": ("Messages that could not be read, as this coordinator saw it.", status["dead_letters"]),
+        }
+        for name, (text, value) in counters.items():
+            yield _family(CounterMetricFamily, name, text, ["job"], [(job, value)])
+        unread = [([*job, client], count) for client, count in status["unread"].items()]
+        yield _family(GaugeMetricFamily, "results_unread", "Results not read yet.", ["job", "client"], unread)
+        names = sorted({name for engine in status["engines"] for name in engine["counters"]})
+        for name in names:
+            rows = [
+                ([*job, engine["name"]], engine["counters"][name])
+                for engine in status["engines"]
+                if name in engine["counters"]
+            ]
+            yield _family(
+                GaugeMetricFamily, f"engine_{name}", "As the engine reported it last.", ["job", "engine"], rows
+            )
+
+
+def _family(kind: Any, name: str, text: str, labels: list[str], rows: Sequence[tuple[list[str], float]]) -> Metric:
+    family: Metric = kind(f"rollout_{name}", text, labels=labels)
+    for values, value in rows:
+        family.add_metric(values, value)  # type: ignore[attr-defined]  # each kind has it
+    return family

@@ -1,0 +1,134 @@
+"""The page, the schema and the test vectors of the protocol say what the code does."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jsonschema
+import pytest
+import redis
+from job_side import JobSide
+
+from rollout_api import CodecError, decode, encode, problem_id_of
+from rollout_api.keys import JOBS, MessageKeys
+from rollout_api.messages import MESSAGES
+from rollout_api.weights import checksum
+
+ROOT = Path(__file__).parents[2]
+VECTORS = json.loads((ROOT / "docs" / "protocol" / "vectors.json").read_text())
+SCHEMA = json.loads((ROOT / "docs" / "protocol" / "schema.json").read_text())
+KINDS = {model.model_fields["kind"].default: model for model in MESSAGES}
+REASONS = {
+    "not msgpack": r"^no msgpack: ",
+    "not a map": r"^a message is a map",
+    "version": r"^schema version ",
+    "kind": r"^unknown kind of message",
+    "field": r"^(request|rollout|partial|refusal|weights|cancel|rewards|close): (?!malformed)",
+    "packing": r"malformed field|no whole number of uint32|logprobs in unknown format",
+}
+
+
+def by_name(kind: str) -> list[Any]:
+    return [pytest.param(vector, id=vector["name"]) for vector in VECTORS[kind]]
+
+
+@pytest.fixture(scope="module")
+def docs() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("protocol_docs", ROOT / "scripts" / "protocol_docs.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_generated_is_up_to_date(docs: ModuleType) -> None:
+    assert docs.as_json(docs.schema()) == docs.SCHEMA.read_text()
+    assert docs.as_json(docs.vectors()) == docs.VECTORS.read_text()
+    assert docs.document(docs.PAGE.read_text()) == docs.PAGE.read_text()
+
+
+@pytest.mark.parametrize("vector", by_name("valid"))
+def test_a_vector_is_encoded_and_decoded(vector: dict[str, Any]) -> None:
+    body = {name: value for name, value in vector["json"].items() if name != "v"}
+    message = KINDS[body["kind"]].model_validate(body)
+    assert vector["hex"] == encode(message, half_logprobs=vector.get("half_logprobs", False)).hex()
+    assert message == decode(bytes.fromhex(vector["hex"]))
+
+
+@pytest.mark.parametrize("vector", by_name("valid"))
+def test_the_schema_takes_every_message(vector: dict[str, Any]) -> None:
+    jsonschema.Draft202012Validator(SCHEMA).validate(vector["json"])
+
+
+def test_the_schema_knows_names_as_they_are_on_the_wire() -> None:
+    assert {"top_p", "max_tokens"} < SCHEMA["$defs"]["Sampling"]["properties"].keys()
+    assert "uint" not in SCHEMA["$defs"]["Sampling"]["properties"]["logprobs"].get("x-wire", "")
+    assert "little-endian" in SCHEMA["$defs"]["Rollout"]["properties"]["token_ids"]["x-wire"]
+    validator = jsonschema.Draft202012Validator(SCHEMA)
+    assert not validator.is_valid({"v": 1, "kind": "close", "colour": "red"})
+    assert not validator.is_valid({"v": 2, "kind": "close"})
+
+
+@pytest.mark.parametrize("vector", by_name("invalid"))
+def test_an_invalid_vector_is_refused_for_its_reason(vector: dict[str, Any]) -> None:
+    with pytest.raises(CodecError) as refusal:
+        decode(bytes.fromhex(vector["hex"]))
+    assert re.search(REASONS[vector["reason"]], str(refusal.value))
+    assert vector["error"] == str(refusal.value)
+
+
+def test_there_is_a_vector_of_every_kind_and_reason() -> None:
+    assert KINDS.keys() == {vector["json"]["kind"] for vector in VECTORS["valid"]}
+    assert REASONS.keys() == {vector["reason"] for vector in VECTORS["invalid"]}
+
+
+def test_hashes_are_those_of_the_vectors(tmp_path: Path) -> None:
+    for vector in VECTORS["problem_ids"]:
+        assert vector["problem_id"] == problem_id_of(vector["prompt_token_ids"])
+    [weights] = VECTORS["weights"]
+    for name, content in weights["files"].items():
+        (tmp_path / name).write_bytes(bytes.fromhex(content))
+    assert weights["sha256"] == checksum(tmp_path)
+
+
+def test_every_key_that_a_client_uses_is_on_the_page(docs: ModuleType) -> None:
+    page, keys = docs.PAGE.read_text(), MessageKeys("<uid>")
+    used = [keys.job, keys.requests, keys.control, keys.rewards, keys.results("<client>"), keys.client("<client>")]
+    used += [keys.status, keys.engines, keys.lease("<engine>"), keys.dead, JOBS]
+    assert [] == [key for key in used if f"`{key}`" not in page]
+
+
+@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not installed")
+def test_the_example_runs(docs: ModuleType, redis_url: str, tmp_path: Path) -> None:
+    """Every command of the example, in a shell; between them, the job answers."""
+    job = JobSide(redis_url, uid=docs.EXAMPLE.job_uid, name="default/demo")
+    text = docs.PAGE.read_text().partition("## An example")[2]
+    commands = re.findall(r"^\$ ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
+    port = redis.Redis.from_url(redis_url).connection_pool.connection_kwargs["port"]
+    password = redis.Redis.from_url(redis_url).connection_pool.connection_kwargs["password"]
+    shell = {"PATH": "/usr/bin:/bin", "REDISCLI_AUTH": password}
+
+    def run(*steps: str) -> str:
+        script = "\n".join(["set -e", f'redis-cli() {{ command redis-cli -p {port} "$@"; }}', *steps])
+        done = subprocess.run(["bash", "-c", script], env=shell, cwd=ROOT, capture_output=True, timeout=30)
+        assert (0, b"") == (done.returncode, done.stderr)
+        return done.stdout.decode(errors="replace")
+
+    assert 8 == len(commands)
+    assert docs.EXAMPLE.job_uid in run(*commands[:6])
+    assert [docs.EXAMPLE] == job.requests()
+    for request in job.requests():
+        job.answer(request)
+    assert "rollout" in run(commands[6])
+    entries = [entry.decode() for entry, _ in job.redis.xrange(job.keys.results("demo"))]
+    acknowledge = commands[7].replace("1732118401500-0 1732118401721-0", " ".join(entries))
+    assert "0" == run(acknowledge).strip()
+    assert 0 == job.redis.xlen(job.keys.results("demo"))

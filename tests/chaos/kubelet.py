@@ -1,0 +1,113 @@
+"""Keeps processes running as a kubelet keeps containers: one that ends is started again, all it left behind is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+
+class Kubelet:
+    """Named processes, each with a log file."""
+
+    def __init__(self, logs: Path) -> None:
+        self.restarts: dict[str, int] = {}
+        self._logs = logs
+        self._commands: dict[str, list[str]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._below: dict[str, set[psutil.Process]] = {}
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def start(self, name: str, command: Sequence[str]) -> None:
+        """Run a command from now on."""
+        with self._lock:
+            self._commands[name] = list(command)
+            self.restarts[name] = -1
+
+    def remove(self, name: str, patience: float = 60) -> None:
+        """Let a process end by SIGTERM, and do not start it again."""
+        with self._lock:
+            del self._commands[name]
+            process = self._processes.pop(name)
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
+        self._clean(name, process)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to a process and all below it, as when a pod's machine is lost."""
+        with self._lock:
+            process = self._processes.get(name)
+        if process is not None:
+            self._clean(name, process)
+
+    def processes(self, title: str) -> list[psutil.Process]:
+        """Processes below any of ours with this name, or that call themselves so."""
+        found = []
+        for process in self._all():
+            with contextlib.suppress(psutil.Error):
+                if process.cmdline()[:1] == [title] or process.name() == title:
+                    found.append(process)
+        return found
+
+    def ended(self, name: str) -> int | None:
+        """Exit code of a process that ended with 0, and is therefore done."""
+        process = self._processes.get(name)
+        return 0 if process is not None and process.poll() == 0 else None
+
+    def stop(self) -> None:
+        """End everything."""
+        self._stopping.set()
+        self._thread.join()
+        for name, process in self._processes.items():
+            self._clean(name, process)
+
+    def _all(self) -> Iterator[psutil.Process]:
+        with self._lock:
+            processes = list(self._processes.values())
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                yield from psutil.Process(process.pid).children(recursive=True)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(0.25):
+            with self._lock:
+                commands = dict(self._commands)
+            for name, command in commands.items():
+                process = self._processes.get(name)
+                if process is not None and (code := process.poll()) is None:
+                    with contextlib.suppress(psutil.Error):
+                        self._below[name] = set(psutil.Process(process.pid).children(recursive=True))
+                    continue
+                if process is not None and code == 0:
+                    continue  # it is done
+                if process is not None:
+                    self._clean(name, process)
+                    time.sleep(0.5)
+                log = (self._logs / f"{name}.log").open("ab")
+                with self._lock:
+                    if name in self._commands:
+                        self._processes[name] = subprocess.Popen(
+                            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                        )
+                        self.restarts[name] += 1
+                log.close()
+
+    def _clean(self, name: str, process: subprocess.Popen[bytes]) -> None:
+        below = self._below.pop(name, set())
+        with contextlib.suppress(psutil.Error):
+            below |= set(psutil.Process(process.pid).children(recursive=True))
+        for one in below:
+            with contextlib.suppress(psutil.Error):
+                one.send_signal(signal.SIGKILL)
+        process.kill()
+        process.wait()

@@ -1,0 +1,64 @@
+"""A TCP proxy in front of Redis that can drop connections and hold up what goes through."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+
+
+class Proxy:
+    """Listens on a loopback port of its own from the moment it is made."""
+
+    def __init__(self, port: int) -> None:
+        """Forward to *port*."""
+        self.dropped = 0
+        self._target = port
+        self._delay = 0.0
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self._server = asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(10)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+
+    async def _listen(self) -> asyncio.Server:
+        return await asyncio.start_server(self._accept, "127.0.0.1", 0)
+
+    def drop(self) -> None:
+        """Cut all connections that there are, in the middle of whatever goes through them."""
+
+        def cut() -> None:
+            self.dropped += len(self._writers)
+            for writer in list(self._writers):
+                writer.transport.abort()
+
+        self._loop.call_soon_threadsafe(cut)
+
+    def hold(self, seconds: float) -> None:
+        """From now on, everything comes so much later."""
+        self._delay = seconds
+
+    def close(self) -> None:
+        """Listen no more."""
+        self._loop.call_soon_threadsafe(self._server.close)
+        self.drop()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target)
+        except OSError:
+            writer.transport.abort()
+            return
+        self._writers |= {writer, far_writer}
+        await asyncio.gather(self._pipe(reader, far_writer), self._pipe(far_reader, writer))
+
+    async def _pipe(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(OSError, asyncio.IncompleteReadError):
+            while data := await reader.read(1 << 16):
+                if self._delay:
+                    await asyncio.sleep(self._delay)
+                writer.write(data)
+                await writer.drain()
+        self._writers.discard(writer)
+        writer.close()

@@ -1,0 +1,482 @@
+"""A whole job in one process, on two real engines: every rollout once, whoever is killed, and all a client may ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live import CHECKPOINT_TOKENS, LiveJob, live, manifest, start_engine
+from testbed import EOS, VOCABULARY, Law, LoopThread, make_model
+
+from rollout_api import (
+    AsyncRolloutClient,
+    FinishReason,
+    Prompt,
+    RequestRefusedError,
+    Rollout,
+    RolloutId,
+    UpdateMode,
+    WeightsError,
+    encode,
+)
+from rollout_api.job import Sampling
+from rollout_api.messages import RolloutRequest, WeightUpdate
+from rollout_worker.engine.host import Engine
+
+ENDLESS = list(range(EOS))
+"""Tokens to allow so that a rollout goes on to max_tokens."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for version in range(3):
+        make_model(root / str(version), seed=version + 3)
+    return root
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[LoopThread]:
+    thread = LoopThread()
+    yield thread
+    thread.stop()
+
+
+@pytest.fixture(scope="module")
+def engines(models: Path, loop: LoopThread, redis_server: str) -> Iterator[dict[str, Engine]]:
+    async def start() -> dict[str, Engine]:
+        both = await asyncio.gather(*(start_engine(models / "0", redis_server, manifest()) for _ in range(2)))
+        return dict(zip(("engine-0", "engine-1"), both, strict=True))
+
+    started = loop.run(start())
+    yield started
+    for engine in started.values():
+        engine.close()
+
+
+Story = Callable[[LiveJob, AsyncRolloutClient], Coroutine[Any, Any, None]]
+
+
+class Stage:
+    def __init__(self, loop: LoopThread, engines: dict[str, Engine], models: Path, url: str) -> None:
+        self.engines, self.models, self.url = engines, models, url
+        self._loop = loop
+
+    def play(self, story: Story, *, job: Any = None, seconds: float = 120) -> None:
+        self._loop.run(self._play(story, job or manifest()), timeout=seconds)
+
+    async def _play(self, story: Story, job: Any) -> None:
+        async with (
+            live(self.url, job, self.models / "0", VOCABULARY, self.engines) as running,
+            AsyncRolloutClient.connect(self.url, uid=running.uid) as client,
+        ):
+            await story(running, client)
+        for engine in self.engines.values():  # as they were, for the next story
+            if engine.weight_version != 0:
+                await engine.load_weights(self.models / "0", 0)
+
+
+@pytest.fixture
+def stage(loop: LoopThread, engines: dict[str, Engine], models: Path, redis_url: str) -> Stage:
+    return Stage(loop, engines, models, redis_url)
+
+
+def prompts(count: int, length: int = 4, **more: Any) -> list[Prompt]:
+    return [
+        Prompt([(7 * index + place) % EOS for place in range(length)], f"p{index}", **more) for index in range(count)
+    ]
+
+
+async def gather(client: AsyncRolloutClient, step: int, asked: list[Prompt]) -> list[Rollout]:
+    async with client.step(step, asked) as one:
+        return [rollout async for rollout in one]
+
+
+def assert_once(running: LiveJob, rollouts: list[Rollout], expected: int) -> None:
+    assert expected == len({rollout.rollout_id for rollout in rollouts}) == len(rollouts)
+    assert Counter(rollout.rollout_id for rollout in rollouts if rollout.token_ids) == running.in_history()
+    assert 0 == running.redis.xlen(running.keys.requests)
+    assert 0 == running.redis.hlen(running.keys.partials)
+
+
+def test_a_step_is_answered_by_both_engines_and_reaches_the_history(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        rollouts = await gather(client, 1, prompts(12))
+        assert_once(running, rollouts, 48)
+        assert 2 == len({rollout.engine for rollout in rollouts})
+        assert {"stop", "length"} >= {str(rollout.finish_reason) for rollout in rollouts}
+        assert all(0 < rollout.started_at <= rollout.finished_at for rollout in rollouts)
+        status: dict[str, Any] = {}
+        async with asyncio.timeout(20):  # it is published once a second
+            while (48, 0, 0, 0) != tuple(status.get(name) for name in ("done", "waiting", "assigned", "requests")):
+                await asyncio.sleep(0.1)
+                status = client.status
+        assert {"engine-0", "engine-1"} == {engine["name"] for engine in status["engines"]}
+
+    stage.play(story)
+
+
+def test_a_lost_engines_rollouts_go_on_elsewhere_from_what_was_kept(stage: Stage) -> None:
+    """And with the law of the model: their log-probabilities are its own over the border."""
+
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        job, law = running, Law(stage.models / "0")
+        await job.until(lambda: len(job.redis.hgetall(job.keys.engines)) == 2)
+        sampled = sum(engine.counters.tokens for engine in stage.engines.values())
+        sampling = Sampling(n=2, max_tokens=400, logprobs=True, allowed_token_ids=ENDLESS)
+        asked = prompts(8, sampling=sampling)
+        task = asyncio.ensure_future(gather(client, 1, asked))
+        await job.until(lambda: job.redis.hlen(job.keys.partials) >= 12)
+        running_there = len(job.workers["engine-0"]._running)
+        assert running_there
+        await job.kill("engine-0")
+        rollouts = await task
+        assert_once(job, rollouts, 16)
+        assert all(len(rollout.token_ids) == 400 for rollout in rollouts)
+        for rollout in rollouts:
+            index = int(RolloutId.parse(rollout.rollout_id).request_id.split(":")[2].split("-")[0])
+            assert rollout.logprobs is not None
+            prompt = list(asked[index].token_ids)
+            assert law.worst_error(prompt, rollout.token_ids, rollout.logprobs, sampling) < 1e-3
+        again = sum(engine.counters.tokens for engine in stage.engines.values()) - sampled - 16 * 400
+        # each lost at most what is not kept yet and one verification step
+        assert 0 <= again <= running_there * (CHECKPOINT_TOKENS + 5)
+
+    stage.play(story)
+
+
+def test_a_coordinator_may_die_at_any_moment(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        task = asyncio.ensure_future(gather(client, 1, prompts(40, sampling=Sampling(n=4, max_tokens=30))))
+        kills = 0
+        while not task.done():
+            await asyncio.sleep(0.05 + 0.03 * kills)
+            await running.kill("coordinator")
+            running.start_coordinator()
+            kills += 1
+        assert_once(running, await task, 160)
+        assert kills >= 5
+        # a second one takes over; the first gives out nothing any more, and ends
+        first = running.tasks.pop("coordinator")
+        running.start_coordinator()
+        assert 16 == len(await gather(client, 2, prompts(4)))
+        with pytest.raises(Exception, match="another coordinator has taken over"):
+            await asyncio.wait_for(first, 20)
+
+    stage.play(story)
+
+
+def test_decoding_and_delivery_go_on_while_there_is_no_coordinator(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        async with client.step(
+            1, prompts(4, sampling=Sampling(n=4, max_tokens=200, allowed_token_ids=ENDLESS))
+        ) as step:
+            inboxes = lambda: running.redis.keys(running.keys.inbox("*"))  # noqa: E731
+            await running.until(lambda: sum(running.redis.xlen(inbox) for inbox in inboxes()) == 16)
+            await running.kill("coordinator")
+            received = [rollout async for rollout in step]
+        assert 16 == len(received)
+
+    stage.play(story)
+
+
+def test_an_engine_that_was_wrongly_taken_for_lost_does_no_harm(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        task = asyncio.ensure_future(gather(client, 1, prompts(8, sampling=Sampling(n=4, max_tokens=120))))
+        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        for _ in range(2):
+            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 2 or task.done())
+            for engine in running.redis.hgetall(running.keys.engines):
+                running.redis.delete(running.keys.lease(engine.decode()))
+        assert_once(running, await task, 32)
+
+    stage.play(story)
+
+
+def test_a_rollout_that_costs_engine_after_engine_is_given_up_and_the_others_are_not(stage: Stage) -> None:
+    engine = manifest().spec.engine.model_dump(by_alias=True, mode="json") | {"checkpointTokens": 1000}
+
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        def holder() -> str | None:
+            """The engine that makes the rollout of step 1, of which no partial is ever kept."""
+            for name, worker in running.workers.items():
+                if any(request_id.split(":")[1] == "1" for request_id, _ in worker._running):
+                    return name
+            return None
+
+        poison = prompts(1, sampling=Sampling(n=1, max_tokens=480, allowed_token_ids=ENDLESS))
+        async with client.step(1, poison) as deadly, client.step(2, prompts(8)) as others:
+            for lost in range(6):
+                await running.until(lambda: holder() is not None)
+                name = holder()
+                assert name is not None, f"it ended after {lost} losses"
+                engine_id = running.workers[name]._id
+                await running.kill(name)
+                running.redis.delete(running.keys.lease(engine_id))
+                running.start_worker(name, stage.engines[name])
+            (given_up,) = [rollout async for rollout in deadly]
+            rest = [rollout async for rollout in others]
+        assert given_up.finish_reason is FinishReason.FAILED
+        assert "6 engines were lost with it" in given_up.detail
+        assert 32 == len(rest)
+        assert all(rollout.finish_reason.complete for rollout in rest)
+
+    stage.play(story, job=manifest(engine=engine))
+
+
+def test_cancelled_and_overdue_rollouts_come_back_as_they_are(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        sampling = Sampling(n=4, max_tokens=480, allowed_token_ids=ENDLESS, logprobs=True)
+        asked = prompts(20, sampling=sampling)
+        async with client.step(1, asked) as step:
+            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 8)
+            await step.cancel()
+            started = time.monotonic()
+            rollouts = [rollout async for rollout in step]
+        assert time.monotonic() - started < 5
+        assert_once(running, rollouts, 80)
+        assert FinishReason.CANCELLED in {rollout.finish_reason for rollout in rollouts}
+        begun = [rollout for rollout in rollouts if rollout.token_ids and not rollout.finish_reason.complete]
+        assert begun
+        assert all(rollout.logprobs and rollout.spans for rollout in begun)
+        # a partial rollout goes on in the next step, as one rollout
+        chosen = begun[0]
+        index = int(chosen.rollout_id.split(":")[2].split("-")[0])
+        (whole,) = await gather(client, 2, [asked[index].going_on_from(chosen)])
+        assert chosen.token_ids == whole.token_ids[: len(chosen.token_ids)]
+        assert 480 == len(whole.token_ids)
+        assert whole.logprobs is not None
+        law = Law(stage.models / "0")
+        assert law.worst_error(list(asked[index].token_ids), whole.token_ids, whole.logprobs, sampling) < 1e-3
+
+        late = [Prompt(one.token_ids, one.problem_id, sampling, deadline_seconds=0.7) for one in asked]
+        rollouts = await gather(client, 3, late)
+        assert_once_each = {rollout.rollout_id for rollout in rollouts}
+        assert 80 == len(assert_once_each)
+        assert FinishReason.DEADLINE in {rollout.finish_reason for rollout in rollouts}
+
+    stage.play(story)
+
+
+def test_what_cannot_be_served_is_refused_with_a_reason_and_the_rest_goes_on(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        keys = running.keys
+
+        def request(name: str, tokens: list[int], **more: Any) -> RolloutRequest:
+            return RolloutRequest(
+                job_uid=more.pop("uid", running.uid), request_id=name, prompt_token_ids=tokens, **more
+            )
+
+        bad = {
+            "long": request("long", [1] * 500),
+            "megabyte": request("megabyte", [1] * 260_000),
+            "foreign token": request("foreign token", [VOCABULARY]),
+            "foreign job": request("foreign job", [1], uid="another"),
+            "bias": request("bias", [1], sampling=Sampling(min_p=0.5)),
+        }
+        for one in bad.values():
+            running.redis.xadd(keys.requests, {"d": encode(one)})
+        for garbage in (b"garbage", encode(WeightUpdate(weight_version=1, uri="/x"))):
+            running.redis.xadd(keys.requests, {"d": garbage})
+            running.redis.xadd(keys.control, {"d": garbage[:5]})
+        assert 4 == len(await gather(client, 1, prompts(1)))
+        await running.until(lambda: running.redis.xlen(keys.control) == 0)
+        letters: Any = running.redis.xrange(keys.dead)
+        reasons = [letter[b"reason"].decode() for _, letter in letters]
+        for words in (
+            "exceed engine.maxModelLen 512",
+            "spec.queue.maxRequestBytes",
+            "24 is no token of the model",
+            "it is for job another",
+            "sampling.minP",
+            "no msgpack",
+            "a weights where a request belongs",
+        ):
+            assert any(words in reason for reason in reasons), (words, reasons)
+        assert len(bad) + 4 == len(letters)
+
+    stage.play(story)
+
+
+def test_a_request_that_was_answered_before_is_refused(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        assert 4 == len(await gather(client, 1, prompts(1)))
+        async with AsyncRolloutClient.connect(stage.url, uid=running.uid, name="other") as other:
+            assert 4 == len(await gather(other, 1, prompts(1)))  # the same prompt by another client is another request
+        await client.close()
+        async with AsyncRolloutClient.connect(stage.url, uid=running.uid) as again:
+            with pytest.raises(RequestRefusedError, match="answered before"):
+                await gather(again, 1, prompts(1))
+
+    stage.play(story)
+
+
+def test_new_weights_are_served_by_all_engines_and_pinned_steps_by_exactly_theirs(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        sampling = Sampling(n=2, max_tokens=300, allowed_token_ids=ENDLESS, logprobs=True)
+        async with (
+            client.step(1, prompts(2, sampling=sampling, weight_version=0)) as pinned,
+            client.step(2, prompts(4, sampling=sampling)) as free,
+        ):
+            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 8)
+            loaded = await client.publish_weights(1, stage.models / "1")
+            assert 2 == len(loaded.loaded)
+            assert not loaded.failed
+            old = [rollout async for rollout in pinned]
+            both = [rollout async for rollout in free]
+        assert {0} == {span.weight_version for rollout in old for span in rollout.spans}
+        assert any(len(rollout.spans) == 2 for rollout in both)
+        laws = [Law(stage.models / "0"), Law(stage.models / "1")]
+        new = await gather(client, 3, prompts(4, sampling=sampling, weight_version=1))
+        for rollout, law in [*((r, laws[0]) for r in old), *((r, laws[1]) for r in new)]:
+            index = int(rollout.rollout_id.split(":")[2].split("-")[0])
+            prompt = list(prompts(4)[index].token_ids)
+            assert rollout.logprobs is not None
+            assert law.worst_error(prompt, rollout.token_ids, rollout.logprobs, sampling) < 1e-3
+        # what no engine serves any more is said at once
+        gone = await gather(client, 4, prompts(1, weight_version=0))
+        assert [FinishReason.FAILED] * 4 == [rollout.finish_reason for rollout in gone]
+        assert "no engine serves weight version 0 any more" in gone[0].detail
+
+    stage.play(story)
+
+
+def test_weights_that_cannot_be_loaded_are_said_and_the_old_ones_go_on(stage: Stage, tmp_path: Path) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        broken = make_model(tmp_path / "broken", seed=8)
+        (broken / "model.safetensors").write_bytes((broken / "model.safetensors").read_bytes()[:-100])
+        with pytest.raises(WeightsError, match="engine-0"):
+            await client.publish_weights(1, broken, mode=UpdateMode.DRAIN)
+        with pytest.raises(WeightsError, match="checksum"):
+            await client.publish_weights(2, stage.models / "1", sha256="0" * 64)
+        with pytest.raises(WeightsError, match="no directory"):
+            await client.publish_weights(3, "/nowhere/at/all", sha256=None)
+        rollouts = await gather(client, 1, prompts(2))
+        assert {0} == {rollout.weight_version for rollout in rollouts}
+        pinned = await gather(client, 2, prompts(1, weight_version=3))
+        assert "no engine can load weight version 3" in pinned[0].detail
+        loaded = await client.publish_weights(4, stage.models / "2")
+        assert 2 == len(loaded.loaded)
+
+    stage.play(story)
+
+
+def test_turns_go_where_their_prefix_is_cached(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        async with client.step(1) as step:
+            starts = [[(number + place) % EOS for place in range(280)] for number in range(6)]
+            chats = [step.trajectory(start, problem_id=f"t{number}") for number, start in enumerate(starts)]
+            seen: dict[int, set[str]] = {number: set() for number in range(6)}
+            cached = []
+            for turn in range(4):
+                said = await step.turn(chats, sampling={"max_tokens": 40, "allowed_token_ids": ENDLESS})
+                for number, rollout in enumerate(said):
+                    seen[number].add(rollout.engine)
+                    if turn:
+                        cached.append(rollout.cached_tokens)
+                for chat in chats:
+                    chat.observe([3, 1, 4, 1, 5, 9, 2, 6])
+        assert {1} == {len(engines) for engines in seen.values()}
+        assert 2 == len(set().union(*seen.values()))
+        assert min(cached) >= 128  # the blocks of a CPU engine have so many
+        # what the environment said is context, and never the model's own
+        running.relay.drain()
+        lengths = [len(record.tokens) for record in running.store.read({"t0": "-"})["t0"].records]
+        assert [40] * 4 == lengths
+
+    stage.play(story)
+
+
+def test_a_client_that_does_not_read_holds_up_itself_and_nobody_else(stage: Stage) -> None:
+    job = manifest(queue={"maxUnreadResults": "64Ki"})
+
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        sampling = Sampling(n=16, max_tokens=100, allowed_token_ids=ENDLESS)
+        keys, slow = running.keys, "slow"
+        for index, prompt in enumerate(prompts(40, sampling=sampling)):
+            request = RolloutRequest(
+                job_uid=running.uid,
+                request_id=f"slow-{index}",
+                reply_to=slow,
+                prompt_token_ids=list(prompt.token_ids),
+                sampling=sampling,
+            )
+            running.redis.xadd(keys.requests, {"d": encode(request)})
+        await running.until(lambda: running.redis.xlen(keys.results(slow)) > 60)
+        assert 8 == len(await gather(client, 1, prompts(2)))
+        await asyncio.sleep(3)
+        stopped_at = running.redis.xlen(keys.results(slow))
+        await asyncio.sleep(2)
+        assert stopped_at == running.redis.xlen(keys.results(slow)) < 640
+        assert running.redis.memory_usage(keys.results(slow)) < 400_000
+        assert [slow] == client.status["slow_clients"]
+        async with AsyncRolloutClient.connect(stage.url, uid=running.uid, name=slow) as late:
+            rows = 0
+            async with asyncio.timeout(60):
+                while rows < 640:
+                    for _ in range(10):
+                        entries: Any = running.redis.xreadgroup("trainer", slow, {keys.results(slow): ">"}, count=64)
+                        rows += sum(len(found) for _, found in entries)
+                    await asyncio.sleep(0.05)
+            assert late.name == slow
+
+    stage.play(story, job=job)
+
+
+def test_ten_thousand_short_requests_are_all_answered(stage: Stage) -> None:
+    job = manifest(engine=manifest().spec.engine.model_dump(by_alias=True, mode="json") | {"maxNumSeqs": 64})
+
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        asked = [
+            Prompt([index % EOS, index // EOS % EOS, index // EOS**2], sampling={"n": 1, "max_tokens": 8})
+            for index in range(10_000)
+        ]
+        rollouts = await gather(client, 1, asked)
+        assert 10_000 == len({rollout.rollout_id for rollout in rollouts})
+        assert 0 == running.redis.xlen(running.keys.results("trainer"))
+
+    stage.play(story, job=job, seconds=300)
+
+
+def test_a_worker_that_is_told_to_leave_hands_over_what_it_has(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        sampling = Sampling(n=4, max_tokens=450, allowed_token_ids=ENDLESS)
+        task = asyncio.ensure_future(gather(client, 1, prompts(4, sampling=sampling)))
+        await running.until(lambda: running.redis.hlen(running.keys.partials) >= 10)
+        worker, done = running.workers.pop("engine-0"), running.tasks.pop("engine-0")
+        started = time.monotonic()
+        await worker.drain(0.2)
+        await done
+        assert time.monotonic() - started < 3
+        rollouts = await task
+        assert_once(running, rollouts, 16)
+        assert {} == running.redis.hgetall(running.keys.attempts)  # nobody is blamed for it
+        # and one that joins takes its part
+        running.start_worker("engine-2", stage.engines["engine-0"])
+        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        assert 2 == len({rollout.engine for rollout in await gather(client, 2, prompts(8))})
+
+    stage.play(story)
+
+
+def test_the_job_ends_when_it_is_closed_and_all_is_answered(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        async with client.step(1, prompts(8)) as step:
+            received = 0
+            async for _ in step:
+                received += 1
+                if received == 4:
+                    await client.close_job()
+        assert 32 == received
+        await asyncio.wait_for(running.tasks["coordinator"], 10)
+        assert b"closed" == running.redis.hget(running.keys.job, "state")
+
+    stage.play(story)

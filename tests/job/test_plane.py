@@ -1,0 +1,355 @@
+"""The message plane on a real Redis: every step once, whatever is repeated, refused or killed in between."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from rollout_api.job import Sampling
+from rollout_api.keys import DATA, HistoryKeys, MessageKeys
+from rollout_api.messages import (
+    FinishReason,
+    Partial,
+    Purpose,
+    Rewards,
+    Rollout,
+    RolloutRequest,
+    WeightSpan,
+    decode,
+    encode,
+)
+from rollout_worker.history.connection import connect, connect_async, patiently
+from rollout_worker.history.store import START, HistoryStore
+from rollout_worker.job.ledger import read_ledger
+from rollout_worker.job.plane import Assignment, EngineReport, MessagePlane, StaleCoordinatorError
+from rollout_worker.job.relay import Relay
+
+JOB = MessageKeys("uid")
+HISTORY = HistoryKeys("default", "math")
+REPORT = EngineReport("engine-0", slots=4)
+
+
+def request(name: str = "r", n: int = 2, **more: Any) -> RolloutRequest:
+    return RolloutRequest(
+        job_uid="uid", request_id=name, problem_id="p", prompt_token_ids=[1], sampling=Sampling(n=n), **more
+    )
+
+
+def rollout(asked: RolloutRequest, sample: int, length: int = 5) -> Rollout:
+    return Rollout(
+        rollout_id=str(asked.rollout_id(sample)),
+        problem_id=asked.problem,
+        purpose=asked.purpose,
+        token_ids=[sample] * length,
+        logprobs=[-0.5] * length,
+        spans=[WeightSpan(start=0, weight_version=1)] if length else [],
+        finish_reason=FinishReason.STOP,
+        drafted=4,
+        accepted=3,
+    )
+
+
+class Bench:
+    """The plane, and Redis as it is behind it."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.redis = connect(url)
+        self.store = HistoryStore(self.redis, HISTORY, window=4)
+        self.relay = Relay(self.redis, JOB, self.store)
+
+    @asynccontextmanager
+    async def plane(self) -> AsyncIterator[MessagePlane]:
+        client = connect_async(self.url)
+        yield MessagePlane(client, JOB)
+        await client.aclose()
+
+    def run(self, work: Callable[[MessagePlane], Coroutine[Any, Any, Any]]) -> Any:
+        async def runs() -> Any:
+            async with self.plane() as plane:
+                return await work(plane)
+
+        return asyncio.run(runs())
+
+    def results(self, client: str = "trainer") -> list[str]:
+        entries: Any = self.redis.xrange(JOB.results(client))
+        messages = [decode(fields[DATA.encode()]) for _, fields in entries]
+        return [message.rollout_id for message in messages if isinstance(message, Rollout)]
+
+    def in_history(self) -> list[str]:
+        return [record.rollout_id for record in self.store.read({"p": START})["p"].records]
+
+    def submit(self, asked: RolloutRequest) -> str:
+        entry: Any = self.redis.xadd(JOB.requests, {DATA: encode(asked)})
+        return str(entry, "utf-8")
+
+
+@pytest.fixture
+def bench(redis_url: str) -> Bench:
+    return Bench(redis_url)
+
+
+def test_a_request_is_taken_up_once_and_answered_once(bench: Bench) -> None:
+    asked = request()
+    first, again = bench.submit(asked), bench.submit(asked)
+
+    async def story(plane: MessagePlane) -> None:
+        assert 1 == await plane.admit(first, asked)
+        assert 1 == await plane.admit(first, asked)  # by the next coordinator
+        assert 0 == await plane.admit(again, asked)
+        assert asked == await plane.request(first)
+        assert await plane.finish(asked, rollout(asked, 0))
+        assert not await plane.finish(asked, rollout(asked, 0, length=9))
+        assert [(frozenset({0}), False)] == await plane.progress(["r"])
+        assert await plane.finish(asked, rollout(asked, 1))
+        assert await plane.request(first) is None
+        late = str(bench.submit(asked))
+        assert -1 == await plane.admit(late, asked)
+
+    bench.run(story)
+    assert ["uid/r/0/0", "uid/r/1/0"] == bench.results()
+    assert 0 == bench.redis.xlen(JOB.requests)
+    assert {b"rollouts": b"2", b"tokens": b"10", b"drafted": b"8", b"accepted": b"6"} == bench.redis.hgetall(JOB.totals)
+    assert 0 < bench.redis.ttl(JOB.ledger("r"))
+    assert {0: 5, 1: 5} == {sample: entry.length for sample, entry in read_ledger(bench.redis, JOB, ["r"])["r"].items()}
+
+
+def test_what_nobody_asked_for_is_not_recorded(bench: Bench) -> None:
+    asked = request()
+
+    async def story(plane: MessagePlane) -> None:
+        assert not await plane.finish(asked, rollout(asked, 0))
+
+    bench.run(story)
+    assert [] == bench.results()
+
+
+def test_training_rollouts_and_their_rewards_reach_the_history_once(bench: Bench) -> None:
+    asked, evaluated = request(), request("e", n=1, purpose=Purpose.EVAL)
+
+    async def story(plane: MessagePlane) -> None:
+        for one in (asked, evaluated):
+            await plane.admit(bench.submit(one), one)
+            for sample in range(one.sampling.n):
+                await plane.finish(one, rollout(one, sample))
+
+    bench.run(story)
+    rewards = Rewards(rewards={"uid/r/1/0": 0.25, "uid/unknown/0/0": 1.0})
+    bench.redis.xadd(JOB.rewards, {DATA: encode(rewards)})
+    entries: Any = bench.redis.xrange(JOB.outbox)
+    bench.relay.drain()
+    assert ["uid/r/0/0", "uid/r/1/0"] == bench.in_history()
+    assert {"uid/r/1/0": 0.25} == bench.store.rewards("p")
+    # as if the relay had been killed after it carried an entry and before it deleted that
+    bench.redis.xadd(JOB.outbox, entries[0][1])
+    bench.redis.xadd(JOB.rewards, {DATA: encode(rewards)})
+    bench.relay.drain()
+    assert ["uid/r/0/0", "uid/r/1/0"] == bench.in_history()
+    assert {"uid/r/1/0": 0.25} == bench.store.rewards("p")
+    assert 0 == bench.redis.xlen(JOB.outbox) == bench.redis.xlen(JOB.rewards)
+
+
+@pytest.mark.parametrize("stream", [JOB.outbox, JOB.rewards])
+@pytest.mark.parametrize("data", [b"garbage", b"", encode(request())])
+def test_what_the_relay_cannot_read_goes_to_the_dead_letters_and_the_rest_goes_on(
+    bench: Bench, stream: str, data: bytes
+) -> None:
+    bench.redis.xadd(stream, {DATA: data})
+    asked = request(n=1)
+
+    async def story(plane: MessagePlane) -> None:
+        await plane.admit(bench.submit(asked), asked)
+        await plane.finish(asked, rollout(asked, 0))
+
+    bench.run(story)
+    bench.relay.drain()
+    assert ["uid/r/0/0"] == bench.in_history()
+    letters: Any = bench.redis.xrange(JOB.dead)
+    ((_, letter),) = letters
+    assert (data, stream.encode()) == (letter[b"d"], letter[b"stream"])
+    assert letter[b"reason"]
+
+
+def test_a_partial_is_kept_until_the_rollout_ends_and_not_after(bench: Bench) -> None:
+    asked = request(n=1)
+    partial = Partial(token_ids=[7, 8], logprobs=[-1.0, -2.0], spans=[WeightSpan(start=0, weight_version=3)])
+
+    async def story(plane: MessagePlane) -> None:
+        assert not await plane.checkpoint(asked, 0, partial)
+        await plane.admit(bench.submit(asked), asked)
+        assert [1] == await plane.count_loss(["uid/r/0/0"])
+        assert await plane.checkpoint(asked, 0, partial)
+        assert {} == await plane.attempts()  # progress clears suspicion
+        assert partial == await plane.partial(asked, 0)
+        assert (False, False, partial) == await plane.before(asked, 0, True)
+        await plane.finish(asked, rollout(asked, 0))
+        assert not await plane.checkpoint(asked, 0, partial)
+        assert (True, False, None) == await plane.before(asked, 0, True)
+        assert set() == await plane.partial_ids()
+
+    bench.run(story)
+
+
+def test_orders_reach_an_engine_once_and_come_back_when_its_lease_ends(bench: Bench) -> None:
+    asked = request()
+    entry = bench.submit(asked)
+    orders = [Assignment("r", 0, entry), Assignment("r", 1, entry, resumed=True)]
+
+    async def story(plane: MessagePlane) -> None:
+        number = await plane.take_over()
+        await plane.admit(entry, asked)
+        assert await plane.assign(number, "e", orders) is None  # it is not there yet
+        assert not await plane.heartbeat("e", REPORT)
+        assert await plane.heartbeat("e", REPORT, begin=True)
+        assert await plane.heartbeat("e", REPORT)
+        assert await plane.assign(number, "e", [*orders, "cancel x", "weights"])
+        held = await plane.orders("e")
+        assert orders == [order.assignment for order in held[:2]]
+        assert [("cancel", "x"), ("weights", "")] == [(order.kind, order.request_id) for order in held[2:]]
+        assert await plane.finish(asked, rollout(asked, 0), engine="e", order=held[0].order_id)
+        assert await plane.reclaim(number, "e") is None  # it is alive
+        await plane.leave("e")
+        assert {"e": (REPORT, False)} == await plane.engines()
+        back = await plane.reclaim(number, "e")
+        assert back is not None
+        assert [orders[1]] == [order.assignment for order in back if order.assignment is not None]
+        assert {} == await plane.engines()
+        assert not await plane.heartbeat("e", REPORT)  # what was taken for lost and was not
+
+    bench.run(story)
+
+
+def test_a_coordinator_that_was_replaced_gives_out_nothing(bench: Bench) -> None:
+    async def story(plane: MessagePlane) -> None:
+        old = await plane.take_over()
+        new = await plane.take_over()
+        await plane.heartbeat("e", REPORT, begin=True)
+        assert await plane.assign(new, "e", ["weights"])
+        with pytest.raises(StaleCoordinatorError):
+            await plane.assign(old, "e", ["weights"])
+        with pytest.raises(StaleCoordinatorError):
+            await plane.reclaim(old, "e")
+
+    bench.run(story)
+
+
+def test_a_full_server_refuses_a_whole_step_and_lets_leases_through(bench: Bench) -> None:
+    asked = request()
+
+    async def story(plane: MessagePlane) -> None:
+        await plane.admit(bench.submit(asked), asked)
+        await plane.heartbeat("e", REPORT, begin=True)
+        bench.redis.config_set("maxmemory", 1)
+        try:
+            with pytest.raises(redis.exceptions.OutOfMemoryError):
+                await plane.finish(asked, rollout(asked, 0))
+            assert await plane.heartbeat("e", REPORT)
+            waiting = asyncio.ensure_future(patiently(lambda: plane.finish(asked, rollout(asked, 0))))
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+        finally:
+            bench.redis.config_set("maxmemory", 0)
+        assert await waiting
+
+    bench.run(story)
+    assert ["uid/r/0/0"] == bench.results()
+    assert 1 == bench.redis.xlen(JOB.outbox)
+
+
+def test_unread_results_are_counted(bench: Bench) -> None:
+    asked = request(n=20)
+
+    async def story(plane: MessagePlane) -> None:
+        assert (0, 0) == await plane.unread("trainer")
+        await plane.admit(bench.submit(asked), asked)
+        for sample in range(20):
+            await plane.finish(asked, rollout(asked, sample, length=1000))
+        count, size = await plane.unread("trainer")
+        assert 20 == count
+        assert 20 * 8000 < size < 20 * 16000
+        await plane.client.xgroup_create(JOB.results("trainer"), "trainer", id="0")
+        await plane.client.xreadgroup("trainer", "trainer", {JOB.results("trainer"): ">"}, count=15)
+        assert 5 == (await plane.unread("trainer"))[0]
+
+    bench.run(story)
+
+
+REQUESTS, SAMPLES = 6, 5
+
+
+def work(url: str, stop_after: int) -> None:
+    """Answer requests and carry the rollouts on; killed by itself before a certain packet is sent to Redis."""
+    sent = 0
+
+    def count() -> None:
+        nonlocal sent
+        sent += 1
+        if sent == stop_after:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sync_send = redis.connection.AbstractConnection.send_packed_command
+    async_send = redis.asyncio.connection.AbstractConnection.send_packed_command
+
+    def counted_sync(self: Any, *args: Any, **options: Any) -> Any:
+        count()
+        return sync_send(self, *args, **options)
+
+    async def counted_async(self: Any, *args: Any, **options: Any) -> Any:
+        count()
+        return await async_send(self, *args, **options)
+
+    redis.connection.AbstractConnection.send_packed_command = counted_sync  # type: ignore[method-assign]
+    redis.asyncio.connection.AbstractConnection.send_packed_command = counted_async  # type: ignore[method-assign]
+    bench = Bench(url)
+
+    async def story(plane: MessagePlane) -> None:
+        number = await plane.take_over()
+        engine = f"e{number}"
+        await plane.heartbeat(engine, REPORT, begin=True)
+        for entry, fields in await plane.entries(JOB.requests):
+            asked = decode(fields[b"d"])
+            assert isinstance(asked, RolloutRequest)
+            if await plane.admit(entry, asked) != 1:
+                continue
+            ((done, _),) = await plane.progress([asked.request_id])
+            open_ = [Assignment(asked.request_id, sample, entry) for sample in range(SAMPLES) if sample not in done]
+            await plane.assign(number, engine, open_)
+            for order in await plane.orders(engine):
+                if order.assignment is not None:
+                    sample = order.assignment.sample
+                    partial = Partial(token_ids=[sample], spans=[WeightSpan(start=0, weight_version=1)])
+                    await plane.checkpoint(asked, sample, partial)
+                    await plane.finish(asked, rollout(asked, sample), engine=engine, order=order.order_id)
+            bench.relay.drain()
+        bench.relay.drain()
+
+    bench.run(story)
+
+
+def test_killed_before_any_packet_nothing_is_lost_and_nothing_is_there_twice(bench: Bench) -> None:
+    requests = [request(str(number), n=SAMPLES) for number in range(REQUESTS)]
+    for asked in requests:
+        bench.submit(asked)
+    fork = multiprocessing.get_context("fork")
+    kills = 0
+    for stop_after in [*range(4, 90, 2), 0]:
+        process = fork.Process(target=work, args=(bench.url, stop_after))
+        process.start()
+        process.join(30)
+        assert process.exitcode in (0, -signal.SIGKILL)
+        kills += process.exitcode != 0
+    expected = Counter(str(asked.rollout_id(sample)) for asked in requests for sample in range(SAMPLES))
+    assert expected == Counter(bench.results())
+    assert expected == Counter(bench.in_history())
+    assert 0 == bench.redis.xlen(JOB.requests) == bench.redis.xlen(JOB.outbox) == bench.redis.hlen(JOB.partials)
+    assert kills >= 15

@@ -1,0 +1,230 @@
+"""The adapter for TRL, with a real client and a real Redis; the job and the trainer's object are written here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from updating_job import UpdatingJob
+
+from rollout_api import (
+    FinishReason,
+    Purpose,
+    Rollout,
+    RolloutClient,
+    RolloutClientError,
+    RolloutRequest,
+    Trajectory,
+)
+from rollout_api.integrations.trl import JobRollouts, Turn, repeats
+
+PROMPTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=20)
+
+
+class Tokenizer:
+    """One token a character; messages are rendered as their contents."""
+
+    def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[ord(letter) for letter in one] for one in text]}
+
+    def apply_chat_template(self, conversation: list[list[dict[str, str]]], **_: Any) -> dict[str, list[list[int]]]:
+        return self(["".join(message["content"] for message in chat) for chat in conversation])
+
+
+class Model:
+    training = True
+
+    def save_pretrained(self, directory: Path, state_dict: dict[str, Any]) -> None:
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").write_bytes(state_dict["bytes"])
+
+
+def trainer(step: int = 0, **about: Any) -> SimpleNamespace:
+    """What an adapter sees of a GRPOTrainer."""
+    model = Model()
+    accelerator = SimpleNamespace(
+        is_main_process=True,
+        get_state_dict=lambda _: {"bytes": b"weights"},
+        unwrap_model=lambda model: model,
+    )
+    given: dict[str, Any] = {
+        "model": model,
+        "model_wrapped": model,
+        "accelerator": accelerator,
+        "state": SimpleNamespace(global_step=step),
+        "processing_class": Tokenizer(),
+        "chat_template": None,
+        "chat_template_kwargs": {},
+        "use_vllm": False,
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "top_k": 0,
+        "min_p": None,
+        "repetition_penalty": 1.0,
+        "max_completion_length": 8,
+    }
+    return SimpleNamespace(**(given | about))
+
+
+@pytest.fixture
+def job(redis_url: str) -> Iterator[UpdatingJob]:
+    with (job := UpdatingJob(redis_url)).serving():
+        yield job
+
+
+@pytest.fixture
+def client(job: UpdatingJob, redis_url: str) -> Iterator[RolloutClient]:
+    with RolloutClient.connect(redis_url, job.name, name="rank-0") as client:
+        yield client
+
+
+@given(PROMPTS)
+def test_repeats_name_each_place_once_and_keep_the_order(prompts: list[list[int]]) -> None:
+    distinct, places = repeats(prompts)
+    assert sorted(place for at in places for place in at) == list(range(len(prompts)))
+    assert all(prompts[place] == prompt for prompt, at in zip(distinct, places, strict=True) for place in at)
+    assert len({tuple(prompt) for prompt in distinct}) == len(distinct)
+    assert [at[0] for at in places] == sorted(at[0] for at in places)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.data())
+def test_a_group_may_be_split_over_processes(n: int, processes: int, data: st.DataObject) -> None:
+    # as TRL deals out a batch: each prompt n times in a row, then equal parts for the processes, in order of rank
+    count = processes * data.draw(st.integers(1, 4))
+    whole = [[prompt] for prompt in range(count) for _ in range(n)]
+    share = len(whole) // processes
+    asked: dict[int, int] = dict.fromkeys(range(count), 0)
+    for rank in range(processes):
+        distinct, places = repeats(whole[rank * share : (rank + 1) * share])
+        assert all(at == list(range(at[0], at[0] + len(at))) for at in places)
+        for prompt, at in zip(distinct, places, strict=True):
+            asked[prompt[0]] += len(at)
+    assert dict.fromkeys(range(count), n) == asked
+
+
+def test_each_entry_gets_a_sample_of_its_prompt(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+    rollouts = JobRollouts(client, tmp_path)
+    output = rollouts(["a", "bc", "a", "a"], trainer())
+    assert [[97], [98, 99], [97], [97]] == output["prompt_ids"]
+    assert {(97,): 3, (98, 99): 1} == {tuple(one.prompt_token_ids): one.sampling.n for one in job.seen}
+    assert 4 == len({rollout.rollout_id for rollout in output["rollout"]})
+    by_prompt = {tuple(one.prompt_token_ids): one.request_id for one in job.seen}
+    for prompt, tokens, logprobs, rollout in zip(
+        output["prompt_ids"], output["completion_ids"], output["logprobs"], output["rollout"], strict=True
+    ):
+        assert by_prompt[tuple(prompt)] in rollout.rollout_id
+        assert rollout.token_ids == tokens
+        assert len(tokens) == len(logprobs)
+    assert "env_mask" not in output
+
+
+def test_messages_are_rendered_by_the_chat_template(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    assert [[97, 98]] == JobRollouts(client, tmp_path)([chat], trainer())["prompt_ids"]
+
+
+def test_the_trainers_sampling_is_asked_for_and_can_be_overridden(
+    job: UpdatingJob, client: RolloutClient, tmp_path: Path
+) -> None:
+    JobRollouts(client, tmp_path, sampling={"stop": ["x"], "top_p": 0.5})(["a"], trainer())
+    [asked] = job.seen
+    assert (0.7, 0.5, 8, True, ["x"]) == (
+        asked.sampling.temperature,
+        asked.sampling.top_p,
+        asked.sampling.max_tokens,
+        asked.sampling.logprobs,
+        asked.sampling.stop,
+    )
+    assert "min_p" not in asked.sampling.model_fields_set  # which excludes drafts, even at its default
+
+
+def test_weights_go_out_once_a_step_and_are_asked_for(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+    rollouts = JobRollouts(client, tmp_path)
+    for step in (0, 0, 1, 5, 6):
+        rollouts(["a"], trainer(step))
+    assert [1, 2, 5, 6] == [update.weight_version for update in job.updates]
+    assert [1, 1, 2, 5, 6] == [one.weight_version for one in job.seen]
+    assert ["version-000005", "version-000006"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_a_restarted_trainer_counts_on_from_the_version_that_is_served(redis_url: str, tmp_path: Path) -> None:
+    with (
+        (job := UpdatingJob(redis_url, version=12)).serving(),
+        RolloutClient.connect(redis_url, job.name, name="rank-0") as client,
+    ):
+        JobRollouts(client, tmp_path)(["a"], trainer(10))
+    assert [13] == [update.weight_version for update in job.updates]
+
+
+def test_evaluation_is_asked_for_as_such(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+    evaluating = trainer()
+    evaluating.model.training = False
+    rollouts = JobRollouts(client, tmp_path)
+    rollouts(["a"], evaluating)
+    rollouts(["a"], evaluating)
+    rollouts(["a"], trainer())
+    assert [Purpose.EVAL, Purpose.EVAL, Purpose.TRAIN] == [one.purpose for one in job.seen]
+
+
+def test_turns_of_the_environment_are_masked(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+    def play(turn: Turn, trajectories: list[Trajectory]) -> None:
+        turn(trajectories)
+        trajectories[1].observe([7, 8])
+        turn(trajectories[1:])
+
+    output = JobRollouts(client, tmp_path, play=play)(["a", "a"], trainer())
+    assert [[1, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1]] == output["env_mask"]
+    assert [[1, 1, 1], [1, 1, 1, 7, 8, 1, 1, 1]] == output["completion_ids"]
+    assert [3, 8] == [len(logprobs) for logprobs in output["logprobs"]]
+    assert {1} == {one.weight_version for one in job.seen}
+
+
+def test_rewards_reach_the_job_and_the_log(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+    rollouts = JobRollouts(client, tmp_path)
+    made: list[Rollout] = rollouts(["a", "b", "c"], trainer())["rollout"]
+    logged: dict[str, float] = {}
+
+    def reward(completions: list[str], **_: Any) -> list[float | None]:
+        return [1.0, None, 0.25]
+
+    reporting = rollouts.reported(reward)
+    assert "reward" == reporting.__name__  # under which TRL logs it
+    rewards = reporting(completions=["", "", ""], rollout=made, log_metric=logged.__setitem__)
+    assert [1.0, None, 0.25] == rewards
+    assert {made[0].rollout_id: 1.0, made[2].rollout_id: 0.25} == job.rewards()
+    assert {"rollouts/tokens_per_step": 1.0, "rollouts/weight_version": 1.0} == logged
+
+
+def test_a_rollout_that_failed_is_not_trained_on(redis_url: str, tmp_path: Path) -> None:
+    job = UpdatingJob(redis_url)
+
+    def fail(request: RolloutRequest) -> None:
+        job.answer(request, length=0, finish_reason=FinishReason.FAILED)
+
+    with (
+        job.serving(fail),
+        RolloutClient.connect(redis_url, job.name, name="rank-0") as client,
+        pytest.raises(RolloutClientError, match=r"2 of 2 rollouts of step 3 cannot be trained on.*failed"),
+    ):
+        JobRollouts(client, tmp_path)(["a", "a"], trainer(3))
+
+
+@pytest.mark.parametrize(
+    ("about", "what"),
+    [
+        ({"use_vllm": True}, "use_vllm"),
+        ({"tools": [print]}, "play"),
+        ({"model": type("Peft", (), {"peft_config": 1})()}, "PEFT"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_before_anything_is_asked(
+    job: UpdatingJob, client: RolloutClient, tmp_path: Path, about: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ValueError, match=what):
+        JobRollouts(client, tmp_path)(["a"], trainer(**about))
+    assert [] == job.seen

@@ -1,0 +1,100 @@
+"""TRL's GRPOTrainer, in two processes, on a real job with two engines: ``examples/trl_grpo`` as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+
+from rollout_worker.engine.model_source import default_cache
+from rollout_worker.tiny_model import ensure
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo"
+STEPS = 32
+
+
+@dataclass
+class Training:
+    log: list[dict[str, Any]]
+    """What the trainer logged, by optimiser step."""
+    rollouts: list[dict[str, Any]]
+    """What each process trained on."""
+    job_code: int
+    """How ``rollout run`` ended."""
+
+
+@pytest.fixture(scope="module")
+def training(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    directory = tmp_path_factory.mktemp("trl")
+    model = ensure(default_cache() / "das" / "tiny-qwen3")[0]
+    manifest = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
+    manifest["spec"]["weights"] = {"allowedRoots": [str(directory)]}
+    (directory / "job.yaml").write_text(yaml.safe_dump(manifest))
+
+    serve = [sys.executable, "-m", "rollout_worker.cli", "run", "-f", str(directory / "job.yaml"), "--no-compare"]
+    serve += ["--redis", redis_server, "--state-dir", str(directory / "state")]
+    train = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    train += [str(EXAMPLE / "train.py"), "--redis", redis_server, "--model", str(model), "--steps", str(STEPS)]
+    train += ["--weights", str(directory / "weights"), "--output", str(directory / "lines")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    job_log, train_log = directory / "job.log", directory / "train.log"
+    with job_log.open("w") as said, train_log.open("w") as trained:
+        job = subprocess.Popen(serve, stdout=said, stderr=subprocess.STDOUT, env=environment)
+        try:
+            code = subprocess.run(train, stdout=trained, stderr=subprocess.STDOUT, env=environment).returncode
+            assert 0 == code, train_log.read_text()[-4000:] + job_log.read_text()[-4000:]
+            job_code = job.wait(timeout=90)
+        finally:
+            job.terminate()
+            job.wait(timeout=60)
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (directory / "lines" / name).read_text().splitlines()]
+
+    log = [line for line in lines("log.jsonl") if "reward" in line]
+    yield Training(log, lines("rank-0.jsonl") + lines("rank-1.jsonl"), job_code)
+
+
+@pytest.mark.timeout(900)
+def test_the_policy_learns(training: Training) -> None:
+    rewards = [line["reward"] for line in training.log]
+    assert STEPS == len(rewards)
+    assert fmean(rewards[-5:]) - fmean(rewards[:5]) >= 0.1
+
+
+def test_both_engines_made_rollouts_for_both_processes(training: Training) -> None:
+    for rank in (0, 1):
+        assert len({line["engine"] for line in training.rollouts if line["rank"] == rank}) >= 2
+
+
+def test_every_token_comes_from_the_weights_of_its_step(training: Training) -> None:
+    # version 1 is what the trainer began with
+    assert all(line["versions"] == [line["step"] + 1] for line in training.rollouts)
+    assert set(range(STEPS)) == {line["step"] for line in training.rollouts}
+
+
+def test_groups_are_whole_across_processes(training: Training) -> None:
+    for step in range(STEPS):
+        group_sizes: dict[str, int] = {}
+        for line in training.rollouts:
+            if line["step"] == step:
+                group_sizes[line["problem"]] = group_sizes.get(line["problem"], 0) + 1
+        # two rows of the dataset may ask the same
+        assert {0} == {size % 8 for size in group_sizes.values()}
+
+
+def test_drafts_were_accepted(training: Training) -> None:
+    assert training.log[-1]["rollouts/tokens_per_step"] > 1.0
+
+
+def test_closing_the_job_ends_it(training: Training) -> None:
+    assert 0 == training.job_code

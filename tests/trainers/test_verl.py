@@ -1,0 +1,202 @@
+"""The adapter for verl: verl's own managers and clients over Ray, a real client and Redis; the job is job_side.py's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import verl
+from omegaconf import OmegaConf
+from safetensors.torch import load_file
+from updating_job import UpdatingJob
+from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineRegistry
+from verl.single_controller.base import Worker
+from verl.single_controller.base.decorator import Dispatch, register
+from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.workers.config import CheckpointEngineConfig
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
+
+from rollout_api import FinishReason, InvalidRequestError, Rollout, RolloutClientError, WeightSpan
+from rollout_api.integrations.verl import NAME, REDIS_VARIABLE, job_sampling, token_output
+
+JOB = "default/math"
+
+
+@pytest.fixture(scope="module")
+def cluster(redis_server: str) -> Iterator[None]:
+    environment = {
+        REDIS_VARIABLE: redis_server,
+        "VERL_USE_EXTERNAL_MODULES": "rollout_api.integrations.verl",
+        "PYTHONPATH": os.pathsep.join(sys.path),  # the Trainer below is imported there
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(REDIS_VARIABLE, redis_server)
+        ray.init(
+            address="local",
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            runtime_env={"env_vars": environment},
+        )
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def job(redis_server: str) -> Iterator[UpdatingJob]:
+    with (job := UpdatingJob(redis_server)).serving():
+        yield job
+
+
+@pytest.fixture(scope="module")
+def servers(cluster: None, job: UpdatingJob) -> LLMServerManager:
+    defaults = OmegaConf.load(Path(verl.__file__).parent / "trainer/config/_generated_ppo_trainer.yaml")
+    rollout = {
+        "name": NAME,
+        "nnodes": 1,
+        "n_gpus_per_node": 1,
+        "tensor_model_parallel_size": 1,
+        "prompt_length": 32,
+        "response_length": 16,
+        "engine_kwargs": {NAME: {"job": JOB}},
+        "checkpoint_engine": {"backend": NAME, "engine_kwargs": {NAME: {"job": JOB, "weights": "", "model": ""}}},
+    }
+    config = OmegaConf.merge(defaults, {"actor_rollout_ref": {"hybrid_engine": False, "rollout": rollout}})
+    return LLMServerManager.create(config=config)
+
+
+def ask(client: LLMServerClient, prompt: list[int], **sampling: Any) -> Any:
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, **sampling}
+    return asyncio.run(client.generate(request_id="session", prompt_ids=prompt, sampling_params=params))
+
+
+@pytest.mark.parametrize("client_class", [LLMServerClient, FullyAsyncLLMServerClient])
+def test_verls_client_gets_tokens_from_the_job(
+    servers: LLMServerManager, job: UpdatingJob, client_class: type[LLMServerClient]
+) -> None:
+    output = ask(servers.get_client(client_class), [5, 6, 7], temperature=0.5)
+    assert [1, 1, 1] == output.token_ids
+    assert [-0.5, -0.5, -0.5] == output.log_probs
+    assert "completed" == output.stop_reason
+    asked = job.seen[-1]
+    assert [5, 6, 7] == asked.prompt_token_ids
+    assert (1, 0.5, 16, True) == (
+        asked.sampling.n,
+        asked.sampling.temperature,
+        asked.sampling.max_tokens,
+        asked.sampling.logprobs,
+    )
+
+
+def test_samples_of_a_group_are_requests_of_their_own(servers: LLMServerManager, job: UpdatingJob) -> None:
+    # verl asks for each sample apart
+    client = servers.get_client()
+    before = len(job.seen)
+
+    async def group() -> None:
+        params = {"temperature": 1.0, "logprobs": True}
+        await asyncio.gather(
+            *(client.generate(request_id=str(one), prompt_ids=[9], sampling_params=params) for one in range(4))
+        )
+
+    asyncio.run(group())
+    asked = job.seen[before:]
+    assert 4 == len({one.request_id for one in asked})
+    assert 1 == len({one.problem for one in asked})
+
+
+class Trainer(Worker):  # type: ignore[misc]
+    """A trainer's rank: as verl's ActorRolloutRefWorker does at a weight update."""
+
+    def __init__(self, weights: str, model: str) -> None:
+        super().__init__()
+        kwargs = {"job": JOB, "weights": weights, "model": model}
+        self._engine = CheckpointEngineRegistry.new(NAME, is_master=self.rank == 0, bucket_size=100, **kwargs)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    async def update_weights(self, global_steps: int, mode: str) -> dict[str, Any]:
+        tensors = ((f"layer.{one}.weight", torch.full((4, 4), float(one))) for one in range(5))
+        return await self._engine.send_weights(tensors, global_steps=global_steps) or {}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
+    def execute_checkpoint_engine(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._engine, method)(*args, **kwargs)
+
+
+def test_verl_brings_weights_to_the_job(servers: LLMServerManager, job: UpdatingJob, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    trainers = RayWorkerGroup(
+        resource_pool=RayResourcePool([2], use_gpu=False, max_colocate_count=1),
+        ray_cls_with_init=RayClassWithInitArgs(ray.remote(Trainer), str(tmp_path / "weights"), str(model)),
+        use_gpu=False,
+        device_name="cpu",
+    )
+    config = CheckpointEngineConfig(backend=NAME)
+    manager = CheckpointEngineManager(config, actor_wg=trainers, replicas=servers.get_replicas())
+    for step in range(3):
+        manager.update_weights(step)
+    assert [1, 2, 3] == [update.weight_version for update in job.updates]
+    directory = Path(job.updates[-1].uri)
+    assert ["version-000002", "version-000003"] == sorted(path.name for path in directory.parent.iterdir())
+    weights: dict[str, torch.Tensor] = {}
+    for file in directory.glob("*.safetensors"):
+        weights |= load_file(file)
+    assert {f"layer.{one}.weight": float(one) for one in range(5)} == {
+        name: t[0, 0].item() for name, t in weights.items()
+    }
+    index = json.loads((directory / "model.safetensors.index.json").read_text())
+    assert weights.keys() == index["weight_map"].keys()
+    assert {"layer.4.weight"} == set(load_file(directory / index["weight_map"]["layer.4.weight"]))  # two a file
+    assert (directory / "config.json").is_file()
+
+
+def rollout(finish_reason: FinishReason, *versions: int, **about: Any) -> Rollout:
+    return Rollout(
+        rollout_id="job/request/0/0",
+        problem_id="p",
+        token_ids=[1] * len(versions),
+        spans=[WeightSpan(start=at, weight_version=version) for at, version in enumerate(versions)],
+        finish_reason=finish_reason,
+        **about,
+    )
+
+
+def test_the_oldest_weights_count_as_the_age_of_a_response() -> None:
+    output = token_output(rollout(FinishReason.STOP, 4, 5, drafted=9, accepted=1))
+    fields = output.extra_fields
+    assert (3, 3, 4) == (fields["global_steps"], fields["min_global_steps"], fields["max_global_steps"])
+    assert (9, 1, 1) == tuple(
+        fields[f"spec_num_{name}"] for name in ("draft_tokens", "accepted_tokens", "verify_steps")
+    )
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "stop_reason"),
+    [(FinishReason.LENGTH, "completed"), (FinishReason.CANCELLED, "aborted"), (FinishReason.DEADLINE, "aborted")],
+)
+def test_how_a_rollout_ended(finish_reason: FinishReason, stop_reason: str) -> None:
+    assert stop_reason == token_output(rollout(finish_reason, 1)).stop_reason
+
+
+def test_a_failed_rollout_is_an_error() -> None:
+    with pytest.raises(RolloutClientError, match="out of memory"):
+        token_output(rollout(FinishReason.FAILED, detail="out of memory"))
+
+
+def test_sampling_parameters_are_translated_or_refused() -> None:
+    assert {"n": 1, "max_tokens": 5, "logprobs": False, "top_k": 0} == job_sampling({"top_k": -1, "min_p": 0.0}, 5)
+    assert 3 == job_sampling({"max_new_tokens": 3}, 5)["max_tokens"]
+    assert job_sampling({"logprobs": 0}, 5)["logprobs"]
+    assert "ignore_eos" not in job_sampling({"ignore_eos": False}, 5)
+    with pytest.raises(InvalidRequestError, match="ignore_eos"):
+        job_sampling({"ignore_eos": True}, 5)

@@ -34,6 +34,8 @@ DRAIN_S = 25.0
 WORKER_ENV = "ROLLOUT_WORKER"
 """Names the worker that started this machine's part of Ray; its engines inherit it."""
 _FAILED_EXIT = 1
+_ENDING_S = 30.0
+"""In which an engine that has left its job ends."""
 
 
 class _Loop:
@@ -169,5 +171,5 @@ class EngineActor:
         """Let the rollouts end for *grace* seconds, hand the rest over and leave the job."""
         if self._worker is not None and not self._work.done():
             self._loop.start(self._worker.drain(grace)).result()
-            self._work.result(timeout=grace)
+            self._work.result(timeout=_ENDING_S)
         return True

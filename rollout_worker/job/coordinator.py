@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -43,6 +44,11 @@ _READ = 500
 _SOLO_AFTER = 3
 """Engines that may be lost with a rollout before it is run apart from others like it."""
 _GIVE_UP_AFTER = 6
+_NOT_ADMITTED = {
+    -1: "it was answered before; to sample it again, ask under another request id",
+    -2: "a request by this id is open and asks for another number of samples; ask under another request id",
+}
+"""What ``admit`` answers → why such a request is refused."""
 
 
 @dataclass
@@ -98,6 +104,8 @@ class Coordinator:
         self._scheduler = scheduler or ProbeThenLongest()
         self._number = 0
         self._open: dict[str, OpenRequest] = {}
+        self._open_rollouts = 0
+        """Samples of the open requests, ended or not."""
         self._arrivals = 0
         self._engines: dict[str, EngineReport] = {}
         """Engines whose lease holds."""
@@ -182,7 +190,7 @@ class Coordinator:
     async def _read(self) -> None:
         keys = self._plane.keys
         cursors = dict(self._cursors)
-        if sum(one.request.sampling.n for one in self._open.values()) >= self._job.spec.queue.max_rollouts:
+        if self._open_rollouts >= self._job.spec.queue.max_rollouts:
             del cursors[keys.requests]
         found = await patiently(lambda: self._plane.read(cursors, block=_WAIT_S, count=_READ))
         for stream, entries in found.items():
@@ -211,8 +219,7 @@ class Coordinator:
             state = await patiently(self._plane.admit, entry, request)
             if state == 1:
                 taken.append((entry, request))
-            elif state == -1:
-                reason = "it was answered before; to sample it again, ask under another request id"
+            elif (reason := _NOT_ADMITTED.get(state)) is not None:
                 await patiently(
                     self._plane.reply, request.reply_to, Refusal(request_id=request.request_id, reason=reason)
                 )
@@ -226,6 +233,7 @@ class Coordinator:
             deadline = arrival(entry) + request.deadline_seconds if request.deadline_seconds else None
             one = OpenRequest(entry, request, self._arrivals, deadline, length, set(done), cancelled=cancelled)
             self._open[request.request_id] = one
+            self._open_rollouts += request.sampling.n
             waiting = []
             for sample in range(request.sampling.n):
                 engine = held.get((request.request_id, sample))
@@ -304,14 +312,17 @@ class Coordinator:
     def _queue(self, one: OpenRequest, samples: list[int], holder: str | None = None) -> None:
         """Let samples of a request wait for an engine; those that cost too many engines wait apart."""
         request = one.request
-        for sample in samples:
-            solo = self._attempts.get(str(request.rollout_id(sample)), 0) >= _SOLO_AFTER
-            if solo:
-                self._solo.add((request.request_id, sample))
-            group = Group(
+        solo = {
+            (request.request_id, sample)
+            for sample in samples
+            if self._attempts.get(str(request.rollout_id(sample)), 0) >= _SOLO_AFTER
+        }
+        self._solo |= solo
+        self._scheduler.add(
+            Group(
                 request.request_id,
                 request.reply_to,
-                [sample],
+                samples,
                 one.arrival,
                 request.priority,
                 one.predicted,
@@ -319,9 +330,9 @@ class Coordinator:
                 pinned=request.weight_version,
                 plain=request.drafts is Drafts.OFF,
                 holder=holder,
-                solo=solo,
+                solo=bool(solo),
             )
-            self._scheduler.add(group)
+        )
 
     async def _control(self, entry: str, data: bytes) -> None:
         control = self._plane.keys.control
@@ -376,6 +387,7 @@ class Coordinator:
             self._scheduler.predict(request_id, one.predicted)
         if len(one.done) >= one.request.sampling.n:
             del self._open[request_id]
+            self._open_rollouts -= one.request.sampling.n
             self._scheduler.remove(request_id)
 
     def _unassign(self, request_id: str, sample: int) -> None:
@@ -541,8 +553,9 @@ class Coordinator:
 
     async def _find_slow_clients(self) -> None:
         most = int(parse_quantity(self._job.spec.queue.max_unread_results))
-        clients = {one.request.reply_to for one in self._open.values()}
-        unread = {client: await patiently(self._plane.unread, client) for client in clients}
+        clients = list({one.request.reply_to for one in self._open.values()})
+        sizes = await asyncio.gather(*(patiently(self._plane.unread, client) for client in clients))
+        unread = dict(zip(clients, sizes, strict=True))
         slow = frozenset(client for client, (_, size) in unread.items() if size > most)
         for client in slow - self._slow:
             logger.warning(

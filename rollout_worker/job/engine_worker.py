@@ -36,6 +36,8 @@ _HUNG_S = 300.0
 _INBOX_WAIT_S = 1.0
 _HISTORY_WAIT_S = 2.0
 """How long a rollout waits for its problem's history: drafts from the first token on are worth a little."""
+_HANDOVER_S = 4.0
+"""Longer than keeping the partials of all rollouts takes."""
 _REQUESTS_KEPT = 512
 _PROBLEMS_KEPT = 4096
 
@@ -107,6 +109,7 @@ class EngineWorker:
         self._partials_there = asyncio.Event()
         self._look_for_weights = asyncio.Event()
         self._updating = asyncio.Lock()
+        self._telling = asyncio.Lock()
         self._failure: asyncio.Future[None] | None = None
         self._clock_ahead = 0.0
 
@@ -155,7 +158,7 @@ class EngineWorker:
             running.end(None)
         tasks = [running.task for running in self._running.values() if running.task is not None]
         if tasks:
-            await asyncio.wait(tasks, timeout=grace)
+            await asyncio.wait(tasks, timeout=_HANDOVER_S)
         if self._failure is not None and not self._failure.done():
             self._failure.set_result(None)
 
@@ -196,8 +199,10 @@ class EngineWorker:
         self._report.counters |= asdict(self._engine.counters)
 
     async def _tell(self) -> None:
-        self._read_stats()
-        if not await patiently(self._plane.heartbeat, self._id, self._report):
+        async with self._telling:  # one at a time begins anew, so that there is one lease
+            self._read_stats()
+            if await patiently(self._plane.heartbeat, self._id, self._report):
+                return
             logger.warning("Engine %s was taken to be lost, and begins anew; its rollouts go on elsewhere.", self._id)
             for running in list(self._running.values()):
                 if running.task is not None:

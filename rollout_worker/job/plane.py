@@ -142,7 +142,12 @@ class MessagePlane:
         return _text(newest[0][0]) if newest else "0"
 
     async def admit(self, entry: str, request: RolloutRequest) -> int:
-        """Take a request up: 1, or 0 if it is open already (a repetition), or -1 if it was answered before."""
+        """Take a request up.
+
+        Returns:
+            1; or 0 if it is open already (a repetition), -1 if it was answered before, -2 if a request by this id is
+            open that asks for another number of samples.
+        """
         ledger = self.keys.ledger(request.request_id)
         return int(await self._functions["admit"](keys=[ledger, self.keys.requests], args=[entry, request.sampling.n]))
 

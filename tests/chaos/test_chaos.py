@@ -37,6 +37,7 @@ UID = "chaos"
 KEYS = MessageKeys(UID)
 HISTORY = HistoryKeys("default", "chaos")
 TRAINERS = 2
+SLOTS, CHECKPOINT_TOKENS, DRAFT_TOKENS = 16, 32, 16
 
 
 def free_port() -> int:
@@ -82,6 +83,7 @@ class Audit:
     server: Server
     delivered: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
+    tokens: int = 0
 
     def prepare(self) -> None:
         for rank in range(TRAINERS):
@@ -104,6 +106,7 @@ class Audit:
                         if client.xack(stream, "audit", entry):
                             self.delivered[message.rollout_id] += 1
                             self.reasons[str(message.finish_reason)] += 1
+                            self.tokens += len(message.token_ids)
 
 
 @dataclass
@@ -112,7 +115,10 @@ class Flow:
 
     server: Server
     gaps: list[tuple[float, float]] = field(default_factory=list)
-    _tokens: dict[bytes, float] = field(default_factory=dict)
+    engines: set[bytes] = field(default_factory=set)
+    """All that there ever were: each new one is a new lease."""
+    tokens: dict[int, float] = field(default_factory=dict)
+    """Process → tokens that it has sampled; what it sampled since its last heartbeat, 1 s at most, is not there."""
     _moved: float = field(default_factory=time.monotonic)
 
     def look(self) -> None:
@@ -120,9 +126,11 @@ class Flow:
 
         reports: Any = self.server.client.hgetall(KEYS.engines)
         for engine, data in reports.items():
-            tokens = msgpack.unpackb(data, strict_map_key=False)["counters"].get("tokens", 0)
-            if tokens > self._tokens.get(engine, 0):
-                self._tokens[engine] = tokens
+            report = msgpack.unpackb(data, strict_map_key=False)
+            self.engines.add(engine)
+            tokens, pid = report["counters"].get("tokens", 0), report["pid"]
+            if tokens > self.tokens.get(pid, 0):
+                self.tokens[pid] = tokens
                 now = time.monotonic()
                 self.gaps.append((self._moved, now - self._moved))
                 self._moved = now
@@ -142,7 +150,6 @@ class Field:
         self.proxy = Proxy(self.server.port)
         self.kubelet = Kubelet(directory)
         self.audit, self.flow = Audit(self.server), Flow(self.server)
-        self.done: list[tuple[float, str]] = []
         self._model = make_model(directory / "model")
         self._stop = directory / "stop"
         self._ray_port = free_port()
@@ -164,12 +171,13 @@ class Field:
                 "engine": {
                     "maxModelLen": 512,
                     "dtype": "float32",
-                    "maxNumSeqs": 16,
+                    "maxNumSeqs": SLOTS,
                     "kvCacheMemory": "256Mi",
                     "enforceEager": True,
-                    "checkpointTokens": 32,
+                    "checkpointTokens": CHECKPOINT_TOKENS,
                 },
                 "sampling": {"n": SAMPLES, "maxTokens": TOKENS},
+                "speculation": {"maxDraftTokens": DRAFT_TOKENS},
                 "workers": {"gpusPerWorker": 0, "replicas": 2},
             },
         }
@@ -349,6 +357,8 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
     problems = [key.decode().split("{")[1].split("}")[0] for key in client.scan_iter(HISTORY.log("*"))]
     slices = store.read(dict.fromkeys(problems, START), count=1_000_000)
     in_history = Counter(record.rollout_id for found in slices.values() for record in found.records)
+    again = sum(battlefield.flow.tokens.values()) - battlefield.audit.tokens
+    lost = len(battlefield.flow.engines) - len(client.hgetall(KEYS.engines))
     print(
         json.dumps(
             {
@@ -357,6 +367,9 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
                 "restarts": battlefield.kubelet.restarts,
                 "rollouts": len(asked),
                 "reasons": battlefield.audit.reasons,
+                "tokens": battlefield.audit.tokens,
+                "tokens sampled again": again,
+                "engines lost": lost,
                 "seconds without a token after the head's death": round(gap, 1),
             }
         )
@@ -370,3 +383,4 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
     assert asked == set(in_history)
     assert {"stop", "length"} >= set(battlefield.audit.reasons)
     assert 0 == client.hlen(KEYS.partials)
+    assert again <= lost * SLOTS * (CHECKPOINT_TOKENS + 1 + DRAFT_TOKENS)

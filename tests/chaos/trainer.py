@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import time
 from pathlib import Path
 
 from rollout_api import Prompt, RolloutClient
 
 GROUPS, SAMPLES, TOKENS = 8, 4, 260
+UPDATE_S = 0.5
+"""What stands for the optimiser's step, in which the job has nothing to do for this trainer."""
 
 
 def prompts(rank: int, step: int) -> list[Prompt]:
@@ -38,6 +41,7 @@ def main() -> None:
                     done = {rollout.rollout_id: [len(rollout.token_ids), rollout.engine] for rollout in rollouts}
                     journal.write(json.dumps({"step": step, "rollouts": done}) + "\n")
             step += 1
+            time.sleep(UPDATE_S)
 
 
 if __name__ == "__main__":

@@ -129,7 +129,7 @@ async def measure(url: str, pairs: int) -> dict[str, Any]:
         slots=BATCH,
         checkpoint_tokens=JOB.spec.engine.checkpoint_tokens,
         sampling=JOB.spec.sampling,
-        locate=SharedFiles(model, model, []).locate,
+        transport=SharedFiles(model, model, []),
     )
     work = asyncio.ensure_future(worker.run())
     coordinator.start()

@@ -44,7 +44,7 @@ from rollout_api.messages import (
     encode,
 )
 from rollout_api.prompts import Prompt, SamplingOverrides, make_prompts, one_of
-from rollout_api.publishing import Checksum, PublishedWeights, Publisher
+from rollout_api.publishing import Checksum, InMemory, PublishedWeights, Publisher
 from rollout_api.redis_connection import Patience, RedisTarget, address, connection_to, stop
 from rollout_api.results import ResultStream
 from rollout_api.sending import Sender
@@ -262,7 +262,7 @@ class AsyncRolloutClient:
     async def publish_weights(
         self,
         version: int,
-        uri: str | Path,
+        weights: str | Path | InMemory,
         *,
         kind: WeightsKind | str = WeightsKind.FULL,
         mode: UpdateMode | str = UpdateMode.RECOMPUTE,
@@ -274,7 +274,8 @@ class AsyncRolloutClient:
 
         Args:
             version: number of the weights; it only grows.
-            uri: their directory (safetensors), as the job sees it; see ``spec.weights`` for what is allowed.
+            weights: their directory (safetensors), as the job sees it; see ``spec.weights`` for what is allowed. Or a
+                :class:`~rollout_api.in_memory.ModelInMemory`, which is broadcast to the engines that there are.
             kind: ``full``, or ``lora`` for an adapter.
             mode: what becomes of rollouts that run; see :class:`~rollout_api.messages.UpdateMode`.
             sha256: ``compute`` reads the directory here and has the engines compare; see
@@ -288,7 +289,7 @@ class AsyncRolloutClient:
         """
         return await self._publisher.publish(
             version,
-            uri,
+            weights,
             kind=one_of(WeightsKind, kind, "kind"),
             mode=one_of(UpdateMode, mode, "mode"),
             sha256=sha256,

@@ -158,6 +158,12 @@ class Weights(_Part):
         "the directory of model.uri.",
     )
 
+    broadcast: bool = Field(
+        default=False,
+        description="Let engines connect to the trainer and take weights that it broadcasts from its memory (by NCCL; "
+        "by gloo into CPU workers).",
+    )
+
     @field_validator("allowed_roots")
     @classmethod
     def _absolute(cls, roots: list[str]) -> list[str]:

@@ -251,12 +251,36 @@ class Refusal(_Message):
     reason: str
 
 
+class TensorToCome(_Message):
+    """One tensor of a broadcast."""
+
+    name: str
+    dtype: str = Field(description="As torch calls it: bfloat16, float32, …")
+    shape: list[int]
+
+
+class Broadcast(_Message):
+    """Tensors that the trainer, as rank 0 of a group of processes, broadcasts from its memory one after the other."""
+
+    group: str = Field(min_length=1, description="Names the group; an engine that is in it does not join again.")
+    ranks: dict[str, int] = Field(
+        min_length=1, description="Engine → rank of its first worker process; its others have those that follow."
+    )
+    world_size: int = Field(ge=2)
+    tensors: list[TensorToCome] = Field(min_length=1, description="In the order in which they come.")
+
+
 class WeightUpdate(_Message):
     """Control: sample with these weights from now on."""
 
     kind: Literal["weights"] = "weights"
     weight_version: int = Field(ge=0)
-    uri: str = Field(min_length=1, description="Directory of safetensors; see spec.weights for what is allowed.")
+    uri: str = Field(
+        min_length=1,
+        description="Directory of safetensors; or, with broadcast, nccl:// or gloo:// and the trainer's host:port. See "
+        "spec.weights for what is allowed.",
+    )
+    broadcast: Broadcast | None = Field(default=None, description="Full weights that do not lie in any directory.")
     weights: WeightsKind = WeightsKind.FULL
     sha256: str | None = Field(
         default=None, pattern=r"^[0-9a-f]{64}$", description="See rollout_api.weights.checksum; default: not checked."

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
 import msgpack
@@ -17,7 +17,7 @@ import redis.asyncio
 
 from rollout_api.errors import InvalidRequestError, WeightsError
 from rollout_api.keys import MessageKeys
-from rollout_api.messages import UpdateMode, WeightsKind, WeightUpdate, encode
+from rollout_api.messages import Broadcast, UpdateMode, WeightsKind, WeightUpdate, encode
 from rollout_api.redis_connection import Patience
 from rollout_api.sending import Sender
 from rollout_api.weights import checksum
@@ -29,6 +29,29 @@ _SAY_EVERY_S = 30.0
 
 Checksum = Literal["compute"] | str | None
 """A SHA-256 in hex, ``compute`` to have it computed here, or None for weights that are not to be checked."""
+
+
+class InMemory(Protocol):
+    """Full weights that are broadcast to the engines; see :class:`rollout_api.in_memory.ModelInMemory`."""
+
+    backend: str
+    """How: nccl or gloo."""
+
+    def offer(self, engines: Mapping[str, int]) -> tuple[str, Broadcast]:
+        """The trainer's address, and what an engine must know to take part.
+
+        Args:
+            engines: how many worker processes each has.
+        """
+        ...
+
+    def send(self, uri: str, offer: Broadcast) -> None:
+        """Broadcast the weights; returns when all engines have them.
+
+        Raises:
+            RuntimeError: if an engine does not take part.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +74,7 @@ class Publisher:
     async def publish(
         self,
         version: int,
-        uri: str | Path,
+        weights: str | Path | InMemory,
         *,
         kind: WeightsKind,
         mode: UpdateMode,
@@ -69,12 +92,41 @@ class Publisher:
                 f"weight version {version} is older than {ahead}, which the engines serve; versions only grow, since "
                 f"histories are ordered by them: publish restored weights as {ahead + 1} or later"
             )
-        digest = await _digest(str(uri), sha256)
-        update = WeightUpdate(weight_version=version, uri=str(uri), weights=kind, sha256=digest, mode=mode)
+        if not isinstance(weights, str | Path):
+            if kind is not WeightsKind.FULL or not wait:
+                raise InvalidRequestError("weights in memory are published whole (kind full), and waited for")
+            return await self._broadcast(version, weights, engines, mode, timeout)
+        digest = await _digest(str(weights), sha256)
+        update = WeightUpdate(weight_version=version, uri=str(weights), weights=kind, sha256=digest, mode=mode)
         [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
         if not wait:
             return PublishedWeights(version, [], {})
         return await self._wait(version, entry, timeout)
+
+    async def _broadcast(
+        self, version: int, weights: InMemory, engines: dict[str, dict[str, Any]], mode: UpdateMode, timeout: float
+    ) -> PublishedWeights:
+        if not engines:
+            raise WeightsError("the job has no engine to which weights could be broadcast")
+        for engine, report in engines.items():
+            if report["broadcast"] != weights.backend:
+                way = report["broadcast"] or "no broadcast: spec.weights.broadcast of the job is false"
+                raise InvalidRequestError(f"these weights are broadcast by {weights.backend}; {engine} takes {way}")
+        uri, offer = await asyncio.to_thread(weights.offer, {name: one["ranks"] for name, one in engines.items()})
+        update = WeightUpdate(weight_version=version, uri=uri, broadcast=offer, mode=mode)
+        [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
+        sending = asyncio.ensure_future(asyncio.to_thread(weights.send, uri, offer))
+        waiting = asyncio.ensure_future(self._wait(version, entry, timeout))
+        try:
+            await asyncio.wait((sending, waiting), return_when=asyncio.FIRST_EXCEPTION)
+            if sending.done() and (error := sending.exception()) is not None:
+                raise WeightsError(
+                    f"weight version {version} was not broadcast to all engines ({error}); publish the weights again, "
+                    f"as version {version + 1} or later",
+                ) from error
+            return waiting.result()
+        finally:
+            waiting.cancel()
 
     async def _wait(self, version: int, entry: str, timeout: float) -> PublishedWeights:
         began = said = time.monotonic()

@@ -16,7 +16,7 @@ from rollout_api.job import Sampling
 from rollout_api.job_info import JobInfo
 from rollout_api.messages import Drafts, Purpose, Rollout, UpdateMode, WeightsKind
 from rollout_api.prompts import Prompt, SamplingOverrides, make_prompts
-from rollout_api.publishing import Checksum, PublishedWeights
+from rollout_api.publishing import Checksum, InMemory, PublishedWeights
 from rollout_api.redis_connection import RedisTarget
 from rollout_api.step import PROGRESS_S, AsyncStep, OnProgress, Progress
 from rollout_api.trajectory import Trajectory
@@ -243,7 +243,7 @@ class RolloutClient:
     def publish_weights(
         self,
         version: int,
-        uri: str | Path,
+        weights: str | Path | InMemory,
         *,
         kind: WeightsKind | str = WeightsKind.FULL,
         mode: UpdateMode | str = UpdateMode.RECOMPUTE,
@@ -253,7 +253,9 @@ class RolloutClient:
     ) -> PublishedWeights:
         """See :meth:`AsyncRolloutClient.publish_weights`."""
         return self._loop.run(
-            self._client.publish_weights(version, uri, kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout)
+            self._client.publish_weights(
+                version, weights, kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout
+            )
         )
 
     def report_rewards(self, rewards: Mapping[str, float]) -> None:

@@ -40,7 +40,6 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _STOP_S = 10.0
-_EVERY_ADDRESS = "0.0.0.0"  # noqa: S104 – the head is there for other machines
 
 
 async def run_head(setup: JobSetup, *, port: int) -> None:

@@ -22,6 +22,7 @@ from pydantic.json_schema import models_json_schema
 from rollout_api.messages import (
     MESSAGES,
     SCHEMA_VERSION,
+    Broadcast,
     Cancel,
     Close,
     CodecError,
@@ -34,6 +35,7 @@ from rollout_api.messages import (
     Rewards,
     Rollout,
     RolloutRequest,
+    TensorToCome,
     UpdateMode,
     WeightsKind,
     WeightSpan,
@@ -53,7 +55,7 @@ LOGPROBS = (
     "the other"
 )
 ON_THE_WIRE = {"token_ids": TOKENS, "prompt_token_ids": TOKENS, "logprobs": LOGPROBS}
-NESTED = ("WeightSpan", "Sampling")
+NESTED = ("WeightSpan", "Sampling", "Broadcast", "TensorToCome")
 EXAMPLE = RolloutRequest.model_validate(
     {
         "job_uid": "6f1c2e9a",
@@ -165,6 +167,16 @@ def messages() -> dict[str, Message]:
         "partial": prefix,
         "refusal": Refusal(request_id="demo-1", reason="a prompt of 5000 tokens exceeds engine.maxModelLen 4096"),
         "weights: full": WeightUpdate(weight_version=18, uri="/weights/step-18", sha256="0" * 64),
+        "weights: broadcast": WeightUpdate(
+            weight_version=20,
+            uri="nccl://10.0.0.7:29500",
+            broadcast=Broadcast(
+                group="a1b2",
+                ranks={"engine-0-6ecaac90": 1, "engine-1-463c4e58": 3},
+                world_size=5,
+                tensors=[TensorToCome(name="model.norm.weight", dtype="bfloat16", shape=[4096])],
+            ),
+        ),
         "weights: lora": WeightUpdate(
             weight_version=19, uri="/weights/lora-19", weights=WeightsKind.LORA, mode=UpdateMode.KEEP
         ),

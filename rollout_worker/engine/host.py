@@ -22,7 +22,7 @@ from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.model_source import ModelError, max_positions
 from rollout_worker.engine.response import Generated, Response
 from rollout_worker.engine.sampling import SOURCES, DraftScope, admit, vllm_sampling
-from rollout_worker.engine.weights import check_weights
+from rollout_worker.engine.weights import Incoming, check_incoming, check_weights
 from rollout_worker.engine.worker_extension import HistoryBinding
 
 __all__ = ["Drafting", "Engine", "EngineConfig", "Generated"]
@@ -64,6 +64,16 @@ class EngineConfig:
     overrides: dict[str, Any] = field(default_factory=dict)
     """Further vLLM engine arguments."""
 
+    @property
+    def broadcast_backend(self) -> str:
+        """How such an engine takes weights from a trainer's memory."""
+        return "gloo" if self.cpu else "nccl"
+
+    @property
+    def ranks(self) -> int:
+        """Worker processes of the engine."""
+        return self.spec.tensor_parallel_size
+
 
 class Engine:
     """A running engine. Made by :meth:`start`, ended by :meth:`close`; used from one asyncio loop."""
@@ -75,7 +85,8 @@ class Engine:
         self._calls = itertools.count()
         self._labels = WeightLabels(llm, config.weight_version)
         self._ends = end_tokens(llm)
-        self._directory = config.model
+        self._directory: Path | None = config.model
+        """Where the weights in place lie; None if they were broadcast."""
         self._updating = asyncio.Lock()
         self._kept = 0
         self._adapters = Adapters(llm)
@@ -241,7 +252,23 @@ class Engine:
             await asyncio.to_thread(check_weights, directory, self.config.model)
         except ModelError as error:
             raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from None
-        return await asyncio.shield(self._replace_weights(directory, weight_version, mode))
+        return await asyncio.shield(
+            self._replace_weights(directory, "das_load_weights", str(directory), weight_version, mode)
+        )
+
+    async def receive_weights(self, incoming: Incoming, weight_version: int, mode: UpdateMode) -> float:
+        """Replace the weights by those that a trainer broadcasts, as :meth:`load_weights` does by a directory's.
+
+        If that fails half-way the engine puts back what it had last from a directory; if it had its weights from a
+        broadcast, it stops.
+        """
+        try:
+            await asyncio.to_thread(check_incoming, incoming, self.config.model)
+        except ModelError as error:
+            raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from None
+        return await asyncio.shield(
+            self._replace_weights(None, "das_receive_weights", asdict(incoming), weight_version, mode)
+        )
 
     async def load_adapter(self, directory: Path, weight_version: int) -> float:
         """Generate new responses with a LoRA adapter, until the next or full weights; running ones stay with theirs.
@@ -267,25 +294,29 @@ class Engine:
                 raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from error
             return time.monotonic() - started
 
-    async def _replace_weights(self, directory: Path, weight_version: int, mode: UpdateMode) -> float:
+    async def _replace_weights(
+        self, directory: Path | None, method: str, source: Any, weight_version: int, mode: UpdateMode
+    ) -> float:
         async with self._updating:
             if self._adapters.current is not None:
                 self._admitting.clear()
             try:
                 await self._adapters.unused()
-                return await self._pause_and_load(directory, weight_version, mode)
+                return await self._pause_and_load(directory, method, source, weight_version, mode)
             finally:
                 self._admitting.set()
 
-    async def _pause_and_load(self, directory: Path, weight_version: int, mode: UpdateMode) -> float:
+    async def _pause_and_load(
+        self, directory: Path | None, method: str, source: Any, weight_version: int, mode: UpdateMode
+    ) -> float:
         asked = time.monotonic()
-        with _engine_errors(f"loading weights from {directory}"):
+        with _engine_errors(f"loading weights from {directory or 'a broadcast'}"):
             # clearing the cache preempts what is running, whose keys and values are then computed anew
             await self._vllm.pause_generation(
                 mode="wait" if mode is UpdateMode.DRAIN else "keep", clear_cache=mode is not UpdateMode.KEEP
             )
             try:
-                await self._load_or_put_back(directory)
+                await self._load_or_put_back(directory, method, source)
                 await self._labels.change(weight_version)
                 self._adapters.leave()
                 # vLLM clears no blocks while some are in use: requests to come are told apart from those before
@@ -295,11 +326,13 @@ class Engine:
                     await self._llm.resume_generation()
         return time.monotonic() - (max(asked, self._last_end) if mode is UpdateMode.DRAIN else asked)
 
-    async def _load_or_put_back(self, directory: Path) -> None:
+    async def _load_or_put_back(self, directory: Path | None, method: str, source: Any) -> None:
         try:
-            await self._rpc("das_load_weights", str(directory))
+            await self._rpc(method, source)
         except EngineError as error:
             try:
+                if self._directory is None:
+                    raise EngineError("they were broadcast, and lie nowhere") from error
                 await self._rpc("das_load_weights", str(self._directory))
             except EngineError as again:
                 self.close()
@@ -439,7 +472,9 @@ def _set_environment(config: EngineConfig) -> None:
         "PYTHONWARNINGS", "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker"
     )
     if config.cpu:
-        # more threads than free cores make a step many times slower
+        # more threads than free cores make a step many times slower; and vLLM would bind every engine of a machine to
+        # the same cores, the first ones, whatever the number of threads
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
         os.environ.setdefault("OMP_NUM_THREADS", str(config.cores))
 
 

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import threading
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,11 @@ class HostExtension:
     """Mixed into vLLM's worker class by ``worker_extension_cls``; every method runs between two steps."""
 
     model_runner: Any
+    parallel_config: Any
+    device: Any
+    reload_weights: Callable[..., None]
+    _das_group: tuple[str, Any] = ("", None)
+    """Name of the group in which weights were broadcast last, and the group."""
 
     def das_follow_host(self, host: int) -> None:
         """End the engine's processes when process *host* is gone, however it ended.
@@ -59,15 +65,42 @@ class HostExtension:
 
     def das_load_weights(self, directory: str) -> None:
         """Replace the weights by the safetensors in *directory*; if that fails, some are old and some new."""
+        self._das_reload(weights_path=directory)
+
+    def das_receive_weights(self, incoming: dict[str, Any]) -> None:
+        """Replace the weights by those that a trainer broadcasts (``Incoming``, as a dictionary); else as above."""
+        import torch
+
+        from rollout_api.broadcast import join
+
+        name, group = self._das_group
+        if name != incoming["group"]:
+            self._das_group = ("", None)  # leave before joining, whether or not that succeeds
+            rank = incoming["rank"] + self.parallel_config.rank
+            group = join(
+                incoming["backend"], incoming["host"], incoming["port"], rank=rank, world_size=incoming["world_size"]
+            )
+        self._das_group = ("", None)
+
+        def received() -> Iterator[tuple[str, Any]]:
+            for tensor, kind, shape in incoming["tensors"]:
+                weight = torch.empty(shape, dtype=getattr(torch, kind), device=self.device)
+                group.broadcast(weight)
+                yield tensor, weight
+
+        self._das_reload(weights_iterator=received())
+        self._das_group = (incoming["group"], group)  # one in which something failed is not used again
+
+    def _das_reload(self, **source: Any) -> None:
         from rollout_worker.engine.compat import abandon_reload, renew_packed_output
 
         try:
-            self.reload_weights(weights_path=directory)  # type: ignore[attr-defined]  # vLLM's worker has it
+            self.reload_weights(**source)
         except BaseException:
             abandon_reload(self.model_runner.get_model())
             raise
         if renew_packed_output(self.model_runner.get_model()):
-            logger.info("Packed the output projection of %s anew: vLLM's reload leaves it stale.", directory)
+            logger.info("Packed the output projection anew: vLLM's reload leaves it stale.")
 
 
 class DraftingExtension(HostExtension):

@@ -11,11 +11,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from rollout_api.messages import WeightUpdate
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine
 from rollout_worker.history.connection import connect, connect_async
@@ -140,7 +139,6 @@ class EngineActor:
             self._error = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
             self._ready.set()
             return
-        locate: Callable[[WeightUpdate], Any] = setup.transport().locate
         self._worker = EngineWorker(
             engine,
             setup.plane(),
@@ -150,7 +148,8 @@ class EngineActor:
             slots=job.spec.engine.max_num_seqs,
             checkpoint_tokens=job.spec.engine.checkpoint_tokens,
             sampling=job.spec.sampling,
-            locate=locate,
+            transport=setup.transport(),
+            broadcast=job.spec.weights.broadcast,
         )
         self._ready.set()
         try:

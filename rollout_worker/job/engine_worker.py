@@ -8,9 +8,7 @@ import os
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import redis
@@ -24,7 +22,7 @@ from rollout_worker.history.connection import patiently, persist
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, Order, arrival
 from rollout_worker.job.tasks import end
-from rollout_worker.job.weights import WeightsError
+from rollout_worker.job.weights import WeightsError, WeightTransport
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +78,8 @@ class EngineWorker:
         slots: int,
         checkpoint_tokens: int,
         sampling: Sampling,
-        locate: Callable[[WeightUpdate], Path],
+        transport: WeightTransport,
+        broadcast: bool = False,
     ) -> None:
         """Take what a worker needs; :meth:`run` begins.
 
@@ -93,12 +92,15 @@ class EngineWorker:
             slots: rollouts decoded at the same time.
             checkpoint_tokens: most tokens of a rollout that are lost with this engine.
             sampling: the job's settings, which a request may override.
-            locate: finds and verifies the directory of an update's weights; blocks, raises :class:`WeightsError`.
+            transport: how published weights come into the engine.
+            broadcast: whether they may come from a trainer's memory.
         """
         self._engine, self._plane, self._store = engine, plane, store
-        self._checkpoint_tokens, self._sampling, self._locate = checkpoint_tokens, sampling, locate
+        self._checkpoint_tokens, self._sampling, self._transport = checkpoint_tokens, sampling, transport
         plain = engine.config.drafting is None
         self._report = EngineReport(name, worker, os.getpid(), slots, plain, engine.weight_version)
+        if broadcast:
+            self._report.broadcast, self._report.ranks = engine.config.broadcast_backend, engine.config.ranks
         self._id = ""
         self._head = ""
         self._leaving: asyncio.Task[None] | None = None
@@ -406,17 +408,14 @@ class EngineWorker:
         return update is not newest and newest.weight_version == self._engine.weight_version
 
     async def _load(self, update: WeightUpdate) -> float:
-        directory = await asyncio.to_thread(self._locate, update)
+        load = await self._transport.prepare(update, self._id)
         if update.mode is not UpdateMode.DRAIN and update.weights is WeightsKind.FULL:
             # what is pinned to the old version ends under it
             old = self._engine.weight_version
             pinned = [one.task for one in self._running.values() if one.pinned == old and one.task is not None]
             if pinned:
                 await asyncio.wait(pinned)
-        if update.weights is WeightsKind.LORA:
-            gap = await self._engine.load_adapter(directory, update.weight_version)
-        else:
-            gap = await self._engine.load_weights(directory, update.weight_version, update.mode)
+        gap = await load(self._engine)
         generation = await asyncio.to_thread(persist, self._store.publish, self._plane.keys.uid, update.weight_version)
         await self._history.advance(generation)
         return gap

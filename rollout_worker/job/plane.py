@@ -99,6 +99,10 @@ class EngineReport:
     failed: dict[int, str] = field(default_factory=dict)
     """Weight versions that it could not load, and why."""
     draining: bool = False
+    broadcast: str = ""
+    """How it takes weights from a trainer's memory: nccl, gloo, or not at all."""
+    ranks: int = 1
+    """Its worker processes, each of which takes part in a broadcast."""
     counters: dict[str, float] = field(default_factory=dict)
 
     @property

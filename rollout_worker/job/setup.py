@@ -15,7 +15,7 @@ from rollout_worker.engine.worker_extension import HistoryBinding
 from rollout_worker.history.connection import connect, connect_async
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import MessagePlane
-from rollout_worker.job.weights import SharedFiles, WeightTransport
+from rollout_worker.job.weights import ByAddress, SharedFiles, TrainerMemory, WeightTransport
 
 BLOCK_S = 1.0
 """How long a read may wait in Redis for something to come."""
@@ -84,9 +84,10 @@ class JobSetup:
         )
 
     def transport(self) -> WeightTransport:
-        """Where published weights are found."""
-        roots = self.job.spec.weights.allowed_roots
-        return SharedFiles(Path(self.model), Path(self.model_cache), roots)
+        """How published weights come into an engine."""
+        weights = self.job.spec.weights
+        files = SharedFiles(Path(self.model), Path(self.model_cache), weights.allowed_roots)
+        return ByAddress(files, TrainerMemory() if weights.broadcast else None)
 
 
 def cores_of(job: RolloutJob, *, engines_here: int) -> int:

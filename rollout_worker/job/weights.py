@@ -1,14 +1,21 @@
-"""Where an engine finds the weights that a trainer has published."""
+"""How published weights come into an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from rollout_api.messages import WeightsKind, WeightUpdate
 from rollout_api.weights import checksum
+from rollout_worker.engine.host import Engine
 from rollout_worker.engine.model_source import ModelError, resolve_adapter, resolve_checkpoint
+from rollout_worker.engine.weights import Incoming
+
+Load = Callable[[Engine], Awaitable[float]]
+"""Puts weights into an engine; returns the seconds in which nothing was decoded, raises EngineError."""
 
 
 class WeightsError(RuntimeError):
@@ -16,13 +23,17 @@ class WeightsError(RuntimeError):
 
 
 class WeightTransport(Protocol):
-    """Brings published weights to where an engine can load them."""
+    """One way from a trainer to an engine."""
 
-    def locate(self, update: WeightUpdate) -> Path:
-        """The local directory of an update's weights, verified; may take as long as reading them.
+    async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
+        """Do all that can be done while the engine goes on decoding, as verifying a checksum.
+
+        Args:
+            update: what was published.
+            engine_id: of the engine that is to load it.
 
         Raises:
-            WeightsError: if they are not there, not allowed, or not what was published.
+            WeightsError: if the weights are not there, not allowed, or not what was published.
         """
         ...
 
@@ -34,8 +45,14 @@ class SharedFiles:
         """Allow what lies in the model's directory, in the model *cache* or below *allowed_roots*."""
         self._model, self._cache, self._allowed_roots = model, cache, list(allowed_roots)
 
-    def locate(self, update: WeightUpdate) -> Path:
-        """See :class:`WeightTransport`."""
+    async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
+        """See :class:`WeightTransport`; takes as long as reading the files."""
+        directory = await asyncio.to_thread(self._locate, update)
+        if update.weights is WeightsKind.LORA:
+            return lambda engine: engine.load_adapter(directory, update.weight_version)
+        return lambda engine: engine.load_weights(directory, update.weight_version, update.mode)
+
+    def _locate(self, update: WeightUpdate) -> Path:
         resolve = resolve_adapter if update.weights is WeightsKind.LORA else resolve_checkpoint
         try:
             directory = resolve(update.uri, self._cache, self._model, self._allowed_roots)
@@ -48,3 +65,38 @@ class SharedFiles:
                 f"{update.sha256}: it was changed, or is still being written"
             )
         return directory
+
+
+class TrainerMemory:
+    """Weights that a trainer broadcasts; an engine that comes later cannot have them."""
+
+    async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
+        """See :class:`WeightTransport`."""
+        sent, at = update.broadcast, urlsplit(update.uri)
+        if sent is None or update.weights is not WeightsKind.FULL or at.hostname is None or at.port is None:
+            raise WeightsError(f"{update.uri} with weights {update.weights} and no broadcast, or no host and port")
+        if engine_id not in sent.ranks:
+            raise WeightsError(
+                f"version {update.weight_version} was broadcast before this engine was there; it takes the next, or "
+                "these weights published from a directory under a later version"
+            )
+        tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in sent.tensors]
+        incoming = Incoming(
+            at.scheme, at.hostname, at.port, sent.group, sent.ranks[engine_id], sent.world_size, tensors
+        )
+        return lambda engine: engine.receive_weights(incoming, update.weight_version, update.mode)
+
+
+class ByAddress:
+    """From memory what says so, where that is allowed; everything else from files."""
+
+    def __init__(self, files: SharedFiles, memory: TrainerMemory | None) -> None:
+        self._files, self._memory = files, memory
+
+    async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
+        """See :class:`WeightTransport`."""
+        if update.broadcast is None:
+            return await self._files.prepare(update, engine_id)
+        if self._memory is None:
+            raise WeightsError("engines take no weights from a trainer's memory: spec.weights.broadcast is false")
+        return await self._memory.prepare(update, engine_id)

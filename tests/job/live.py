@@ -22,7 +22,7 @@ from rollout_worker.job.plane import MessagePlane
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import BLOCK_S
 from rollout_worker.job.tasks import end
-from rollout_worker.job.weights import SharedFiles
+from rollout_worker.job.weights import ByAddress, SharedFiles, TrainerMemory
 
 CHECKPOINT_TOKENS = 32
 _uids = itertools.count()
@@ -90,7 +90,8 @@ class LiveJob:
             slots=self.job.spec.engine.max_num_seqs,
             checkpoint_tokens=self.job.spec.engine.checkpoint_tokens,
             sampling=self.job.spec.sampling,
-            locate=SharedFiles(self.model, self.model.parent, ["/"]).locate,
+            transport=ByAddress(SharedFiles(self.model, self.model.parent, ["/"]), TrainerMemory()),
+            broadcast=True,
         )
         self.tasks[name] = asyncio.ensure_future(worker.run())
 

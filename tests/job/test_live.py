@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from live import CHECKPOINT_TOKENS, LiveJob, live, manifest, start_engine
 from testbed import EOS, VOCABULARY, Law, LoopThread, make_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout_api import (
     AsyncRolloutClient,
@@ -24,6 +27,7 @@ from rollout_api import (
     WeightsError,
     encode,
 )
+from rollout_api.in_memory import ModelInMemory
 from rollout_api.job import Sampling
 from rollout_api.messages import RolloutRequest, WeightUpdate
 from rollout_worker.engine.host import Engine
@@ -120,6 +124,14 @@ def test_a_step_is_answered_by_both_engines_and_reaches_the_history(stage: Stage
         assert {"engine-0", "engine-1"} == {engine["name"] for engine in status["engines"]}
 
     stage.play(story)
+
+
+def test_engines_on_one_machine_may_compute_on_different_cores(engines: dict[str, Engine]) -> None:
+    workers = [process for process in psutil.Process().children(recursive=True) if process.name() == "VLLM::Worker"]
+    assert 2 == len(workers) == len(engines)
+    for worker in workers:
+        # the main thread's, and so those of all threads that it begins
+        assert os.sched_getaffinity(0) == set(worker.cpu_affinity())
 
 
 def test_a_lost_engines_rollouts_go_on_elsewhere_from_what_was_kept(stage: Stage) -> None:
@@ -364,6 +376,47 @@ def test_weights_that_cannot_be_loaded_are_said_and_the_old_ones_go_on(stage: St
         assert "no engine can load weight version 3" in pinned[0].detail
         loaded = await client.publish_weights(4, stage.models / "2")
         assert 2 == len(loaded.loaded)
+
+    stage.play(story)
+
+
+def test_weights_are_broadcast_from_a_trainers_memory_past_any_disk(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        sampling = Sampling(n=2, max_tokens=60, logprobs=True)
+        model = AutoModelForCausalLM.from_pretrained(stage.models / "1", dtype="float32")
+        weights = ModelInMemory(model, host="127.0.0.1")
+        async with client.step(1, prompts(4, sampling=Sampling(n=2, max_tokens=400, allowed_token_ids=ENDLESS))) as old:
+            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 4)
+            assert 2 == len((await client.publish_weights(1, weights)).loaded)
+            running_through = [rollout async for rollout in old]
+        assert any([0, 1] == [span.weight_version for span in one.spans] for one in running_through)
+        for version in (1, 2):  # another version goes through the group that there is
+            if version == 2:
+                model.load_state_dict(AutoModelForCausalLM.from_pretrained(stage.models / "2").state_dict())
+                assert 2 == len((await client.publish_weights(2, weights)).loaded)
+            law = Law(stage.models / str(version))
+            for rollout in await gather(client, 1 + version, prompts(6, sampling=sampling, weight_version=version)):
+                prompt = list(prompts(6)[int(rollout.rollout_id.split(":")[2].split("-")[0])].token_ids)
+                assert rollout.logprobs is not None
+                assert law.worst_error(prompt, rollout.token_ids, rollout.logprobs, sampling) < 1e-3
+
+        # other engines than those that were there: a new group
+        await running.kill("engine-1")
+        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 1)
+        assert 1 == len((await client.publish_weights(3, weights)).loaded)
+        running.start_worker("engine-1", stage.engines["engine-1"])
+        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        late = next(worker for name, worker in running.workers.items() if name == "engine-1")
+        assert "was broadcast before this engine was there" in late._report.failed[3]
+        assert 2 == len((await client.publish_weights(4, weights)).loaded)
+
+        # what does not fit is said before an engine stands still
+        other = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(stage.models / "1", intermediate_size=8))
+        with pytest.raises(WeightsError, match="no engine could load") as refused:
+            await client.publish_weights(5, ModelInMemory(other, host="127.0.0.1"))
+        assert all("has shape" in reason for reason in refused.value.failed.values())
+        assert {4} == {rollout.weight_version for rollout in await gather(client, 9, prompts(2))}
 
     stage.play(story)
 

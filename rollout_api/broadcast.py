@@ -1,0 +1,77 @@
+"""A group of processes between which tensors are broadcast, of which the trainer is rank 0.
+
+Made by gloo on CPUs and by NCCL, through vLLM, on GPUs. Nothing here touches torch's own default group, which a
+trainer and an engine each have already. Imports torch, and for NCCL vLLM, when a group is joined.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+JOIN_S = 120.0
+"""How long the first to come waits for the last, and how long a broadcast may take."""
+
+
+class BroadcastGroup(Protocol):
+    """Processes that hear the same tensors in the same order."""
+
+    def broadcast(self, tensor: Any) -> None:
+        """Send *tensor* (rank 0), or receive into it, as every other rank does at the same time.
+
+        Raises:
+            RuntimeError: if a process of the group has gone, or does not take part in time.
+        """
+        ...
+
+
+def join(backend: str, host: str, port: int, *, rank: int, world_size: int) -> BroadcastGroup:
+    """Wait for all processes of a group; rank 0 listens on *port*, where the others find it.
+
+    Raises:
+        RuntimeError: if they are not all there in time.
+        ImportError: if the trainer's environment lacks what *backend* needs.
+    """
+    if backend == "gloo":
+        return _Gloo(host, port, rank, world_size)
+    if backend == "nccl":
+        return _Nccl(host, port, rank, world_size)
+    raise ValueError(f"{backend!r} is no way to broadcast tensors; there are gloo and nccl")
+
+
+class _Gloo:
+    """Tensors in main memory."""
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
+        import torch
+
+        self._bytes = torch.uint8
+        distributed: Any = torch.distributed
+        patience = timedelta(seconds=JOIN_S)
+        self._store = distributed.TCPStore(host, port, world_size, rank == 0, patience)
+        self._group = distributed.ProcessGroupGloo(self._store, rank, world_size, patience)
+
+    def broadcast(self, tensor: Any) -> None:
+        """See :class:`BroadcastGroup`."""
+        # gloo does not know all of torch's types
+        self._group.broadcast(tensor.reshape(-1).view(self._bytes), 0).wait()
+
+
+class _Nccl:
+    """Tensors on the current CUDA device, by vLLM's communicator, which an engine's worker has as well."""
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
+        import torch
+        from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+        from vllm.distributed.utils import StatelessProcessGroup
+
+        meeting = StatelessProcessGroup.create(
+            host=host, port=port, rank=rank, world_size=world_size, store_timeout=int(JOIN_S)
+        )
+        self._torch = torch
+        self._communicator = PyNcclCommunicator(meeting, device=torch.cuda.current_device())
+
+    def broadcast(self, tensor: Any) -> None:
+        """See :class:`BroadcastGroup`."""
+        self._communicator.broadcast(tensor, src=0, stream=self._torch.cuda.current_stream())
+        self._torch.cuda.current_stream().synchronize()

@@ -1,4 +1,4 @@
-"""A random Qwen3 of the size of a real one, for measuring speed: no download, no training."""
+"""A random Qwen3, for measuring speed: no download, no training."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import os
 from pathlib import Path
 
 VOCABULARY = 32_768
-PARAMETERS = 267_000_000
 
 
-def random_model() -> Path:
-    """Directory of a Qwen3 with about 267M random parameters and no end-of-sequence token, made once and kept."""
+def random_model(hidden: int = 1024, layers: int = 15, positions: int = 2048) -> Path:
+    """Directory of a Qwen3 with random parameters (default: 267M) and no end-of-sequence token, made once and kept."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "das-rollout" / "benchmarks"
-    directory = cache / "qwen3-267m"
+    directory = cache / f"qwen3-{hidden}-{layers}-{positions}"
     if (directory / "config.json").is_file():
         return directory
     import torch
@@ -21,13 +20,13 @@ def random_model() -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=15,
-        num_attention_heads=16,
-        num_key_value_heads=8,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
         head_dim=128,
-        max_position_embeddings=2048,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         eos_token_id=None,
         bos_token_id=None,

@@ -30,11 +30,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
-import yaml
 from scipy import stats
 
 from benchmarks.figures import Figure, report
-from rollout_worker.embedded_redis import EmbeddedRedis
+from benchmarks.serving import served
 from rollout_worker.engine.model_source import default_cache
 from rollout_worker.tiny_model import ensure
 
@@ -80,32 +79,14 @@ def run_once(arm: str, seed: int, steps: int, batch: int, directory: Path) -> li
     Raises:
         subprocess.CalledProcessError: if the loop fails; what it and the job said is left in the directory.
     """
-    shutil.rmtree(directory, ignore_errors=True)
-    weights = directory.resolve() / "weights"
-    weights.mkdir(parents=True)
-    job, lines = directory / "job.yaml", directory / "steps.jsonl"
-    job.write_text(yaml.safe_dump(manifest(arm, seed, weights)))
-    lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR)
-    server = EmbeddedRedis(directory / "redis", keep_open=lock)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    try:
-        url = server.start()
-        serve = [sys.executable, "-m", "rollout_worker.cli", "run", "-f", str(job), "--redis", url, "--no-compare"]
-        serve += ["--state-dir", str(directory / "state")]
+    weights, lines = directory.resolve() / "weights", directory / "steps.jsonl"
+    with served(manifest(arm, seed, weights), directory) as url:
         train = [sys.executable, str(ROOT / "examples/minimal_grpo.py"), "--redis", url, "--job", "training-curves"]
         train += ["--model", str(default_cache() / MODEL), "--weights", str(weights), "--output", str(lines)]
         train += ["--seed", str(seed), "--steps", str(steps), "--batch", str(batch)]
-        with (directory / "job.log").open("w") as job_log, (directory / "train.log").open("w") as train_log:
-            serving = subprocess.Popen(serve, stdout=job_log, stderr=subprocess.STDOUT, env=environment)
-            try:
-                subprocess.run(train, stdout=train_log, stderr=subprocess.STDOUT, env=environment, check=True)
-                serving.wait(timeout=120)  # the loop has closed the job
-            finally:
-                serving.terminate()
-                serving.wait()
-    finally:
-        server.stop()
-        os.close(lock)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        with (directory / "train.log").open("w") as log:
+            subprocess.run(train, stdout=log, stderr=subprocess.STDOUT, env=environment, check=True)
     measured = [json.loads(line) for line in lines.read_text().splitlines()]
     shutil.rmtree(directory)
     return measured

@@ -40,9 +40,15 @@ class Proxy:
 
     def close(self) -> None:
         """Listen no more."""
-        self._loop.call_soon_threadsafe(self._server.close)
-        self.drop()
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _end(self) -> None:
+        self._server.close()
+        through = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in through:
+            task.cancel()
+        await asyncio.gather(*through, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -351,7 +351,7 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
         for line in battlefield.journal(rank).read_text().splitlines():
             step = json.loads(line)
             assert GROUPS * SAMPLES == len(step["rollouts"]), f"step {step['step']} of rank {rank} is not whole"
-            received.update(step["rollouts"])
+            received.update(list(step["rollouts"]))
             asked |= set(step["rollouts"])
     store = HistoryStore(client, HISTORY, window=16)
     problems = [key.decode().split("{")[1].split("}")[0] for key in client.scan_iter(HISTORY.log("*"))]

@@ -242,6 +242,22 @@ class Rollout(_Response):
     started_at: float = Field(default=0.0, ge=0, description="Unix time at which an engine first took it.")
     finished_at: float = Field(default=0.0, ge=0, description="Unix time at which it ended.")
 
+    @classmethod
+    def of(
+        cls, request: RolloutRequest, sample: int, said: Partial | None, finish_reason: FinishReason, **about: Any
+    ) -> Self:
+        """How a request's rollout number *sample* ended, with what was *said* by then; *about* are further fields."""
+        return cls(
+            rollout_id=str(request.rollout_id(sample)),
+            problem_id=request.problem,
+            purpose=request.purpose,
+            token_ids=said.token_ids if said else [],
+            logprobs=said.logprobs if said else None,
+            spans=said.spans if said else [],
+            finish_reason=finish_reason,
+            **about,
+        )
+
 
 class Refusal(_Message):
     """A request that gets no rollouts, and why."""

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import msgpack
@@ -190,7 +191,7 @@ class ResultStream:
         for at in range(0, len(entries), _ACKNOWLEDGED_AT_ONCE):
             args = [TRAINER_GROUP, *entries[at : at + _ACKNOWLEDGED_AT_ONCE]]
             await self._patience.of(
-                lambda args=args: self._acknowledge(keys=[self._stream], args=args),  # type: ignore[misc]
+                partial(self._acknowledge, keys=[self._stream], args=args),
                 what="acknowledge results",
             )
 

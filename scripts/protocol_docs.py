@@ -340,9 +340,10 @@ def document(page: str) -> str:
     for name, make in BLOCKS.items():
         begin, end = f"<!-- {name}: made by scripts/protocol_docs.py -->", f"<!-- /{name} -->"
         pattern = re.compile(rf"{re.escape(begin)}\n.*?{re.escape(end)}", re.DOTALL)
-        page, count = pattern.subn(lambda _, b=begin, m=make, e=end: f"{b}\n\n{m()}\n\n{e}", page)  # type: ignore[misc]
-        if count != 1:
-            raise ValueError(f"docs/protocol.md has {count} blocks {begin!r}; it must have one")
+        if len(pattern.findall(page)) != 1:
+            raise ValueError(f"docs/protocol.md must have one block {begin!r}")
+        before, after = pattern.split(page)
+        page = f"{before}{begin}\n\n{make()}\n\n{end}{after}"
     return page
 
 

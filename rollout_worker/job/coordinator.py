@@ -537,17 +537,7 @@ class Coordinator:
         """Answer a sample that no engine has, with what there is of it."""
         request = one.request
         partial = await patiently(self._plane.partial, request, sample) or request.prefix
-        rollout = Rollout(
-            rollout_id=str(request.rollout_id(sample)),
-            problem_id=request.problem,
-            purpose=request.purpose,
-            token_ids=partial.token_ids if partial else [],
-            logprobs=partial.logprobs if partial else None,
-            spans=partial.spans if partial else [],
-            finish_reason=reason,
-            detail=detail,
-        )
-        await patiently(lambda: self._plane.finish(request, rollout))
+        await patiently(self._plane.finish, request, Rollout.of(request, sample, partial, reason, detail=detail))
 
     # what goes out
 

@@ -301,18 +301,16 @@ class EngineWorker:
             reason, detail = made.finish_reason or running.why, ""
         except AdmissionError as error:
             reason, detail = FinishReason.FAILED, str(error)
+        said = Partial(token_ids=made.token_ids, logprobs=made.logprobs, spans=made.spans) if made else None
         if reason is None:  # handed over
-            if made is not None:
-                await patiently(self._plane.checkpoint, request, assignment.sample, _so_far(made))
+            if said is not None:
+                await patiently(self._plane.checkpoint, request, assignment.sample, said)
             return
-        rollout = Rollout(
-            rollout_id=str(request.rollout_id(assignment.sample)),
-            problem_id=request.problem,
-            purpose=request.purpose,
-            token_ids=made.token_ids if made else [],
-            logprobs=made.logprobs if made else None,
-            spans=made.spans if made else [],
-            finish_reason=reason,
+        rollout = Rollout.of(
+            request,
+            assignment.sample,
+            said,
+            reason,
             detail=detail,
             drafted=made.drafted if made else 0,
             accepted=made.accepted if made else 0,
@@ -467,7 +465,3 @@ class _Announcer:
             for problem in problems:
                 if problem in self._known:
                     self._known[problem].set()
-
-
-def _so_far(made: Generated) -> Partial:
-    return Partial(token_ids=made.token_ids, logprobs=made.logprobs, spans=made.spans)

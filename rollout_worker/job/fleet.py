@@ -76,14 +76,7 @@ class Fleet:
         group = self._group(name, bundle)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=False)
         actor = ray.remote(self._actor).options(
-            name=name,
-            namespace=namespace(self._setup.uid),
-            lifetime="detached",
-            get_if_exists=True,
-            max_restarts=-1,
-            max_task_retries=0,
-            max_concurrency=4,
-            num_cpus=0,
+            **lasting(name, self._setup.uid),
             num_gpus=gpus,
             resources={ENGINE_RESOURCE: 1.0},
             scheduling_strategy=strategy,
@@ -135,6 +128,20 @@ class Fleet:
         ray.kill(actor, no_restart=True)
         named = f"{namespace(self._setup.uid)}-{name}"
         remove_placement_group(get_placement_group(named))
+
+
+def lasting(name: str, uid: str) -> dict[str, Any]:
+    """Options of an actor of job *uid* that outlives its maker, is started anew when it dies, and bears a *name*."""
+    return {
+        "name": name,
+        "namespace": namespace(uid),
+        "lifetime": "detached",
+        "get_if_exists": True,
+        "max_restarts": -1,
+        "max_task_retries": 0,
+        "max_concurrency": 8,
+        "num_cpus": 0,
+    }
 
 
 def namespace(uid: str) -> str:

@@ -76,20 +76,10 @@ class RayJob:
         import ray
 
         from rollout_worker.job.actors import CoordinatorActor, RelayActor
-        from rollout_worker.job.fleet import namespace
+        from rollout_worker.job.fleet import lasting
 
         for name, actor in (("coordinator", CoordinatorActor), ("relay", RelayActor)):
-            made = ray.remote(actor).options(
-                name=name,
-                namespace=namespace(self._setup.uid),
-                lifetime="detached",
-                get_if_exists=True,
-                max_restarts=-1,
-                max_task_retries=0,
-                max_concurrency=8,
-                num_cpus=0,
-            )
-            made.remote(self._setup)
+            ray.remote(actor).options(**lasting(name, self._setup.uid)).remote(self._setup)
 
     async def engines_ready(self, plane: MessagePlane, wanted: int) -> None:
         """Wait until *wanted* engines have taken up their work.

@@ -29,7 +29,7 @@ from rollout_api import (
 )
 from rollout_api.in_memory import ModelInMemory
 from rollout_api.job import Sampling
-from rollout_api.messages import RolloutRequest, WeightUpdate
+from rollout_api.messages import Refusal, RolloutRequest, WeightUpdate, decode
 from rollout_worker.engine.host import Engine
 
 ENDLESS = list(range(EOS))
@@ -321,6 +321,21 @@ def test_a_request_that_was_answered_before_is_refused(stage: Stage) -> None:
         assert 4 == len(await gather(client, 1, prompts(1)))
         async with AsyncRolloutClient.connect(stage.url, uid=running.uid, name="other") as other:
             assert 4 == len(await gather(other, 1, prompts(1)))  # the same prompt by another client is another request
+        # one id, two meanings: said, and the first goes on
+        sampling = Sampling(n=2, max_tokens=300, allowed_token_ids=ENDLESS)
+        twice = RolloutRequest(
+            job_uid=running.uid, request_id="twice", reply_to="nobody", prompt_token_ids=[1], sampling=sampling
+        )
+        more = twice.model_copy(update={"sampling": sampling.model_copy(update={"n": 5})})
+        for one in (twice, more):
+            running.redis.xadd(running.keys.requests, {"d": encode(one)})
+        results = running.keys.results(twice.reply_to)
+        await running.until(lambda: running.redis.xlen(results) == 3)
+        answers: Any = running.redis.xrange(results)
+        refusal, *rollouts = [decode(fields[b"d"]) for _, fields in answers]
+        assert isinstance(refusal, Refusal)
+        assert "asks for another number of samples" in refusal.reason
+        assert all(isinstance(one, Rollout) and one.finish_reason.complete for one in rollouts)
         await client.close()
         async with AsyncRolloutClient.connect(stage.url, uid=running.uid) as again:
             with pytest.raises(RequestRefusedError, match="answered before"):

@@ -107,6 +107,8 @@ def test_a_request_is_taken_up_once_and_answered_once(bench: Bench) -> None:
         assert 1 == await plane.admit(first, asked)
         assert 1 == await plane.admit(first, asked)  # by the next coordinator
         assert 0 == await plane.admit(again, asked)
+        more = asked.model_copy(update={"sampling": Sampling(n=3)})
+        assert -2 == await plane.admit(bench.submit(more), more)
         assert asked == await plane.request(first)
         assert await plane.finish(asked, rollout(asked, 0))
         assert not await plane.finish(asked, rollout(asked, 0, length=9))

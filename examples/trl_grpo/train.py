@@ -80,9 +80,10 @@ def main() -> None:
         per_device_train_batch_size=72 // processes,  # 9 problems a step: a group may be split over processes
         num_generations=8,
         max_completion_length=160,
-        learning_rate=3e-4,
+        learning_rate=2e-4,
         adam_beta2=0.95,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=4,  # Adam's first steps are of full size whatever the gradient; some runs never recovered
         seed=args.seed,
         use_cpu=True,
         bf16=False,

@@ -67,23 +67,9 @@ class CoordinatorActor:
         _log_plainly()
         self._loop = _Loop("coordinator")
         self.http_port = 0
-        self._fleet = Fleet(setup, EngineActor)
-        self._work = self._loop.start(self._run(setup))
+        self.fleet = Fleet(setup, EngineActor)
+        self._work = self._loop.start(_coordinate(self, setup))
         self._work.add_done_callback(_end_process_when_failed)
-
-    async def _run(self, setup: JobSetup) -> None:
-        history = connect_async(setup.redis_url)
-        coordinator = Coordinator(setup.job, setup.plane(), history, vocabulary=setup.vocabulary)
-        server = StatusServer(coordinator.board)
-        self.http_port = await server.start(setup.http_host, setup.http_port)
-        fleet = asyncio.ensure_future(self._fleet.run())
-        try:
-            await coordinator.run()
-        except StaleCoordinatorError:
-            # the newer one is the actor by this name; this process is left over
-            os._exit(0)
-        finally:
-            fleet.cancel()
 
     def address(self) -> int:
         """Port of the status server."""
@@ -91,11 +77,11 @@ class CoordinatorActor:
 
     def engine_errors(self) -> dict[str, str]:
         """Engines that do not start, and why."""
-        return dict(self._fleet.errors)
+        return dict(self.fleet.errors)
 
     def scale(self, engines: int) -> None:
         """From now on keep so many engines; those that are too many drain and leave."""
-        self._fleet.wanted = engines
+        self.fleet.wanted = engines
 
     def ended(self, wait: float = 0.0) -> bool:
         """Whether the job was closed and answered."""
@@ -123,44 +109,18 @@ class EngineActor:
 
     def __init__(self, setup: JobSetup, name: str, plain: bool) -> None:
         _log_plainly()
-        self._worker: EngineWorker | None = None
-        self._ready = threading.Event()
-        self._error = ""
+        self.worker: EngineWorker | None = None
+        self.started = threading.Event()
+        """Set once it has started, or cannot."""
+        self.error = ""
         self._loop = _Loop("engine")
-        self._work = self._loop.start(self._run(setup, name, plain))
+        self._work = self._loop.start(_serve(self, setup, name, plain))
         self._work.add_done_callback(_end_process_when_failed)
-
-    async def _run(self, setup: JobSetup, name: str, plain: bool) -> None:
-        job = setup.job
-        try:
-            engine = await Engine.start(setup.engine_config(plain=plain))
-        except Exception as error:
-            # said by ready(), and tried again by whoever asked
-            self._error = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-            self._ready.set()
-            return
-        self._worker = EngineWorker(
-            engine,
-            setup.plane(),
-            setup.store(),
-            name=name,
-            worker=os.environ.get(WORKER_ENV, ""),
-            slots=job.spec.engine.max_num_seqs,
-            checkpoint_tokens=job.spec.engine.checkpoint_tokens,
-            sampling=job.spec.sampling,
-            transport=setup.transport(),
-            broadcast=job.spec.weights.broadcast,
-        )
-        self._ready.set()
-        try:
-            await self._worker.run()
-        finally:
-            engine.close()
 
     def ready(self) -> str:
         """Wait until the engine has started; '' or why it does not start."""
-        self._ready.wait()
-        return self._error
+        self.started.wait()
+        return self.error
 
     def pid(self) -> int:
         """Of this process."""
@@ -168,7 +128,54 @@ class EngineActor:
 
     def drain(self, grace: float = DRAIN_S) -> bool:
         """Let the rollouts end for *grace* seconds, hand the rest over and leave the job."""
-        if self._worker is not None and not self._work.done():
-            self._loop.start(self._worker.drain(grace)).result()
+        if self.worker is not None and not self._work.done():
+            self._loop.start(self.worker.drain(grace)).result()
             self._work.result(timeout=_ENDING_S)
         return True
+
+
+# What actors do in their loops. No actor has a coroutine as a method: Ray would then run all its methods in one loop of
+# its own, where one that waits holds the others up.
+
+
+async def _coordinate(actor: CoordinatorActor, setup: JobSetup) -> None:
+    history = connect_async(setup.redis_url)
+    coordinator = Coordinator(setup.job, setup.plane(), history, vocabulary=setup.vocabulary)
+    server = StatusServer(coordinator.board)
+    actor.http_port = await server.start(setup.http_host, setup.http_port)
+    fleet = asyncio.ensure_future(actor.fleet.run())
+    try:
+        await coordinator.run()
+    except StaleCoordinatorError:
+        # the newer one is the actor by this name; this process is left over
+        os._exit(0)
+    finally:
+        fleet.cancel()
+
+
+async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) -> None:
+    job = setup.job
+    try:
+        engine = await Engine.start(setup.engine_config(plain=plain))
+    except Exception as error:
+        # said by ready(), and tried again by whoever asked
+        actor.error = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        actor.started.set()
+        return
+    actor.worker = EngineWorker(
+        engine,
+        setup.plane(),
+        setup.store(),
+        name=name,
+        worker=os.environ.get(WORKER_ENV, ""),
+        slots=job.spec.engine.max_num_seqs,
+        checkpoint_tokens=job.spec.engine.checkpoint_tokens,
+        sampling=job.spec.sampling,
+        transport=setup.transport(),
+        broadcast=job.spec.weights.broadcast,
+    )
+    actor.started.set()
+    try:
+        await actor.worker.run()
+    finally:
+        engine.close()

@@ -34,6 +34,7 @@ from rollout_api import Rollout, RolloutClient, Sampling
 
 CACHE = Path(os.environ.get("ROLLOUT_MODEL_CACHE", "~/.cache/das-rollout/models")).expanduser()
 CLIP = 0.2
+WARMUP_STEPS = 4
 KEPT_VERSIONS = 2
 MICROBATCH_TOKENS = 4096
 
@@ -65,6 +66,10 @@ class Policy:
         self._weights = weights
         # no weight decay and a short memory: in some tens of steps AdamW's defaults have not even warmed up
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+        # AdamW's first steps are of full size however unsure the gradient is; some runs never recover from them
+        self._warmup = torch.optim.lr_scheduler.LinearLR(
+            self._optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS - 1
+        )
 
     def save(self, version: int) -> Path:
         """Save the weights as safetensors; of all versions the last few stay."""
@@ -105,6 +110,7 @@ class Policy:
             off += ((ratio - 1).abs() * mask[:, 1:]).sum().item()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item()
         self._optimizer.step()
+        self._warmup.step()
         self._optimizer.zero_grad(set_to_none=True)
         return {"gradient_norm": norm, "ratio_off": off / max(1, sum(len(logprobs) for _, _, logprobs, _ in rows))}
 
@@ -196,7 +202,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, help="write each step to this file, as JSON lines")
     parser.add_argument("--seed", type=int, default=0, help="of the order of problems")
     parser.add_argument("--steps", type=int, default=40, help="optimiser steps")
-    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
+    parser.add_argument("--rate", type=float, default=2e-4, help="learning rate")
     parser.add_argument("--group", type=int, default=8, help="responses to each problem")
     parser.add_argument("--batch", type=int, default=8, help="problems in a step")
     parser.add_argument("--max-tokens", type=int, default=160)

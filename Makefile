@@ -17,9 +17,6 @@ test: env lint  ## lint, types, import contracts and the test suite
 test-chaos: env  ## a job on several Ray nodes under fire (minutes; CHAOS_SEED, CHAOS_SECONDS)
 	$(VENV)/pytest tests/chaos -s
 
-test-training: env  ## TRL's GRPOTrainer in two processes on a job with two engines (minutes)
-	$(VENV)/pytest tests/trainers/test_trl.py
-
 lint: env  ## formatting, lint, types and import contracts
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
@@ -33,4 +30,4 @@ format: env  ## format and mend what can be mended
 clean:  ## remove .venv, builds and job state
 	rm -rf .venv build .rollout
 
-.PHONY: help env demo test test-chaos test-training lint format clean
+.PHONY: help env demo test test-chaos lint format clean

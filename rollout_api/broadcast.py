@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any, Protocol
 
+BACKENDS = ("gloo", "nccl")
 JOIN_S = 120.0
 """How long the first to come waits for the last, and how long a broadcast may take."""
 
@@ -36,7 +37,7 @@ def join(backend: str, host: str, port: int, *, rank: int, world_size: int) -> B
         return _Gloo(host, port, rank, world_size)
     if backend == "nccl":
         return _Nccl(host, port, rank, world_size)
-    raise ValueError(f"{backend!r} is no way to broadcast tensors; there are gloo and nccl")
+    raise ValueError(f"{backend!r} is no way to broadcast tensors; there are {' and '.join(BACKENDS)}")
 
 
 class _Gloo:

@@ -75,6 +75,20 @@ class EngineConfig:
         return self.spec.tensor_parallel_size
 
 
+@dataclass(frozen=True)
+class _NewWeights:
+    """Weights that are to take the place of those there are."""
+
+    method: str
+    """Of ``HostExtension``: how they come."""
+    source: Any
+    """Its argument."""
+    version: int
+    mode: UpdateMode
+    directory: Path | None = None
+    """Where they lie; None if they are broadcast."""
+
+
 class Engine:
     """A running engine. Made by :meth:`start`, ended by :meth:`close`; used from one asyncio loop."""
 
@@ -252,9 +266,8 @@ class Engine:
             await asyncio.to_thread(check_weights, directory, self.config.model)
         except ModelError as error:
             raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from None
-        return await asyncio.shield(
-            self._replace_weights(directory, "das_load_weights", str(directory), weight_version, mode)
-        )
+        new = _NewWeights("das_load_weights", str(directory), weight_version, mode, directory)
+        return await asyncio.shield(self._replace_weights(new))
 
     async def receive_weights(self, incoming: Incoming, weight_version: int, mode: UpdateMode) -> float:
         """Replace the weights by those that a trainer broadcasts, as :meth:`load_weights` does by a directory's.
@@ -266,9 +279,8 @@ class Engine:
             await asyncio.to_thread(check_incoming, incoming, self.config.model)
         except ModelError as error:
             raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from None
-        return await asyncio.shield(
-            self._replace_weights(None, "das_receive_weights", asdict(incoming), weight_version, mode)
-        )
+        new = _NewWeights("das_receive_weights", asdict(incoming), weight_version, mode)
+        return await asyncio.shield(self._replace_weights(new))
 
     async def load_adapter(self, directory: Path, weight_version: int) -> float:
         """Generate new responses with a LoRA adapter, until the next or full weights; running ones stay with theirs.
@@ -294,41 +306,37 @@ class Engine:
                 raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from error
             return time.monotonic() - started
 
-    async def _replace_weights(
-        self, directory: Path | None, method: str, source: Any, weight_version: int, mode: UpdateMode
-    ) -> float:
+    async def _replace_weights(self, new: _NewWeights) -> float:
         async with self._updating:
             if self._adapters.current is not None:
                 self._admitting.clear()
             try:
                 await self._adapters.unused()
-                return await self._pause_and_load(directory, method, source, weight_version, mode)
+                return await self._pause_and_load(new)
             finally:
                 self._admitting.set()
 
-    async def _pause_and_load(
-        self, directory: Path | None, method: str, source: Any, weight_version: int, mode: UpdateMode
-    ) -> float:
+    async def _pause_and_load(self, new: _NewWeights) -> float:
         asked = time.monotonic()
-        with _engine_errors(f"loading weights from {directory or 'a broadcast'}"):
+        with _engine_errors(f"loading weights from {new.directory or 'a broadcast'}"):
             # clearing the cache preempts what is running, whose keys and values are then computed anew
             await self._vllm.pause_generation(
-                mode="wait" if mode is UpdateMode.DRAIN else "keep", clear_cache=mode is not UpdateMode.KEEP
+                mode="wait" if new.mode is UpdateMode.DRAIN else "keep", clear_cache=new.mode is not UpdateMode.KEEP
             )
             try:
-                await self._load_or_put_back(directory, method, source)
-                await self._labels.change(weight_version)
+                await self._load_or_put_back(new)
+                await self._labels.change(new.version)
                 self._adapters.leave()
                 # vLLM clears no blocks while some are in use: requests to come are told apart from those before
-                self._kept += mode is UpdateMode.KEEP
+                self._kept += new.mode is UpdateMode.KEEP
             finally:
                 if self._llm is not None:
                     await self._llm.resume_generation()
-        return time.monotonic() - (max(asked, self._last_end) if mode is UpdateMode.DRAIN else asked)
+        return time.monotonic() - (max(asked, self._last_end) if new.mode is UpdateMode.DRAIN else asked)
 
-    async def _load_or_put_back(self, directory: Path | None, method: str, source: Any) -> None:
+    async def _load_or_put_back(self, new: _NewWeights) -> None:
         try:
-            await self._rpc(method, source)
+            await self._rpc(new.method, new.source)
         except EngineError as error:
             try:
                 if self._directory is None:
@@ -338,7 +346,7 @@ class Engine:
                 self.close()
                 raise EngineError(f"{error}; and those before could not be put back: the engine is stopped") from again
             raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from error
-        self._directory = directory
+        self._directory = new.directory
 
     async def clear_prefix_cache(self) -> None:
         """Forget the keys and values of prompts that were read before; only while nothing is running.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from rollout_api.broadcast import BACKENDS
 from rollout_api.messages import WeightsKind, WeightUpdate
 from rollout_api.weights import checksum
 from rollout_worker.engine.host import Engine
@@ -72,18 +73,25 @@ class TrainerMemory:
 
     async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
         """See :class:`WeightTransport`."""
-        sent, at = update.broadcast, urlsplit(update.uri)
-        if sent is None or update.weights is not WeightsKind.FULL or at.hostname is None or at.port is None:
-            raise WeightsError(f"{update.uri} with weights {update.weights} and no broadcast, or no host and port")
+        sent = update.broadcast
+        try:
+            at = urlsplit(update.uri)
+            backend, host, port = at.scheme, at.hostname, at.port
+        except ValueError:  # a port that is no number of one
+            backend, host, port = "", None, None
+        full = update.weights is WeightsKind.FULL
+        if sent is None or not full or backend not in BACKENDS or host is None or port is None:
+            raise WeightsError(
+                f"a broadcast of {update.weights} weights from {update.uri}: it must be of full ones, from "
+                "nccl://host:port or gloo://host:port"
+            )
         if engine_id not in sent.ranks:
             raise WeightsError(
                 f"version {update.weight_version} was broadcast before this engine was there; it takes the next, or "
                 "these weights published from a directory under a later version"
             )
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in sent.tensors]
-        incoming = Incoming(
-            at.scheme, at.hostname, at.port, sent.group, sent.ranks[engine_id], sent.world_size, tensors
-        )
+        incoming = Incoming(backend, host, port, sent.group, sent.ranks[engine_id], sent.world_size, tensors)
         return lambda engine: engine.receive_weights(incoming, update.weight_version, update.mode)
 
 

@@ -29,7 +29,7 @@ from rollout_api import (
 )
 from rollout_api.in_memory import ModelInMemory
 from rollout_api.job import Sampling
-from rollout_api.messages import Refusal, RolloutRequest, WeightUpdate, decode
+from rollout_api.messages import Broadcast, Refusal, RolloutRequest, TensorToCome, WeightUpdate, decode
 from rollout_worker.engine.host import Engine
 
 ENDLESS = list(range(EOS))
@@ -426,10 +426,21 @@ def test_weights_are_broadcast_from_a_trainers_memory_past_any_disk(stage: Stage
         assert "was broadcast before this engine was there" in late._report.failed[3]
         assert 2 == len((await client.publish_weights(4, weights)).loaded)
 
+        # a message that makes no sense harms nobody
+        to_come = [TensorToCome(name="x", dtype="float32", shape=[1])]
+        offer = Broadcast(
+            group="g", ranks=dict.fromkeys((w._id for w in running.workers.values()), 1), world_size=3, tensors=to_come
+        )
+        for version, uri in ((5, "nccl://nowhere:99999"), (6, "carrier-pigeon://a:1"), (7, "gloo://")):
+            update = WeightUpdate(weight_version=version, uri=uri, broadcast=offer)
+            running.redis.xadd(running.keys.control, {"d": encode(update)})
+            await running.until(lambda v=version: all(v in w._report.failed for w in running.workers.values()))
+            assert all("it must be of full ones" in w._report.failed[version] for w in running.workers.values())
+
         # what does not fit is said before an engine stands still
         other = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(stage.models / "1", intermediate_size=8))
         with pytest.raises(WeightsError, match="no engine could load") as refused:
-            await client.publish_weights(5, ModelInMemory(other, host="127.0.0.1"))
+            await client.publish_weights(8, ModelInMemory(other, host="127.0.0.1"))
         assert all("has shape" in reason for reason in refused.value.failed.values())
         assert {4} == {rollout.weight_version for rollout in await gather(client, 9, prompts(2))}
 

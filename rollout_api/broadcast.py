@@ -25,9 +25,21 @@ class BroadcastGroup(Protocol):
         """
         ...
 
+    def leave(self) -> None:
+        """Give back what the group holds; it cannot be used any more."""
+        ...
 
-def join(backend: str, host: str, port: int, *, rank: int, world_size: int) -> BroadcastGroup:
+
+def join(backend: str, host: str, port: int, *, rank: int, world_size: int, device: Any) -> BroadcastGroup:
     """Wait for all processes of a group; rank 0 listens on *port*, where the others find it.
+
+    Args:
+        backend: gloo or nccl.
+        host: of rank 0.
+        port: of rank 0.
+        rank: of this process.
+        world_size: processes of the group.
+        device: torch's, on which this process' tensors are.
 
     Raises:
         RuntimeError: if they are not all there in time.
@@ -36,7 +48,7 @@ def join(backend: str, host: str, port: int, *, rank: int, world_size: int) -> B
     if backend == "gloo":
         return _Gloo(host, port, rank, world_size)
     if backend == "nccl":
-        return _Nccl(host, port, rank, world_size)
+        return _Nccl(host, port, rank, world_size, device)
     raise ValueError(f"{backend!r} is no way to broadcast tensors; there are {' and '.join(BACKENDS)}")
 
 
@@ -57,11 +69,15 @@ class _Gloo:
         # gloo does not know all of torch's types
         self._group.broadcast(tensor.reshape(-1).view(self._bytes), 0).wait()
 
+    def leave(self) -> None:
+        """See :class:`BroadcastGroup`."""
+        self._group = self._store = None
+
 
 class _Nccl:
-    """Tensors on the current CUDA device, by vLLM's communicator, which an engine's worker has as well."""
+    """Tensors on one CUDA device, by vLLM's communicator, which an engine's worker has as well."""
 
-    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
+    def __init__(self, host: str, port: int, rank: int, world_size: int, device: Any) -> None:
         import torch
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
@@ -69,10 +85,20 @@ class _Nccl:
         meeting = StatelessProcessGroup.create(
             host=host, port=port, rank=rank, world_size=world_size, store_timeout=int(JOIN_S)
         )
-        self._torch = torch
-        self._communicator = PyNcclCommunicator(meeting, device=torch.cuda.current_device())
+        self._cuda, self._device = torch.cuda, device
+        with self._cuda.device(device):  # the current one is a matter of the thread
+            self._communicator: Any = PyNcclCommunicator(meeting, device=device)
 
     def broadcast(self, tensor: Any) -> None:
         """See :class:`BroadcastGroup`."""
-        self._communicator.broadcast(tensor, src=0, stream=self._torch.cuda.current_stream())
-        self._torch.cuda.current_stream().synchronize()
+        with self._cuda.device(self._device):
+            stream = self._cuda.current_stream()
+            self._communicator.broadcast(tensor, src=0, stream=stream)
+            stream.synchronize()
+
+    def leave(self) -> None:
+        """See :class:`BroadcastGroup`."""
+        destroy = getattr(self._communicator, "destroy", None)  # vLLM 0.26 has none
+        if destroy is not None:
+            destroy()
+        self._communicator = None

@@ -44,12 +44,14 @@ class ModelInMemory:
 
     def offer(self, engines: Mapping[str, int]) -> tuple[str, Broadcast]:
         """See :class:`~rollout_api.publishing.InMemory`."""
-        name, members, _ = self._joined
+        name, members, group = self._joined
         ranks, following = {}, 1
         for engine, processes in sorted(engines.items()):
             ranks[engine] = following
             following += processes
         if members != ranks:
+            if group is not None:
+                group.leave()
             name = secrets.token_hex(8)
             self._joined = (name, ranks, None)
         tensors = [
@@ -65,9 +67,14 @@ class ModelInMemory:
         self._joined = ("", {}, None)  # a group in which something failed is not used again
         if group is None:
             at = urlsplit(uri)
-            group = join(self.backend, self._host, at.port or 0, rank=0, world_size=offer.world_size)
-        for tensor in self.gather():
-            group.broadcast(tensor)
+            device = next(self._model.parameters()).device
+            group = join(self.backend, self._host, at.port or 0, rank=0, world_size=offer.world_size, device=device)
+        try:
+            for tensor in self.gather():
+                group.broadcast(tensor)
+        except BaseException:
+            group.leave()
+            raise
         self._joined = (name, ranks, group)
 
     def gather(self) -> Iterator[Any]:

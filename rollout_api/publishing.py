@@ -120,6 +120,8 @@ class Publisher:
         try:
             await asyncio.wait((sending, waiting), return_when=asyncio.FIRST_EXCEPTION)
             if sending.done() and (error := sending.exception()) is not None:
+                # nobody is to wait for this trainer later
+                await self._patience.of(lambda: self._client.xdel(self._keys.control, entry), what="take it back")
                 raise WeightsError(
                     f"weight version {version} was not broadcast to all engines ({error}); publish the weights again, "
                     f"as version {version + 1} or later",

@@ -153,6 +153,11 @@ class Engine:
         return self._llm
 
     @property
+    def full_version(self) -> int:
+        """The version of the full weights in place, whatever adapter is on top of them."""
+        return self._labels.version
+
+    @property
     def weight_version(self) -> int:
         """The version that responses which begin now are sampled from."""
         return self._labels.version if self._adapters.current is None else self._adapters.current.version
@@ -279,6 +284,10 @@ class Engine:
             await asyncio.to_thread(check_incoming, incoming, self.config.model)
         except ModelError as error:
             raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from None
+        try:
+            await self._rpc("das_join", asdict(incoming))
+        except EngineError as error:
+            raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from error
         new = _NewWeights("das_receive_weights", asdict(incoming), weight_version, mode)
         return await asyncio.shield(self._replace_weights(new))
 
@@ -378,9 +387,7 @@ class Engine:
         return ready
 
     async def stats(self) -> dict[str, Any]:
-        """Sizes and times of the drafter (see ``DraftingExtension.das_stats``); empty for a plain engine."""
-        if self.config.drafting is None:
-            return {}
+        """Sizes and times of the drafter (see ``das_stats`` of the extensions); empty for a plain engine."""
         ranks = await self._rpc("das_stats")
         return next((rank for rank in ranks if rank), {})
 

@@ -160,5 +160,10 @@ def _checked(directory: Path, uri: str) -> Path:
 
 
 def _config(directory: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{directory}/config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{directory}/config.json is no JSON object")
     return config

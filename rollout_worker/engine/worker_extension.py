@@ -67,20 +67,27 @@ class HostExtension:
         """Replace the weights by the safetensors in *directory*; if that fails, some are old and some new."""
         self._das_reload(weights_path=directory)
 
-    def das_receive_weights(self, incoming: dict[str, Any]) -> None:
-        """Replace the weights by those that a trainer broadcasts (``Incoming``, as a dictionary); else as above."""
-        import torch
-
+    def das_join(self, incoming: dict[str, Any]) -> None:
+        """Meet trainer and other engines of a broadcast (``Incoming``, as a dictionary), unless they have met."""
         from rollout_api.broadcast import join
 
         name, group = self._das_group
-        if name != incoming["group"]:
-            self._das_group = ("", None)  # leave before joining, whether or not that succeeds
-            rank = incoming["rank"] + self.parallel_config.rank
-            group = join(
-                incoming["backend"], incoming["host"], incoming["port"], rank=rank, world_size=incoming["world_size"]
-            )
+        if name == incoming["group"]:
+            return
         self._das_group = ("", None)
+        if group is not None:
+            group.leave()
+        where = (incoming["backend"], incoming["host"], incoming["port"])
+        rank = incoming["rank"] + self.parallel_config.rank
+        group = join(*where, rank=rank, world_size=incoming["world_size"], device=self.device)
+        self._das_group = (incoming["group"], group)
+
+    def das_receive_weights(self, incoming: dict[str, Any]) -> None:
+        """Replace the weights by those that are broadcast to the group joined; if that fails, as above."""
+        import torch
+
+        name, group = self._das_group
+        self._das_group = ("", None)  # one in which something fails is not used again
 
         def received() -> Iterator[tuple[str, Any]]:
             for tensor, kind, shape in incoming["tensors"]:
@@ -88,8 +95,12 @@ class HostExtension:
                 group.broadcast(weight)
                 yield tensor, weight
 
-        self._das_reload(weights_iterator=received())
-        self._das_group = (incoming["group"], group)  # one in which something failed is not used again
+        try:
+            self._das_reload(weights_iterator=received())
+        except BaseException:
+            group.leave()
+            raise
+        self._das_group = (name, group)
 
     def _das_reload(self, **source: Any) -> None:
         from rollout_worker.engine.compat import abandon_reload, renew_packed_output
@@ -101,6 +112,10 @@ class HostExtension:
             raise
         if renew_packed_output(self.model_runner.get_model()):
             logger.info("Packed the output projection anew: vLLM's reload leaves it stale.")
+
+    def das_stats(self) -> dict[str, Any]:
+        """Nothing; but it answers."""
+        return {}
 
 
 class DraftingExtension(HostExtension):

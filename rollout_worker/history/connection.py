@@ -132,7 +132,8 @@ def problem(error: redis.RedisError, url: str) -> RedisUnusableError:
 def transient(error: redis.RedisError) -> bool:
     """Whether *error* may pass by itself: the server is slow, away for a moment, or loading its data."""
     refused = redis.AuthenticationError | redis.exceptions.AuthorizationError
-    return isinstance(error, redis.ConnectionError | redis.TimeoutError) and not isinstance(error, refused)
+    passing = redis.ConnectionError | redis.TimeoutError | redis.exceptions.ReadOnlyError  # the last: a failover
+    return isinstance(error, passing) and not isinstance(error, refused)
 
 
 def persist(command: Callable[..., _Result], *args: Any) -> _Result:

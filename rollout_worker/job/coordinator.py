@@ -232,6 +232,7 @@ class Coordinator:
             self._arrivals += 1
             deadline = arrival(entry) + request.deadline_seconds if request.deadline_seconds else None
             one = OpenRequest(entry, request, self._arrivals, deadline, length, set(done), cancelled=cancelled)
+            self._forget(request.request_id)  # it is open here only if Redis has come back without it
             self._open[request.request_id] = one
             self._open_rollouts += request.sampling.n
             waiting = []
@@ -386,9 +387,17 @@ class Coordinator:
             one.lengths.append(int(fields.get(b"l", b"0")))
             self._scheduler.predict(request_id, one.predicted)
         if len(one.done) >= one.request.sampling.n:
-            del self._open[request_id]
-            self._open_rollouts -= one.request.sampling.n
-            self._scheduler.remove(request_id)
+            self._forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        one = self._open.get(request_id)
+        if one is None:
+            return
+        for sample in list(one.assigned):
+            self._unassign(request_id, sample)
+        del self._open[request_id]
+        self._open_rollouts -= one.request.sampling.n
+        self._scheduler.remove(request_id)
 
     def _unassign(self, request_id: str, sample: int) -> None:
         self._solo.discard((request_id, sample))
@@ -455,7 +464,7 @@ class Coordinator:
 
     async def _reconcile(self) -> None:
         """Learn from the ledger what ended without this coordinator hearing of it: old events are trimmed."""
-        behind = [one for one in self._open.values() if one.assigned]
+        behind = list(self._open.values())
         progress = await patiently(self._plane.progress, [one.request.request_id for one in behind])
         for one, (done, _) in zip(behind, progress, strict=True):
             for sample in done - one.done:
@@ -537,7 +546,11 @@ class Coordinator:
         """Answer a sample that no engine has, with what there is of it."""
         request = one.request
         partial = await patiently(self._plane.partial, request, sample) or request.prefix
-        await patiently(self._plane.finish, request, Rollout.of(request, sample, partial, reason, detail=detail))
+        rollout = Rollout.of(request, sample, partial, reason, detail=detail)
+        await patiently(self._plane.finish, request, rollout)
+        # at once: of so many that end together, events are trimmed before they are read
+        length = str(len(rollout.token_ids))
+        self._note({b"r": request.request_id.encode(), b"s": str(sample).encode(), b"l": length.encode()})
 
     # what goes out
 
@@ -583,7 +596,10 @@ class Coordinator:
     async def _ended(self) -> bool:
         if not self._closing or self._open:
             return False
-        if await patiently(self._plane.client.xlen, self._plane.keys.requests):
-            return False
+        keys = self._plane.keys
+        # the relay ends with the job
+        for stream in (keys.requests, keys.outbox, keys.rewards):
+            if await patiently(self._plane.client.xlen, stream):
+                return False
         await patiently(self._plane.client.hset, self._plane.keys.job, "state", "closed")
         return True

@@ -14,11 +14,11 @@ from typing import Any
 import redis
 
 from rollout_api.job import Sampling
-from rollout_api.messages import FinishReason, Partial, Rollout, RolloutRequest, UpdateMode, WeightsKind, WeightUpdate
+from rollout_api.messages import FinishReason, Partial, Rollout, RolloutRequest, WeightsKind, WeightUpdate
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine, Generated
 from rollout_worker.engine.sampling import AdmissionError, can_continue
-from rollout_worker.history.connection import patiently, persist
+from rollout_worker.history.connection import patiently
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, Order, arrival
 from rollout_worker.job.tasks import end
@@ -287,13 +287,16 @@ class EngineWorker:
         if request.deadline_seconds is not None:
             left = arrival(assignment.entry) + request.deadline_seconds - (time.time() + self._clock_ahead)
             asyncio.get_running_loop().call_later(max(0.0, left), running.end, FinishReason.DEADLINE)
-        running.pinned = request.weight_version
-        if running.pinned is not None and not await self._serves(running.pinned):
-            why = f"weight version {running.pinned} is not served"
+        pinned = request.weight_version
+        served = pinned is None or await self._serves(pinned)
+        running.pinned = pinned if served else None  # not before: an update waits for all that are pinned
+        if served and not running.until.is_set():
+            await self._history.ready(request.problem)
+            served = pinned is None or self._engine.weight_version == pinned  # an adapter waits for nobody
+        if not served:
+            why = f"weight version {pinned} is not served"
             await patiently(self._plane.give_back, engine_id, order.order_id, assignment, why)
             return
-        if not running.until.is_set():
-            await self._history.ready(request.problem)
         made: Generated | None = None
         reason: FinishReason | None
         try:
@@ -382,9 +385,16 @@ class EngineWorker:
     async def _update(self) -> None:
         """Serve what is to be served; what cannot be loaded is said, and the old weights go on."""
         async with self._updating:
-            for update in await patiently(self._plane.weights):
-                version, served = update.weight_version, self._engine.weight_version
-                if version == served or version in self._report.failed or await self._superseded(update):
+            updates = await patiently(self._plane.weights)
+            for update in updates:
+                version, full = update.weight_version, update.weights is WeightsKind.FULL
+                served = self._engine.full_version if full else self._engine.weight_version
+                if version == served or version in self._report.failed:
+                    continue
+                if not full and updates[0].weight_version not in (version, self._engine.full_version):
+                    self._report.failed[version] = (
+                        f"it belongs on the full weights of version {updates[0].weight_version}, which are not in place"
+                    )
                     continue
                 self._report.loading = version
                 if self._id:
@@ -400,21 +410,18 @@ class EngineWorker:
             if self._id:
                 await self._tell()
 
-    async def _superseded(self, update: WeightUpdate) -> bool:
-        """Whether full weights need not be loaded since an adapter on top of them is served."""
-        newest = (await patiently(self._plane.weights))[-1]
-        return update is not newest and newest.weight_version == self._engine.weight_version
-
     async def _load(self, update: WeightUpdate) -> float:
         load = await self._transport.prepare(update, self._id)
-        if update.mode is not UpdateMode.DRAIN and update.weights is WeightsKind.FULL:
-            # what is pinned to the old version ends under it
-            old = self._engine.weight_version
-            pinned = [one.task for one in self._running.values() if one.pinned == old and one.task is not None]
+        if update.weights is WeightsKind.FULL:
+            # what is pinned to another version ends under it
+            running = [one for one in self._running.values() if one.pinned not in (None, update.weight_version)]
+            pinned = [one.task for one in running if one.task is not None]
             if pinned:
                 await asyncio.wait(pinned)
         gap = await load(self._engine)
-        generation = await asyncio.to_thread(persist, self._store.publish, self._plane.keys.uid, update.weight_version)
+        generation = await patiently(
+            asyncio.to_thread, self._store.publish, self._plane.keys.uid, update.weight_version
+        )
         await self._history.advance(generation)
         return gap
 
@@ -459,7 +466,8 @@ class _Announcer:
             self._new.clear()
             await asyncio.sleep(0.01)  # what came in the same moment goes together
             if self._generation is None:
-                self._generation = await asyncio.to_thread(persist, self._store.generation)
+                generation: int = await patiently(asyncio.to_thread, self._store.generation)
+                self._generation = generation
             problems = list(self._known)
             await self._engine.announce(problems, self._generation, wait=_HISTORY_WAIT_S)
             for problem in problems:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _RETRY_S = 1.0
+_SAY_EVERY_S = 30.0
 _BATCH = 64
 _DEAD_KEPT = 1000
 
@@ -65,11 +67,15 @@ class Relay:
             pass
 
     def _run(self) -> None:
+        said = 0.0
         while not self._stopping.is_set():
             try:
                 carried = persist(self._carry_batch)
                 self.failure = None
-            except Exception as error:  # the runner raises it: the job ends rather than hangs
+            except Exception as error:  # it may pass; meanwhile entries wait in the outbox
+                if self.failure is None or time.monotonic() - said > _SAY_EVERY_S:
+                    said = time.monotonic()
+                    logger.error("Ended rollouts do not get into their histories: %s: %s", type(error).__name__, error)
                 carried, self.failure = 0, error
             if not carried:
                 self._stopping.wait(_POLL_S if self.failure is None else _RETRY_S)

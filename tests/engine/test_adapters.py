@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from conftest import KEYS, Bed, config
 from safetensors.torch import load_file, save_file
 from test_continuing import ENDLESS, so_far
-from testbed import Law, LoopThread, chi_square, make_model
+from testbed import Law, LoopThread, chi_square, make_adapter, make_model, merged_law
 
 from rollout_api.job import Sampling
 from rollout_api.messages import Partial, UpdateMode, WeightSpan
@@ -27,37 +25,6 @@ PROMPT = [5, 1, 9, 2]
 RANK = 5
 SAMPLING = Sampling(n=8, max_tokens=40, logprobs=True)
 LONG = Sampling(n=1, max_tokens=150, logprobs=True, allowed_token_ids=ENDLESS)
-
-
-def make_adapter(directory: Path, model: Path, seed: int, *, rank: int = RANK) -> Path:
-    """A random adapter of all linear layers, as PEFT would save it."""
-    torch.manual_seed(seed)
-    tensors = {}
-    for name, weight in load_file(model / "model.safetensors").items():
-        if "proj" in name:
-            module = f"base_model.model.{name.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1]) * 0.2
-            tensors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], rank) * 0.2
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    modules = sorted({name.split(".")[-3] for name in tensors})
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps(settings))
-    return directory
-
-
-def merged_law(model: Path, adapter: Path, directory: Path) -> Law:
-    """The law of the model plus the adapter, merged by hand."""
-    shutil.copytree(model, directory)
-    weights, added = (load_file(path) for path in (model / "model.safetensors", adapter / "adapter_model.safetensors"))
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    for name in weights:
-        module = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{module}.lora_A.weight" in added:
-            product = added[f"{module}.lora_B.weight"] @ added[f"{module}.lora_A.weight"]
-            weights[name] = weights[name] + settings["lora_alpha"] / settings["r"] * product
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return Law(directory)
 
 
 @pytest.fixture(scope="module")

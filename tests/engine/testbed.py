@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Coroutine, Sequence
@@ -12,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
 from scipy import stats
 
 from rollout_api.job import Sampling
@@ -216,3 +219,34 @@ class LoopThread:
         """End the loop."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+
+def make_adapter(directory: Path, model: Path, seed: int, *, rank: int = 5) -> Path:
+    """A random adapter of all linear layers, as PEFT would save it."""
+    torch.manual_seed(seed)
+    tensors = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if "proj" in name:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1]) * 0.2
+            tensors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], rank) * 0.2
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    modules = sorted({name.split(".")[-3] for name in tensors})
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def merged_law(model: Path, adapter: Path, directory: Path) -> Law:
+    """The law of the model plus the adapter, merged by hand."""
+    shutil.copytree(model, directory)
+    weights, added = (load_file(path) for path in (model / "model.safetensors", adapter / "adapter_model.safetensors"))
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    for name in weights:
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in added:
+            product = added[f"{module}.lora_B.weight"] @ added[f"{module}.lora_A.weight"]
+            weights[name] = weights[name] + settings["lora_alpha"] / settings["r"] * product
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return Law(directory)

@@ -103,6 +103,7 @@ class Coordinator:
         self._vocabulary = vocabulary
         self._scheduler = scheduler or ProbeThenLongest()
         self._number = 0
+        self._server = ""
         self._open: dict[str, OpenRequest] = {}
         self._open_rollouts = 0
         """Samples of the open requests, ended or not."""
@@ -117,7 +118,7 @@ class Coordinator:
         self._solo: set[tuple[str, int]] = set()
         self._slow: frozenset[str] = frozenset()
         self._updates: list[WeightUpdate] = []
-        self._cursors = {plane.keys.requests: "0", plane.keys.control: "0", plane.keys.events: "$"}
+        self._cursors: dict[str, str] = {}
         self._closing = False
 
     async def run(self) -> None:
@@ -147,9 +148,10 @@ class Coordinator:
     async def _recover(self) -> None:
         """Make of what is in Redis the state that a coordinator which never ended would have."""
         plane, keys = self._plane, self._plane.keys
+        self._server = await patiently(plane.server)
         self._number = await patiently(plane.take_over)
         # events before this point are in what is read below
-        self._cursors[keys.events] = await patiently(plane.last, keys.events)
+        self._cursors = {keys.requests: "0", keys.control: "0", keys.events: await patiently(plane.last, keys.events)}
         await patiently(self._publish_job)
         self._updates = await patiently(plane.weights)
         self._attempts = await patiently(plane.attempts)
@@ -166,6 +168,15 @@ class Coordinator:
             self._cursors[keys.requests] = entries[-1][0]
         self._engines = {engine: report for engine, (report, alive) in reports.items() if alive}
         await self._reclaim({engine: report for engine, (report, alive) in reports.items() if not alive})
+
+    async def _start_over(self) -> None:
+        """Redis was started anew, or is another now: what this coordinator knows may never have happened there."""
+        logger.warning("Redis was started anew; what its last moments may have lost is looked for.")
+        for request_id in list(self._open):
+            self._forget(request_id)
+        self._engines.clear()
+        self._assigned.clear()
+        await self._recover()
 
     async def _publish_job(self) -> None:
         spec, client, keys = self._job.spec, self._plane.client, self._plane.keys
@@ -410,6 +421,8 @@ class Coordinator:
 
     async def _look_around(self) -> None:
         """Which engines are there, which were lost, what is overdue, who does not read."""
+        if await patiently(self._plane.server) != self._server:
+            await self._start_over()
         reports = await patiently(self._plane.engines)
         came = {engine for engine, (_, alive) in reports.items() if alive} - self._engines.keys()
         for engine in came:

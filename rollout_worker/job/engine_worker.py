@@ -102,7 +102,7 @@ class EngineWorker:
         if broadcast:
             self._report.broadcast, self._report.ranks = engine.config.broadcast_backend, engine.config.ranks
         self._id = ""
-        self._head = ""
+        self._head = self._server = ""
         self._leaving: asyncio.Task[None] | None = None
         self._running: dict[tuple[str, int], _Running] = {}
         self._requests: OrderedDict[str, asyncio.Task[RolloutRequest | None]] = OrderedDict()
@@ -123,6 +123,7 @@ class EngineWorker:
         """
         self._clock_ahead = await patiently(self._plane.clock) - time.time()
         self._head = await patiently(self._plane.head)
+        self._server = await patiently(self._plane.server)
         await self._update()  # before any work is taken
         self._failure = asyncio.get_running_loop().create_future()
         await self._register()
@@ -203,9 +204,16 @@ class EngineWorker:
     async def _tell(self) -> None:
         async with self._telling:  # one at a time begins anew, so that there is one lease
             self._read_stats()
-            if await patiently(self._plane.heartbeat, self._id, self._report):
+            known = await patiently(self._plane.heartbeat, self._id, self._report)
+            if (server := await patiently(self._plane.server)) != self._server:
+                # its last moments may be lost, and with them what was ordered, or that it was done
+                self._server, why = server, "Redis was started anew"
+                await patiently(self._plane.leave, self._id)
+            elif not known:
+                why = "it was taken to be lost"
+            else:
                 return
-            logger.warning("Engine %s was taken to be lost, and begins anew; its rollouts go on elsewhere.", self._id)
+            logger.warning("Engine %s begins anew, since %s; its rollouts go on from what was kept.", self._id, why)
             for running in list(self._running.values()):
                 if running.task is not None:
                     running.task.cancel()

@@ -425,6 +425,11 @@ class MessagePlane:
             pipeline.xadd(self.keys.events, event, maxlen=_EVENTS_KEPT, approximate=True)
             await pipeline.execute()
 
+    async def server(self) -> str:
+        """Which run of which server this is: another one may have lost the last moments of the one before."""
+        found: dict[str, Any] = await self.client.info("server")
+        return str(found["run_id"])
+
     async def clock(self) -> float:
         """Redis' own time, in which deadlines count."""
         seconds, micros = await self.client.time()

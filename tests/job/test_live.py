@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
@@ -12,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+import redis
 from live import CHECKPOINT_TOKENS, LiveJob, live, manifest, start_engine
 from testbed import EOS, VOCABULARY, Law, LoopThread, make_adapter, make_model, merged_law
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -61,6 +64,48 @@ def engines(models: Path, loop: LoopThread, redis_server: str) -> Iterator[dict[
     yield started
     for engine in started.values():
         engine.close()
+
+
+class ForgetfulRedis:
+    """A server that comes back with what it was last told to remember."""
+
+    def __init__(self, directory: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = int(probe.getsockname()[1])
+        self.url = f"redis://127.0.0.1:{port}/0"
+        self._command = [
+            "redis-server",
+            "--port",
+            str(port),
+            "--dir",
+            str(directory),
+            "--save",
+            "",
+            "--bind",
+            "127.0.0.1",
+        ]
+        self._start()
+
+    def _start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        while True:
+            try:
+                if redis.Redis.from_url(self.url).ping():
+                    return
+            except redis.RedisError:
+                time.sleep(0.02)
+
+    def remember(self) -> None:
+        redis.Redis.from_url(self.url).save()
+
+    def restart(self) -> None:
+        self.stop()
+        self._start()
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
 
 
 Story = Callable[[LiveJob, AsyncRolloutClient], Coroutine[Any, Any, None]]
@@ -209,6 +254,36 @@ def test_an_engine_that_was_wrongly_taken_for_lost_does_no_harm(stage: Stage) ->
         assert_once(running, await task, 32)
 
     stage.play(story)
+
+
+def test_redis_may_come_back_without_its_last_moments(stage: Stage, tmp_path: Path) -> None:
+    """As after a machine's crash, or a failover: requests, ends and orders of the last moments never happened."""
+    server = ForgetfulRedis(tmp_path)
+    forgetful = Stage(stage._loop, stage.engines, stage.models, server.url)
+
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        sampling = Sampling(n=4, max_tokens=200, allowed_token_ids=ENDLESS)
+        first = asyncio.ensure_future(gather(client, 1, prompts(12, sampling=sampling)))
+        await running.until(lambda: running.redis.xlen(running.keys.events) >= 6)
+        await asyncio.to_thread(server.remember)
+        known = running.redis.xlen(running.keys.events)
+        second = asyncio.ensure_future(gather(client, 2, prompts(6, sampling=sampling)))
+        await running.until(lambda: running.redis.xlen(running.keys.events) >= known + 8)
+        await asyncio.to_thread(server.restart)
+        assert known + 8 > running.redis.xlen(running.keys.events)
+        assert 48 == len(await first)
+        assert 24 == len(await second)
+        await running.until(lambda: running.redis.xlen(running.keys.requests) == 0, 20)
+        assert running.coordinator is not None
+        await running.until(lambda: not running.coordinator._open, 20)  # type: ignore[union-attr]
+        assert 0 == running.coordinator._open_rollouts == sum(map(len, running.coordinator._assigned.values()))
+        assert 0 == running.redis.hlen(running.keys.partials)
+
+    try:
+        forgetful.play(story)
+    finally:
+        server.stop()
 
 
 def test_a_rollout_that_costs_engine_after_engine_is_given_up_and_the_others_are_not(stage: Stage) -> None:

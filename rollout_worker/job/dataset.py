@@ -25,6 +25,8 @@ from rollout_worker.job.tasks import end
 
 _WATCH_S = 0.05
 _STATUS_S = 0.5
+_LAST_COUNTERS_S = 4.0
+"""An engine counts, tells Redis, the coordinator publishes it and the client reads it: once a second each."""
 _REWARDS_AT_ONCE = 256
 _DRAFTS = {Mode.DAS: Drafts.HISTORY, Mode.SELF: Drafts.OWN_TEXT, Mode.PLAIN: Drafts.OFF}
 
@@ -120,7 +122,7 @@ class DatasetTrainer:
                 passes = await self._epoch(epoch, done[epoch], size)
                 report.passes += sorted(passes, key=lambda made: list(Mode).index(made.mode))
             await self._history_has_all()
-            await asyncio.sleep(2 * _STATUS_S)  # the last heartbeats
+            await asyncio.sleep(_LAST_COUNTERS_S)
             await self._client.close_job()
         finally:
             await end(watch)

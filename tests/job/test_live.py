@@ -694,6 +694,15 @@ def test_a_client_that_does_not_read_holds_up_itself_and_nobody_else(stage: Stag
     stage.play(story, job=job)
 
 
+def test_groups_of_sixty_four_are_whole(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        groups = await client.generate([list(one.token_ids) for one in prompts(4)], step=1, n=64, max_tokens=30)
+        assert [64] * 4 == [len(group) for group in groups]
+        assert_once(running, [rollout for group in groups for rollout in group], 256)
+
+    stage.play(story)
+
+
 def test_ten_thousand_short_requests_are_all_answered(stage: Stage) -> None:
     job = manifest(engine=manifest().spec.engine.model_dump(by_alias=True, mode="json") | {"maxNumSeqs": 64})
 

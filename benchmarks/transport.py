@@ -22,6 +22,7 @@ from benchmarks.random_model import VOCABULARY, random_model
 from rollout_api import AsyncRolloutClient, Prompt, RolloutRequest, parse_job
 from rollout_api.job import Sampling
 from rollout_api.keys import HistoryKeys, MessageKeys
+from rollout_api.tasks import end
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.engine.host import Engine, EngineConfig
 from rollout_worker.history.connection import connect, connect_async
@@ -31,7 +32,6 @@ from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.plane import MessagePlane
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import BLOCK_S
-from rollout_worker.job.tasks import end
 from rollout_worker.job.weights import SharedFiles
 
 UID = "transport"

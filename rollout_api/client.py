@@ -10,6 +10,7 @@ import re
 import secrets
 import socket
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
@@ -45,10 +46,11 @@ from rollout_api.messages import (
 )
 from rollout_api.prompts import Prompt, SamplingOverrides, make_prompts, one_of
 from rollout_api.publishing import Checksum, InMemory, PublishedWeights, Publisher
-from rollout_api.redis_connection import Patience, RedisTarget, address, connection_to, stop
+from rollout_api.redis_connection import Patience, RedisTarget, address, connection_to, even_when_full
 from rollout_api.results import ResultStream
 from rollout_api.sending import Sender
 from rollout_api.step import AsyncStep, OnProgress
+from rollout_api.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ _NAME_PAUSE_S = 0.25
 _SAY_EVERY_S = 60.0
 _COORDINATOR_GRACE_S = 5.0
 _AT_ONCE = 1000
+_ENDED_STEPS_KEPT = 10_000
 
 
 class AsyncRolloutClient:
@@ -90,7 +93,8 @@ class AsyncRolloutClient:
         self._status_at = time.monotonic()
         self._said_no_coordinator = 0.0
         self._steps: set[AsyncStep] = set()
-        self._ended_steps: set[tuple[int, bytes]] = set()
+        self._ended_steps: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        """The last ones, by their numbers and what they asked."""
         self._closed_job = False
         self._watcher: asyncio.Task[None] | None = None
 
@@ -155,7 +159,7 @@ class AsyncRolloutClient:
         for step in list(self._steps):
             await step.end(acknowledge=False)
         if self._watcher is not None:
-            await stop([self._watcher])
+            await end(self._watcher)
             await self.results.close()
             try:
                 if await self._redis.get(self._keys.client(self.name)) == self._token.encode():
@@ -199,7 +203,8 @@ class AsyncRolloutClient:
     ) -> AsyncStep:
         """The rollouts of *prompts*, as they end. See :class:`~rollout_api.step.AsyncStep`.
 
-        Several steps may be open at once. Their results are routed, and acknowledged, separately.
+        Several steps may be open at once. Their results are routed, and acknowledged, separately. A trainer that goes
+        back to an earlier checkpoint asks for its steps again; what was acknowledged of them is sampled anew.
 
         Args:
             step: number of the trainer's step; it only grows (an evaluation may have its step's).
@@ -224,6 +229,8 @@ class AsyncRolloutClient:
         **overrides: Unpack[SamplingOverrides],
     ) -> list[list[Rollout]]:
         """A whole step: all rollouts of all prompts, acknowledged when they are returned.
+
+        A trainer that is started again, and asks again for what was returned, has it sampled anew.
 
         Args:
             prompts: token ids of each prompt.
@@ -335,7 +342,7 @@ class AsyncRolloutClient:
             asked,
             sent,
             lambda: go_on() and self.results.ending is None,
-            lambda: sum(step.awaited for step in self._steps),
+            lambda: self.results.awaited,
         )
 
     async def send_cancel(self, request_ids: Sequence[str]) -> None:
@@ -344,7 +351,7 @@ class AsyncRolloutClient:
             encode(Cancel(request_ids=list(request_ids[at : at + _AT_ONCE])))
             for at in range(0, len(request_ids), _AT_ONCE)
         ]
-        await self._sender.append(self._keys.control, messages, "cancel requests")
+        await self._sender.cancel(messages)
 
     def enter(self, step: AsyncStep, request_ids: Sequence[str]) -> None:
         """See :class:`rollout_api.step.Office`."""
@@ -363,7 +370,9 @@ class AsyncRolloutClient:
         """See :class:`rollout_api.step.Office`."""
         self._steps.discard(step)
         if ended:
-            self._ended_steps.add((step.number, _digest(step.request_ids)))
+            self._ended_steps[step.number, _digest(step.request_ids)] = None
+            if len(self._ended_steps) > _ENDED_STEPS_KEPT:
+                self._ended_steps.popitem(last=False)
 
     async def _send_again(self) -> None:
         for step in self._steps:
@@ -375,9 +384,7 @@ class AsyncRolloutClient:
         """Make sure that no other process reads this name's results; one that was killed is waited out."""
         key, until = self._keys.client(self.name), time.monotonic() + CLIENT_LEASE_MS / 1000 + 2
         waited = False
-        while not await self._patience.of(
-            lambda: self._redis.set(key, self._token, px=CLIENT_LEASE_MS, nx=True), what="register the client"
-        ):
+        while not await self._patience.of(self._hold_name, what="register the client"):
             holder: Any = await self._patience.of(lambda: self._redis.get(key), what="register the client")
             if time.monotonic() > until:
                 raise NameInUseError(self._name_taken(holder))
@@ -385,6 +392,11 @@ class AsyncRolloutClient:
                 waited = True
                 logger.info("Client name %s is held by %s; waiting for that to end.", self.name, holder.decode())
             await asyncio.sleep(_NAME_PAUSE_S)
+
+    async def _hold_name(self) -> bool:
+        """Take the name if nobody has it."""
+        key = self._keys.client(self.name)
+        return bool(await even_when_full(self._redis, key, "SET", key, self._token, "PX", CLIENT_LEASE_MS, "NX"))
 
     def _name_taken(self, holder: bytes | None) -> str:
         where = f" (host/process {holder.decode().rpartition('/')[0]})" if holder else ""
@@ -430,7 +442,7 @@ class AsyncRolloutClient:
             ending = NameInUseError(self._name_taken(holder))
         self.results.ending = ending
         if holder is None:
-            await self._redis.set(keys.client(self.name), self._token, px=CLIENT_LEASE_MS, nx=True)
+            await self._hold_name()
         elif holder == self._token.encode():
             await self._redis.pexpire(keys.client(self.name), CLIENT_LEASE_MS)
 
@@ -438,7 +450,7 @@ class AsyncRolloutClient:
         now = time.monotonic()
         if self._status:
             self._status_at = now
-        waited = sum(step.awaited for step in self._steps)
+        waited = self.results.awaited
         away = now - self._status_at
         if away > _COORDINATOR_GRACE_S and waited and now - self._said_no_coordinator > _SAY_EVERY_S:
             self._said_no_coordinator = now

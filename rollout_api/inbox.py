@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from rollout_api.errors import RequestRefusedError, RolloutClientError, UnreadableResultError
-from rollout_api.messages import CodecError, Refusal, Rollout, decode
+from rollout_api.messages import CodecError, Refusal, Rollout, RolloutRequest, decode, encode
 from rollout_api.results import ResultStream
 
 logger = logging.getLogger(__name__)
 
 _FETCHED_AT_ONCE = 64
+_ANEW = re.compile(r"\.r\d+$")
 
 
 @dataclass
@@ -25,6 +28,7 @@ class Asked:
     index: int
     """Of its prompt; -1 for a trajectory's turn."""
     request_id: str
+    """Under which it is asked for now; see :func:`first_id`."""
     n: int
     data: bytes
     answer: asyncio.Future[Rollout] | None = None
@@ -34,8 +38,10 @@ class Asked:
     got: set[int] = field(default_factory=set)
     over: bool = False
     """Refused, or taken back before it was sent: nothing is waited for any more."""
-    refusal: tuple[str, str] | None = None
-    """Its entry and its reason."""
+    refusal: tuple[str, Refusal] | None = None
+    """Of this id, and its entry."""
+    times_anew: int = 0
+    """How often it turned out to have been answered before, and was given another id."""
 
     @property
     def open(self) -> int:
@@ -46,10 +52,26 @@ class Asked:
 class Inbox:
     """One step's requests and rollouts; the result stream fills it, whoever iterates over the step empties it."""
 
-    def __init__(self, number: int, results: Callable[[], ResultStream], beside: Callable[..., object]) -> None:
-        """Take the step's number, the result stream, and what runs a coroutine beside and fails the step with it."""
+    def __init__(
+        self,
+        number: int,
+        results: Callable[[], ResultStream],
+        beside: Callable[..., object],
+        send_anew: Callable[[Asked], None],
+    ) -> None:
+        """Take what it works with.
+
+        Args:
+            number: of the step.
+            results: the result stream.
+            beside: runs a coroutine, and fails the step with it.
+            send_anew: sends a request that has another id now.
+        """
         self.number = number
         self.asked: dict[str, Asked] = {}
+        """By the id under which each was asked for first."""
+        self.ids: list[str] = []
+        """All under which something was asked for."""
         self.entries: dict[str, dict[str, int]] = {}
         """Request id → entry → sample: what is to be acknowledged."""
         self.open = 0
@@ -60,7 +82,7 @@ class Inbox:
         self.total = 0
         self.tokens = 0
         self.failure: RolloutClientError | None = None
-        self._results, self._beside = results, beside
+        self._results, self._beside, self._send_anew = results, beside, send_anew
         self._ready: deque[Rollout] = deque()
         self._deferred: deque[tuple[str, str, int]] = deque()
         """Entry, request id and sample of what is to be fetched when somebody wants it."""
@@ -69,12 +91,14 @@ class Inbox:
         self._moved = asyncio.Event()
         self._refusals: dict[str, str] = {}
         self._unreadable: dict[str, str] = {}
+        self._some_anew = False
 
     # what the step tells it
 
     def add(self, one: Asked) -> None:
         """A request is made."""
         self.asked[one.request_id] = one
+        self.ids.append(one.request_id)
         self.total += one.n
         if one.answer is None:
             self.open += one.n
@@ -85,6 +109,8 @@ class Inbox:
 
     def sent(self, one: Asked, entry: str) -> None:
         """A request is in its stream."""
+        if one.entry is None:
+            self._results().awaited += one.open
         one.entry = entry
         self._settle(one)
 
@@ -122,10 +148,13 @@ class Inbox:
             if left <= 0 or not await self._something(left):
                 return []
 
-    @property
-    def awaited(self) -> int:
-        """Rollouts that were sent for and have not come."""
-        return sum(one.open for one in self.asked.values() if one.entry is not None)
+    def close(self) -> None:
+        """The step is left: wait for nothing any more."""
+        for one in self.asked.values():
+            left, one.over = one.open, True
+            self._less(one, left)
+            if one.answer is not None:
+                one.answer.cancel()
 
     # what the result stream tells it (results.Reader)
 
@@ -141,7 +170,7 @@ class Inbox:
 
     def receive(self, entry: str, request_id: str, sample: int, rollout: Rollout | None) -> None:
         """Take a rollout; None: it is to be fetched from its entry when somebody wants it."""
-        one = self.asked[request_id]
+        one = self._of(request_id)
         self.entries.setdefault(request_id, {})[entry] = sample
         if sample in one.got:
             return  # a repetition
@@ -163,13 +192,14 @@ class Inbox:
 
     def refuse(self, entry: str, refusal: Refusal) -> None:
         """Learn that a request was refused."""
-        one = self.asked[refusal.request_id]
-        one.refusal = (entry, refusal.reason)
-        self._settle(one)
+        one = self._of(refusal.request_id)
+        if refusal.request_id == one.request_id:
+            one.refusal = (entry, refusal)
+            self._settle(one)
 
     def spoil(self, request_id: str, sample: int, reason: str) -> None:
         """Learn that a result cannot be read."""
-        one = self.asked[request_id]
+        one = self._of(request_id)
         name = f"{request_id}, sample {sample}"
         self._unreadable[name] = reason
         self._came(one, sample)
@@ -187,6 +217,9 @@ class Inbox:
 
     # within
 
+    def _of(self, request_id: str) -> Asked:
+        return self.asked[first_id(request_id)]
+
     def _came(self, one: Asked, sample: int) -> None:
         before = one.open
         one.got.add(sample)
@@ -198,6 +231,8 @@ class Inbox:
             self.open -= count
         else:
             self.open_turns -= count
+        if one.entry is not None:
+            self._results().awaited -= count
         if not one.open:
             one.data = b""
 
@@ -205,13 +240,37 @@ class Inbox:
         """Heed a refusal, unless it was of an earlier sending, or of a repetition of what has been answered."""
         if one.refusal is None or one.entry is None or not one.open:
             return
-        entry, reason = one.refusal
+        entry, refusal = one.refusal
         if _arrival(entry) < _arrival(one.entry):
             return
-        logger.error("The job refused request %s: %s", one.request_id, reason)
+        if refusal.answered and not one.got:
+            self._ask_anew(one)
+            return
+        logger.error("The job refused request %s: %s", one.request_id, refusal.reason)
         if one.answer is None:
-            self._refusals[one.request_id] = reason
-        self.give_up(one, RequestRefusedError({one.request_id: reason}))
+            self._refusals[one.request_id] = refusal.reason
+        self.give_up(one, RequestRefusedError({one.request_id: refusal.reason}))
+
+    def _ask_anew(self, one: Asked) -> None:
+        """Give a request another id: whoever asked under this one has received and acknowledged its rollouts."""
+        if not self._some_anew:
+            self._some_anew = True
+            logger.warning(
+                "Step %d: rollouts that it asks for were received by an earlier trainer of this name; they are "
+                "sampled again, under other ids.",
+                self.number,
+            )
+        self._results().awaited -= one.open
+        one.entry = one.refusal = None
+        one.times_anew += 1
+        one.request_id = f"{first_id(one.request_id)}.r{one.times_anew}"
+        request = cast(RolloutRequest, decode(one.data))
+        one.data = encode(request.model_copy(update={"request_id": one.request_id}))
+        self.ids.append(one.request_id)
+        # an earlier trainer may have asked anew, too, and ended before it acknowledged what came
+        self._results().add(self, [one.request_id])
+        if one.open:
+            self._send_anew(one)
 
     def _deliver(self, one: Asked, rollout: Rollout) -> None:
         self.tokens += len(rollout.token_ids)
@@ -241,7 +300,7 @@ class Inbox:
                 if data is not None:
                     self._beside(self._results().bury(entry, data, str(error)))
             else:
-                self._deliver(self.asked[request_id], rollout)
+                self._deliver(self._of(request_id), rollout)
 
     async def _something(self, timeout: float) -> bool:
         """Wait until something has happened; False if nothing does."""
@@ -261,6 +320,11 @@ class Inbox:
             raise RequestRefusedError(self._refusals)
         if self._unreadable:
             raise UnreadableResultError(self._unreadable)
+
+
+def first_id(request_id: str) -> str:
+    """The id under which a request was asked for first; where that was answered before, ``.r1`` and so on follow it."""
+    return _ANEW.sub("", request_id)
 
 
 def _rollout(data: bytes | None) -> Rollout:

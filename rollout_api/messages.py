@@ -265,6 +265,9 @@ class Refusal(_Message):
     kind: Literal["refusal"] = "refusal"
     request_id: str
     reason: str
+    answered: bool = Field(
+        default=False, description="It was answered before: asked under another request id, it is sampled anew."
+    )
 
 
 class TensorToCome(_Message):
@@ -290,7 +293,7 @@ class WeightUpdate(_Message):
     """Control: sample with these weights from now on."""
 
     kind: Literal["weights"] = "weights"
-    weight_version: int = Field(ge=0)
+    weight_version: int = Field(ge=1, description="It only grows; 0 is the model that the job began with.")
     uri: str = Field(
         min_length=1,
         description="Directory of safetensors; or, with broadcast, nccl:// or gloo:// and the trainer's host:port. See "
@@ -302,6 +305,11 @@ class WeightUpdate(_Message):
         default=None, pattern=r"^[0-9a-f]{64}$", description="See rollout_api.weights.checksum; default: not checked."
     )
     mode: UpdateMode = UpdateMode.RECOMPUTE
+
+    @property
+    def identity(self) -> str:
+        """Tells these weights from others: their checksum, or where they are."""
+        return self.sha256 or self.uri
 
 
 class Cancel(_Message):

@@ -83,8 +83,10 @@ class Publisher:
         timeout: float,
     ) -> PublishedWeights:
         """See :meth:`rollout_api.AsyncRolloutClient.publish_weights`."""
-        if version < 0:
-            raise InvalidRequestError(f"weight version {version}: versions count from 0 on")
+        if version < 1:
+            raise InvalidRequestError(
+                f"weight version {version}: published versions count from 1 on; 0 is the model that the job began with"
+            )
         engines = await self._engines()
         ahead = max((report["version"] for report in engines.values()), default=0)
         if version < ahead:
@@ -95,13 +97,20 @@ class Publisher:
         if not isinstance(weights, str | Path):
             if kind is not WeightsKind.FULL or not wait:
                 raise InvalidRequestError("weights in memory are published whole (kind full), and waited for")
+            if mode is UpdateMode.DRAIN:
+                raise InvalidRequestError(
+                    "engines end their rollouts at different times, and a broadcast reaches all at once: publish "
+                    "weights in memory with mode recompute or keep"
+                )
+            _check_new(version, "", engines)
             return await self._broadcast(version, weights, engines, mode, timeout)
         digest = await _digest(str(weights), sha256)
         update = WeightUpdate(weight_version=version, uri=str(weights), weights=kind, sha256=digest, mode=mode)
+        _check_new(version, update.identity, engines)
         [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
         if not wait:
             return PublishedWeights(version, [], {})
-        return await self._wait(version, entry, timeout)
+        return await self._wait(version, entry, engines, timeout)
 
     async def _broadcast(
         self, version: int, weights: InMemory, engines: dict[str, dict[str, Any]], mode: UpdateMode, timeout: float
@@ -112,28 +121,52 @@ class Publisher:
             if report["broadcast"] != weights.backend:
                 way = report["broadcast"] or "no broadcast: spec.weights.broadcast of the job is false"
                 raise InvalidRequestError(f"these weights are broadcast by {weights.backend}; {engine} takes {way}")
+        engines = await self._without_pinned(version, timeout)
         uri, offer = await asyncio.to_thread(weights.offer, {name: one["ranks"] for name, one in engines.items()})
         update = WeightUpdate(weight_version=version, uri=uri, broadcast=offer, mode=mode)
         [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
         sending = asyncio.ensure_future(asyncio.to_thread(weights.send, uri, offer))
-        waiting = asyncio.ensure_future(self._wait(version, entry, timeout))
+        waiting = asyncio.ensure_future(self._wait(version, entry, engines, timeout))
         try:
             await asyncio.wait((sending, waiting), return_when=asyncio.FIRST_EXCEPTION)
             if sending.done() and (error := sending.exception()) is not None:
-                # nobody is to wait for this trainer later
-                await self._patience.of(lambda: self._client.xdel(self._keys.control, entry), what="take it back")
                 raise WeightsError(
                     f"weight version {version} was not broadcast to all engines ({error}); publish the weights again, "
                     f"as version {version + 1} or later",
                 ) from error
             return waiting.result()
+        except WeightsError:
+            # nobody is to wait for this trainer later
+            await self._patience.of(lambda: self._client.xdel(self._keys.control, entry), what="take it back")
+            raise
         finally:
             waiting.cancel()
 
-    async def _wait(self, version: int, entry: str, timeout: float) -> PublishedWeights:
+    async def _without_pinned(self, version: int, timeout: float) -> dict[str, dict[str, Any]]:
+        """The engines, once none of them makes a rollout that is pinned to a version.
+
+        An engine lets such rollouts end before it takes other weights, and in a broadcast all would wait for it.
+        """
+        began = time.monotonic()
+        while True:
+            engines = await self._engines()
+            busy = [name for name, report in engines.items() if report.get("pinned")]
+            if not busy:
+                return engines
+            if time.monotonic() - began > timeout:
+                raise WeightsError(
+                    f"weight version {version} is not broadcast: after {timeout:.0f} s rollouts pinned to another "
+                    f"version are still being made by {', '.join(sorted(busy)[:5])}; cancel them, or let them end first"
+                )
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait(
+        self, version: int, entry: str, before: Mapping[str, Mapping[str, Any]], timeout: float
+    ) -> PublishedWeights:
+        """Wait until each engine serves *version*, or has failed to since it reported *before*."""
         began = said = time.monotonic()
         while True:
-            # the entry goes when the coordinator has told the engines; what they failed at before is past then
+            # the entry goes when the coordinator has told the engines
             taken_up = not await self._patience.of(
                 lambda: self._client.xrange(self._keys.control, min=entry, max=entry), what="watch the engines"
             )
@@ -142,7 +175,9 @@ class Publisher:
             failed = {
                 engine: str(report["failed"][version])
                 for engine, report in engines.items()
-                if engine not in loaded and version in report["failed"]
+                if engine not in loaded
+                and version in report["failed"]
+                and report.get("loads", 1) > before.get(engine, {}).get("loads", 0)
             }
             slow = sorted(engines.keys() - failed.keys() - set(loaded))
             if taken_up and engines and not slow:
@@ -180,6 +215,14 @@ class Publisher:
             }
 
         return await self._patience.of(ask, what="look at the engines")
+
+
+def _check_new(version: int, identity: str, engines: Mapping[str, Any]) -> None:
+    """Refuse other weights under a version that is served: what it sampled would have two laws under one number."""
+    if any(report["version"] == version and report.get("weights", "") != identity for report in engines.values()):
+        raise InvalidRequestError(
+            f"weight version {version} is served already, from other weights; publish these as {version + 1} or later"
+        )
 
 
 def _state(taken_up: bool, engines: Mapping[str, Any], slow: list[str]) -> str:

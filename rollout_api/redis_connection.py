@@ -8,6 +8,7 @@ import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable
+from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 from urllib.parse import urlsplit, urlunsplit
@@ -29,7 +30,6 @@ _CONNECT_TIMEOUT_S = 2.0
 _REPLY_TIMEOUT_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 2.0
 _SAY_EVERY_S = 10.0
-_CANCEL_AGAIN_S = 0.1
 
 # No retries inside redis-py: a read of a consumer group whose reply was lost, silently sent again, would skip what the
 # first one was given, and its own pauses would add up behind our patience. RESP2: replies have one shape.
@@ -144,21 +144,15 @@ def without_password(url: str) -> str:
     return urlunsplit(parts._replace(query=re.sub(r"(^|&)password=[^&]*", r"\1password=***", parts.query)))
 
 
-async def stop(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """End tasks, whatever they do, and wait until they have.
-
-    redis-py 8.1 makes an ordinary error of a cancellation that meets it while it connects, so one may not be enough.
-    """
-    left = {task for task in tasks if not task.done()}
-    while left:
-        for task in left:
-            task.cancel()
-        _, left = await asyncio.wait(left, timeout=_CANCEL_AGAIN_S)
-
-
+@cache
 def server_function(name: str) -> str:
     """Source of the Lua script ``functions/<name>.lua``."""
     return resources.files(__package__).joinpath("functions", f"{name}.lua").read_text()
+
+
+async def even_when_full(client: redis.asyncio.Redis, key: str, *command: str | bytes | int) -> Any:
+    """Carry out a small *command* of *key*, also on a server that is out of memory."""
+    return await client.register_script(server_function("even_when_full"))(keys=[key], args=command)
 
 
 def passes(error: redis.RedisError) -> bool:

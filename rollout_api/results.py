@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,7 +16,8 @@ import redis.asyncio
 from rollout_api.errors import JobEndedError, NameInUseError, RolloutClientError, UnreadableResultError
 from rollout_api.keys import DATA, TRAINER_GROUP, MessageKeys
 from rollout_api.messages import CodecError, Refusal, Rollout, RolloutId, decode
-from rollout_api.redis_connection import BLOCK_MS, Patience, server_function, stop
+from rollout_api.redis_connection import BLOCK_MS, Patience, even_when_full, server_function
+from rollout_api.tasks import end
 
 logger = logging.getLogger(__name__)
 
@@ -84,13 +85,19 @@ class ResultStream:
         """
         self.ending: RolloutClientError | None = None
         """Why nothing will come but what is in the stream already."""
+        self.awaited = 0
+        """Rollouts that were sent for and have not come, of all steps; their inboxes count it."""
         self._client, self._keys, self._name, self._patience = client, keys, name, patience
         self._on_return = on_return
         self._stream = keys.results(name)
         self._acknowledge = client.register_script(server_function("acknowledge"))
         self._steps: dict[str, Reader] = {}
         """Request id → the step that asks for it."""
-        self._readers: set[Reader] = set()
+        self._readers: dict[Reader, int] = {}
+        """Open steps → how many were opened before."""
+        self._opened = 0
+        self._left: dict[int, int] = {}
+        """Number of a step that was left by an error → how many were opened before it was left."""
         self._held: dict[str, dict[str, int]] = {}
         """Request id → entry → sample: results that no step of this client has asked for yet."""
         self._own = re.compile(rf"{re.escape(name)}:(\d+):")
@@ -123,7 +130,7 @@ class ResultStream:
     async def close(self) -> None:
         """Stop reading."""
         if self._task is not None:
-            await stop([self._task])
+            await end(self._task)
 
     # steps
 
@@ -138,35 +145,59 @@ class ResultStream:
 
     def add(self, step: Reader, request_ids: Iterable[str]) -> None:
         """From now on, these requests' results are for *step*; those held back it gets at once."""
-        self._readers.add(step)
+        if step not in self._readers:
+            self._readers[step] = self._opened
+            self._opened += 1
+            self._left.pop(step.number, None)
         for request_id in request_ids:
             self._steps[request_id] = step
             for entry, sample in self._held.pop(request_id, {}).items():
                 step.receive(entry, request_id, sample, None)
 
     def give_back(self, step: Reader, request_ids: Iterable[str], entries: Mapping[str, Mapping[str, int]]) -> None:
-        """A step was left by an error: hold its results back, unacknowledged, for when it is opened again."""
-        self._readers.discard(step)
+        """A step was left by an error: hold its results back, unacknowledged, for when it is opened again.
+
+        That is until a later step ends that is opened from now on: then this one has been passed over.
+        """
+        self._readers.pop(step, None)
+        self._left[step.number] = self._opened
         for request_id in request_ids:
             self._steps.pop(request_id, None)
+            self._abandoned.discard(request_id)
         for request_id, of_request in entries.items():
             self._held.setdefault(request_id, {}).update(of_request)
         self.moved()
 
-    async def end(self, step: Reader, request_ids: Iterable[str], open_ids: Iterable[str], entries: list[str]) -> None:
-        """A step ended: acknowledge *entries*; what still comes of *open_ids*, or of earlier steps, is dropped."""
-        self._readers.discard(step)
+    async def end(
+        self,
+        step: Reader,
+        request_ids: Iterable[str],
+        open_ids: Iterable[str],
+        entries: dict[str, dict[str, int]],
+    ) -> None:
+        """A step ended: what still comes of *open_ids*, or of earlier steps, is dropped.
+
+        Its *entries* are acknowledged and taken away, those of one request at once: if that fails, all results of each
+        request are still there, or none are.
+        """
+        opened = self._readers.pop(step)
         for request_id in request_ids:
             self._steps.pop(request_id, None)
         self._newest_ended = max(self._newest_ended, step.number)
-        # those of earlier steps are told by their number
-        self._abandoned = {one for one in self._abandoned if (self._number(one) or 0) >= self._newest_ended}
+        self._left = {
+            number: openings for number, openings in self._left.items() if number >= step.number or opened < openings
+        }
+        # the others are told by their number
+        self._abandoned = {one for one in self._abandoned if not self._is_of_past_step(one)}
         self._abandoned.update(open_ids)
         for request_id in [request_id for request_id in self._held if self._is_past(request_id)]:
             self._drop(request_id, self._held.pop(request_id))
         self.moved()
-        await self.acknowledge(entries)
         await self._flush()
+        for batch in list(_batches(entries)):
+            await self.acknowledge([entry for request_id in batch for entry in entries[request_id]])
+            for request_id in batch:
+                del entries[request_id]
 
     def moved(self) -> None:
         """Somebody took a rollout, or waits for one."""
@@ -214,9 +245,11 @@ class ResultStream:
 
     async def _create_group(self) -> None:
         try:
-            await self._client.xgroup_create(self._stream, TRAINER_GROUP, id="0", mkstream=True)
+            await even_when_full(
+                self._client, self._stream, "XGROUP", "CREATE", self._stream, TRAINER_GROUP, "0", "MKSTREAM"
+            )
         except redis.ResponseError as error:
-            if not str(error).startswith("BUSYGROUP"):
+            if "BUSYGROUP" not in str(error):
                 raise
 
     async def _read(self, position: str) -> Entries:
@@ -332,10 +365,14 @@ class ResultStream:
 
     def _is_past(self, request_id: str) -> bool:
         """Whether nobody will ask for this request's results: its step has ended, or later ones have."""
+        return request_id in self._abandoned or self._is_of_past_step(request_id)
+
+    def _is_of_past_step(self, request_id: str) -> bool:
         number = self._number(request_id)
-        if number is None or request_id in self._abandoned:
+        if number is None:
             return True
-        return number < self._newest_ended and number not in {step.number for step in self._readers}
+        still_wanted = number in self._left or any(step.number == number for step in self._readers)
+        return number < self._newest_ended and not still_wanted
 
     def _drop(self, request_id: str, entries: Iterable[str]) -> None:
         entries = list(entries)
@@ -354,6 +391,20 @@ class ResultStream:
         except RolloutClientError:
             self._acknowledgeable += entries
             raise
+
+
+def _batches(entries: Mapping[str, Mapping[str, int]]) -> Iterator[list[str]]:
+    """Requests whose entries are acknowledged together."""
+    batch: list[str] = []
+    size = 0
+    for request_id, of_request in entries.items():
+        if batch and size + len(of_request) > _ACKNOWLEDGED_AT_ONCE:
+            yield batch
+            batch, size = [], 0
+        batch.append(request_id)
+        size += len(of_request)
+    if batch:
+        yield batch
 
 
 def _claimed_id(data: bytes) -> RolloutId | None:

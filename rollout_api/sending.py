@@ -7,6 +7,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import redis.asyncio
@@ -14,7 +15,7 @@ import redis.asyncio
 from rollout_api.inbox import Asked
 from rollout_api.job_info import JobInfo
 from rollout_api.keys import DATA, MessageKeys
-from rollout_api.redis_connection import Patience
+from rollout_api.redis_connection import Patience, even_when_full
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,18 @@ class Sender:
         await self._patience.of(send_missing, what=what)
         return [ids[at] for at in range(len(messages))]
 
+    async def cancel(self, messages: Sequence[bytes]) -> None:
+        """Append cancellations; also while Redis is full, which they help against.
+
+        Raises:
+            RedisAwayError: Redis was away for too long; some may have arrived.
+            RedisRefusedError: Redis refused.
+        """
+        control = self._keys.control
+        for message in messages:
+            append = partial(even_when_full, self._client, control, "XADD", control, "*", DATA, message)
+            await self._patience.of(append, what="cancel requests")
+
     async def submit(
         self,
         asked: Sequence[Asked],
@@ -86,9 +99,11 @@ class Sender:
             batch = self._batch(waiting, open_here())
             if batch:
                 self._sent_since += sum(one.n for one in batch)
-                ids = await self._append_requests(batch)
-                for one, entry in zip(batch, ids, strict=True):
-                    sent(one, entry)
+                ids = [one.request_id for one in batch]
+                entries = await self._append_requests(batch)
+                for one, request_id, entry in zip(batch, ids, entries, strict=True):
+                    if one.request_id == request_id:  # meanwhile it may be asked for under another
+                        sent(one, entry)
             elif waiting:
                 self._say_full(len(waiting))
                 await asyncio.sleep(_ROOM_PAUSE_S)
@@ -105,10 +120,11 @@ class Sender:
         while waiting and len(batch) < _BATCH and size < _BATCH_BYTES:
             one = waiting[0]
             if one.open:
-                # a job in which nothing is open takes any request that it takes at all
-                if in_job and in_job + one.open > self._job.max_rollouts:
-                    break
-                in_job += one.open
+                if one.entry is None:  # what was sent before is counted already
+                    # a job in which nothing is open takes any request that it takes at all
+                    if in_job and in_job + one.open > self._job.max_rollouts:
+                        break
+                    in_job += one.open
                 size += len(one.data)
                 batch.append(one)
             waiting.popleft()

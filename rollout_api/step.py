@@ -5,27 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rollout_api.errors import InvalidRequestError, RequestRefusedError, RolloutClientError
 from rollout_api.groups import Gathering, Groups
-from rollout_api.inbox import Asked, Inbox
+from rollout_api.inbox import Asked, Inbox, first_id
 from rollout_api.job import Sampling
 from rollout_api.job_info import JobInfo, PreparedRequest
 from rollout_api.messages import Purpose, Rollout, RolloutId
 from rollout_api.prompts import Prompt, SamplingOverrides, overrides_of
-from rollout_api.redis_connection import stop
 from rollout_api.results import ResultStream
+from rollout_api.tasks import end
 from rollout_api.trajectory import Trajectory
 
 logger = logging.getLogger(__name__)
 
 PROGRESS_S = 1.0
 """How often a progress callback is called."""
-_FETCHED_AT_ONCE = 64
+_LAST_BATCH_S = 2.0
 _CANCEL_AGAIN_S = 2.0
 _CANCEL_AGAIN_AT_MOST_S = 60.0
 
@@ -83,6 +83,7 @@ class AsyncStep:
     Leaving it normally acknowledges its results: they are not delivered again, and what had not come yet is cancelled
     and dropped. Leaving it by an exception acknowledges nothing: the same step with the same prompts, opened again (by
     a trainer that was started again, say), gets what was delivered before, then the rest; nothing is sampled twice.
+    What an earlier trainer of this name acknowledged is gone: asked for again, it is sampled anew.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class AsyncStep:
         self._prompts = [one if isinstance(one, Prompt) else Prompt(one) for one in prompts]
         self._on_progress = on_progress
         self._said = 0.0
-        self._inbox = Inbox(number, lambda: office.results, self._run)
-        self._asked = self._inbox.asked
+        self._inbox = self._new_inbox()
+        self._anew: list[Asked] = []
         self._cancelled = False
         self._trajectories = 0
         self._submitting: asyncio.Task[None] | None = None
@@ -120,10 +121,11 @@ class AsyncStep:
             raise InvalidRequestError(f"step {self.number} is open already")
         prepared = await asyncio.to_thread(self.prepare)
         self._office.enter(self, [one.request_id for one in prepared])
-        self._running = True
+        self._running, self._cancelled = True, False
+        self._inbox, self._anew = self._new_inbox(), []
         for index, one in enumerate(prepared):
             self._inbox.add(Asked(index, one.request_id, one.n, one.data))
-        self._office.results.add(self._inbox, list(self._asked))
+        self._office.results.add(self._inbox, [one.request_id for one in prepared])
         self._office.results.start()
         self._submitting = self._run(self._submit(list(self._asked.values())))
         return self
@@ -154,17 +156,18 @@ class AsyncStep:
         if not self._running:
             return
         self._running = False
+        self._trajectories = 0
+        ended = False
         try:
             if acknowledge:
                 await self._end_well()
+                ended = True
         finally:
-            await stop(self._tasks)
-            for one in self._asked.values():
-                if one.answer is not None:
-                    one.answer.cancel()
-            # where it ended well there is nothing left to give back
-            self._office.results.give_back(self._inbox, self._asked, self._inbox.entries)
-            self._office.leave(self, ended=acknowledge and not self._inbox.entries)
+            await end(*self._tasks)
+            self._inbox.close()
+            if not ended:
+                self._office.results.give_back(self._inbox, self._inbox.ids, self._inbox.entries)
+            self._office.leave(self, ended=ended)
 
     async def _end_well(self) -> None:
         if self._inbox.open and not self._cancelled:
@@ -174,12 +177,13 @@ class AsyncStep:
                 self._inbox.open,
                 self._inbox.total,
             )
+        if self._submitting is not None:
+            # a full Redis would not let it end before there is room; what it is sending now is cancelled as the rest
+            await end(self._submitting)
         if self._inbox.open or self._inbox.open_turns:
             await self.cancel()
         missing = [one.request_id for one in self._asked.values() if len(one.got) < one.n]
-        entries = [entry for of_request in self._inbox.entries.values() for entry in of_request]
-        await self._office.results.end(self._inbox, self._asked, missing, entries)
-        self._inbox.entries = {}
+        await self._office.results.end(self._inbox, self._inbox.ids, missing, self._inbox.entries)
 
     async def __aenter__(self) -> Self:
         return await self.start()
@@ -235,7 +239,7 @@ class AsyncStep:
         Raises:
             KeyError: if it is of none.
         """
-        return self._asked[RolloutId.parse(rollout.rollout_id).request_id].index
+        return self._asked[first_id(RolloutId.parse(rollout.rollout_id).request_id)].index
 
     @property
     def sizes(self) -> list[int]:
@@ -249,15 +253,12 @@ class AsyncStep:
         """
         first, self._cancelled = not self._cancelled, True
         if self._submitting is not None:
-            # what it is sending now counts as sent
-            await asyncio.gather(self._submitting, return_exceptions=True)
+            # what it is sending now counts as sent, unless Redis is full or away
+            await asyncio.wait([self._submitting], timeout=_LAST_BATCH_S)
+            await end(self._submitting)
         # an earlier trainer may have sent what this one has not
-        open_ids = [one.request_id for one in self._asked.values() if one.open]
-        for one in self._asked.values():
-            if one.entry is None:
-                self._inbox.give_up(
-                    one, RolloutClientError(f"step {self.number} was cancelled before this turn was sent")
-                )
+        open_ids = self._open_ids()
+        self._give_up_unsent(self._asked.values())
         if open_ids:
             await self._office.send_cancel(open_ids)
             if first and self._running:
@@ -301,7 +302,8 @@ class AsyncStep:
         """Let the model speak next in each of *trajectories*, which get its tokens, and wait for all.
 
         Returns:
-            What was said, in the order of *trajectories*. Look at each ``finish_reason``.
+            What was said, in the order of *trajectories*. Look at each ``finish_reason``. To bound a turn, give it
+            *deadline_seconds*: one that is broken off (by ``asyncio.wait_for``, say) cannot be asked for again.
 
         Raises:
             InvalidRequestError: for a context that the job cannot serve; nothing was sent.
@@ -346,6 +348,8 @@ class AsyncStep:
             self._inbox.add(asked[-1])
         self._office.results.add(self._inbox, ids)
         await self._submit(asked)
+        if self._cancelled:
+            self._give_up_unsent(asked)
         return await asyncio.gather(*answers, return_exceptions=True)
 
     def _raise_failed_turns(self, errors: Sequence[BaseException]) -> None:
@@ -364,19 +368,21 @@ class AsyncStep:
 
     def send_again(self) -> None:
         """Redis was away and may have lost what was sent: send what is open again, which is harmless if it did not."""
-        self._run(self._submit([one for one in self._asked.values() if one.entry is not None and one.open]))
+        self._run(self._submit_again())
 
     @property
     def request_ids(self) -> list[str]:
         """Of its prompts."""
-        return [one.request_id for one in self._asked.values() if one.index >= 0]
-
-    @property
-    def awaited(self) -> int:
-        """Rollouts that were sent for and have not come."""
-        return self._inbox.awaited
+        return [request_id for request_id, one in self._asked.items() if one.index >= 0]
 
     # within
+
+    @property
+    def _asked(self) -> dict[str, Asked]:
+        return self._inbox.asked
+
+    def _new_inbox(self) -> Inbox:
+        return Inbox(self.number, lambda: self._office.results, self._run, self._send_anew)
 
     def _check_running(self) -> None:
         if not self._running:
@@ -385,13 +391,43 @@ class AsyncStep:
     async def _submit(self, asked: Sequence[Asked]) -> None:
         await self._office.submit(asked, self._inbox.sent, lambda: not self._cancelled)
 
+    async def _submit_again(self) -> None:
+        sent = [one for one in self._asked.values() if one.entry is not None and one.open]
+        # of a cancelled step, too: a job that does not know a request cannot end it
+        await self._office.submit(sent, self._inbox.sent, lambda: True)
+        if self._cancelled and (open_ids := self._open_ids()):
+            await self._office.send_cancel(open_ids)
+
+    def _send_anew(self, one: Asked) -> None:
+        """Send a request under its new id, together with those of which the same is learned now."""
+        if self._cancelled:
+            self._give_up_unsent([one])
+            return
+        self._anew.append(one)
+        if len(self._anew) == 1:
+            self._run(self._submit_anew())
+
+    async def _submit_anew(self) -> None:
+        asked, self._anew = self._anew, []
+        await self._submit(asked)
+
+    def _open_ids(self) -> list[str]:
+        return [one.request_id for one in self._asked.values() if one.open]
+
+    def _give_up_unsent(self, asked: Iterable[Asked]) -> None:
+        for one in asked:
+            if one.entry is None:
+                self._inbox.give_up(
+                    one, RolloutClientError(f"step {self.number} was cancelled before this turn was sent")
+                )
+
     async def _cancel_again(self) -> None:
         """A cancellation may overtake its request, which then is not known yet."""
         pause = _CANCEL_AGAIN_S
         while True:
             await asyncio.sleep(pause)
             pause = min(2 * pause, _CANCEL_AGAIN_AT_MOST_S)
-            if open_ids := [one.request_id for one in self._asked.values() if one.open]:
+            if open_ids := self._open_ids():
                 await self._office.send_cancel(open_ids)
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -409,4 +445,5 @@ class AsyncStep:
         task = asyncio.create_task(watched(), name=f"step {self.number}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: work.close())  # which has not begun if the task was stopped at once
         return task

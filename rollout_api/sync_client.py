@@ -62,6 +62,7 @@ class Step:
     def start(self) -> Self:
         """See :meth:`AsyncStep.start`."""
         self._loop.run(self._step.start())
+        self._taken.clear()  # what an earlier opening left is delivered again
         return self
 
     def end(self, *, acknowledge: bool = True) -> None:

@@ -56,8 +56,9 @@ async def run_head(setup: JobSetup, *, port: int) -> None:
     """
     options = ["--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
     server = connect(setup.redis_url)
+    head = secrets.token_hex(8)
     # before Ray is there, so that no worker joins the new cluster in the belief that it is the old one
-    await asyncio.to_thread(persist, server.set, setup.keys.head, secrets.token_hex(8))
+    await asyncio.to_thread(persist, server.set, setup.keys.head, head)
     with _ray(options) as processes:
         await asyncio.to_thread(_wait_until_reachable, f"127.0.0.1:{port}", processes)
         join_ray(f"127.0.0.1:{port}")
@@ -66,6 +67,9 @@ async def run_head(setup: JobSetup, *, port: int) -> None:
         while not await job.ended():
             if processes.poll() is not None:
                 raise EngineError("Ray's head has ended; see its log")
+            # again, to a Redis that has lost its data
+            with contextlib.suppress(redis.RedisError):
+                await asyncio.to_thread(lambda: server.set(setup.keys.head, head, nx=True))
             await asyncio.sleep(_POLL_S)
 
 

@@ -22,6 +22,7 @@ from rollout_api.client import AsyncRolloutClient
 from rollout_api.job import FieldError, ManifestError, RolloutJob
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.quantity import parse_quantity
+from rollout_api.tasks import end
 from rollout_worker.child_process import Reaper
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.engine.model_source import load_tokenizer, resolve_checkpoint, resolve_model, tokenizer_fingerprint
@@ -33,7 +34,6 @@ from rollout_worker.job.ray_job import RayJob, start_local_ray, stop_local_ray
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.report import JobReport, Mode
 from rollout_worker.job.setup import JobSetup, cores_of
-from rollout_worker.job.tasks import end
 
 _LOCK_WAIT_S = 10.0
 _PROBE_S = 0.5
@@ -140,12 +140,14 @@ async def _run_on_ray(
         reaper.know()
         deadline = job.spec.lifecycle.active_deadline_seconds
         try:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(deadline) as limit:
                 if dataset is None:
                     await _serve(setup, ray_job, say)
                     return None
                 return await _run_dataset(setup, dataset, options, server, state, say, watch)
         except TimeoutError:
+            if not limit.expired():
+                raise
             raise DeadlineError(
                 f"the job has run for {deadline} s (spec.lifecycle.activeDeadlineSeconds) and is stopped; what is "
                 "done is kept"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,13 @@ import pytest
 import redis
 
 from rollout_worker.embedded_redis import EmbeddedRedis
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_heap() -> None:
+    """Let no collection of what earlier modules left hold the loops of this one up, for a second and more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_api.errors import RolloutClientError
-from rollout_api.messages import FinishReason, Purpose, Rollout
+from rollout_api.messages import Purpose, Rollout
 from rollout_api.prompts import Prompt
 from rollout_api.sync_client import RolloutClient
 from rollout_api.trajectory import Trajectory
@@ -21,8 +21,7 @@ Play = Callable[[Turn, list[Trajectory]], None]
 """Plays trajectories to their end: calls the turn, and ``observe`` of each trajectory with the environment's answer."""
 
 _Rewards = TypeVar("_Rewards", bound=Sequence[float | None])
-_STATUS_S = 10.0
-_WITH_TOKENS = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.DEADLINE)
+_STATUS_POLL_S = 0.05
 
 
 class JobRollouts:
@@ -47,6 +46,7 @@ class JobRollouts:
         sampling: Mapping[str, Any] | None = None,
         play: Play | None = None,
         kept_versions: int = 2,
+        publish_timeout: float = 600.0,
     ) -> None:
         """Sample through *client*.
 
@@ -57,11 +57,14 @@ class JobRollouts:
                 max_completion_length).
             play: for multi-turn rollouts; default: one response to each prompt.
             kept_versions: how many published versions stay on disk, at least 1.
+            publish_timeout: seconds for which the job may be without a coordinator when weights are to be published,
+                and for which its engines may load them.
         """
         if kept_versions < 1:
             raise ValueError(f"kept_versions = {kept_versions}: the version in use must stay")
         self._client, self._weights, self._kept = client, Path(weights), kept_versions
         self._sampling, self._play = dict(sampling or {}), play
+        self._publish_timeout = publish_timeout
         self._published: list[Path] = []
         self._version, self._at_step = -1, -1
         self._call = -1
@@ -78,10 +81,10 @@ class JobRollouts:
             RolloutClientError: if the job cannot make all of them, or no engine could load the weights.
         """
         _check(trainer)
+        token_ids = _tokenize(prompts, trainer)
         self._sync(trainer)
         self._call = max(self._call + 1, trainer.state.global_step)
         purpose = Purpose.TRAIN if trainer.model.training else Purpose.EVAL
-        token_ids = _tokenize(prompts, trainer)
         sampling = _sampling(trainer) | self._sampling
         if self._play is not None:
             return _output(token_ids, self._trajectories(token_ids, purpose, sampling, self._play), trainer)
@@ -156,7 +159,7 @@ class JobRollouts:
         directory = self._weights / f"version-{version:06d}"
         shutil.rmtree(directory, ignore_errors=True)
         model.save_pretrained(directory, state_dict=state)
-        published = self._client.publish_weights(version, directory.absolute())
+        published = self._client.publish_weights(version, directory.absolute(), timeout=self._publish_timeout)
         if published.failed:
             raise RolloutClientError(f"weight version {version} is not served everywhere: {published.failed}")
         self._published.append(directory)
@@ -165,11 +168,16 @@ class JobRollouts:
         return version
 
     def _served(self) -> int:
-        """The version that the job serves, which a client learns within about a second."""
-        deadline = time.monotonic() + _STATUS_S
-        while "weight_version" not in self._client.status and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return int(self._client.status.get("weight_version", 0))
+        """The version that the job serves; to guess it is to choose one that is served from other weights already."""
+        until = time.monotonic() + self._publish_timeout
+        while (version := self._client.status.get("weight_version")) is None:
+            if time.monotonic() > until:
+                raise RolloutClientError(
+                    f"job {self._client.job.name} has had no coordinator for {self._publish_timeout:g} s, which would "
+                    "say what weight version it serves; is the job running?"
+                )
+            time.sleep(_STATUS_POLL_S)
+        return int(version)
 
 
 def repeats(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:
@@ -189,12 +197,22 @@ def _check(trainer: Any) -> None:
         )
     if getattr(trainer, "tools", None):
         raise ValueError("tools run in TRL's own loop, which calls its own engine; give JobRollouts a play function")
+    if trainer.args.generation_kwargs:
+        raise ValueError(
+            f"generation_kwargs={trainer.args.generation_kwargs} are for TRL's own engine; give what a job has of them "
+            "as JobRollouts(sampling={…}), under the names of rollout_api.Sampling"
+        )
+    if trainer.args.vllm_structured_outputs_regex:
+        raise ValueError("vllm_structured_outputs_regex is for TRL's own vLLM; a job samples without a grammar")
 
 
 def _tokenize(prompts: list[Any], trainer: Any) -> list[list[int]]:
     """Token ids of prompts, which are messages, or text; as TRL itself makes them (text only)."""
     if isinstance(prompts[0], str):
         return [list(ids) for ids in trainer.processing_class(text=prompts)["input_ids"]]
+    contents = [message["content"] for prompt in prompts for message in prompt if isinstance(message["content"], list)]
+    if kinds := {part["type"] for content in contents for part in content} - {"text"}:
+        raise ValueError(f"prompts with {', '.join(sorted(kinds))}: a rollout job takes text alone")
     rendered = trainer.processing_class.apply_chat_template(
         conversation=prompts,
         chat_template=trainer.chat_template,
@@ -233,7 +251,7 @@ def _output(
         RolloutClientError: for rollouts without tokens, or broken off: TRL would train on them as if they were whole.
     """
     turns = [turn for one in made for turn in _turns(one)]
-    bad = [turn for turn in turns if turn.finish_reason not in _WITH_TOKENS or not turn.token_ids]
+    bad = [turn for turn in turns if not turn.finish_reason.complete or not turn.token_ids]
     if bad or not turns:
         raise RolloutClientError(
             f"{len(bad)} of {len(turns)} rollouts of step {trainer.state.global_step} cannot be trained on; "

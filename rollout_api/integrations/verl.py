@@ -20,6 +20,7 @@ import asyncio
 import itertools
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -45,6 +46,7 @@ _STOP_REASONS = {
     FinishReason.DEADLINE: "aborted",
     FinishReason.CANCELLED: "aborted",
 }
+_STATUS_POLL_S = 0.05
 _SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids")
 _WITHOUT_EFFECT = {"ignore_eos": False, "n": 1, "skip_special_tokens": True}
@@ -89,9 +91,12 @@ class JobServer:
         # In verl a lower number is served earlier.
         asked = Prompt(prompt, sampling=job_sampling(sampling_params, limit), priority=-priority)
         async with client.step(next(self._calls), [asked]) as step:
-            async for rollout in step:
-                return token_output(rollout)
-        raise RolloutClientError(f"request {request_id} came back without a rollout")
+            try:
+                [rollout] = [rollout async for rollout in step]
+            except asyncio.CancelledError:
+                await step.end()  # which cancels it in the job: left by an exception, it would be kept for another try
+                raise
+        return token_output(rollout)
 
     async def ready(self) -> None:
         """Wait until the job is there."""
@@ -203,7 +208,8 @@ class _NoAdapter:
 class PublishedFiles(CheckpointEngine):  # type: ignore[misc]
     """Brings weights to a job: the trainer's first rank writes safetensors and publishes them.
 
-    Weight version of the job = verl's ``global_steps`` + 1, as version 0 is what the job was started with.
+    Weight version of the job = verl's ``global_steps`` + 1, as version 0 is what the job was started with; more by the
+    same number from then on, where a trainer went back to an older checkpoint: versions only grow.
     """
 
     def __init__(
@@ -215,6 +221,7 @@ class PublishedFiles(CheckpointEngine):  # type: ignore[misc]
         weights: str,
         model: str,
         kept_versions: int = 2,
+        publish_timeout: float = 600.0,
     ) -> None:
         """Publish to *job*.
 
@@ -225,9 +232,15 @@ class PublishedFiles(CheckpointEngine):  # type: ignore[misc]
             weights: directory for published weights, which the job sees under the same path.
             model: directory of the model that training began with; its configuration is published too.
             kept_versions: how many published versions stay on disk, at least 1.
+            publish_timeout: seconds for which the job may be without a coordinator when weights are to be published,
+                and for which its engines may load them.
         """
+        if kept_versions < 1:
+            raise ValueError(f"kept_versions = {kept_versions}: the version in use must stay")
         self._bucket_size, self._is_master = bucket_size, is_master
         self._job, self._weights, self._model, self._kept = job, Path(weights), Path(model), kept_versions
+        self._publish_timeout = publish_timeout
+        self._ahead = 0
 
     def prepare(self) -> dict[str, Any]:
         """Nothing to tell the others."""
@@ -250,27 +263,50 @@ class PublishedFiles(CheckpointEngine):  # type: ignore[misc]
         """Write and publish the weights; returns when every engine of the job serves them.
 
         Raises:
-            RolloutClientError: if some engine cannot load them.
+            RolloutClientError: if some engine cannot load them, or the job has no coordinator.
         """
         if not self._is_master:
             for _name, _tensor in weights:
                 pass  # what gathers shards needs all ranks
             return
-        version = (global_steps or 0) + 1
-        directory = self._weights / f"version-{version:06d}"
-        await asyncio.to_thread(self._write, directory, weights)
         async with AsyncRolloutClient.connect(_redis_url(), self._job, name="verl-weights") as client:
-            published = await client.publish_weights(version, directory.absolute())
+            version = (global_steps or 0) + 1 + self._ahead
+            if (served := await self._served(client)) > version:
+                self._ahead += served + 1 - version
+                version = served + 1
+            directory = self._weights / f"version-{version:06d}"
+            await asyncio.to_thread(self._write, directory, weights)
+            published = await client.publish_weights(version, directory.absolute(), timeout=self._publish_timeout)
         if published.failed:
             raise RolloutClientError(f"weight version {version} is not served everywhere: {published.failed}")
-        for old in sorted(self._weights.glob("version-*"))[: -self._kept]:
-            shutil.rmtree(old, ignore_errors=True)
+        self._forget_before(version, directory)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
         """Nothing arrives here."""
         none: tuple[tuple[str, Any], ...] = ()
         for one in none:
             yield one
+
+    async def _served(self, client: AsyncRolloutClient) -> int:
+        until = time.monotonic() + self._publish_timeout
+        while (version := client.status.get("weight_version")) is None:
+            if time.monotonic() > until:
+                raise RolloutClientError(
+                    f"job {self._job} has had no coordinator for {self._publish_timeout:g} s, which would say what "
+                    "weight version it serves; is the job running?"
+                )
+            await asyncio.sleep(_STATUS_POLL_S)
+        return int(version)
+
+    def _forget_before(self, version: int, directory: Path) -> None:
+        """Delete what was published earlier; later versions are of an earlier run, and maybe of a job that is left."""
+        earlier = [
+            (int(match[1]), path)
+            for path in self._weights.iterdir()
+            if (match := re.fullmatch(r"version-(\d+)", path.name)) and int(match[1]) <= version and path != directory
+        ]
+        for _, path in sorted(earlier, reverse=True)[self._kept - 1 :]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, directory: Path, weights: Iterable[tuple[str, Any]]) -> None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -353,6 +389,7 @@ def token_output(rollout: Rollout) -> TokenOutput:
             "num_cached_tokens": rollout.cached_tokens,
             "spec_num_draft_tokens": rollout.drafted,
             "spec_num_accepted_tokens": rollout.accepted,
+            # steps without a draft are counted too: verl's accept length is then tokens per step
             "spec_num_verify_steps": len(rollout.token_ids) - rollout.accepted,
         },
     )

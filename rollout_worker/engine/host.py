@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from rollout_worker.engine.compat import EngineError, WeightLabels, end_tokens, 
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.model_source import ModelError, max_positions
 from rollout_worker.engine.response import Generated, Response
-from rollout_worker.engine.sampling import SOURCES, DraftScope, admit, vllm_sampling
+from rollout_worker.engine.sampling import SOURCES, AdmissionError, DraftScope, admit, vllm_sampling
 from rollout_worker.engine.weights import Incoming, check_incoming, check_weights
 from rollout_worker.engine.worker_extension import HistoryBinding
 
@@ -107,6 +107,8 @@ class Engine:
         self._admitting = asyncio.Event()
         self._admitting.set()
         self._running: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._last_end = 0.0
         self._ended: list[str] = []
         self._counts: asyncio.Task[dict[str, tuple[int, int, int]]] | None = None
@@ -219,12 +221,15 @@ class Engine:
         # a step may bring a whole draft and one token more, with which there must not be more than *every*
         interval = max(1, every - 1 - (drafting.max_draft_tokens if drafting is not None else 0)) if every else 0
         # without the job's uid: the same manifest with the same seed repeats itself in a job of its own
-        params = vllm_sampling(sampling, f"{request.request_id}/{sample}", scope, prefix=known, interval=interval)
+        try:
+            params = vllm_sampling(sampling, f"{request.request_id}/{sample}", scope, prefix=known, interval=interval)
+        except ValueError as error:
+            raise AdmissionError(f"vLLM refuses it: {error}") from error
         prompt = {"prompt_token_ids": request.prompt_token_ids + response.token_ids, "cache_salt": str(self._kept)}
         output: Any = None
         with self._adapters.use() as adapter, self._running_as(call, until), _engine_errors("generating"):
             lora = None if adapter is None else adapter.request
-            async with aclosing(self._vllm.generate(prompt, params, call, lora_request=lora)) as outputs:
+            async with aclosing(self._outputs(prompt, params, call, lora)) as outputs:
                 async for output in outputs:
                     response.extend(output.outputs[0])
                     starts = self._labels.starts(call, output.outputs[0]) if adapter is None else [(adapter.version, 0)]
@@ -250,15 +255,27 @@ class Engine:
                 cached_tokens=output.num_cached_tokens or 0,
             )
 
+    async def _outputs(self, prompt: Any, params: Any, call: str, lora: Any) -> AsyncGenerator[Any]:
+        begun = False
+        async with aclosing(self._vllm.generate(prompt, params, call, lora_request=lora)) as outputs:
+            try:
+                async for output in outputs:
+                    begun = True
+                    yield output
+            except ValueError as error:
+                if begun:
+                    raise
+                raise AdmissionError(f"vLLM refuses it: {error}") from error
+
     async def load_weights(self, directory: Path, weight_version: int, mode: UpdateMode = UpdateMode.DRAIN) -> float:
         """Replace the weights. Once begun it is not cancelled; if it fails, those before stay.
 
         Args:
             directory: safetensors of the same names, shapes and types as the model's.
             weight_version: what they are called.
-            mode: what becomes of responses that are running. Those that vLLM has not begun yet start with the new
-                weights, whatever the mode (with KEEP, some on a cached prompt of the old). Those of an adapter, which
-                other weights do not fit, end first, begun or not; new ones wait meanwhile.
+            mode: what becomes of responses that are running. With DRAIN, and where they are of an adapter, which other
+                weights do not fit, all that vLLM has end first, begun or not; new ones wait meanwhile. Otherwise those
+                not begun start with the new weights (with KEEP, some on a cached prompt of the old).
 
         Returns:
             Seconds during which nothing was decoded.
@@ -317,10 +334,13 @@ class Engine:
 
     async def _replace_weights(self, new: _NewWeights) -> float:
         async with self._updating:
-            if self._adapters.current is not None:
+            if self._adapters.current is not None or new.mode is UpdateMode.DRAIN:
                 self._admitting.clear()
             try:
                 await self._adapters.unused()
+                if new.mode is UpdateMode.DRAIN:
+                    # vLLM's own wait leaves out what it has preempted
+                    await self._idle.wait()
                 return await self._pause_and_load(new)
             finally:
                 self._admitting.set()
@@ -356,16 +376,6 @@ class Engine:
                 raise EngineError(f"{error}; and those before could not be put back: the engine is stopped") from again
             raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from error
         self._directory = new.directory
-
-    async def clear_prefix_cache(self) -> None:
-        """Forget the keys and values of prompts that were read before; only while nothing is running.
-
-        Raises:
-            EngineError: if vLLM keeps them.
-        """
-        with _engine_errors("clearing the prefix cache"):
-            if not await self._vllm.reset_prefix_cache():
-                raise EngineError("vLLM did not clear its prefix cache, which would mix the keys of two policies")
 
     async def announce(self, problems: Sequence[str], generation: int, *, wait: float = 0.0) -> bool:
         """Say which problems come next, so that their history is fetched in the background.
@@ -408,6 +418,7 @@ class Engine:
     def _running_as(self, call: str, until: asyncio.Event | None) -> Iterator[None]:
         """Keep account of a call while vLLM has it, and abort it once *until* is set."""
         self._running.add(call)
+        self._idle.clear()
         self._labels.open(call)
         ending = None if until is None else asyncio.ensure_future(self._abort_at(until, call))
         try:
@@ -419,6 +430,8 @@ class Engine:
             raise
         finally:
             self._running.discard(call)
+            if not self._running:
+                self._idle.set()
             self._labels.close(call)
             if ending is not None and until is not None and not until.is_set():
                 ending.cancel()
@@ -456,7 +469,7 @@ def _engine_errors(doing: str) -> Iterator[None]:
     """Say in one kind of error what vLLM says in several, bare ``Exception`` among them."""
     try:
         yield
-    except EngineError:
+    except (EngineError, AdmissionError):
         raise
     except Exception as error:
         raise EngineError(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from rollout_api.job import Model
 
@@ -124,7 +124,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 
 def _local_directory(uri: str, cache: Path) -> Path | None:
     if uri.startswith("file:"):
-        path = Path(urlsplit(uri).path)
+        path = Path(unquote(urlsplit(uri).path))
         return path if path.is_dir() else _missing(uri, path)
     if uri.startswith("/"):
         return Path(uri) if Path(uri).is_dir() else _missing(uri, Path(uri))

@@ -28,11 +28,6 @@ class Generated:
     finished: float
 
     @property
-    def complete(self) -> bool:
-        """Whether it ended as sampling ends, rather than early."""
-        return self.finish_reason is not None
-
-    @property
     def weight_version(self) -> int | None:
         """The version that sampled the last token; None without tokens."""
         return self.spans[-1].weight_version if self.spans else None
@@ -58,7 +53,7 @@ class Response:
     def extend(self, completion: Any) -> None:
         """Append what vLLM hands over next: the new tokens of its ``CompletionOutput``."""
         self.token_ids += completion.token_ids
-        if self.logprobs is not None:
+        if self.logprobs is not None and completion.token_ids:
             steps = zip(completion.logprobs or (), completion.token_ids, strict=True)
             self.logprobs += [step[token].logprob for step, token in steps]
 

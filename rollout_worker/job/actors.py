@@ -7,6 +7,7 @@ makes a new one; nothing is asked of an actor that it could not be asked again.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import threading
@@ -99,10 +100,6 @@ class RelayActor:
         self._relay = Relay(connect(setup.redis_url), setup.keys, setup.store())
         self._relay.start()
 
-    def alive(self) -> bool:
-        """Answers as long as the process lives."""
-        return True
-
 
 class EngineActor:
     """One vLLM engine."""
@@ -121,10 +118,6 @@ class EngineActor:
         """Wait until the engine has started; '' or why it does not start."""
         self.started.wait()
         return self.error
-
-    def pid(self) -> int:
-        """Of this process."""
-        return os.getpid()
 
     def drain(self, grace: float = DRAIN_S) -> bool:
         """Let the rollouts end for *grace* seconds, hand the rest over and leave the job."""
@@ -174,6 +167,9 @@ async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) ->
         transport=setup.transport(),
         broadcast=job.spec.weights.broadcast,
     )
+    # what vLLM brought stays: to look through it again and again would hold all rollouts up
+    gc.collect()
+    gc.freeze()
     actor.started.set()
     try:
         await actor.worker.run()

@@ -6,7 +6,7 @@ import asyncio
 import json
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -30,8 +30,9 @@ from rollout_api.messages import (
 from rollout_api.quantity import parse_quantity
 from rollout_worker.engine.sampling import AdmissionError, admit
 from rollout_worker.history.connection import patiently
+from rollout_worker.history.lengths import MeanLengths
 from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, arrival
-from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest, Scheduler, mean_lengths
+from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest, Scheduler
 from rollout_worker.job.status import JobStatus, StatusBoard
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ _LOOK_AROUND_S = 0.25
 _STATUS_S = 1.0
 _RECONCILE_S = 10.0
 _READ = 500
+_ENDED_AT_ONCE = 256
+_SAY_AWAITED_S = 30.0
 _SOLO_AFTER = 3
 """Engines that may be lost with a rollout before it is run apart from others like it."""
 _GIVE_UP_AFTER = 6
@@ -98,8 +101,8 @@ class Coordinator:
             scheduler: who goes first; default: :class:`ProbeThenLongest`.
         """
         self.board = StatusBoard(job)
-        self._job, self._plane, self._history = job, plane, history
-        self._history_keys = HistoryKeys(job.metadata.namespace, job.history_name)
+        self._job, self._plane = job, plane
+        self._lengths = MeanLengths(history, HistoryKeys(job.metadata.namespace, job.history_name))
         self._vocabulary = vocabulary
         self._scheduler = scheduler or ProbeThenLongest()
         self._number = 0
@@ -117,6 +120,14 @@ class Coordinator:
         """Rollouts of which there may be a partial to go on from."""
         self._solo: set[tuple[str, int]] = set()
         self._slow: frozenset[str] = frozenset()
+        self._ending: deque[tuple[OpenRequest, int, FinishReason, str]] = deque()
+        """Samples that end without an engine, and how; a few at each pass."""
+        self._awaited: dict[int, float] = {}
+        """Weight version that rollouts wait for → when to say so."""
+        self._early: dict[str, str] = {}
+        """Request that is not known yet → the control entry that cancels it."""
+        self._without_order: set[tuple[str, str, int]] = set()
+        """Engine, request and sample of what an engine was given and did not have when that was looked at last."""
         self._updates: list[WeightUpdate] = []
         self._cursors: dict[str, str] = {}
         self._closing = False
@@ -141,6 +152,7 @@ class Coordinator:
                 reconciled = now
                 await self._reconcile()
             await self._place()
+            await self._end_some()
             await self._read()
 
     # taking over
@@ -174,6 +186,8 @@ class Coordinator:
         logger.warning("Redis was started anew; what its last moments may have lost is looked for.")
         for request_id in list(self._open):
             self._forget(request_id)
+        self._ending.clear()
+        self._early.clear()
         self._engines.clear()
         self._assigned.clear()
         await self._recover()
@@ -208,9 +222,14 @@ class Coordinator:
             self._cursors[stream] = entries[-1][0]
         for _, fields in found.get(keys.events, []):
             self._note(fields)
-        await self._take_up(found.get(keys.requests, []), {})
+        requests = found.get(keys.requests, [])
+        await self._take_up(requests, {})
         for entry, fields in found.get(keys.control, []):
             await self._control(entry, fields.get(DATA.encode(), b""))
+        if self._early and keys.requests in cursors and len(requests) < _READ:
+            # every request that a cancellation overtook has been taken up, or was never sent
+            await patiently(self._plane.delete, keys.control, *set(self._early.values()))
+            self._early.clear()
 
     async def _take_up(self, entries: Iterable[Entry], held: dict[tuple[str, int], str]) -> None:
         """Take requests up, refuse what cannot be served, and forget what is a repetition."""
@@ -231,16 +250,20 @@ class Coordinator:
             if state == 1:
                 taken.append((entry, request))
             elif (reason := _NOT_ADMITTED.get(state)) is not None:
-                await patiently(
-                    self._plane.reply, request.reply_to, Refusal(request_id=request.request_id, reason=reason)
-                )
+                refusal = Refusal(request_id=request.request_id, reason=reason, answered=state == -1)
+                await patiently(self._plane.reply, request.reply_to, refusal)
         if not taken:
             return
         progress = await patiently(self._plane.progress, [request.request_id for _, request in taken])
-        lengths = await self._lengths([request.problem for _, request in taken])
+        lengths = await self._lengths.of(request.problem for _, request in taken)
         holders = await self._holders([request for _, request in taken])
-        for (entry, request), (done, cancelled), length, holder in zip(taken, progress, lengths, holders, strict=True):
+        for (entry, request), (done, cancelled), holder in zip(taken, progress, holders, strict=True):
             self._arrivals += 1
+            length = lengths[request.problem]
+            early = self._early.get(request.request_id)
+            if early is not None and arrival(entry) <= arrival(early):
+                await patiently(self._plane.mark_cancelled, request.request_id)
+                cancelled = True
             deadline = arrival(entry) + request.deadline_seconds if request.deadline_seconds else None
             one = OpenRequest(entry, request, self._arrivals, deadline, length, set(done), cancelled=cancelled)
             self._forget(request.request_id)  # it is open here only if Redis has come back without it
@@ -249,14 +272,16 @@ class Coordinator:
             waiting = []
             for sample in range(request.sampling.n):
                 engine = held.get((request.request_id, sample))
+                if sample in done:
+                    continue
                 if engine is not None:
                     one.assigned[sample] = engine
                     self._assigned[engine].add((request.request_id, sample))
-                elif sample not in done:
+                else:
                     waiting.append(sample)
             self._queue(one, waiting, holder)
             if one.cancelled:
-                await self._end_waiting(one, FinishReason.CANCELLED)
+                self._end_waiting(one, FinishReason.CANCELLED)
 
     def _readable(self, data: bytes) -> RolloutRequest:
         request = decode(data)
@@ -282,9 +307,16 @@ class Coordinator:
             speculating=spec.speculation.policy != "off",
             prefix=request.prefix,
         )
-        if outside := [token for token in request.prompt_token_ids if token >= self._vocabulary]:
-            raise AdmissionError(f"prompt token {outside[0]} is no token of the model, which has {self._vocabulary}")
-        prefix = request.prefix
+        prefix, sampling = request.prefix, request.sampling
+        for what, tokens in (
+            ("prompt token", request.prompt_token_ids),
+            ("prefix token", prefix.token_ids if prefix is not None else ()),
+            ("sampling.allowed_token_ids:", sampling.allowed_token_ids),
+            ("sampling.stop_token_ids:", sampling.stop_token_ids),
+            ("sampling.logit_bias:", sampling.logit_bias),
+        ):
+            if outside := [token for token in tokens if not 0 <= token < self._vocabulary]:
+                raise AdmissionError(f"{what} {outside[0]} is no token of the model, which has {self._vocabulary}")
         if request.weight_version is not None and prefix is not None:
             others = sorted({span.weight_version for span in prefix.spans} - {request.weight_version})
             if others:
@@ -303,13 +335,6 @@ class Coordinator:
         logger.warning("To the dead letters, from %s: %s", stream.rpartition(":")[2], reason)
         self.board.dead += 1
         await patiently(self._plane.bury, stream, entry, data, reason)
-
-    async def _lengths(self, problems: list[str]) -> list[float]:
-        pipeline = self._history.pipeline(transaction=False)
-        for problem in problems:
-            pipeline.hvals(self._history_keys.lengths(problem))
-        replies = await patiently(pipeline.execute)
-        return [mean_lengths(entries) for entries in replies]
 
     async def _holders(self, requests: list[RolloutRequest]) -> list[str | None]:
         keys = [self._plane.keys.trajectory(request.trajectory_id or "") for request in requests]
@@ -356,13 +381,21 @@ class Coordinator:
             await self._bury(control, entry, data, str(error))
             return
         if isinstance(message, WeightUpdate):
+            if self._updates and message.weight_version < (newest := self._updates[-1].weight_version):
+                await self._bury(control, entry, data, f"weight version {message.weight_version} comes after {newest}")
+                return
             await patiently(self._plane.set_weights, message)
             self._updates = await patiently(self._plane.weights)
             for engine in list(self._engines):
                 await self._order(engine, ["weights"])
         elif isinstance(message, Cancel):
+            unknown = set(message.request_ids) - self._open.keys()
             for request_id in message.request_ids:
                 await self._cancel(request_id)
+            if unknown:
+                # it may have overtaken them; the entry stays, for this coordinator or the next
+                self._early |= dict.fromkeys(unknown, entry)
+                return
         else:
             await patiently(self._plane.client.hset, self._plane.keys.job, "closing", "1")
             self._closing = True
@@ -374,22 +407,22 @@ class Coordinator:
         if one is None:
             return
         one.cancelled = True
-        await self._end_waiting(one, FinishReason.CANCELLED)
+        self._end_waiting(one, FinishReason.CANCELLED)
         for engine in set(one.assigned.values()):
             await self._order(engine, [f"cancel {request_id}"])
 
     def _note(self, fields: dict[bytes, bytes]) -> None:
         """An engine (or this coordinator) has ended a sample, or gives one back."""
         request_id, sample = fields[b"r"].decode(), int(fields[b"s"])
-        self._unassign(request_id, sample)
         one = self._open.get(request_id)
         if one is None:
             return
         if b"x" in fields:
-            if sample not in one.done:
-                self._resumable.add(str(one.request.rollout_id(sample)))
-                self._queue(one, [sample])
+            if one.assigned.get(sample) == fields[b"e"].decode():
+                self._unassign(request_id, sample)
+                self._wait_again(one, sample)
             return
+        self._unassign(request_id, sample)
         rollout_id = str(one.request.rollout_id(sample))
         self._attempts.pop(rollout_id, None)
         self._resumable.discard(rollout_id)
@@ -400,6 +433,15 @@ class Coordinator:
         if len(one.done) >= one.request.sampling.n:
             self._forget(request_id)
 
+    def _wait_again(self, one: OpenRequest, sample: int) -> None:
+        """A sample that no engine has any more waits for another, unless it has ended or is to end."""
+        if sample in one.done:
+            return
+        self._resumable.add(str(one.request.rollout_id(sample)))
+        self._queue(one, [sample])
+        if one.cancelled:
+            self._end_waiting(one, FinishReason.CANCELLED)
+
     def _forget(self, request_id: str) -> None:
         one = self._open.get(request_id)
         if one is None:
@@ -408,6 +450,7 @@ class Coordinator:
             self._unassign(request_id, sample)
         del self._open[request_id]
         self._open_rollouts -= one.request.sampling.n
+        self._solo = {key for key in self._solo if key[0] != request_id}
         self._scheduler.remove(request_id)
 
     def _unassign(self, request_id: str, sample: int) -> None:
@@ -434,7 +477,7 @@ class Coordinator:
             if desired is not None and self._engines[engine].to_come != desired:
                 await self._order(engine, ["weights"])
         await self._end_overdue()
-        await self._end_unservable(desired)
+        self._end_unservable(desired)
         await self._find_slow_clients()
 
     async def _reclaim(self, lost: dict[str, EngineReport]) -> None:
@@ -454,34 +497,55 @@ class Coordinator:
 
     async def _give_to_others(self, samples: set[tuple[str, int]], *, lost: bool) -> None:
         self._resumable |= await patiently(self._plane.partial_ids)
-        still = []
+        held = []
         for request_id, sample in sorted(samples):
             self._unassign(request_id, sample)
             one = self._open.get(request_id)
             if one is not None and sample not in one.done:
-                still.append((one, sample))
+                held.append((one, sample))
         # what ended just before is in the ledger, and its event may still be on its way
-        progress = await patiently(self._plane.progress, [one.request.request_id for one, _ in still])
-        still = [(one, sample) for (one, sample), (done, _) in zip(still, progress, strict=True) if sample not in done]
+        progress = await patiently(self._plane.progress, [one.request.request_id for one, _ in held])
+        still = []
+        for (one, sample), (done, _) in zip(held, progress, strict=True):
+            if sample in done:
+                self._note({b"r": one.request.request_id.encode(), b"s": str(sample).encode()})
+            else:
+                still.append((one, sample))
         if lost:
             ids = [str(one.request.rollout_id(sample)) for one, sample in still]
             self._attempts |= zip(ids, await patiently(self._plane.count_loss, ids), strict=True)
         for one, sample in still:
             count = self._attempts.get(str(one.request.rollout_id(sample)), 0)
             if count >= _GIVE_UP_AFTER:
-                await self._fail(one, sample, f"{count} engines were lost with it before it made any progress")
+                self._fail(one, sample, f"{count} engines were lost with it before it made any progress")
             elif one.cancelled:
-                await self._end(one, sample, FinishReason.CANCELLED)
+                self._ending.append((one, sample, FinishReason.CANCELLED, ""))
             else:
                 self._queue(one, [sample])
 
     async def _reconcile(self) -> None:
-        """Learn from the ledger what ended without this coordinator hearing of it: old events are trimmed."""
-        behind = list(self._open.values())
+        """Learn what this coordinator has not heard of: old events are trimmed.
+
+        What has ended is in the ledger. What was given back is neither there nor in its engine's inbox, and is not
+        either at the next look, when an order that was on its way has arrived.
+        """
+        without = set()
+        for engine in self._engines:
+            orders = await patiently(self._plane.orders, engine)
+            there = {(o.assignment.request_id, o.assignment.sample) for o in orders if o.assignment is not None}
+            without |= {(engine, *key) for key in self._assigned[engine] - there}
+        behind = [one for one in self._open.values() if one.assigned]
         progress = await patiently(self._plane.progress, [one.request.request_id for one in behind])
         for one, (done, _) in zip(behind, progress, strict=True):
-            for sample in done - one.done:
+            for sample in done:
                 self._note({b"r": one.request.request_id.encode(), b"s": str(sample).encode()})
+        for engine, request_id, sample in without & self._without_order:
+            found = self._open.get(request_id)
+            if found is not None and found.assigned.get(sample) == engine:
+                logger.warning("Rollout %s was given back, unheard.", found.request.rollout_id(sample))
+                self._unassign(request_id, sample)
+                self._wait_again(found, sample)
+        self._without_order = without
 
     async def _order(self, engine: str, orders: Sequence[Assignment | str]) -> bool:
         return await patiently(self._plane.assign, self._number, engine, orders) is not None
@@ -525,9 +589,9 @@ class Coordinator:
             return
         now = await patiently(self._plane.clock)
         for one in [one for one in self._open.values() if one.deadline is not None and one.deadline <= now]:
-            await self._end_waiting(one, FinishReason.DEADLINE)
+            self._end_waiting(one, FinishReason.DEADLINE)
 
-    async def _end_unservable(self, desired: int | None) -> None:
+    def _end_unservable(self, desired: int | None) -> None:
         """Answer what is pinned to a version that no engine serves or will serve."""
         pinned = {group.pinned for group in self._scheduler.groups() if group.pinned is not None}
         pinned -= {report.to_come for report in self._engines.values()}
@@ -543,27 +607,43 @@ class Coordinator:
             elif desired is not None and version < desired:
                 detail = f"no engine serves weight version {version} any more; the newest is {desired}"
             else:
-                continue  # it may still be published, or is being loaded
+                self._say_that_one_waits(version)
+                continue
             for sample in self._scheduler.remove(one.request.request_id):
-                await self._fail(one, sample, detail)
+                self._fail(one, sample, detail)
 
-    async def _end_waiting(self, one: OpenRequest, reason: FinishReason) -> None:
-        for sample in self._scheduler.remove(one.request.request_id):
-            await self._end(one, sample, reason)
+    def _say_that_one_waits(self, version: int) -> None:
+        now = time.monotonic()
+        if now >= self._awaited.setdefault(version, now + _SAY_AWAITED_S):
+            self._awaited[version] = now + 10 * _SAY_AWAITED_S
+            logger.warning("Rollouts wait for weight version %d, which no engine serves or is loading.", version)
 
-    async def _fail(self, one: OpenRequest, sample: int, detail: str) -> None:
+    def _end_waiting(self, one: OpenRequest, reason: FinishReason) -> None:
+        self._ending.extend((one, sample, reason, "") for sample in self._scheduler.remove(one.request.request_id))
+
+    def _fail(self, one: OpenRequest, sample: int, detail: str) -> None:
         logger.warning("Rollout %s cannot be made: %s", one.request.rollout_id(sample), detail)
-        await self._end(one, sample, FinishReason.FAILED, detail)
+        self._ending.append((one, sample, FinishReason.FAILED, detail))
 
-    async def _end(self, one: OpenRequest, sample: int, reason: FinishReason, detail: str = "") -> None:
-        """Answer a sample that no engine has, with what there is of it."""
-        request = one.request
-        partial = await patiently(self._plane.partial, request, sample) or request.prefix
-        rollout = Rollout.of(request, sample, partial, reason, detail=detail)
-        await patiently(self._plane.finish, request, rollout)
-        # at once: of so many that end together, events are trimmed before they are read
-        length = str(len(rollout.token_ids))
-        self._note({b"r": request.request_id.encode(), b"s": str(sample).encode(), b"l": length.encode()})
+    async def _end_some(self) -> None:
+        """Answer some of the samples that end without an engine, each with what there is of it.
+
+        A step of many thousands may be cancelled at once, and engines are to be looked after meanwhile.
+        """
+        some = [self._ending.popleft() for _ in range(min(_ENDED_AT_ONCE, len(self._ending)))]
+        some = [one for one in some if self._open.get(one[0].request.request_id) is one[0]]
+        if not some:
+            return
+        partials = await patiently(self._plane.partials, [(one.request, sample) for one, sample, _, _ in some])
+        ended = [
+            (one.request, Rollout.of(one.request, sample, partial or one.request.prefix, reason, detail=detail))
+            for (one, sample, reason, detail), partial in zip(some, partials, strict=True)
+        ]
+        await patiently(self._plane.finish_all, ended)
+        for (one, sample, _, _), (_, rollout) in zip(some, ended, strict=True):
+            # at once: of so many that end together, events are trimmed before they are read
+            length = str(len(rollout.token_ids))
+            self._note({b"r": one.request.request_id.encode(), b"s": str(sample).encode(), b"l": length.encode()})
 
     # what goes out
 

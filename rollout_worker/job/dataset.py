@@ -16,16 +16,16 @@ from rollout_api.job import RolloutJob
 from rollout_api.keys import MessageKeys
 from rollout_api.messages import Drafts, Purpose, Rollout, RolloutId, UpdateMode
 from rollout_api.prompts import Prompt
+from rollout_api.tasks import end
 from rollout_worker.history.connection import persist
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.ledger import LedgerEntry, read_ledger
 from rollout_worker.job.problems import Problem
 from rollout_worker.job.report import JobReport, Mode, Pass, RolloutRow
-from rollout_worker.job.tasks import end
 
 _WATCH_S = 0.05
 _STATUS_S = 0.5
-_LAST_COUNTERS_S = 4.0
+_LAST_COUNTERS_S = 10.0
 """An engine counts, tells Redis, the coordinator publishes it and the client reads it: once a second each."""
 _REWARDS_AT_ONCE = 256
 _DRAFTS = {Mode.DAS: Drafts.HISTORY, Mode.SELF: Drafts.OWN_TEXT, Mode.PLAIN: Drafts.OFF}
@@ -122,11 +122,10 @@ class DatasetTrainer:
                 passes = await self._epoch(epoch, done[epoch], size)
                 report.passes += sorted(passes, key=lambda made: list(Mode).index(made.mode))
             await self._history_has_all()
-            await asyncio.sleep(_LAST_COUNTERS_S)
+            counters = await self._last_counters()
             await self._client.close_job()
         finally:
             await end(watch)
-        counters = [engine["counters"] for engine in progress.status.get("engines", [])]
         report.corrupt_records = int(max((c.get("history_corrupt", 0) for c in counters), default=0))
         report.index_bytes = int(sum(c.get("index_bytes", 0) for c in counters))
         report.dead_letters = int(await asyncio.to_thread(persist, self._server.xlen, self._keys.dead))
@@ -201,13 +200,15 @@ class DatasetTrainer:
         progress.accepted_per_step = 0.0
         started = time.time()
         rewards: dict[str, float] = {}
+        tokens = accepted = 0
         async with client.step(number, self._prompts(made.mode)) as step:
             async for rollout in step:
                 reward = await asyncio.to_thread(self._reward, rollout)
                 made.rollouts.append(_row(rollout, reward, None if rollout.rollout_id in before else started))
                 progress.done += 1
                 progress.all_done += rollout.rollout_id not in before
-                progress.accepted_per_step = made.accepted_per_step
+                tokens, accepted = tokens + len(rollout.token_ids), accepted + rollout.accepted
+                progress.accepted_per_step = accepted / max(1, tokens - accepted)
                 if made.mode is Mode.DAS:
                     rewards[rollout.rollout_id] = reward
                     if len(rewards) >= _REWARDS_AT_ONCE:
@@ -225,6 +226,16 @@ class DatasetTrainer:
         while True:
             self.progress.status = self._client.status
             await asyncio.sleep(_STATUS_S)
+
+    async def _last_counters(self) -> list[dict[str, float]]:
+        """Each engine's counters of now; after a while, those that are known."""
+        now, deadline = time.time(), time.monotonic() + _LAST_COUNTERS_S
+        while True:
+            counters = [engine["counters"] for engine in self._client.status.get("engines", [])]
+            current = counters and all(each.get("measured_timestamp_seconds", 0) > now for each in counters)
+            if current or time.monotonic() > deadline:
+                return counters
+            await asyncio.sleep(_WATCH_S)
 
     async def _history_has_all(self) -> None:
         """Wait until all that is done is in the history, so that the next drafts see it."""

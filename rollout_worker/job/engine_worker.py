@@ -7,7 +7,9 @@ import logging
 import os
 import secrets
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -15,13 +17,13 @@ import redis
 
 from rollout_api.job import Sampling
 from rollout_api.messages import FinishReason, Partial, Rollout, RolloutRequest, WeightsKind, WeightUpdate
+from rollout_api.tasks import end
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine, Generated
 from rollout_worker.engine.sampling import AdmissionError, can_continue
 from rollout_worker.history.connection import patiently
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, Order, arrival
-from rollout_worker.job.tasks import end
 from rollout_worker.job.weights import WeightsError, WeightTransport
 
 logger = logging.getLogger(__name__)
@@ -37,7 +39,8 @@ _HISTORY_WAIT_S = 2.0
 _HANDOVER_S = 4.0
 """Longer than keeping the partials of all rollouts takes."""
 _REQUESTS_KEPT = 512
-_PROBLEMS_KEPT = 4096
+_ANNOUNCED_FOR_S = 30.0
+"""How long a problem's history is kept up to date after its last rollout here: its next may soon come."""
 
 
 @dataclass(eq=False)
@@ -52,6 +55,7 @@ class _Running:
     why: FinishReason | None = None
     """Set with it: what to answer; None: nothing, the rollout goes on elsewhere."""
     pinned: int | None = None
+    deadline: asyncio.TimerHandle | None = None
 
     def end(self, why: FinishReason | None) -> None:
         """Let it end as it is."""
@@ -179,9 +183,10 @@ class EngineWorker:
             if self._report.draining:
                 continue
             grace = await patiently(self._plane.asked_to_leave, self._report.worker)
-            if grace is None and await patiently(self._plane.head) != self._head:
-                # this Ray cluster is a thing of the past
-                grace = 0.0
+            if grace is None and (head := await patiently(self._plane.head)):  # none in a Redis that lost its data
+                self._head = self._head or head
+                if head != self._head:
+                    grace = 0.0  # this Ray cluster is a thing of the past
             if grace is not None:
                 self._leaving = asyncio.ensure_future(self.drain(grace))
 
@@ -197,9 +202,11 @@ class EngineWorker:
             history: dict[str, Any] = stats.get("history", {})
             counters |= {f"history_{name}": history[name] for name in _HISTORY_STATS if name in history}
             self._report.counters |= counters
+            self._report.counters["measured_timestamp_seconds"] = time.time()
 
     def _read_stats(self) -> None:
         self._report.counters |= asdict(self._engine.counters)
+        self._report.pinned = sum(running.pinned is not None for running in self._running.values())
 
     async def _tell(self) -> None:
         async with self._telling:  # one at a time begins anew, so that there is one lease
@@ -268,6 +275,8 @@ class EngineWorker:
             if self._failure is not None and not self._failure.done():
                 self._failure.set_exception(error)
         finally:
+            if running.deadline is not None:
+                running.deadline.cancel()
             if self._running.get(key) is running:
                 del self._running[key]
             self._partials.pop(key, None)
@@ -280,7 +289,7 @@ class EngineWorker:
             if request is None:  # answered meanwhile
                 await patiently(self._plane.delete, inbox, order.order_id)
             else:
-                await patiently(self._plane.give_back, engine_id, order.order_id, assignment, "draining")
+                await self._give_back(running, engine_id, "draining")
             return
         started_at = time.time()
         done, cancelled, prefix = await patiently(self._plane.before, request, assignment.sample, assignment.resumed)
@@ -294,21 +303,23 @@ class EngineWorker:
             running.end(FinishReason.CANCELLED)
         if request.deadline_seconds is not None:
             left = arrival(assignment.entry) + request.deadline_seconds - (time.time() + self._clock_ahead)
-            asyncio.get_running_loop().call_later(max(0.0, left), running.end, FinishReason.DEADLINE)
+            loop = asyncio.get_running_loop()
+            running.deadline = loop.call_later(max(0.0, left), running.end, FinishReason.DEADLINE)
         pinned = request.weight_version
         served = pinned is None or await self._serves(pinned)
         running.pinned = pinned if served else None  # not before: an update waits for all that are pinned
         if served and not running.until.is_set():
-            await self._history.ready(request.problem)
+            with self._history.using(request.problem):
+                await self._history.ready(request.problem)
             served = pinned is None or self._engine.weight_version == pinned  # an adapter waits for nobody
         if not served:
-            why = f"weight version {pinned} is not served"
-            await patiently(self._plane.give_back, engine_id, order.order_id, assignment, why)
+            await self._give_back(running, engine_id, f"weight version {pinned} is not served")
             return
         made: Generated | None = None
         reason: FinishReason | None
         try:
-            made = await self._generate(running, request, prefix)
+            with self._history.using(request.problem):
+                made = await self._generate(running, request, prefix)
             reason, detail = made.finish_reason or running.why, ""
         except AdmissionError as error:
             reason, detail = FinishReason.FAILED, str(error)
@@ -331,6 +342,12 @@ class EngineWorker:
             finished_at=time.time(),
         )
         await patiently(lambda: self._plane.finish(request, rollout, engine=engine_id, order=order.order_id))
+
+    async def _give_back(self, running: _Running, engine_id: str, reason: str) -> None:
+        assignment = running.assignment
+        # first: as soon as it is given back it may be ordered here again, which must not pass for a repetition
+        self._running.pop((assignment.request_id, assignment.sample), None)
+        await patiently(self._plane.give_back, engine_id, running.order.order_id, assignment, reason)
 
     async def _generate(self, running: _Running, request: RolloutRequest, prefix: Partial | None) -> Generated:
         key = (running.assignment.request_id, running.assignment.sample)
@@ -400,6 +417,7 @@ class EngineWorker:
                 if version == served or version in self._report.failed:
                     continue
                 if not full and updates[0].weight_version not in (version, self._engine.full_version):
+                    self._report.loads += 1
                     self._report.failed[version] = (
                         f"it belongs on the full weights of version {updates[0].weight_version}, which are not in place"
                     )
@@ -409,11 +427,13 @@ class EngineWorker:
                     await self._tell()
                 try:
                     gap = await self._load(update)
+                    self._report.weights = update.identity
                     logger.info("Weight version %d is served; decoding stood still for %.3f s.", version, gap)
                     self._report.counters["weights_gap_seconds"] = gap
                 except (WeightsError, EngineError) as error:
                     logger.warning("Weight version %d cannot be loaded; %d goes on: %s", version, served, error)
                     self._report.failed[version] = str(error)
+                self._report.loads += 1
                 self._report.version, self._report.loading = self._engine.weight_version, None
             if self._id:
                 await self._tell()
@@ -439,9 +459,25 @@ class _Announcer:
 
     def __init__(self, engine: Engine, store: HistoryStore) -> None:
         self._engine, self._store = engine, store
-        self._known: OrderedDict[str, asyncio.Event] = OrderedDict()
+        self._known: dict[str, asyncio.Event] = {}
+        self._users: Counter[str] = Counter()
+        self._left: OrderedDict[str, float] = OrderedDict()
+        """Known problem without a rollout → since when."""
         self._new = asyncio.Event()
         self._generation: int | None = None
+
+    @contextmanager
+    def using(self, problem: str) -> Iterator[None]:
+        """Keep the history of *problem* up to date while one of its rollouts is made."""
+        self._users[problem] += 1
+        self._left.pop(problem, None)
+        try:
+            yield
+        finally:
+            self._users[problem] -= 1
+            if not self._users[problem]:
+                del self._users[problem]
+                self._left[problem] = time.monotonic()
 
     async def ready(self, problem: str) -> None:
         """Return once *problem* can be drafted from, or has kept the rollout waiting for long enough."""
@@ -450,11 +486,7 @@ class _Announcer:
         known = self._known.get(problem)
         if known is None:
             known = self._known[problem] = asyncio.Event()
-            while len(self._known) > _PROBLEMS_KEPT:
-                self._known.popitem(last=False)[1].set()
             self._new.set()
-        else:
-            self._known.move_to_end(problem)
         if not known.is_set():
             try:
                 await asyncio.wait_for(known.wait(), _HISTORY_WAIT_S)
@@ -476,6 +508,8 @@ class _Announcer:
             if self._generation is None:
                 generation: int = await patiently(asyncio.to_thread, self._store.generation)
                 self._generation = generation
+            while self._left and next(iter(self._left.values())) < time.monotonic() - _ANNOUNCED_FOR_S:
+                self._known.pop(self._left.popitem(last=False)[0], None)
             problems = list(self._known)
             await self._engine.announce(problems, self._generation, wait=_HISTORY_WAIT_S)
             for problem in problems:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from typing import Any
 
 import ray
@@ -20,6 +21,8 @@ ENGINE_RESOURCE = "rollout_engine"
 _LOOK_S = 1.0
 _RETRY_S = 30.0
 _ANSWER_S = 0.2
+_DEATHS = 3
+"""Starts in a row in which an engine's process dies before that is an error."""
 
 
 class Fleet:
@@ -39,6 +42,8 @@ class Fleet:
         self._starting: dict[str, Any] = {}
         self._retry_at: dict[str, float] = {}
         self._leaving: dict[str, Any] = {}
+        self._deaths: Counter[str] = Counter()
+        """How often in a row an engine's process died while it started."""
 
     async def run(self) -> None:
         """Look after the engines until cancelled."""
@@ -104,8 +109,13 @@ class Fleet:
         del self._starting[name]
         try:
             error = ray.get(call)
-        except ray.exceptions.RayError:
-            return  # it died while starting, and Ray starts it anew
+        except ray.exceptions.RayError as death:
+            # Ray starts it anew
+            self._deaths[name] += 1
+            if self._deaths[name] < _DEATHS:
+                return
+            error = f"its process died {self._deaths[name]} times while it started, for want of memory perhaps: {death}"
+        del self._deaths[name]
         if error:
             if self.errors.get(name) != error:
                 logger.error("%s does not start: %s", name, error)

@@ -94,10 +94,16 @@ class EngineReport:
     """vLLM with no speculation configured."""
     version: int = 0
     """Weight version that it serves."""
+    weights: str = ""
+    """Which weights those are (``WeightUpdate.identity``); '' for those that the job began with."""
     loading: int | None = None
     """Weight version that it will serve what is begun from now on, while that is being loaded."""
     failed: dict[int, str] = field(default_factory=dict)
     """Weight versions that it could not load, and why."""
+    loads: int = 0
+    """How often it has tried to load weights."""
+    pinned: int = 0
+    """Rollouts in the making that are pinned to a weight version."""
     draining: bool = False
     broadcast: str = ""
     """How it takes weights from a trainer's memory: nccl, gloo, or not at all."""
@@ -117,7 +123,7 @@ class MessagePlane:
     def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
         self.keys = keys
         self.client = client
-        functions = ("admit", "assign", "checkpoint", "finish", "heartbeat", "reclaim")
+        functions = ("admit", "assign", "checkpoint", "finish", "give_back", "heartbeat", "reclaim")
         self._functions = {name: async_server_function(client, __package__, name) for name in functions}
 
     # requests
@@ -209,9 +215,21 @@ class MessagePlane:
         Returns:
             False if it was recorded before, or nobody asks for it any more; nothing is changed then.
         """
+        return bool(await self._finish(request, rollout, engine, order, self.client) == 1)
+
+    async def finish_all(self, ended: Sequence[tuple[RolloutRequest, Rollout]]) -> None:
+        """:meth:`finish` for many that no engine had, each by itself."""
+        pipeline = self.client.pipeline(transaction=False)
+        for request, rollout in ended:
+            await self._finish(request, rollout, "", "", pipeline)
+        await pipeline.execute()
+
+    async def _finish(
+        self, request: RolloutRequest, rollout: Rollout, engine: str, order: str, client: redis.asyncio.Redis
+    ) -> Any:
         keys, rollout_id = self.keys, RolloutId.parse(rollout.rollout_id)
         for_history = rollout.purpose is Purpose.TRAIN and bool(rollout.token_ids)
-        done = await self._functions["finish"](
+        return await self._functions["finish"](
             keys=[
                 keys.ledger(request.request_id),
                 keys.requests,
@@ -240,8 +258,8 @@ class MessagePlane:
                 rollout.drafted,
                 rollout.accepted,
             ],
+            client=client,
         )
-        return bool(done == 1)
 
     # partial rollouts
 
@@ -253,13 +271,12 @@ class MessagePlane:
         )
         return bool(kept)
 
-    async def partial(self, request: RolloutRequest, sample: int) -> Partial | None:
-        """The response so far that was kept last."""
-        data: Any = await self.client.hget(self.keys.partials, str(request.rollout_id(sample)))
-        if data is None:
-            return None
-        message = decode(data)
-        return message if isinstance(message, Partial) else None
+    async def partials(self, samples: Sequence[tuple[RolloutRequest, int]]) -> list[Partial | None]:
+        """The response so far that was kept last, of each sample of a request."""
+        ids = [str(request.rollout_id(sample)) for request, sample in samples]
+        found: Any = await self.client.hmget(self.keys.partials, ids)
+        messages = [None if data is None else decode(data) for data in found]
+        return [message if isinstance(message, Partial) else None for message in messages]
 
     async def before(self, request: RolloutRequest, sample: int, resumed: bool) -> tuple[bool, bool, Partial | None]:
         """What an engine must know before it begins a rollout.
@@ -419,11 +436,10 @@ class MessagePlane:
 
     async def give_back(self, engine: str, order_id: str, assignment: Assignment, reason: str) -> None:
         """Return a rollout that this engine cannot make now; the coordinator finds another way."""
-        async with self.client.pipeline(transaction=True) as pipeline:
-            pipeline.xdel(self.keys.inbox(engine), order_id)
-            event: Any = {"r": assignment.request_id, "s": assignment.sample, "e": engine, "x": reason}
-            pipeline.xadd(self.keys.events, event, maxlen=_EVENTS_KEPT, approximate=True)
-            await pipeline.execute()
+        await self._functions["give_back"](
+            keys=[self.keys.inbox(engine), self.keys.events],
+            args=[order_id, assignment.request_id, assignment.sample, engine, reason, _EVENTS_KEPT],
+        )
 
     async def server(self) -> str:
         """Which run of which server this is: another one may have lost the last moments of the one before."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -241,12 +241,3 @@ def _key(group: Group) -> tuple[float, ...]:
 
 def _lane(group: Group) -> _Lane:
     return (group.client, group.plain, group.pinned, group.solo)
-
-
-def mean_lengths(entries: Sequence[bytes]) -> float:
-    """Mean length of a problem's rollouts in the history, in tokens; 0 if there are none.
-
-    Args:
-        entries: values of the history's ``lengths`` hash, each "generation length finish_reason".
-    """
-    return sum(int(entry.split()[1]) for entry in entries) / len(entries) if entries else 0.0

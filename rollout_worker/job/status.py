@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -191,8 +191,14 @@ class StatusCollector:
             )
 
 
-def _family(kind: Any, name: str, text: str, labels: list[str], rows: Sequence[tuple[list[str], float]]) -> Metric:
-    family: Metric = kind(f"rollout_{name}", text, labels=labels)
+def _family(
+    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    name: str,
+    text: str,
+    labels: list[str],
+    rows: Sequence[tuple[list[str], float]],
+) -> Metric:
+    family = kind(f"rollout_{name}", text, labels=labels)
     for values, value in rows:
-        family.add_metric(values, value)  # type: ignore[attr-defined]  # each kind has it
+        family.add_metric(values, value)
     return family

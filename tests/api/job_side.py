@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import msgpack
 import redis
@@ -104,11 +105,11 @@ class JobSide:
     def reply(self, client: str, message: Message) -> None:
         self.redis.xadd(self.keys.results(client), {"d": encode(message)})
 
-    def answer(self, request: RolloutRequest, samples: list[int] | None = None, **about: object) -> None:
+    def answer(self, request: RolloutRequest, samples: list[int] | None = None, **about: Any) -> None:
         """End some samples of a request (default: all), and the request with the last of them."""
         n = self.samples_of(request)
         for sample in range(n) if samples is None else samples:
-            rollout = self.rollout(request, sample, **about)  # type: ignore[arg-type]
+            rollout = self.rollout(request, sample, **about)
             self.sampled.append(rollout.rollout_id)
             self.answered[request.request_id] = self.answered.get(request.request_id, 0) + 1
             self.reply(request.reply_to, rollout)
@@ -126,6 +127,19 @@ class JobSide:
     def say(self, **status: object) -> None:
         """Publish a status, as a coordinator does once a second."""
         self.redis.set(self.keys.status, json.dumps({"waiting": 0, "assigned": 0, **status}), ex=10)
+
+    @contextmanager
+    def full(self) -> Iterator[None]:
+        """Let Redis be out of memory until the block ends."""
+        self.redis.config_set("maxmemory", 1)
+        try:
+            yield
+        finally:
+            self.redis.config_set("maxmemory", 0)
+
+    def interrupt(self) -> None:
+        """Break every other connection: whoever reads finds that Redis was away, and may have lost what was sent."""
+        self.redis.client_kill_filter(_type="normal", skipme=True)
 
     def end(self, state: str = "closed", reason: str = "") -> None:
         self.redis.hset(self.keys.job, mapping={"state": state, "reason": reason})
@@ -152,7 +166,7 @@ class JobSide:
             if self.answered.get(request.request_id, 0) >= self.samples_of(request):
                 self.redis.xdel(self.keys.requests, entry)
                 reason = "it was answered before; to sample it again, ask under another request id"
-                self.reply(request.reply_to, Refusal(request_id=request.request_id, reason=reason))
+                self.reply(request.reply_to, Refusal(request_id=request.request_id, reason=reason, answered=True))
             elif request.request_id in self.cancelled:
                 done = self.answered.get(request.request_id, 0)
                 rest = list(range(done, self.samples_of(request)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ import pytest
 import redis
 import redis.asyncio
 from job_side import VOCABULARY, JobSide, wait_until
+from redis.commands.core import AsyncScript
 
 from rollout_api import (
     AsyncRolloutClient,
@@ -39,6 +41,7 @@ from rollout_api import (
     Rewards,
     Rollout,
     RolloutClient,
+    RolloutClientError,
     RolloutRequest,
     Sampling,
     UnreadableResultError,
@@ -239,6 +242,76 @@ def test_a_step_left_by_an_error_is_opened_again_with_its_rollouts(client: Rollo
     assert all(rollout in [r for group in again for r in group] for rollout in first)
 
 
+def test_the_same_step_object_is_opened_again(redis_url: str, job: JobSide) -> None:
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            step = client.step(1, PROMPTS)
+            with pytest.raises(ZeroDivisionError):
+                async with step:
+                    await step.turn([step.trajectory([7])])
+                    await anext(aiter(step))
+                    raise ZeroDivisionError
+            async with step:
+                await step.turn([step.trajectory([7])])
+                rollouts = [rollout async for rollout in step]
+                assert {0, 1, 2} == {step.index(rollout) for rollout in rollouts}
+            assert (6, 7, 7) == (len(rollouts), step.progress.done, step.progress.total)
+            assert 0 == client.results.awaited
+
+    with job.serving():
+        run(trainer())
+    assert 7 == len(job.sampled)
+    assert [] == ids_of(job)
+
+
+def test_a_step_that_was_cancelled_is_opened_again(client: RolloutClient, job: JobSide) -> None:
+    step = client.step(1, PROMPTS)
+    with job.serving(lambda request: None), pytest.raises(ZeroDivisionError), step:
+        job.wait_for_requests(3)
+        step.cancel()
+        next(iter(step))
+        raise ZeroDivisionError
+    with job.serving(), step:
+        assert 6 == len(list(step))
+
+
+def test_results_are_held_while_a_step_that_was_open_beside_theirs_ends(redis_url: str, job: JobSide) -> None:
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            beside = await client.step(6, PROMPTS).start()
+            with pytest.raises(ZeroDivisionError):
+                async with client.step(5, PROMPTS) as step:
+                    await anext(aiter(step))
+                    raise ZeroDivisionError
+            assert 6 == len([rollout async for rollout in beside])
+            await beside.end()
+            async with client.step(5, PROMPTS) as step:
+                assert 6 == len([rollout async for rollout in step])
+
+    with job.serving():
+        run(trainer())
+    assert 12 == len(job.sampled)
+    assert [] == ids_of(job)
+
+
+def test_results_are_dropped_when_a_step_ends_that_was_opened_after_theirs_was_left(
+    redis_url: str, job: JobSide
+) -> None:
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            with pytest.raises(ZeroDivisionError):
+                async with client.step(5, PROMPTS) as step:
+                    await anext(aiter(step))
+                    raise ZeroDivisionError
+            await client.generate(PROMPTS, step=4)
+            await asyncio.to_thread(wait_until, lambda: pending_of(job) == 6)
+            await client.generate(PROMPTS, step=6)
+
+    with job.serving():
+        run(trainer())
+    assert [] == ids_of(job)
+
+
 def test_two_open_steps_survive_a_restart_opened_one_after_the_other(redis_url: str, job: JobSide) -> None:
     with RolloutClient.connect(redis_url, job.name) as client:
         client.step(1, PROMPTS).start()
@@ -299,6 +372,153 @@ def test_a_process_whose_name_was_taken_over_reads_no_more(client: RolloutClient
     assert 0 == pending_of(job)
 
 
+# a trainer that goes back to an earlier checkpoint
+
+
+def test_a_step_that_an_earlier_trainer_acknowledged_is_sampled_anew(
+    redis_url: str, job: JobSide, caplog: pytest.LogCaptureFixture
+) -> None:
+    suffixes = []
+    for _ in range(3):
+        with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+            groups = client.generate(PROMPTS, step=0)
+            with pytest.raises(InvalidRequestError, match="has ended"):
+                client.generate(PROMPTS, step=0)
+        ids = [rollout.rollout_id.split("/")[1] for group in groups for rollout in group]
+        assert [f"trainer:0:{index}" for index in (0, 0, 1, 1, 2, 2)] == [one.partition("-")[0] for one in ids]
+        suffixes.append({one.partition(".")[2] for one in ids})
+    assert [{""}, {"r1"}, {"r2"}] == suffixes
+    assert 18 == len(set(job.sampled)) == len(job.sampled)
+    assert [] == ids_of(job)
+    assert 2 == caplog.text.count("received by an earlier trainer")
+    assert "refused" not in caplog.text
+
+
+def test_a_trainer_killed_within_a_step_that_is_sampled_anew_gets_the_same_rollouts_again(
+    redis_url: str, job: JobSide
+) -> None:
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        client.generate(PROMPTS, step=5)
+    with job.serving():
+        killed = subprocess.run(
+            [sys.executable, "-c", TRAINER, redis_url], stdout=subprocess.PIPE, text=True, timeout=30, check=False
+        )
+    assert -signal.SIGKILL == killed.returncode
+    wait_until(lambda: len(ids_of(job)) == 6)
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client, client.step(5, PROMPTS) as step:
+        assert [2, 2, 2] == step.sizes
+        rollouts = list(step)
+        assert [0, 0, 1, 1, 2, 2] == sorted(step.index(rollout) for rollout in rollouts)
+    assert set(killed.stdout.split()) < {rollout.rollout_id for rollout in rollouts}
+    assert 6 == len({rollout.rollout_id for rollout in rollouts})
+    assert 12 == len(job.sampled)
+    assert [] == ids_of(job)
+
+
+def test_only_what_was_acknowledged_is_sampled_anew(redis_url: str, job: JobSide) -> None:
+    stream = job.keys.results("trainer")
+    with RolloutClient.connect(redis_url, job.name) as client:
+        client.step(1, PROMPTS).start()
+        for request in job.wait_for_requests(3):
+            job.answer(request)
+        wait_until(lambda: pending_of(job) == 6)
+    job.redis.xdel(stream, *ids_of(job)[:2])  # all of the first request
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        groups = client.generate(PROMPTS, step=1)
+    ids = [rollout.rollout_id for group in groups for rollout in group]
+    assert [True, True, False, False, False, False] == [".r1/" in one for one in ids]
+    assert 8 == len(job.sampled)
+
+
+def test_a_request_whose_answers_are_there_in_part_is_not_sampled_anew(redis_url: str, job: JobSide) -> None:
+    with RolloutClient.connect(redis_url, job.name) as client:
+        client.step(1, PROMPTS).start()
+        for request in job.wait_for_requests(3):
+            job.answer(request)
+        wait_until(lambda: pending_of(job) == 6)
+    job.redis.xdel(job.keys.results("trainer"), ids_of(job)[0])
+    rollouts: list[Rollout] = []
+    with (
+        job.serving(),
+        RolloutClient.connect(redis_url, job.name) as client,
+        pytest.raises(RequestRefusedError, match=r"refused 1 request: trainer:1:0-\w+: it was answered before"),
+        client.step(1, PROMPTS) as step,
+    ):
+        rollouts.extend(step)
+    assert 5 == len(rollouts)
+    assert 6 == len(job.sampled)
+
+
+def test_turns_that_an_earlier_trainer_acknowledged_are_sampled_anew(redis_url: str, job: JobSide) -> None:
+    for attempt in range(3):
+        with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+            step = client.step(0).start()
+            one = step.trajectory([1, 2])
+            [first] = step.turn([one])
+            one.observe([9])
+            step.turn([one])
+            assert (".r1/" in first.rollout_id) is (attempt > 0)
+            assert 8 == len(one.context) - 1
+            step.end(acknowledge=attempt != 1)
+    assert 4 == len(job.sampled)
+    assert [] == ids_of(job)
+
+
+def test_a_cancelled_step_samples_nothing_anew(redis_url: str, job: JobSide) -> None:
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        client.generate(PROMPTS, step=0)
+    with RolloutClient.connect(redis_url, job.name) as client, client.step(0, PROMPTS) as step:
+        job.wait_for_requests(3)
+        step.cancel()
+        with job.serving():
+            assert [] == list(step)
+    assert 6 == len(job.sampled)
+    assert [] == job.requests()
+
+
+def test_room_is_counted_right_through_errors_cancellations_and_new_ids(redis_url: str, job: JobSide) -> None:
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            with pytest.raises(ZeroDivisionError):
+                async with client.step(0, PROMPTS):
+                    await asyncio.to_thread(job.wait_for_requests, 3)
+                    await asyncio.to_thread(wait_until, lambda: client.results.awaited == 6)
+                    raise ZeroDivisionError
+            assert 0 == client.results.awaited
+            with job.serving():
+                await client.generate(PROMPTS, step=0)
+            assert 0 == client.results.awaited
+            async with client.step(1, PROMPTS) as step:
+                await asyncio.to_thread(job.wait_for_requests, 3)
+                await step.cancel()
+                assert 6 == client.results.awaited
+            assert 0 == client.results.awaited
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            with job.serving():
+                await client.generate(PROMPTS, step=0)
+            assert 0 == client.results.awaited
+
+    run(trainer())
+
+
+def test_steps_that_ended_long_ago_are_forgotten(
+    client: RolloutClient, job: JobSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_api.client._ENDED_STEPS_KEPT", 2)
+    with job.serving():
+        for step in (1, 2, 3, 1):
+            client.generate(PROMPTS, step=step)
+        with pytest.raises(InvalidRequestError, match="has ended"):
+            client.generate(PROMPTS, step=3)
+
+
+def test_a_turn_of_a_cancelled_step_is_not_waited_for(client: RolloutClient, job: JobSide) -> None:
+    with client.step(0) as step:
+        step.cancel()
+        with pytest.raises(RolloutClientError, match="was cancelled before this turn was sent"):
+            step.turn([step.trajectory([1])])
+
+
 # acknowledgement
 
 
@@ -323,6 +543,57 @@ def test_many_results_are_acknowledged(client: RolloutClient, job: JobSide) -> N
     assert 2400 == sum(map(len, groups))
     assert [] == ids_of(job)
     assert 0 == pending_of(job)
+
+
+def test_what_is_acknowledged_behind_what_is_held_is_deleted(redis_url: str, job: JobSide) -> None:
+    """A trainer that goes back to an earlier step holds the results of later ones for long."""
+    stream = job.keys.results("trainer")
+    with RolloutClient.connect(redis_url, job.name) as client:
+        client.step(9, PROMPTS).start()
+        for request in job.wait_for_requests(3):
+            job.answer(request)
+        wait_until(lambda: pending_of(job) == 6)
+    held = ids_of(job)
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        client.generate(PROMPTS, step=1)
+        assert held == ids_of(job)
+        job.redis.xgroup_create(stream, "auditor", id="0")
+        with client.step(2, PROMPTS) as step:
+            assert 6 == len(list(step))
+            later = ids_of(job)[6:]
+            job.redis.xreadgroup("auditor", "a", {stream: ">"}, count=10)
+            job.redis.xack(stream, "auditor", *held[1:], later[0], later[2])
+        # later[1] and later[3] are pending in the other group, later[4] and later[5] have not been delivered to it
+        assert [*held, later[1], *later[3:]] == ids_of(job)
+
+
+def test_an_acknowledgement_that_fails_leaves_no_request_in_halves(
+    redis_url: str, job: JobSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_api.results._ACKNOWLEDGED_AT_ONCE", 3)
+    call = AsyncScript.__call__
+    calls: list[int] = []
+
+    async def fail_after_the_first(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs["keys"] == [job.keys.results("trainer")]:
+            calls.append(1)
+            if len(calls) > 1:
+                raise redis.ConnectionError("away")
+        return await call(self, *args, **kwargs)
+
+    with job.serving(), RolloutClient.connect(redis_url, job.name, patience=0.5) as client:
+        monkeypatch.setattr(AsyncScript, "__call__", fail_after_the_first)
+        with pytest.raises(RedisAwayError, match="acknowledge results"), client.step(1, PROMPTS) as step:
+            first = list(step)
+        monkeypatch.setattr(AsyncScript, "__call__", call)
+        assert 4 == pending_of(job)
+        left = {entry.decode() for entry in ids_of(job)}
+        assert 4 == len(left)
+        again = client.generate(PROMPTS, step=1)
+    both = {rollout.rollout_id for rollout in first} & {rollout.rollout_id for group in again for rollout in group}
+    assert 4 == len(both)
+    assert [2, 2, 2] == [len(group) for group in again]
+    assert [] == ids_of(job)
 
 
 # back-pressure
@@ -379,16 +650,58 @@ def test_requests_wait_while_the_job_has_as_many_as_it_takes(redis_url: str, cap
 def test_a_full_redis_is_waited_for(
     redis_url: str, client: RolloutClient, job: JobSide, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job.redis.config_set("maxmemory", 1)
-    try:
+    with contextlib.ExitStack() as full:
+        full.enter_context(job.full())
         with client.step(0, PROMPTS) as step:
             wait_until(lambda: "out of memory" in caplog.text)
             assert 0 == len(job.requests())
-            job.redis.config_set("maxmemory", 0)
+            full.close()
             with job.serving():
                 assert 6 == len(list(step))
-    finally:
-        job.redis.config_set("maxmemory", 0)
+
+
+def test_a_full_redis_does_not_keep_a_step_from_its_end(redis_url: str, job: JobSide) -> None:
+    """To acknowledge is what makes room again."""
+
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            answered = await client.step(0, PROMPTS).start()
+            requests = await asyncio.to_thread(job.wait_for_requests, 3)
+            job.answer(requests[0])
+            await anext(aiter(answered))
+            with job.full():
+                async with client.step(1, PROMPTS):
+                    await asyncio.sleep(0.2)  # it waits for room to send its requests
+                await answered.end()
+                assert [] == ids_of(job)
+                assert 0 == pending_of(job)
+
+    run(trainer())
+    cancelled = [set(cancel.request_ids) for cancel in job.control() if isinstance(cancel, Cancel)]
+    assert [3, 2] == [len(ids) for ids in cancelled]
+    assert cancelled[1] == {request.request_id for request in job.requests()}
+
+
+def test_a_step_can_be_cancelled_while_redis_is_full(redis_url: str, job: JobSide) -> None:
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client, client.step(0, PROMPTS) as step:
+            await step.cancel()
+            assert [] == [rollout async for rollout in step]
+
+    with job.full():
+        run(trainer())
+    assert [] == job.requests()
+
+
+def test_a_trainer_is_started_again_while_redis_is_full(redis_url: str, job: JobSide) -> None:
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name):
+            job.redis.delete(job.keys.client("trainer"))
+            await asyncio.to_thread(wait_until, lambda: job.redis.exists(job.keys.client("trainer")))
+
+    with job.full():
+        run(trainer())
+        run(trainer())
 
 
 # lost replies, lost servers
@@ -498,6 +811,29 @@ def test_requests_that_redis_lost_are_sent_again(
             assert 6 == len(list(step))
 
 
+def test_lost_requests_are_sent_again_to_a_job_that_is_full(redis_url: str) -> None:
+    job = JobSide(redis_url, max_rollouts=6)
+    with RolloutClient.connect(redis_url, job.name) as client, client.step(3, PROMPTS) as step:
+        job.wait_for_requests(3)
+        job.redis.delete(job.keys.requests)
+        job.interrupt()
+        job.wait_for_requests(3)
+        with job.serving():
+            assert 6 == len(list(step))
+
+
+def test_lost_requests_of_a_cancelled_step_are_sent_again(client: RolloutClient, job: JobSide) -> None:
+    """The job does not know what it is to cancel, and would never answer."""
+    with client.step(3, PROMPTS) as step:
+        job.wait_for_requests(3)
+        step.cancel()
+        job.redis.delete(job.keys.requests, job.keys.control)
+        job.interrupt()
+        job.wait_for_requests(3)
+        with job.serving(lambda request: None):
+            assert {FinishReason.CANCELLED} == {rollout.finish_reason for rollout in step}
+
+
 def test_a_redis_that_stays_away_is_an_error_and_the_step_can_be_opened_again(
     own_server: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path
 ) -> None:
@@ -577,16 +913,6 @@ def test_refusals_are_listed_after_the_rest_has_come(client: RolloutClient, job:
     assert all(reason == "too good" for reason in refused.value.refusals.values())
     with job.serving():  # asked again, and no longer refused
         assert 6 == sum(map(len, client.generate(PROMPTS, step=0)))
-
-
-def test_an_answered_request_is_refused_with_the_jobs_reason(redis_url: str, job: JobSide) -> None:
-    for expected in (None, "answered before"):
-        with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
-            if expected is None:
-                client.generate(PROMPTS, step=0)
-            else:
-                with pytest.raises(RequestRefusedError, match=expected):
-                    client.generate(PROMPTS, step=0)
 
 
 @pytest.mark.parametrize("readable_id", [True, False])

@@ -127,7 +127,7 @@ by_kind: dict[type[Message], st.SearchStrategy[Message]] = {
     Refusal: st.builds(Refusal, request_id=identifiers, reason=st.text(max_size=100)),
     WeightUpdate: st.builds(
         WeightUpdate,
-        weight_version=st.integers(0, 2**40),
+        weight_version=st.integers(1, 2**40),
         uri=identifiers,
         weights=st.sampled_from(WeightsKind),
         sha256=st.none() | st.from_regex("[0-9a-f]{64}", fullmatch=True),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from types import ModuleType
@@ -106,7 +105,6 @@ def test_every_key_that_a_client_uses_is_on_the_page(docs: ModuleType) -> None:
     assert [] == [key for key in used if f"`{key}`" not in page]
 
 
-@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not installed")
 def test_the_example_runs(docs: ModuleType, redis_url: str, tmp_path: Path) -> None:
     """Every command of the example, in a shell; between them, the job answers."""
     job = JobSide(redis_url, uid=docs.EXAMPLE.job_uid, name="default/demo")

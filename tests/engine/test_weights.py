@@ -6,10 +6,13 @@ import asyncio
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import Bed, config
 from safetensors.torch import load_file, save_file
 from testbed import EOS, Law, LoopThread, make_model
@@ -80,29 +83,46 @@ def bed(request: pytest.FixtureRequest, model: Path) -> Iterator[Bed]:
     found.loop.run(found.engine.load_weights(model, 0))
 
 
-async def updated_meanwhile(
-    bed: Bed, directory: Path, mode: UpdateMode, count: int
-) -> tuple[list[Generated], list[Partial], float]:
-    """Responses to LONG_PROMPT during which weights become version 7, a part of each after that, and the gap."""
-    begun, parts = asyncio.Semaphore(0), dict[int, Partial]()
+@dataclass(frozen=True)
+class Updated:
+    """What came of weights that became version 7 while responses to LONG_PROMPT were running."""
 
-    def take(number: int) -> Callable[[Partial], None]:
-        def on_partial(part: Partial) -> None:
-            if number not in parts:
-                begun.release()
-            parts[number] = part
+    made: list[Generated]
+    parts: list[Partial]
+    """The last of each response."""
+    gap: float
+    drafted: int
+    accepted: int
+    preemptions: int
 
-        return on_partial
+
+async def updated_meanwhile(bed: Bed, directory: Path, mode: UpdateMode, count: int) -> Updated:
+    """Load weights once each of so many responses is running."""
+    counters = replace(bed.engine.counters)
+    parts: dict[int, Partial] = {}
 
     async def run(number: int) -> Generated:
         request = bed.request(LONG_PROMPT, RUNNING, "updated")
-        return await bed.engine.generate(request, 0, on_partial=take(number), every=40)
+        return await bed.engine.generate(request, 0, on_partial=partial(parts.__setitem__, number), every=40)
 
     tasks = [asyncio.create_task(run(number)) for number in range(count)]
-    for _ in tasks:
-        await begun.acquire()
+    while len(parts) < count:
+        # of a response that ends while this process is held up, by its garbage collector for one, there is no part
+        if any(task.done() for task in tasks):
+            await asyncio.gather(*tasks)
+            return await updated_meanwhile(bed, directory, mode, count)
+        await asyncio.sleep(0.001)
     gap = await bed.engine.load_weights(directory, 7, mode)
-    return list(await asyncio.gather(*tasks)), [parts[number] for number in range(count)], gap
+    made = await asyncio.gather(*tasks)
+    counted = bed.engine.counters
+    return Updated(
+        list(made),
+        [parts[number] for number in range(count)],
+        gap,
+        drafted=counted.drafted - counters.drafted,
+        accepted=counted.accepted - counters.accepted,
+        preemptions=counted.preemptions - counters.preemptions,
+    )
 
 
 @pytest.mark.parametrize("mode", [UpdateMode.RECOMPUTE, UpdateMode.KEEP])
@@ -110,11 +130,11 @@ def test_running_responses_go_on_under_new_weights(
     bed: Bed, law: Law, other: Path, other_law: Law, mode: UpdateMode
 ) -> None:
     bed.sample([LONG_PROMPT], Sampling(n=1, max_tokens=2))
-    counters = bed.engine.counters
-    before = (counters.drafted, counters.accepted, counters.preemptions)
-    made, parts, _ = bed.loop.run(updated_meanwhile(bed, other, mode, 8))
-    assert (8 if mode is UpdateMode.RECOMPUTE else 0) == counters.preemptions - before[2]
-    for response, part in zip(made, parts, strict=True):
+    updated = bed.loop.run(updated_meanwhile(bed, other, mode, 8))
+    assert (8 if mode is UpdateMode.RECOMPUTE else 0) == updated.preemptions
+    drafts = [(response.drafted, response.accepted) for response in updated.made]
+    assert (updated.drafted, updated.accepted) == tuple(map(sum, zip(*drafts, strict=True)))
+    for response, part in zip(updated.made, updated.parts, strict=True):
         old, new = response.spans
         assert (WeightSpan(start=0, weight_version=0), 7) == (old, new.weight_version)
         assert response.spans == part.spans
@@ -134,21 +154,33 @@ def test_running_responses_go_on_under_new_weights(
     assert [WeightSpan(start=0, weight_version=7)] == after.spans
     assert after.logprobs is not None
     assert other_law.worst_error(LONG_PROMPT, after.token_ids, after.logprobs, RUNNING) < 1e-3
-    drafts = (sum(r.drafted for r in [*made, after]), sum(r.accepted for r in [*made, after]))
-    assert drafts == (counters.drafted - before[0], counters.accepted - before[1])
 
 
 def test_drained_responses_end_under_the_old_weights(bed: Bed, other: Path, other_law: Law) -> None:
-    made, _, gap = bed.loop.run(updated_meanwhile(bed, other, UpdateMode.DRAIN, 8))
-    assert [[WeightSpan(start=0, weight_version=0)]] * 8 == [response.spans for response in made]
-    assert gap < max(response.finished - response.started for response in made) / 2
+    updated = bed.loop.run(updated_meanwhile(bed, other, UpdateMode.DRAIN, 8))
+    assert [[WeightSpan(start=0, weight_version=0)]] * 8 == [response.spans for response in updated.made]
+    assert updated.gap < max(response.finished - response.started for response in updated.made) / 2
     assert worst_logprob_error(bed, other_law) < 1e-3
     assert 7 == bed.engine.weight_version
 
 
+def test_drained_responses_end_first_though_the_cache_is_too_small_for_all(
+    loop: LoopThread, model: Path, other: Path
+) -> None:
+    small = replace(config(model), overrides={"num_gpu_blocks_override": 16})
+    engine = loop.run(Engine.start(small))
+    try:
+        bed = Bed(engine, loop)
+        updated = loop.run(updated_meanwhile(bed, other, UpdateMode.DRAIN, 8))
+        assert updated.preemptions
+        assert [[WeightSpan(start=0, weight_version=0)]] * 8 == [response.spans for response in updated.made]
+    finally:
+        engine.close()
+
+
 def test_spans_are_right_where_vllm_has_no_labels(bed: Bed, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bed.engine._labels, "_labelled", False)
-    noted, _, _ = bed.loop.run(updated_meanwhile(bed, other, UpdateMode.RECOMPUTE, 4))
+    noted = bed.loop.run(updated_meanwhile(bed, other, UpdateMode.RECOMPUTE, 4)).made
     laws = Law(bed.engine.config.model), Law(other)
     for response in noted:
         old, new = response.spans
@@ -164,7 +196,7 @@ def shorten(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def rewrite(change: Callable[[dict[str, object]], None]) -> Callable[[Path], None]:
+def rewrite(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[[Path], None]:
     def spoil(directory: Path) -> None:
         tensors = load_file(directory / "model.safetensors")
         change(tensors)
@@ -173,17 +205,17 @@ def rewrite(change: Callable[[dict[str, object]], None]) -> Callable[[Path], Non
     return spoil
 
 
-def widen(tensors: dict[str, object]) -> None:
+def widen(tensors: dict[str, torch.Tensor]) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
-    tensors[name] = tensors[name].new_zeros(64, 129)  # type: ignore[attr-defined]
+    tensors[name] = tensors[name].new_zeros(64, 129)
 
 
-def lengthen(tensors: dict[str, object]) -> None:
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].new_zeros(65)  # type: ignore[attr-defined]
+def lengthen(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].new_zeros(65)
 
 
-def to_integers(tensors: dict[str, object]) -> None:
-    tensors["model.norm.weight"] = tensors["model.norm.weight"].char()  # type: ignore[attr-defined]
+def to_integers(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].char()
 
 
 def point_nowhere(directory: Path) -> None:

@@ -212,8 +212,15 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _Result], timeout: float = 300) -> _Result:
-        """Await *work* in the loop."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
+        """Await *work* in the loop; where it stands, if it does not end in *timeout* seconds."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            if not future.done():
+                for task in asyncio.all_tasks(self._loop):
+                    task.print_stack()
+            raise
 
     def stop(self) -> None:
         """End the loop."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 
 import numpy as np
 import pytest
 import redis
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from rollout_api.keys import HistoryKeys
 from rollout_worker.history.connection import connect
+from rollout_worker.history.lengths import MeanLengths
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import START, Appended, HistoryMismatchError, HistoryStore
 
@@ -121,3 +126,20 @@ def test_a_full_server_refuses_an_append_whole(store: HistoryStore, client: redi
         client.config_set("maxmemory", 0)
     assert ids(store) == ["a"]
     assert store.append("p", record("b"), newest=1) == Appended.NEW
+
+
+def test_mean_lengths_are_of_the_problems_that_were_asked_for_whatever_redis_does(
+    store: HistoryStore, redis_url: str, client: redis.Redis
+) -> None:
+    for number, tokens in enumerate((10, 20)):
+        store.append("known", record(str(number), tokens=tokens), newest=1)
+
+    async def ask() -> None:
+        hasty = redis.asyncio.Redis.from_url(redis_url, socket_timeout=0.2, retry=Retry(NoBackoff(), 0))
+        lengths = MeanLengths(hasty, KEYS)
+        assert {"known": 15.0, "new": 0.0} == await lengths.of(["known", "new", "known"])
+        client.execute_command("CLIENT", "PAUSE", 500, "ALL")
+        assert {"new": 0.0, "known": 15.0} == await lengths.of(["new", "known"])
+        await hasty.aclose()
+
+    asyncio.run(ask())

@@ -12,6 +12,7 @@ from typing import Any
 
 from rollout_api.job import RolloutJob, parse_job
 from rollout_api.keys import HistoryKeys, MessageKeys
+from rollout_api.tasks import end
 from rollout_worker.engine.host import Drafting, Engine, EngineConfig
 from rollout_worker.engine.worker_extension import HistoryBinding
 from rollout_worker.history.connection import connect, connect_async
@@ -21,7 +22,6 @@ from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.plane import MessagePlane
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import BLOCK_S
-from rollout_worker.job.tasks import end
 from rollout_worker.job.weights import ByAddress, SharedFiles, TrainerMemory
 
 CHECKPOINT_TOKENS = 32

@@ -22,8 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from rollout_api import (
     AsyncRolloutClient,
     FinishReason,
+    InvalidRequestError,
     Prompt,
-    RequestRefusedError,
     Rollout,
     RolloutId,
     UpdateMode,
@@ -120,14 +120,16 @@ class Stage:
         self._loop.run(self._play(story, job or manifest()), timeout=seconds)
 
     async def _play(self, story: Story, job: Any) -> None:
-        async with (
-            live(self.url, job, self.models / "0", VOCABULARY, self.engines) as running,
-            AsyncRolloutClient.connect(self.url, uid=running.uid) as client,
-        ):
-            await story(running, client)
-        for engine in self.engines.values():  # as they were, for the next story
-            if engine.weight_version != 0:
-                await engine.load_weights(self.models / "0", 0)
+        try:
+            async with (
+                live(self.url, job, self.models / "0", VOCABULARY, self.engines) as running,
+                AsyncRolloutClient.connect(self.url, uid=running.uid) as client,
+            ):
+                await story(running, client)
+        finally:
+            for engine in self.engines.values():  # as they were, for the next story
+                if engine.weight_version != 0:
+                    await engine.load_weights(self.models / "0", 0)
 
 
 @pytest.fixture
@@ -234,8 +236,8 @@ def test_decoding_and_delivery_go_on_while_there_is_no_coordinator(stage: Stage)
         async with client.step(
             1, prompts(4, sampling=Sampling(n=4, max_tokens=200, allowed_token_ids=ENDLESS))
         ) as step:
-            inboxes = lambda: running.redis.keys(running.keys.inbox("*"))  # noqa: E731
-            await running.until(lambda: sum(running.redis.xlen(inbox) for inbox in inboxes()) == 16)
+            inboxes = running.keys.inbox("*")
+            await running.until(lambda: sum(map(running.redis.xlen, running.redis.keys(inboxes))) == 16)
             await running.kill("coordinator")
             received = [rollout async for rollout in step]
         assert 16 == len(received)
@@ -391,7 +393,7 @@ def test_what_cannot_be_served_is_refused_with_a_reason_and_the_rest_goes_on(sta
     stage.play(story)
 
 
-def test_a_request_that_was_answered_before_is_refused(stage: Stage) -> None:
+def test_a_request_is_known_by_its_id(stage: Stage) -> None:
     async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
         assert 4 == len(await gather(client, 1, prompts(1)))
         async with AsyncRolloutClient.connect(stage.url, uid=running.uid, name="other") as other:
@@ -413,15 +415,18 @@ def test_a_request_that_was_answered_before_is_refused(stage: Stage) -> None:
         assert all(isinstance(one, Rollout) and one.finish_reason.complete for one in rollouts)
         await client.close()
         async with AsyncRolloutClient.connect(stage.url, uid=running.uid) as again:
-            with pytest.raises(RequestRefusedError, match="answered before"):
-                await gather(again, 1, prompts(1))
+            # a trainer that went back to an earlier checkpoint: what was answered is asked anew, under another id
+            rollouts = await gather(again, 1, prompts(1))
+        assert {
+            f"{RolloutId.parse(one.rollout_id).request_id[-3:]}/{sample}" for sample, one in enumerate(rollouts)
+        } == {f".r1/{sample}" for sample in range(4)}
 
     stage.play(story)
 
 
 def test_new_weights_are_served_by_all_engines_and_pinned_steps_by_exactly_theirs(stage: Stage) -> None:
     async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
-        sampling = Sampling(n=2, max_tokens=200, allowed_token_ids=ENDLESS, logprobs=True)
+        sampling = Sampling(n=2, max_tokens=120, allowed_token_ids=ENDLESS, logprobs=True)
         # an engine waits for what is pinned: the others are to be longer
         longer = sampling.model_copy(update={"n": 4, "max_tokens": 480})
         async with (
@@ -470,7 +475,13 @@ def test_weights_that_cannot_be_loaded_are_said_and_the_old_ones_go_on(stage: St
         assert {0} == {rollout.weight_version for rollout in rollouts}
         pinned = await gather(client, 2, prompts(1, weight_version=4))
         assert "no engine can load weight version 4" in pinned[0].detail
+        with pytest.raises(InvalidRequestError, match="0 is the model that the job began with"):
+            await client.publish_weights(0, stage.models / "2")
         loaded = await client.publish_weights(5, stage.models / "2")
+        # said again, by a trainer that was started again, say, it is served already; other weights are others
+        assert 2 == len((await client.publish_weights(5, stage.models / "2")).loaded)
+        with pytest.raises(InvalidRequestError, match="5 is served already, from other weights; publish these as 6"):
+            await client.publish_weights(5, stage.models / "1")
         assert 2 == len(loaded.loaded)
 
     stage.play(story)

@@ -192,7 +192,7 @@ def test_a_partial_is_kept_until_the_rollout_ends_and_not_after(bench: Bench) ->
         assert [1] == await plane.count_loss(["uid/r/0/0"])
         assert await plane.checkpoint(asked, 0, partial)
         assert {} == await plane.attempts()  # progress clears suspicion
-        assert partial == await plane.partial(asked, 0)
+        assert partial == (await plane.partials([(asked, 0)]))[0]
         assert (False, False, partial) == await plane.before(asked, 0, True)
         await plane.finish(asked, rollout(asked, 0))
         assert not await plane.checkpoint(asked, 0, partial)

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.job.scheduler import EngineLoad, Group, Placement, ProbeThenLongest, mean_lengths
+from rollout_worker.job.scheduler import EngineLoad, Group, Placement, ProbeThenLongest
 
 NOBODY: frozenset[str] = frozenset()
 
@@ -166,8 +166,3 @@ def test_what_comes_back_waits_again(waiting: list[Group]) -> None:
             scheduler.add(Group(one.request_id, one.client, [sample], one.arrival))
             scheduler.add(Group(one.request_id, one.client, [sample], one.arrival))
     assert sum(len(one.samples) for one in waiting) == scheduler.waiting()
-
-
-def test_mean_length_of_a_history() -> None:
-    assert 15 == mean_lengths([b"1 10 stop", b"2 20 length"])
-    assert 0 == mean_lengths([])

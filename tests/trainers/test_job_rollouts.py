@@ -20,6 +20,7 @@ from rollout_api import (
     RolloutClientError,
     RolloutRequest,
     Trajectory,
+    WeightsError,
 )
 from rollout_api.integrations.trl import JobRollouts, Turn, repeats
 
@@ -67,6 +68,7 @@ def trainer(step: int = 0, **about: Any) -> SimpleNamespace:
         "min_p": None,
         "repetition_penalty": 1.0,
         "max_completion_length": 8,
+        "args": SimpleNamespace(generation_kwargs=None, vllm_structured_outputs_regex=None),
     }
     return SimpleNamespace(**(given | about))
 
@@ -161,6 +163,25 @@ def test_a_restarted_trainer_counts_on_from_the_version_that_is_served(redis_url
     assert [13] == [update.weight_version for update in job.updates]
 
 
+def test_no_version_is_chosen_before_the_job_has_said_which_it_serves(redis_url: str, tmp_path: Path) -> None:
+    job = UpdatingJob(redis_url)  # which nobody coordinates
+    with (
+        RolloutClient.connect(redis_url, job.name, name="rank-0") as client,
+        pytest.raises(RolloutClientError, match=r"default/math has had no coordinator for 0\.3 s"),
+    ):
+        JobRollouts(client, tmp_path, publish_timeout=0.3)(["a"], trainer())
+    assert [] == job.control()
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_how_long_weights_may_take_to_be_served_can_be_said(
+    job: UpdatingJob, client: RolloutClient, tmp_path: Path
+) -> None:
+    job.engine("engine-1", version=0)  # it never loads any
+    with pytest.raises(WeightsError, match="weight version 1 is not served after 1 s"):
+        JobRollouts(client, tmp_path, publish_timeout=1)(["a"], trainer())
+
+
 def test_evaluation_is_asked_for_as_such(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
     evaluating = trainer()
     evaluating.model.training = False
@@ -200,16 +221,22 @@ def test_rewards_reach_the_job_and_the_log(job: UpdatingJob, client: RolloutClie
     assert {"rollouts/tokens_per_step": 1.0, "rollouts/weight_version": 1.0} == logged
 
 
-def test_a_rollout_that_failed_is_not_trained_on(redis_url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("length", "finish_reason"),
+    [(0, FinishReason.FAILED), (3, FinishReason.CANCELLED), (3, FinishReason.DEADLINE), (0, FinishReason.STOP)],
+)
+def test_a_rollout_that_is_not_whole_is_not_trained_on(
+    redis_url: str, tmp_path: Path, length: int, finish_reason: FinishReason
+) -> None:
     job = UpdatingJob(redis_url)
 
-    def fail(request: RolloutRequest) -> None:
-        job.answer(request, length=0, finish_reason=FinishReason.FAILED)
+    def break_off(request: RolloutRequest) -> None:
+        job.answer(request, length=length, finish_reason=finish_reason)
 
     with (
-        job.serving(fail),
+        job.serving(break_off),
         RolloutClient.connect(redis_url, job.name, name="rank-0") as client,
-        pytest.raises(RolloutClientError, match=r"2 of 2 rollouts of step 3 cannot be trained on.*failed"),
+        pytest.raises(RolloutClientError, match=rf"2 of 2 rollouts of step 3 cannot be trained on.*{finish_reason}"),
     ):
         JobRollouts(client, tmp_path)(["a", "a"], trainer(3))
 
@@ -220,6 +247,11 @@ def test_a_rollout_that_failed_is_not_trained_on(redis_url: str, tmp_path: Path)
         ({"use_vllm": True}, "use_vllm"),
         ({"tools": [print]}, "play"),
         ({"model": type("Peft", (), {"peft_config": 1})()}, "PEFT"),
+        ({"args": SimpleNamespace(generation_kwargs={"top_p": 0.5})}, r"top_p.*JobRollouts\(sampling="),
+        (
+            {"args": SimpleNamespace(generation_kwargs=None, vllm_structured_outputs_regex="a+")},
+            "vllm_structured_outputs_regex",
+        ),
     ],
 )
 def test_what_it_cannot_serve_is_refused_before_anything_is_asked(
@@ -227,4 +259,11 @@ def test_what_it_cannot_serve_is_refused_before_anything_is_asked(
 ) -> None:
     with pytest.raises(ValueError, match=what):
         JobRollouts(client, tmp_path)(["a"], trainer(**about))
+    assert [] == job.seen
+
+
+def test_images_are_refused_before_anything_is_asked(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+    content = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "what is it?"}]
+    with pytest.raises(ValueError, match="prompts with image"):
+        JobRollouts(client, tmp_path)([[{"role": "user", "content": content}]], trainer())
     assert [] == job.seen

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import ray
@@ -24,8 +25,15 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
 
-from rollout_api import FinishReason, InvalidRequestError, Rollout, RolloutClientError, WeightSpan
-from rollout_api.integrations.verl import NAME, REDIS_VARIABLE, job_sampling, token_output
+from rollout_api import Cancel, FinishReason, InvalidRequestError, Rollout, RolloutClientError, WeightSpan
+from rollout_api.integrations.verl import (
+    NAME,
+    REDIS_VARIABLE,
+    JobServer,
+    PublishedFiles,
+    job_sampling,
+    token_output,
+)
 
 JOB = "default/math"
 
@@ -158,6 +166,75 @@ def test_verl_brings_weights_to_the_job(servers: LLMServerManager, job: Updating
     assert weights.keys() == index["weight_map"].keys()
     assert {"layer.4.weight"} == set(load_file(directory / index["weight_map"]["layer.4.weight"]))  # two a file
     assert (directory / "config.json").is_file()
+
+
+def publish(weights: Path, job: UpdatingJob, *steps: int, **about: Any) -> None:
+    """As one trainer does after each of *steps*."""
+    (weights.parent / "config.json").write_text("{}")
+    engine = PublishedFiles(100, True, job=job.name, weights=str(weights), model=str(weights.parent), **about)
+    for step in steps:
+        asyncio.run(engine.send_weights([("one", torch.full((4, 4), float(step)))], global_steps=step))
+
+
+def published(weights: Path) -> list[str]:
+    return sorted(path.name for path in weights.iterdir())
+
+
+@pytest.fixture
+def another_job(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> UpdatingJob:
+    monkeypatch.setenv(REDIS_VARIABLE, redis_server)
+    uid = uuid4().hex
+    return UpdatingJob(redis_server, uid=uid, name=f"default/{uid}")
+
+
+def test_what_an_earlier_run_published_stays_until_its_versions_come(tmp_path: Path, another_job: UpdatingJob) -> None:
+    weights = tmp_path / "weights"
+    for name in ("version-2", "version-000009", "version-1000000", "version-of-mine"):
+        (weights / name).mkdir(parents=True)
+    with another_job.serving():
+        publish(weights, another_job, 2, 3, kept_versions=2)
+    later = ["version-000009", "version-1000000", "version-of-mine"]
+    assert ["version-000003", "version-000004", *later] == published(weights)
+    with another_job.serving():
+        publish(weights, another_job, 8, kept_versions=1)
+    assert ["version-000009", "version-1000000", "version-of-mine"] == published(weights)
+    assert (weights / "version-000009" / "config.json").is_file()
+
+
+def test_a_trainer_that_goes_back_counts_on_from_the_version_that_is_served(
+    tmp_path: Path, another_job: UpdatingJob
+) -> None:
+    with another_job.serving():
+        publish(tmp_path / "weights", another_job, 6, 7)
+        publish(tmp_path / "weights", another_job, 5, 6, 7)  # the trainer that was started again
+    assert [7, 8, 9, 10, 11] == [update.weight_version for update in another_job.updates]
+
+
+def test_no_weights_go_to_a_job_that_has_not_said_what_it_serves(tmp_path: Path, another_job: UpdatingJob) -> None:
+    with pytest.raises(RolloutClientError, match="has had no coordinator"):
+        publish(tmp_path / "weights", another_job, 0, publish_timeout=0.3)
+    assert [] == another_job.control()
+
+
+def test_the_version_in_use_must_stay(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="kept_versions = 0"):
+        PublishedFiles(100, True, job=JOB, weights=str(tmp_path), model=str(tmp_path), kept_versions=0)
+
+
+def test_a_request_that_verl_cancels_ends_in_the_job_too(redis_server: str, another_job: UpdatingJob) -> None:
+    async def cancelled() -> None:
+        server = JobServer(redis_server, another_job.name, "verl-0", 64, 16)
+        asking = asyncio.create_task(server.generate("session", prompt_ids=[5], sampling_params={}))
+        await asyncio.to_thread(another_job.wait_for_requests, 1)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(cancelled())
+    [asked] = another_job.requests()
+    [control] = another_job.control()
+    assert isinstance(control, Cancel)
+    assert [asked.request_id] == control.request_ids
 
 
 def rollout(finish_reason: FinishReason, *versions: int, **about: Any) -> Rollout:

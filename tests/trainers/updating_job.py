@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from job_side import JobSide
 
@@ -12,8 +13,8 @@ from rollout_api import Rewards, RolloutRequest, WeightUpdate, decode
 class UpdatingJob(JobSide):
     """See above; remembers what it was asked."""
 
-    def __init__(self, url: str, version: int = 0) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, version: int = 0, **about: Any) -> None:
+        super().__init__(url, **about)
         self.updates: list[WeightUpdate] = []
         self.version = version
         self.seen: list[RolloutRequest] = []

@@ -1,0 +1,251 @@
+"""The coordinator on a real Redis. What engines and clients say is said by the test, at the worst of moments."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from live import manifest
+
+from rollout_api.job import RolloutJob, Sampling
+from rollout_api.keys import DATA, MessageKeys
+from rollout_api.messages import (
+    Cancel,
+    FinishReason,
+    Message,
+    Partial,
+    Refusal,
+    Rollout,
+    RolloutRequest,
+    WeightSpan,
+    WeightUpdate,
+    decode,
+    encode,
+)
+from rollout_api.tasks import end
+from rollout_worker.history.connection import connect, connect_async
+from rollout_worker.job import coordinator as module
+from rollout_worker.job.coordinator import Coordinator
+from rollout_worker.job.plane import EngineReport, MessagePlane, Order
+from rollout_worker.job.setup import BLOCK_S
+
+JOB = MessageKeys("uid")
+VOCABULARY = 10
+PATIENCE_S = 15.0
+
+
+def request(name: str, n: int = 1, **more: Any) -> RolloutRequest:
+    sampling = Sampling(n=n, max_tokens=20, **more.pop("sampling", {}))
+    return RolloutRequest(job_uid="uid", request_id=name, prompt_token_ids=[1], sampling=sampling, **more)
+
+
+class Around:
+    """A coordinator's surroundings."""
+
+    def __init__(self, url: str, plane: MessagePlane) -> None:
+        self.url, self.plane = url, plane
+        self.redis = connect(url)
+
+    def send(self, stream: str, *messages: Message) -> None:
+        pipeline = self.redis.pipeline(transaction=False)
+        for message in messages:
+            pipeline.xadd(stream, {DATA: encode(message)})
+        pipeline.execute()
+
+    def replies(self) -> list[Message]:
+        entries: Any = self.redis.xrange(JOB.results("trainer"))
+        return [decode(fields[DATA.encode()]) for _, fields in entries]
+
+    def rollouts(self) -> list[Rollout]:
+        return [reply for reply in self.replies() if isinstance(reply, Rollout)]
+
+    async def until(self, found: Callable[[], Any]) -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (what := found()):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        return what
+
+    async def orders(self, engine: str, count: int) -> list[Order]:
+        deadline = time.monotonic() + PATIENCE_S
+        while len(orders := await self.plane.orders(engine)) < count:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        return orders
+
+    @asynccontextmanager
+    async def engine(self, name: str, slots: int = 4) -> AsyncIterator[str]:
+        """An engine that is alive, and does nothing."""
+
+        async def beat() -> None:
+            while True:
+                await self.plane.heartbeat(name, EngineReport(name, slots=slots), begin=True)
+                await asyncio.sleep(0.5)
+
+        beating = asyncio.ensure_future(beat())
+        try:
+            yield name
+        finally:
+            await end(beating)
+
+    @asynccontextmanager
+    async def coordinator(self, job: RolloutJob | None = None) -> AsyncIterator[None]:
+        plane, history = MessagePlane(connect_async(self.url, block=BLOCK_S), JOB), connect_async(self.url)
+        running = asyncio.ensure_future(
+            Coordinator(job or manifest(), plane, history, vocabulary=VOCABULARY).run(),
+        )
+        try:
+            yield
+            assert not running.done(), running.exception()
+        finally:
+            await end(running)
+            await plane.client.aclose()
+            await history.aclose()
+
+
+Story = Callable[[Around], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture
+def play(redis_url: str) -> Callable[[Story], None]:
+    async def run(story: Story) -> None:
+        client = connect_async(redis_url)
+        await story(Around(redis_url, MessagePlane(client, JOB)))
+        await client.aclose()
+
+    return lambda story: asyncio.run(run(story))
+
+
+def test_what_an_engine_gave_back_unheard_is_given_out_again(
+    play: Callable[[Story], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RECONCILE_S", 0.3)
+
+    async def story(around: Around) -> None:
+        async with around.coordinator(), around.engine("a") as engine:
+            around.send(JOB.requests, request("r", n=2))
+            first, _ = await around.orders(engine, 2)
+            # its event was trimmed before the coordinator could read it
+            await around.plane.delete(JOB.inbox(engine), first.order_id)
+            orders = await around.orders(engine, 2)
+        assert {0, 1} == {order.assignment.sample for order in orders if order.assignment is not None}
+
+    play(story)
+
+
+def test_an_engine_gives_back_only_what_it_has(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        async with around.coordinator(), around.engine("a") as engine:
+            around.send(JOB.requests, request("r"))
+            [order] = await around.orders(engine, 1)
+            assert order.assignment is not None
+            for gone in ("b", "b"):  # said late, and twice
+                await around.plane.give_back(gone, "0-0", order.assignment, "draining")
+            for _ in range(2):  # its reply was lost, and it was said again
+                await around.plane.give_back(engine, order.order_id, order.assignment, "not served")
+            [again] = await around.orders(engine, 1)
+            await asyncio.sleep(0.5)
+            assert [again] == await around.plane.orders(engine)
+
+    play(story)
+
+
+def test_what_ended_while_there_was_no_coordinator_frees_its_engine(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        asked = request("r", n=2)
+        async with around.engine("a", slots=1) as engine:
+            async with around.coordinator():
+                around.send(JOB.requests, asked)
+                [order] = await around.orders(engine, 1)
+            assert order.assignment is not None
+            # the ledger has it, and the order is still there: the engine died between the two, say
+            done = Rollout.of(asked, order.assignment.sample, None, FinishReason.LENGTH)
+            await around.plane.finish(asked, done, engine=engine, order="0-0")
+            async with around.coordinator():
+                orders = await around.orders(engine, 2)
+        assert {0, 1} == {order.assignment.sample for order in orders if order.assignment is not None}
+
+    play(story)
+
+
+@pytest.mark.parametrize(
+    "poison",
+    [
+        {"sampling": {"allowed_token_ids": [3, VOCABULARY]}},
+        {"sampling": {"stop_token_ids": [VOCABULARY]}},
+        {"prefix": Partial(token_ids=[VOCABULARY], spans=[WeightSpan(start=0, weight_version=0)])},
+    ],
+    ids=["allowed", "stop", "prefix"],
+)
+def test_tokens_that_the_model_has_not_are_refused_before_any_engine_sees_them(
+    play: Callable[[Story], None], poison: dict[str, Any]
+) -> None:
+    async def story(around: Around) -> None:
+        async with around.coordinator(), around.engine("a") as engine:
+            around.send(JOB.requests, request("bad", **poison), request("good"))
+            [order] = await around.orders(engine, 1)
+            assert order.assignment is not None and "good" == order.assignment.request_id
+            [refusal] = await around.until(around.replies)
+        assert isinstance(refusal, Refusal) and "bad" == refusal.request_id
+        assert f"{VOCABULARY} is no token of the model" in refusal.reason
+
+    play(story)
+
+
+def test_a_cancellation_may_overtake_its_request(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        async with around.coordinator():
+            await around.until(lambda: around.redis.exists(JOB.status))
+            many = [request(f"r{number}") for number in range(1200)]
+            around.send(JOB.requests, *many)
+            around.send(JOB.control, Cancel(request_ids=["r1199", "never sent"]))
+            [cancelled] = await around.until(around.rollouts)
+            await around.until(lambda: not around.redis.xlen(JOB.control))
+            # asked for afterwards, it is meant
+            around.send(JOB.requests, request("never sent"))
+            async with around.engine("a", slots=2000) as engine:
+                orders = await around.orders(engine, 1200)
+        assert ("uid/r1199/0/0", FinishReason.CANCELLED) == (cancelled.rollout_id, cancelled.finish_reason)
+        assert "never sent" in {order.assignment.request_id for order in orders if order.assignment is not None}
+
+    play(story)
+
+
+def test_engines_get_work_while_thousands_of_rollouts_are_cancelled(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        job = manifest(queue={"maxRollouts": 100_000})
+        names = [f"r{number}" for number in range(300)]
+        async with around.coordinator(job):
+            around.send(JOB.requests, *(request(name, n=64) for name in names))
+            await around.until(lambda: around.redis.hlen(JOB.ledger(names[-1])))
+            around.send(JOB.requests, request("kept"))
+            around.send(JOB.control, Cancel(request_ids=names))
+            await around.until(lambda: around.redis.hget(JOB.ledger(names[-1]), "cancelled") == b"1")
+            async with around.engine("a") as engine:
+                [order] = await around.orders(engine, 1)
+                assert around.redis.xlen(JOB.results("trainer")) < 300 * 64
+            await around.until(lambda: around.redis.xlen(JOB.results("trainer")) == 300 * 64)
+        assert order.assignment is not None and "kept" == order.assignment.request_id
+        assert {FinishReason.CANCELLED} == {rollout.finish_reason for rollout in around.rollouts()}
+
+    play(story)
+
+
+def test_weights_that_are_older_than_the_newest_go_to_the_dead_letters(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        async with around.coordinator():
+            around.send(
+                JOB.control,
+                WeightUpdate(weight_version=7, uri="/seven"),
+                WeightUpdate(weight_version=6, uri="/six"),
+            )
+            await around.until(lambda: not around.redis.xlen(JOB.control))
+            assert [7] == [update.weight_version for update in await around.plane.weights()]
+        [(_, letter)] = around.redis.xrange(JOB.dead)
+        assert b"weight version 6 comes after 7" == letter[b"reason"]
+
+    play(story)

@@ -234,8 +234,14 @@ class Rollout(_Response):
     purpose: Purpose = Purpose.TRAIN
     finish_reason: FinishReason
     detail: str = Field(default="", description="Why, where finish_reason does not say it all.")
-    drafted: int = Field(default=0, ge=0, description="Draft tokens verified for this rollout.")
-    accepted: int = Field(default=0, ge=0, description="Draft tokens accepted.")
+    steps: int = Field(
+        default=0,
+        ge=0,
+        description="Decoding steps of the engine that ended it, each of which made its accepted draft tokens and one "
+        "more. Tokens that the engine went on from are of none of them.",
+    )
+    drafted: int = Field(default=0, ge=0, description="Draft tokens verified in these steps.")
+    accepted: int = Field(default=0, ge=0, description="Draft tokens accepted in these steps.")
     reward: float | None = None
     engine: str = Field(default="", description="Id of the engine that sampled the last token.")
     cached_tokens: int = Field(default=0, ge=0, description="Context tokens whose keys and values were cached.")

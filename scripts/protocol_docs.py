@@ -143,6 +143,7 @@ def messages() -> dict[str, Message]:
             problem_id=problem_id_of([1, 2, 3]),
             **_response([9, 8, 2], [-0.25, -1.0, -0.0625]),
             finish_reason=FinishReason.STOP,
+            steps=2,
             drafted=4,
             accepted=1,
             engine="worker-0/1",

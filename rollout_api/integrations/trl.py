@@ -106,9 +106,9 @@ class JobRollouts:
             if given:
                 self._client.report_rewards(given)
             if (log_metric := about.get("log_metric")) is not None:
-                tokens = sum(len(turn.token_ids) for turns in made for turn in turns)
+                steps = sum(turn.steps for turns in made for turn in turns)
                 accepted = sum(turn.accepted for turns in made for turn in turns)
-                log_metric("rollouts/tokens_per_step", tokens / max(1, tokens - accepted))
+                log_metric("rollouts/tokens_per_step", 1 + accepted / max(1, steps))
                 log_metric("rollouts/weight_version", float(self._version))
             return rewards
 

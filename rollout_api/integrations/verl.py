@@ -390,7 +390,7 @@ def token_output(rollout: Rollout) -> TokenOutput:
             "spec_num_draft_tokens": rollout.drafted,
             "spec_num_accepted_tokens": rollout.accepted,
             # steps without a draft are counted too: verl's accept length is then tokens per step
-            "spec_num_verify_steps": len(rollout.token_ids) - rollout.accepted,
+            "spec_num_verify_steps": rollout.steps,
         },
     )
 

@@ -19,6 +19,8 @@ class Generated:
     """Which weight version sampled which tokens; empty without tokens."""
     finish_reason: FinishReason | None
     """STOP or LENGTH; None where the caller ended it early."""
+    steps: int
+    """Decoding steps; what it went on from took none here."""
     drafted: int
     accepted: int
     cached_tokens: int
@@ -74,6 +76,7 @@ class Response:
             logprobs=self.logprobs,
             spans=self.spans(starts),
             finish_reason=reason,
+            steps=len(self.token_ids) - self._prefix - accepted,  # each makes its accepted tokens and one more
             drafted=drafted,
             accepted=accepted,
             cached_tokens=cached_tokens,

@@ -180,6 +180,7 @@ class DatasetTrainer:
                 entry.problem_id,
                 entry.length,
                 entry.finish_reason,
+                entry.steps,
                 entry.drafted,
                 entry.accepted,
                 rewards.get(rollout_id),
@@ -200,15 +201,15 @@ class DatasetTrainer:
         progress.accepted_per_step = 0.0
         started = time.time()
         rewards: dict[str, float] = {}
-        tokens = accepted = 0
+        steps = accepted = 0
         async with client.step(number, self._prompts(made.mode)) as step:
             async for rollout in step:
                 reward = await asyncio.to_thread(self._reward, rollout)
                 made.rollouts.append(_row(rollout, reward, None if rollout.rollout_id in before else started))
                 progress.done += 1
                 progress.all_done += rollout.rollout_id not in before
-                tokens, accepted = tokens + len(rollout.token_ids), accepted + rollout.accepted
-                progress.accepted_per_step = accepted / max(1, tokens - accepted)
+                steps, accepted = steps + rollout.steps, accepted + rollout.accepted
+                progress.accepted_per_step = accepted / max(1, steps)
                 if made.mode is Mode.DAS:
                     rewards[rollout.rollout_id] = reward
                     if len(rewards) >= _REWARDS_AT_ONCE:
@@ -250,6 +251,7 @@ def _row(rollout: Rollout, reward: float, started: float | None) -> RolloutRow:
         rollout.problem_id,
         len(rollout.token_ids),
         str(rollout.finish_reason),
+        rollout.steps,
         rollout.drafted,
         rollout.accepted,
         reward,

@@ -334,6 +334,7 @@ class EngineWorker:
             said,
             reason,
             detail=detail,
+            steps=made.steps if made else 0,
             drafted=made.drafted if made else 0,
             accepted=made.accepted if made else 0,
             engine=engine_id,

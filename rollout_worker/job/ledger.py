@@ -23,6 +23,7 @@ class LedgerEntry:
     length: int
     finish_reason: str
     weight_version: int | None
+    steps: int
     drafted: int
     accepted: int
     engine: str
@@ -35,6 +36,7 @@ class LedgerEntry:
             len(rollout.token_ids),
             str(rollout.finish_reason),
             rollout.weight_version,
+            rollout.steps,
             rollout.drafted,
             rollout.accepted,
             rollout.engine,

@@ -255,6 +255,7 @@ class MessagePlane:
                 TRAJECTORY_KEPT_S if request.trajectory_id else 0,
                 _EVENTS_KEPT,
                 len(rollout.token_ids),
+                rollout.steps,
                 rollout.drafted,
                 rollout.accepted,
             ],
@@ -379,7 +380,7 @@ class MessagePlane:
         await self.client.set(self.keys.status, status, ex=_STATUS_EXPIRES_S)
 
     async def totals(self) -> dict[str, int]:
-        """Since the job began: rollouts, tokens, drafted, accepted."""
+        """Since the job began: rollouts, tokens, steps, drafted, accepted."""
         return {_text(key): int(value) for key, value in (await self.client.hgetall(self.keys.totals)).items()}
 
     async def unread(self, client: str) -> tuple[int, int]:

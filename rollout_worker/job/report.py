@@ -27,6 +27,7 @@ class RolloutRow:
     problem_id: str
     length: int
     finish_reason: str
+    steps: int
     drafted: int
     accepted: int
     reward: float | None
@@ -63,17 +64,17 @@ class Pass:
 
     @property
     def steps(self) -> int:
-        """Verification steps of all rollouts: each yields its accepted draft tokens and one more."""
-        return self.tokens - sum(row.accepted for row in self.rollouts)
+        """Decoding steps of all rollouts, by the engines that ended them."""
+        return sum(row.steps for row in self.rollouts)
 
     @property
     def accepted_per_step(self) -> float:
-        """Accepted draft tokens for each verification step of a rollout."""
+        """Accepted draft tokens for each decoding step of a rollout."""
         return sum(row.accepted for row in self.rollouts) / self.steps if self.steps else 0.0
 
     @property
     def drafted_per_step(self) -> float:
-        """Draft tokens for each verification step of a rollout."""
+        """Draft tokens for each decoding step of a rollout."""
         return sum(row.drafted for row in self.rollouts) / self.steps if self.steps else 0.0
 
     @property

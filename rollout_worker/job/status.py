@@ -45,6 +45,8 @@ class JobStatus(TypedDict):
     """Rollouts that engines have and have not ended."""
     done: int
     tokens: int
+    steps: int
+    """Decoding steps of all ended rollouts, by the engines that ended them; so are drafted and accepted tokens."""
     drafted: int
     accepted: int
     accepted_per_step: float
@@ -90,7 +92,7 @@ class StatusBoard:
     ) -> JobStatus:
         """The status now; *tokens_ahead* is what open requests are expected to take, in tokens."""
         speed = self._speed(engines)
-        tokens, accepted = totals.get("tokens", 0), totals.get("accepted", 0)
+        steps, accepted = totals.get("steps", 0), totals.get("accepted", 0)
         left = tokens_ahead / speed if speed and tokens_ahead else (0.0 if not requests else None)
         self.last = {
             "job": self._job,
@@ -102,10 +104,11 @@ class StatusBoard:
             "waiting": waiting,
             "assigned": assigned,
             "done": totals.get("rollouts", 0),
-            "tokens": tokens,
+            "tokens": totals.get("tokens", 0),
+            "steps": steps,
             "drafted": totals.get("drafted", 0),
             "accepted": accepted,
-            "accepted_per_step": accepted / (tokens - accepted) if tokens > accepted else 0.0,
+            "accepted_per_step": accepted / steps if steps else 0.0,
             "tokens_per_second": speed,
             "seconds_left": left,
             "engines": [
@@ -170,6 +173,7 @@ class StatusCollector:
         counters: dict[str, tuple[str, float]] = {
             "rollouts": ("Rollouts that ended.", status["done"]),
             "tokens": ("Response tokens of ended rollouts.", status["tokens"]),
+            "steps": ("Decoding steps of ended rollouts.", status["steps"]),
             "drafted_tokens": ("Draft tokens verified.", status["drafted"]),
             "accepted_tokens": ("Draft tokens accepted.", status["accepted"]),
             "engines_lost": ("Engines lost, as this coordinator saw it.", status["engines_lost"]),

@@ -110,6 +110,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         **draw(responses()),  # type: ignore[arg-type]
         finish_reason=draw(st.sampled_from(FinishReason)),
         detail=draw(st.text(max_size=40)),
+        steps=draw(st.integers(0, 1000)),
         drafted=draw(st.integers(0, 1000)),
         accepted=draw(st.integers(0, 1000)),
         reward=draw(st.none() | st.floats(0, 1)),

@@ -139,7 +139,7 @@ def test_drafts_go_on_where_the_response_stopped(drafted: Bed) -> None:
     ]
     found = drafted.loop.run(drafted._gather(requests))
     # one token without a draft, then all drafted tokens and one more
-    assert [MAX_DRAFT_TOKENS] * len(PROMPTS) == [made.accepted for made in found]
+    assert [(MAX_DRAFT_TOKENS, 2)] * len(PROMPTS) == [(made.accepted, made.steps) for made in found]
     counted = (sum(made.drafted for made in found), sum(made.accepted for made in found))
     assert counted == (counters.drafted - before[0], counters.accepted - before[1])
 

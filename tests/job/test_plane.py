@@ -54,6 +54,7 @@ def rollout(asked: RolloutRequest, sample: int, length: int = 5) -> Rollout:
         logprobs=[-0.5] * length,
         spans=[WeightSpan(start=0, weight_version=1)] if length else [],
         finish_reason=FinishReason.STOP,
+        steps=2,
         drafted=4,
         accepted=3,
     )
@@ -121,7 +122,8 @@ def test_a_request_is_taken_up_once_and_answered_once(bench: Bench) -> None:
     bench.run(story)
     assert ["uid/r/0/0", "uid/r/1/0"] == bench.results()
     assert 0 == bench.redis.xlen(JOB.requests)
-    assert {b"rollouts": b"2", b"tokens": b"10", b"drafted": b"8", b"accepted": b"6"} == bench.redis.hgetall(JOB.totals)
+    totals = {"rollouts": 2, "tokens": 10, "steps": 4, "drafted": 8, "accepted": 6}
+    assert totals == {key.decode(): int(value) for key, value in bench.redis.hgetall(JOB.totals).items()}
     assert 0 < bench.redis.ttl(JOB.ledger("r"))
     assert {0: 5, 1: 5} == {sample: entry.length for sample, entry in read_ledger(bench.redis, JOB, ["r"])["r"].items()}
 

@@ -169,8 +169,7 @@ def bench(tmp_path: Path, cache: Path) -> Iterator[Bench]:
 
 
 def accepted_per_step(entries: list[Any]) -> float:
-    accepted = sum(entry["accepted"] for entry in entries)
-    return accepted / (sum(entry["length"] for entry in entries) - accepted)
+    return sum(entry["accepted"] for entry in entries) / sum(entry["steps"] for entry in entries)
 
 
 def of_epoch(ledger: dict[str, LedgerEntry], epoch: int) -> dict[str, LedgerEntry]:

@@ -249,10 +249,10 @@ def rollout(finish_reason: FinishReason, *versions: int, **about: Any) -> Rollou
 
 
 def test_the_oldest_weights_count_as_the_age_of_a_response() -> None:
-    output = token_output(rollout(FinishReason.STOP, 4, 5, drafted=9, accepted=1))
+    output = token_output(rollout(FinishReason.STOP, 4, 5, steps=7, drafted=9, accepted=1))
     fields = output.extra_fields
     assert (3, 3, 4) == (fields["global_steps"], fields["min_global_steps"], fields["max_global_steps"])
-    assert (9, 1, 1) == tuple(
+    assert (9, 1, 7) == tuple(
         fields[f"spec_num_{name}"] for name in ("draft_tokens", "accepted_tokens", "verify_steps")
     )
 

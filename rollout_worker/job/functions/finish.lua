@@ -5,7 +5,7 @@
 -- ARGV: rollout id, sample, ledger entry, result, the rollout for its history (empty: it does not enter one),
 --   inbox entry (empty: it was in none), engine, request id, seconds that the ledger is kept after the request's end,
 --   seconds that a trajectory's engine is remembered (0: there is no trajectory), most events kept,
---   tokens, drafted, accepted.
+--   tokens, steps, drafted, accepted.
 -- Returns 1 if this call did it, 0 if it was done before, -1 if nobody asked for it.
 local ledger, rollout, sample, engine = KEYS[1], ARGV[1], ARGV[2], ARGV[7]
 if ARGV[6] ~= '' then
@@ -24,8 +24,9 @@ if ARGV[5] ~= '' then
 end
 redis.call('HINCRBY', KEYS[10], 'rollouts', 1)
 redis.call('HINCRBY', KEYS[10], 'tokens', ARGV[12])
-redis.call('HINCRBY', KEYS[10], 'drafted', ARGV[13])
-redis.call('HINCRBY', KEYS[10], 'accepted', ARGV[14])
+redis.call('HINCRBY', KEYS[10], 'steps', ARGV[13])
+redis.call('HINCRBY', KEYS[10], 'drafted', ARGV[14])
+redis.call('HINCRBY', KEYS[10], 'accepted', ARGV[15])
 redis.call('HDEL', KEYS[5], rollout)
 redis.call('HDEL', KEYS[6], rollout)
 if ARGV[10] ~= '0' then

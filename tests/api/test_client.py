@@ -75,6 +75,16 @@ def pending_of(job: JobSide, client: str = "trainer") -> int:
     return int(job.redis.xpending(job.keys.results(client), TRAINER_GROUP)["pending"])
 
 
+def receive_and_end(redis_url: str, job: JobSide, *steps: int) -> None:
+    """A trainer that ends when it has all rollouts of *steps*, of which it has acknowledged none."""
+    with RolloutClient.connect(redis_url, job.name) as client:
+        for step in steps:
+            client.step(step, PROMPTS).start()
+        for request in job.wait_for_requests(len(PROMPTS) * len(steps)):
+            job.answer(request)
+        wait_until(lambda: pending_of(job) == 2 * len(PROMPTS) * len(steps))
+
+
 @pytest.fixture
 def job(redis_url: str) -> JobSide:
     return JobSide(redis_url)
@@ -313,12 +323,7 @@ def test_results_are_dropped_when_a_step_ends_that_was_opened_after_theirs_was_l
 
 
 def test_two_open_steps_survive_a_restart_opened_one_after_the_other(redis_url: str, job: JobSide) -> None:
-    with RolloutClient.connect(redis_url, job.name) as client:
-        client.step(1, PROMPTS).start()
-        client.step(2, PROMPTS).start()
-        for request in job.wait_for_requests(6):
-            job.answer(request)
-        wait_until(lambda: pending_of(job) == 12)
+    receive_and_end(redis_url, job, 1, 2)
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         client.generate(PROMPTS, step=1)
         assert 6 == pending_of(job)
@@ -343,11 +348,7 @@ def test_results_of_a_step_that_nobody_opens_again_are_dropped(
 def test_a_restarted_step_with_other_prompts_does_not_get_the_rollouts_of_the_old_ones(
     redis_url: str, job: JobSide
 ) -> None:
-    with RolloutClient.connect(redis_url, job.name) as client:
-        client.step(1, PROMPTS).start()
-        for request in job.wait_for_requests(3):
-            job.answer(request)
-        wait_until(lambda: pending_of(job) == 6)
+    receive_and_end(redis_url, job, 1)
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         [group] = client.generate([[9, 9]], step=1, n=4)
     assert 4 == len(group)
@@ -417,11 +418,7 @@ def test_a_trainer_killed_within_a_step_that_is_sampled_anew_gets_the_same_rollo
 
 def test_only_what_was_acknowledged_is_sampled_anew(redis_url: str, job: JobSide) -> None:
     stream = job.keys.results("trainer")
-    with RolloutClient.connect(redis_url, job.name) as client:
-        client.step(1, PROMPTS).start()
-        for request in job.wait_for_requests(3):
-            job.answer(request)
-        wait_until(lambda: pending_of(job) == 6)
+    receive_and_end(redis_url, job, 1)
     job.redis.xdel(stream, *ids_of(job)[:2])  # all of the first request
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         groups = client.generate(PROMPTS, step=1)
@@ -431,11 +428,7 @@ def test_only_what_was_acknowledged_is_sampled_anew(redis_url: str, job: JobSide
 
 
 def test_a_request_whose_answers_are_there_in_part_is_not_sampled_anew(redis_url: str, job: JobSide) -> None:
-    with RolloutClient.connect(redis_url, job.name) as client:
-        client.step(1, PROMPTS).start()
-        for request in job.wait_for_requests(3):
-            job.answer(request)
-        wait_until(lambda: pending_of(job) == 6)
+    receive_and_end(redis_url, job, 1)
     job.redis.xdel(job.keys.results("trainer"), ids_of(job)[0])
     rollouts: list[Rollout] = []
     with (
@@ -548,11 +541,7 @@ def test_many_results_are_acknowledged(client: RolloutClient, job: JobSide) -> N
 def test_what_is_acknowledged_behind_what_is_held_is_deleted(redis_url: str, job: JobSide) -> None:
     """A trainer that goes back to an earlier step holds the results of later ones for long."""
     stream = job.keys.results("trainer")
-    with RolloutClient.connect(redis_url, job.name) as client:
-        client.step(9, PROMPTS).start()
-        for request in job.wait_for_requests(3):
-            job.answer(request)
-        wait_until(lambda: pending_of(job) == 6)
+    receive_and_end(redis_url, job, 9)
     held = ids_of(job)
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         client.generate(PROMPTS, step=1)

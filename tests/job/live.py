@@ -80,6 +80,13 @@ class LiveJob:
         self.coordinator = Coordinator(self.job, self.plane(), connect_async(self.url), vocabulary=self.vocabulary)
         self.tasks["coordinator"] = asyncio.ensure_future(self.coordinator.run())
 
+    async def until_nothing_is_open(self) -> None:
+        """Wait until the coordinator knows of no open request, and check that it counts no open rollout."""
+        assert self.coordinator is not None
+        requests = self.coordinator._open
+        await self.until(lambda: not requests, 20)
+        assert 0 == self.coordinator._open_rollouts
+
     def start_worker(self, name: str, engine: Engine) -> None:
         worker = self.workers[name] = EngineWorker(
             engine,

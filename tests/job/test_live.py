@@ -277,9 +277,9 @@ def test_redis_may_come_back_without_its_last_moments(stage: Stage, tmp_path: Pa
         assert 48 == len(await first)
         assert 24 == len(await second)
         await running.until(lambda: running.redis.xlen(running.keys.requests) == 0, 20)
+        await running.until_nothing_is_open()
         assert running.coordinator is not None
-        await running.until(lambda: not running.coordinator._open, 20)  # type: ignore[union-attr]
-        assert 0 == running.coordinator._open_rollouts == sum(map(len, running.coordinator._assigned.values()))
+        assert 0 == sum(map(len, running.coordinator._assigned.values()))
         assert 0 == running.redis.hlen(running.keys.partials)
 
     try:
@@ -582,10 +582,8 @@ def test_thousands_of_rollouts_that_end_at_once_leave_nothing_open(stage: Stage)
             await running.until(lambda: running.redis.xlen(running.keys.requests) == 400)
             await step.cancel()
             assert 6400 == len([rollout async for rollout in step])
-        assert running.coordinator is not None
         await asyncio.wait_for(client.close_job(), 10)
-        await running.until(lambda: not running.coordinator._open, 20)  # type: ignore[union-attr]
-        assert 0 == running.coordinator._open_rollouts
+        await running.until_nothing_is_open()
 
     stage.play(story)
 

@@ -217,6 +217,9 @@ def alive(pid: int) -> bool:
 
 
 def test_killed_in_the_middle_of_an_epoch_the_next_run_goes_on_with_its_history(bench: Bench) -> None:
+    # Greedily, and so repeatable: 5 to 9 accepted a step with the history, 0.5 without. Sampled, sixteen rollouts are
+    # too few (undisturbed, their acceptance varies by 14%), and those that a kill finds running are the slow ones.
+    bench.manifest["spec"]["sampling"]["temperature"] = 0
     process = bench.start("--no-compare")
     half = bench.expected(1) + PROBLEMS * SAMPLES // 2
     bench.wait_for(lambda: bool(bench.uid) and len(bench.ledger()) >= half, process)

@@ -242,7 +242,6 @@ class Rollout(_Response):
     )
     drafted: int = Field(default=0, ge=0, description="Draft tokens verified in these steps.")
     accepted: int = Field(default=0, ge=0, description="Draft tokens accepted in these steps.")
-    reward: float | None = None
     engine: str = Field(default="", description="Id of the engine that sampled the last token.")
     cached_tokens: int = Field(default=0, ge=0, description="Context tokens whose keys and values were cached.")
     started_at: float = Field(default=0.0, ge=0, description="Unix time at which an engine first took it.")

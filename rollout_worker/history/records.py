@@ -34,7 +34,6 @@ class HistoryRecord:
     tokens: TokenArray
     """The model's own response tokens, shape (length,), uint32."""
     finish_reason: str
-    reward: float | None = None
 
 
 def encode_record(record: HistoryRecord) -> bytes:
@@ -47,7 +46,6 @@ def encode_record(record: HistoryRecord) -> bytes:
             record.weight_version,
             record.generation,
             record.finish_reason,
-            record.reward,
             record.tokens.astype("<u4", copy=False).tobytes(),
         ]
     )
@@ -67,13 +65,13 @@ def decode_record(data: bytes) -> HistoryRecord:
     if not isinstance(body, list) or not body or body[0] != RECORD_VERSION:
         raise RecordError(f"not a record of version {RECORD_VERSION}")
     match body[1:]:
-        case [str(rollout_id), str(run), int(version), int(generation), str(reason), reward, bytes(tokens)] if len(
-            tokens
-        ) % 4 == 0 and isinstance(reward, float | None):
+        case [str(rollout_id), str(run), int(version), int(generation), str(reason), bytes(tokens)] if (
+            len(tokens) % 4 == 0
+        ):
             ids = np.frombuffer(tokens, dtype="<u4").astype(np.uint32, copy=False)
             if len(ids) and ids.max() == _RESERVED:
                 raise RecordError(f"token id {_RESERVED} is out of range")
             if not 0 <= generation < _GENERATIONS:
                 raise RecordError(f"generation {generation} is out of range")
-            return HistoryRecord(rollout_id, run, version, generation, ids, reason, reward)
+            return HistoryRecord(rollout_id, run, version, generation, ids, reason)
     raise RecordError("a field is missing or of the wrong type")

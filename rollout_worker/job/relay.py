@@ -119,7 +119,6 @@ class Relay:
             generation=generation,
             tokens=np.asarray(rollout.token_ids, dtype=np.uint32),
             finish_reason=str(rollout.finish_reason),
-            reward=rollout.reward,
         )
         self._store.append(rollout.problem_id, record, newest=self._store.generation())
         self.appended += 1

@@ -113,7 +113,6 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         steps=draw(st.integers(0, 1000)),
         drafted=draw(st.integers(0, 1000)),
         accepted=draw(st.integers(0, 1000)),
-        reward=draw(st.none() | st.floats(0, 1)),
         engine=draw(st.text(max_size=20)),
         cached_tokens=draw(st.integers(0, 10_000)),
         started_at=draw(times),

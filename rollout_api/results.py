@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import msgpack
 import redis.asyncio
 
+from rollout_api.dead_letters import add_dead_letter
 from rollout_api.errors import JobEndedError, NameInUseError, RolloutClientError, UnreadableResultError
 from rollout_api.keys import DATA, TRAINER_GROUP, MessageKeys
 from rollout_api.messages import CodecError, Refusal, Rollout, RolloutId, decode
@@ -25,7 +26,6 @@ MOST_UNREAD = 1000
 """Rollouts that wait for a consumer before no more are read: the back-pressure that a slow consumer gives."""
 _COUNT = 64
 _ACKNOWLEDGED_AT_ONCE = 1000
-_DEAD_KEPT = 1000
 _PAUSE_S = 0.2
 _STREAM_IS_GONE = ("NOGROUP", "UNBLOCKED")
 
@@ -231,8 +231,7 @@ class ResultStream:
 
         async def move() -> None:
             async with self._client.pipeline(transaction=True) as pipeline:
-                letter: dict[Any, Any] = {DATA: data, "reason": reason, "stream": self._stream}
-                pipeline.xadd(self._keys.dead, letter, maxlen=_DEAD_KEPT, approximate=True)
+                add_dead_letter(pipeline, self._keys.dead, stream=self._stream, data=data, reason=reason)
                 pipeline.xack(self._stream, TRAINER_GROUP, entry)
                 try:
                     await pipeline.execute()

@@ -13,6 +13,7 @@ from typing import Any
 import msgpack
 import redis.asyncio
 
+from rollout_api.dead_letters import add_dead_letter
 from rollout_api.keys import DATA, MessageKeys
 from rollout_api.messages import (
     Message,
@@ -34,7 +35,6 @@ LEDGER_KEPT_S = 7 * 24 * 3600
 """How long a request that was answered is known, so that it is not answered again."""
 TRAJECTORY_KEPT_S = 3600
 _EVENTS_KEPT = 4096
-_DEAD_KEPT = 1000
 _STATUS_EXPIRES_S = 10
 _PAGE = 500
 
@@ -189,8 +189,7 @@ class MessagePlane:
     async def bury(self, stream: str, entry: str, data: bytes, reason: str) -> None:
         """Move an entry that cannot be read or carried out to the dead letters."""
         async with self.client.pipeline(transaction=True) as pipeline:
-            letter: Any = {DATA: data, "reason": reason, "stream": stream}
-            pipeline.xadd(self.keys.dead, letter, maxlen=_DEAD_KEPT, approximate=True)
+            add_dead_letter(pipeline, self.keys.dead, stream=stream, data=data, reason=reason)
             pipeline.xdel(stream, entry)
             await pipeline.execute()
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import redis
 
+from rollout_api.dead_letters import add_dead_letter
 from rollout_api.keys import DATA, MessageKeys
 from rollout_api.messages import CodecError, Rewards, Rollout, RolloutId, decode
 from rollout_worker.history.connection import persist
@@ -25,7 +26,6 @@ _POLL_S = 0.05
 _RETRY_S = 1.0
 _SAY_EVERY_S = 30.0
 _BATCH = 64
-_DEAD_KEPT = 1000
 
 
 class Relay:
@@ -99,8 +99,7 @@ class Relay:
                 carry(data)
             except CodecError as error:
                 logger.warning("An entry of %s cannot be read and goes to the dead letters: %s", stream, error)
-                letter: Any = {DATA: data, "reason": str(error), "stream": stream}
-                self._client.xadd(self._keys.dead, letter, maxlen=_DEAD_KEPT, approximate=True)
+                add_dead_letter(self._client, self._keys.dead, stream=stream, data=data, reason=str(error))
                 self.dead += 1
             self._client.xdel(stream, entry_id)
 

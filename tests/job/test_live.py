@@ -742,7 +742,8 @@ def test_a_worker_that_is_told_to_leave_hands_over_what_it_has(stage: Stage) -> 
         assert {} == running.redis.hgetall(running.keys.attempts)  # nobody is blamed for it
         # and one that joins takes its part
         running.start_worker("engine-2", stage.engines["engine-0"])
-        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        both = {"engine-1", "engine-2"}
+        await running.until(lambda: both == {engine["name"] for engine in client.status.get("engines", [])})
         assert 2 == len({rollout.engine for rollout in await gather(client, 2, prompts(8))})
 
     stage.play(story)

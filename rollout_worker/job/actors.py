@@ -10,6 +10,7 @@ import asyncio
 import gc
 import logging
 import os
+import secrets
 import threading
 import time
 from collections.abc import Coroutine
@@ -107,17 +108,17 @@ class EngineActor:
     def __init__(self, setup: JobSetup, name: str, plain: bool) -> None:
         _log_plainly()
         self.worker: EngineWorker | None = None
-        self.started = threading.Event()
-        """Set once it has started, or cannot."""
+        self.started = False
+        """Or known not to be able to start."""
         self.error = ""
+        self._process = secrets.token_hex(8)
         self._loop = _Loop("engine")
         self._work = self._loop.start(_serve(self, setup, name, plain))
         self._work.add_done_callback(_end_process_when_failed)
 
-    def ready(self) -> str:
-        """Wait until the engine has started; '' or why it does not start."""
-        self.started.wait()
-        return self.error
+    def state(self) -> tuple[str, bool, str]:
+        """Which process this is, whether its engine has started or cannot start, and why it cannot."""
+        return self._process, self.started, self.error
 
     def drain(self, grace: float = DRAIN_S) -> bool:
         """Let the rollouts end for *grace* seconds, hand the rest over and leave the job."""
@@ -151,9 +152,9 @@ async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) ->
     try:
         engine = await Engine.start(setup.engine_config(plain=plain))
     except Exception as error:
-        # said by ready(), and tried again by whoever asked
+        # said by state(), and tried again by the fleet
         actor.error = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-        actor.started.set()
+        actor.started = True
         return
     actor.worker = EngineWorker(
         engine,
@@ -170,7 +171,7 @@ async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) ->
     # what vLLM brought stays: to look through it again and again would hold all rollouts up
     gc.collect()
     gc.freeze()
-    actor.started.set()
+    actor.started = True
     try:
         await actor.worker.run()
     finally:

@@ -384,14 +384,17 @@ class EngineWorker:
     # partials
 
     async def _keep_partials(self) -> None:
+        failing = False
         while True:
             await self._partials_there.wait()
             self._partials_there.clear()
             pending, self._partials = self._partials, {}
             writes = (self._plane.checkpoint(request, key[1], partial) for key, (request, partial) in pending.items())
-            for outcome in await asyncio.gather(*writes, return_exceptions=True):
-                if isinstance(outcome, Exception):
-                    logger.warning("A partial rollout was not kept (%s); the next one will be.", outcome)
+            outcomes = await asyncio.gather(*writes, return_exceptions=True)
+            failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+            if failures and not failing:
+                logger.warning("Partial rollouts are not kept for now (%s); later ones will be.", failures[0])
+            failing = bool(failures)
 
     # weights
 

@@ -39,7 +39,10 @@ class Fleet:
         self.errors: dict[str, str] = {}
         """Engines that do not start, and why."""
         self._setup, self._actor = setup, actor
-        self._starting: dict[str, Any] = {}
+        self._asked: dict[str, Any] = {}
+        """Engine → a call that has not been answered yet."""
+        self._starting: dict[str, str] = {}
+        """Engine → its process, when it was last seen to start."""
         self._retry_at: dict[str, float] = {}
         self._leaving: dict[str, Any] = {}
         self._deaths: Counter[str] = Counter()
@@ -98,30 +101,32 @@ class Fleet:
 
     def _ask(self, name: str) -> None:
         """Learn whether an engine has started; one that cannot start is ended, to be made anew."""
-        call = self._starting.get(name)
-        if call is None:
-            actor = ray.get_actor(name, namespace=namespace(self._setup.uid))
-            self._starting[name] = actor.ready.remote()
-            return
+        actor = ray.get_actor(name, namespace=namespace(self._setup.uid))
+        call = self._asked.pop(name, None) or actor.state.remote()
         done, _ = ray.wait([call], timeout=_ANSWER_S)
         if not done:
+            self._asked[name] = call
             return
-        del self._starting[name]
         try:
-            error = ray.get(call)
-        except ray.exceptions.RayError as death:
-            # Ray starts it anew
-            self._deaths[name] += 1
+            process, started, error = ray.get(call)
+        except ray.exceptions.RayError as away:
+            # killed, or its node is gone: Ray starts it anew, and another process answers then
+            logger.debug("%s does not answer: %s", name, away)
+            return
+        if not started:
+            self._deaths[name] += self._starting.get(name, process) != process
+            self._starting[name] = process
             if self._deaths[name] < _DEATHS:
                 return
-            error = f"its process died {self._deaths[name]} times while it started, for want of memory perhaps: {death}"
+            error = f"its process died {self._deaths[name]} times while it started, for want of memory perhaps"
         del self._deaths[name]
+        self._starting.pop(name, None)
         if error:
             if self.errors.get(name) != error:
                 logger.error("%s does not start: %s", name, error)
             self.errors[name] = error
             self._retry_at[name] = time.monotonic() + _RETRY_S
-            ray.kill(ray.get_actor(name, namespace=namespace(self._setup.uid)), no_restart=True)
+            ray.kill(actor, no_restart=True)
         else:
             self.errors.pop(name, None)
 

@@ -107,7 +107,7 @@ def test_an_engine_that_was_killed_comes_back_and_is_no_error(setup: JobSetup) -
     assert not look(fleet, 2)
     os.kill(first, signal.SIGKILL)
     assert not look(fleet, 8), fleet.errors
-    assert pid_of(setup) != first
+    assert first != pid_of(setup)
 
 
 def test_an_engine_whose_process_dies_again_and_again_while_it_starts_is_an_error(setup: JobSetup) -> None:
@@ -119,4 +119,4 @@ def test_an_engine_whose_process_dies_again_and_again_while_it_starts_is_an_erro
 def test_an_engine_that_says_that_it_cannot_start_is_an_error(setup: JobSetup) -> None:
     fleet = Fleet(setup, CannotStart)
     assert look(fleet, 60)
-    assert fleet.errors == {"engine-0": "no such model"}
+    assert {"engine-0": "no such model"} == fleet.errors

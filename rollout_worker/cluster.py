@@ -30,7 +30,7 @@ from rollout_api.keys import MessageKeys
 from rollout_worker.child_process import end_with_parent
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.history.connection import connect, persist
-from rollout_worker.job.actors import DRAIN_S, WORKER_ENV
+from rollout_worker.job.actors import WORKER_ENV
 from rollout_worker.job.fleet import ENGINE_RESOURCE
 from rollout_worker.job.ray_job import OBJECT_STORE_BYTES, RayJob, join_ray
 from rollout_worker.job.setup import JobSetup
@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _STOP_S = 10.0
+_DRAIN_S = 25.0
+"""How long a worker that is told to end lets its rollouts end: less than Kubernetes' usual 30 s until SIGKILL."""
 
 
 async def run_head(setup: JobSetup, *, port: int) -> None:
@@ -97,7 +99,7 @@ def run_worker(redis_url: str, uid: str, *, address: str, engines: int) -> None:
             while not ending and processes.poll() is None and _head(server, keys.head) in (head, None):
                 time.sleep(_POLL_S)
             if ending:
-                _let_engines_leave(server, keys, name, DRAIN_S)
+                _let_engines_leave(server, keys, name, _DRAIN_S)
             elif processes.poll() is None:
                 logger.warning("The head was started anew; joining it as soon as what is here is handed over.")
                 _let_engines_leave(server, keys, name, 0.0)

@@ -30,13 +30,9 @@ from rollout_worker.job.setup import JobSetup
 
 logger = logging.getLogger(__name__)
 
-DRAIN_S = 25.0
-"""How long an engine that is told to end lets its rollouts end: less than Kubernetes' usual 30 s until SIGKILL."""
 WORKER_ENV = "ROLLOUT_WORKER"
 """Names the worker that started this machine's part of Ray; its engines inherit it."""
 _FAILED_EXIT = 1
-_ENDING_S = 30.0
-"""In which an engine that has left its job ends."""
 
 
 class _Loop:
@@ -81,10 +77,6 @@ class CoordinatorActor:
         """Engines that do not start, and why."""
         return dict(self.fleet.errors)
 
-    def scale(self, engines: int) -> None:
-        """From now on keep so many engines; those that are too many drain and leave."""
-        self.fleet.wanted = engines
-
     def ended(self, wait: float = 0.0) -> bool:
         """Whether the job was closed and answered."""
         deadline = time.monotonic() + wait
@@ -107,7 +99,6 @@ class EngineActor:
 
     def __init__(self, setup: JobSetup, name: str, plain: bool) -> None:
         _log_plainly()
-        self.worker: EngineWorker | None = None
         self.started = False
         """Or known not to be able to start."""
         self.error = ""
@@ -119,13 +110,6 @@ class EngineActor:
     def state(self) -> tuple[str, bool, str]:
         """Which process this is, whether its engine has started or cannot start, and why it cannot."""
         return self._process, self.started, self.error
-
-    def drain(self, grace: float = DRAIN_S) -> bool:
-        """Let the rollouts end for *grace* seconds, hand the rest over and leave the job."""
-        if self.worker is not None and not self._work.done():
-            self._loop.start(self.worker.drain(grace)).result()
-            self._work.result(timeout=_ENDING_S)
-        return True
 
 
 # What actors do in their loops. No actor has a coroutine as a method: Ray would then run all its methods in one loop of
@@ -156,7 +140,7 @@ async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) ->
         actor.error = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
         actor.started = True
         return
-    actor.worker = EngineWorker(
+    worker = EngineWorker(
         engine,
         setup.plane(),
         setup.store(),
@@ -173,6 +157,6 @@ async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) ->
     gc.freeze()
     actor.started = True
     try:
-        await actor.worker.run()
+        await worker.run()
     finally:
         engine.close()

@@ -1,4 +1,4 @@
-"""Keeps as many engine actors as a job wants, wherever Ray has room for them."""
+"""Keeps an engine actor for every place that the workers of a job have."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollout_worker.job.setup import JobSetup
@@ -26,16 +26,15 @@ _DEATHS = 3
 
 
 class Fleet:
-    """Level-triggered: each pass looks which engine actors there are and makes what is missing.
+    """Level-triggered: each pass looks what room and which engine actors there are, and makes what is missing.
 
-    The actors are detached and bear names, so that they outlive the coordinator that made them and are found again.
-    Ray starts one that died anew, on another node if its own is gone; one that cannot start is made anew after a while.
+    A worker that joins brings room, and so gets an engine for each of its places. The actors are detached and bear
+    names, so that they outlive the coordinator that made them and are found again. Ray starts one that died anew; one
+    whose worker has gone waits for the room of the next. One that cannot start is made anew after a while.
     """
 
     def __init__(self, setup: JobSetup, actor: type) -> None:
         """Keep the engines of a job; *actor* is their class."""
-        self.wanted = setup.job.spec.workers.replicas
-        """Engines with speculation as configured."""
         self.errors: dict[str, str] = {}
         """Engines that do not start, and why."""
         self._setup, self._actor = setup, actor
@@ -44,7 +43,6 @@ class Fleet:
         self._starting: dict[str, str] = {}
         """Engine → its process, when it was last seen to start."""
         self._retry_at: dict[str, float] = {}
-        self._leaving: dict[str, Any] = {}
         self._deaths: Counter[str] = Counter()
         """How often in a row an engine's process died while it started."""
 
@@ -58,20 +56,19 @@ class Fleet:
             await asyncio.sleep(_LOOK_S)
 
     def _look(self) -> None:
-        wanted = {f"engine-{number}": False for number in range(self.wanted)}
-        wanted |= {f"plain-{number}": True for number in range(self._setup.plain_engines)}
-        there = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if self._is_ours(actor)}
-        for name in sorted(there - wanted.keys()):
-            self._retire(name)
+        nodes: Any = ray.nodes()
+        room = sum(int(node["Resources"].get(ENGINE_RESOURCE, 0)) for node in nodes if node["Alive"])
+        wanted = {f"plain-{number}": True for number in range(self._setup.plain_engines)}
+        wanted |= {f"engine-{number}": False for number in range(room - len(wanted))}
+        ours = namespace(self._setup.uid)
+        named = ray.util.list_named_actors(all_namespaces=True)
+        there = {actor["name"] for actor in named if actor["namespace"] == ours}
         for name, plain in wanted.items():
-            if name in there:
-                self._ask(name)
-            else:
+            if name not in there:
                 self._make(name, plain)
-
-    def _is_ours(self, actor: dict[str, str]) -> bool:
-        engine = actor["name"].startswith(("engine-", "plain-"))
-        return engine and actor["namespace"] == namespace(self._setup.uid)
+        for name in sorted(there):
+            if name.startswith(("engine-", "plain-")):
+                self._ask(name)
 
     def _make(self, name: str, plain: bool) -> None:
         if time.monotonic() < self._retry_at.get(name, 0.0):
@@ -129,20 +126,6 @@ class Fleet:
             ray.kill(actor, no_restart=True)
         else:
             self.errors.pop(name, None)
-
-    def _retire(self, name: str) -> None:
-        actor = ray.get_actor(name, namespace=namespace(self._setup.uid))
-        call = self._leaving.get(name)
-        if call is None:
-            self._leaving[name] = actor.drain.remote()
-            return
-        done, _ = ray.wait([call], timeout=_ANSWER_S)
-        if not done:
-            return
-        del self._leaving[name]
-        ray.kill(actor, no_restart=True)
-        named = f"{namespace(self._setup.uid)}-{name}"
-        remove_placement_group(get_placement_group(named))
 
 
 def lasting(name: str, uid: str) -> dict[str, Any]:

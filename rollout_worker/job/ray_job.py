@@ -46,6 +46,7 @@ def join_ray(address: str) -> None:
 
 def _init(**settings: Any) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # an engine whose worker has gone waits for room, in silence
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 

@@ -328,6 +328,9 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
 
     # a worker comes and another goes
     battlefield.start_worker(2)
+    battlefield.wait(
+        lambda: len(set(battlefield.server.client.hgetall(KEYS.engines)) - old) == 3, 180, "no third engine came"
+    )
     battlefield.kubelet.remove("worker-0")
     steps = battlefield.steps()
     battlefield.wait(lambda: battlefield.steps() > steps + 3, 180, "no step was made without the worker that left")

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 import ray
+from ray.cluster_utils import Cluster
 
-from rollout_worker.job.fleet import Fleet, namespace
-from rollout_worker.job.ray_job import start_local_ray, stop_local_ray
+from rollout_worker.job.fleet import ENGINE_RESOURCE, Fleet, namespace
+from rollout_worker.job.ray_job import join_ray
 from rollout_worker.job.setup import JobSetup
 
 MANIFEST = {
@@ -58,25 +59,30 @@ class CannotStart:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster() -> Iterator[Cluster]:
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors' processes do not find this module
-    start_local_ray(1)
-    yield
-    stop_local_ray()
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "resources": {ENGINE_RESOURCE: 1}})
+    join_ray(made.address)
+    yield made
+    ray.shutdown()
+    made.shutdown()
 
 
 @pytest.fixture
 def setup() -> Iterator[JobSetup]:
-    """Of a job of its own, whose engine is ended after the test."""
+    """Of a job of its own, whose engines are ended after the test."""
     made = JobSetup(MANIFEST, f"fleet-{secrets.token_hex(4)}", "redis://127.0.0.1:1/0", "", "", 100)
     yield made
-    with contextlib.suppress(ValueError):  # the fleet has ended it
-        ray.kill(engine_of(made), no_restart=True)
-    ray.util.remove_placement_group(ray.util.get_placement_group(f"{namespace(made.uid)}-engine-0"))
+    for number in range(2):
+        with contextlib.suppress(ValueError):  # there is none, or the fleet has ended it
+            ray.kill(engine_of(made, number), no_restart=True)
+        with contextlib.suppress(ValueError):
+            named = f"{namespace(made.uid)}-engine-{number}"
+            ray.util.remove_placement_group(ray.util.get_placement_group(named))
 
 
-def engine_of(setup: JobSetup) -> ray.actor.ActorHandle:
-    return ray.get_actor("engine-0", namespace=namespace(setup.uid))
+def engine_of(setup: JobSetup, number: int = 0) -> ray.actor.ActorHandle:
+    return ray.get_actor(f"engine-{number}", namespace=namespace(setup.uid))
 
 
 def look(fleet: Fleet, seconds: float) -> bool:
@@ -90,11 +96,11 @@ def look(fleet: Fleet, seconds: float) -> bool:
     return False
 
 
-def pid_of(setup: JobSetup) -> int:
+def pid_of(setup: JobSetup, number: int = 0) -> int:
     deadline = time.monotonic() + 60
     while True:
         try:
-            return int(ray.get(engine_of(setup).pid.remote(), timeout=60))
+            return int(ray.get(engine_of(setup, number).pid.remote(), timeout=60))
         except (ray.exceptions.RayError, ValueError):
             assert time.monotonic() < deadline
             time.sleep(0.2)
@@ -120,3 +126,25 @@ def test_an_engine_that_says_that_it_cannot_start_is_an_error(setup: JobSetup) -
     fleet = Fleet(setup, CannotStart)
     assert look(fleet, 60)
     assert {"engine-0": "no such model"} == fleet.errors
+
+
+def test_a_worker_that_joins_brings_an_engine_and_one_that_leaves_takes_it_along(
+    cluster: Cluster, setup: JobSetup
+) -> None:
+    fleet = Fleet(setup, SlowToComeBack)
+    fleet._look()
+    first = pid_of(setup)
+    with pytest.raises(ValueError, match="engine-1"):
+        engine_of(setup, 1)
+
+    worker = cluster.add_node(num_cpus=0, resources={ENGINE_RESOURCE: 1})
+    fleet._look()
+    second = pid_of(setup, 1)
+    cluster.remove_node(worker)
+    assert not look(fleet, 5), fleet.errors
+    assert first == pid_of(setup)
+
+    worker = cluster.add_node(num_cpus=0, resources={ENGINE_RESOURCE: 1})
+    assert not look(fleet, 2), fleet.errors
+    assert second != pid_of(setup, 1)
+    cluster.remove_node(worker)

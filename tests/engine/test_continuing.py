@@ -174,7 +174,6 @@ def test_a_response_can_be_ended_early(bed: Bed, law: Law) -> None:
     made, parts = bed.loop.run(ended_early(bed, bed.request(PROMPT, sampling), every=16, after=3))
     assert 0 <= made.accepted <= made.drafted
     assert made.finish_reason is None
-    assert made.finish_reason is None
     assert 3 == len(parts)
     assert parts[-1].token_ids == made.token_ids[: len(parts[-1].token_ids)]
     assert len(parts[-1].token_ids) <= len(made.token_ids) < 300

@@ -45,7 +45,7 @@ ARMS = {"drafts": "fixed", "no drafts": "off"}
 WORK = Path(".rollout/training_curves")
 FIRST, LAST = 5, 10
 """Steps at a run's two ends whose mean rewards are compared."""
-MARGIN, LEVEL, POWER, LEAST_GAIN = 0.03, 0.05, 0.8, 0.1
+MARGIN, LEVEL, POWER, LEAST_GAIN, LEAST_PAIRS = 0.03, 0.05, 0.8, 0.1, 5
 MODEL = "das/tiny-qwen3/step-0360"
 
 
@@ -181,8 +181,8 @@ def figures(runs: dict[str, list[Run]]) -> list[Figure]:
         Figure("difference of final rewards, 90% interval, low end", low, "reward", peer, ">=", -MARGIN),
         Figure("difference of final rewards, 90% interval, high end", high, "reward", peer, "<=", MARGIN),
         Figure("least gain of a run", min(gains), "reward", "", ">=", LEAST_GAIN),
-        Figure("power with the spread that was found", power, "", "", ">=", None),
-        Figure("pairs of runs", len(differences), "pairs", "", ">=", None),
+        Figure("power with the spread that was found", power, "", "", ">=", POWER),
+        Figure("pairs of runs", len(differences), "pairs", "", ">=", LEAST_PAIRS),
         Figure("final reward with drafts", fmean(run.last for run in drafted), "reward", "", ">=", None),
         Figure("final reward without drafts", fmean(run.last for run in plain), "reward", "", ">=", None),
         Figure("tokens a decoding step with drafts", tokens, "tokens", "", ">=", None),
@@ -229,7 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, default=64, help="optimiser steps of a run")
     parser.add_argument("--batch", type=int, default=9, help="problems in a step")
-    parser.add_argument("--least-pairs", type=int, default=5)
+    parser.add_argument("--least-pairs", type=int, default=LEAST_PAIRS)
     parser.add_argument("--pairs", type=int, help="so many pairs, whatever the spread")
     parser.add_argument("--most-pairs", type=int, default=30)
     parser.add_argument(

@@ -321,7 +321,7 @@ def test_a_rollout_that_costs_engine_after_engine_is_given_up_and_the_others_are
 
 def test_cancelled_and_overdue_rollouts_come_back_as_they_are(stage: Stage) -> None:
     async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
-        sampling = Sampling(n=4, max_tokens=480, allowed_token_ids=ENDLESS, logprobs=True)
+        sampling = Sampling(n=8, max_tokens=480, allowed_token_ids=ENDLESS, logprobs=True)
         asked = prompts(20, sampling=sampling)
         async with client.step(1, asked) as step:
             await running.until(lambda: running.redis.hlen(running.keys.partials) >= 8)
@@ -329,7 +329,7 @@ def test_cancelled_and_overdue_rollouts_come_back_as_they_are(stage: Stage) -> N
             started = time.monotonic()
             rollouts = [rollout async for rollout in step]
         assert time.monotonic() - started < 5
-        assert_once(running, rollouts, 80)
+        assert_once(running, rollouts, 160)
         assert FinishReason.CANCELLED in {rollout.finish_reason for rollout in rollouts}
         begun = [rollout for rollout in rollouts if rollout.token_ids and not rollout.finish_reason.complete]
         assert begun
@@ -347,7 +347,7 @@ def test_cancelled_and_overdue_rollouts_come_back_as_they_are(stage: Stage) -> N
         late = [Prompt(one.token_ids, one.problem_id, sampling, deadline_seconds=0.7) for one in asked]
         rollouts = await gather(client, 3, late)
         assert_once_each = {rollout.rollout_id for rollout in rollouts}
-        assert 80 == len(assert_once_each)
+        assert 160 == len(assert_once_each)
         assert FinishReason.DEADLINE in {rollout.finish_reason for rollout in rollouts}
 
     stage.play(story)
@@ -594,7 +594,9 @@ def test_weights_are_broadcast_from_a_trainers_memory_past_any_disk(stage: Stage
         sampling = Sampling(n=2, max_tokens=60, logprobs=True)
         model = AutoModelForCausalLM.from_pretrained(stage.models / "1", dtype="float32")
         weights = ModelInMemory(model, host="127.0.0.1")
-        async with client.step(1, prompts(4, sampling=Sampling(n=2, max_tokens=400, allowed_token_ids=ENDLESS))) as old:
+        async with client.step(
+            1, prompts(4, sampling=Sampling(n=16, max_tokens=400, allowed_token_ids=ENDLESS))
+        ) as old:
             await running.until(lambda: running.redis.hlen(running.keys.partials) >= 4)
             assert 2 == len((await client.publish_weights(1, weights)).loaded)
             running_through = [rollout async for rollout in old]
@@ -730,7 +732,7 @@ def test_ten_thousand_short_requests_are_all_answered(stage: Stage) -> None:
 def test_a_worker_that_is_told_to_leave_hands_over_what_it_has(stage: Stage) -> None:
     async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
         sampling = Sampling(n=4, max_tokens=450, allowed_token_ids=ENDLESS)
-        task = asyncio.ensure_future(gather(client, 1, prompts(4, sampling=sampling)))
+        task = asyncio.ensure_future(gather(client, 1, prompts(20, sampling=sampling)))
         await running.until(lambda: running.redis.hlen(running.keys.partials) >= 10)
         worker, done = running.workers.pop("engine-0"), running.tasks.pop("engine-0")
         started = time.monotonic()
@@ -738,7 +740,7 @@ def test_a_worker_that_is_told_to_leave_hands_over_what_it_has(stage: Stage) -> 
         await done
         assert time.monotonic() - started < 3
         rollouts = await task
-        assert_once(running, rollouts, 16)
+        assert_once(running, rollouts, 80)
         assert {} == running.redis.hgetall(running.keys.attempts)  # nobody is blamed for it
         # and one that joins takes its part
         running.start_worker("engine-2", stage.engines["engine-0"])

@@ -31,7 +31,7 @@ class Reaper:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rollout_worker.child_process"], stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, "-m", "rollout_worker.child_process"], stdin=subprocess.PIPE, process_group=0
         )
 
     def know(self) -> None:

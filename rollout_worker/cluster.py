@@ -132,12 +132,12 @@ def _wait_until_reachable(address: str, processes: subprocess.Popen[bytes]) -> N
 
 @contextmanager
 def _ray(options: list[str]) -> Iterator[subprocess.Popen[bytes]]:
-    """Ray's processes on this machine, in a session of their own."""
+    """Ray's processes on this machine, in a process group of their own."""
     command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
     command += [f"--object-store-memory={OBJECT_STORE_BYTES}", *options]
     processes = subprocess.Popen(
         command,
-        start_new_session=True,
+        process_group=0,
         stdout=subprocess.DEVNULL,
         preexec_fn=end_with_parent,  # noqa: PLW1509 – see there
     )

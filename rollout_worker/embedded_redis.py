@@ -89,7 +89,7 @@ class EmbeddedRedis:
             stderr=subprocess.DEVNULL,
             pass_fds=(self._keep_open,),
             preexec_fn=end_with_parent,  # noqa: PLW1509 – see there
-            start_new_session=True,
+            process_group=0,  # no Ctrl-C; but not a session, whose processes Linux may let wait for seconds (autogroup)
         )
 
     def _answers(self, process: subprocess.Popen[bytes]) -> bool:

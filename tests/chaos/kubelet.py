@@ -97,7 +97,7 @@ class Kubelet:
                 with self._lock:
                     if name in self._commands:
                         self._processes[name] = subprocess.Popen(
-                            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                            command, stdout=log, stderr=subprocess.STDOUT, process_group=0
                         )
                         self.restarts[name] += 1
                 log.close()

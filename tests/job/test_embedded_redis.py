@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import signal
 import subprocess
 import sys
@@ -84,3 +85,14 @@ def test_a_directory_that_it_cannot_read_ends_in_its_log(tmp_path: Path) -> None
     (aof / "appendonly.aof.manifest").write_text("nonsense\n")
     with (tmp_path / "lock").open("w") as lock, pytest.raises(RedisUnusableError, match="AOF"):
         EmbeddedRedis(tmp_path, keep_open=lock.fileno()).start()
+
+
+def test_it_shares_the_session_of_its_owner_but_not_its_signals(tmp_path: Path) -> None:
+    """Linux schedules by session where autogroup is on: in its own, the server was seen to wait 3 s beside engines."""
+    owner, url = start(tmp_path)
+    server = int(redis.Redis.from_url(url).info("server")["process_id"])
+    assert os.getsid(owner.pid) == os.getsid(server)
+    assert server == os.getpgid(server) != os.getpgid(owner.pid)  # a Ctrl-C is for the owner, which ends the server
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()  # type: ignore[union-attr]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -41,9 +42,11 @@ class ModelInMemory:
             raise InvalidRequestError(f"the model's parameters are on {found}; they must all be on cpu, or all on cuda")
         self.backend = "gloo" if devices == {"cpu"} else "nccl"
         self._joined: tuple[str, Mapping[str, int], BroadcastGroup | None] = ("", {}, None)
+        self._withdrawn = threading.Event()
 
     def offer(self, engines: Mapping[str, int]) -> tuple[str, Broadcast]:
         """See :class:`~rollout_api.publishing.InMemory`."""
+        self._withdrawn = threading.Event()
         name, members, group = self._joined
         ranks, following = {}, 1
         for engine, processes in sorted(engines.items()):
@@ -68,7 +71,15 @@ class ModelInMemory:
         if group is None:
             at = urlsplit(uri)
             device = next(self._model.parameters()).device
-            group = join(self.backend, self._host, at.port or 0, rank=0, world_size=offer.world_size, device=device)
+            group = join(
+                self.backend,
+                self._host,
+                at.port or 0,
+                rank=0,
+                world_size=offer.world_size,
+                device=device,
+                given_up=self._withdrawn,
+            )
         try:
             for tensor in self.gather():
                 group.broadcast(tensor)
@@ -76,6 +87,10 @@ class ModelInMemory:
             group.leave()
             raise
         self._joined = (name, ranks, group)
+
+    def withdraw(self) -> None:
+        """See :class:`~rollout_api.publishing.InMemory`."""
+        self._withdrawn.set()
 
     def gather(self) -> Iterator[Any]:
         """Each parameter, whole. Of a sharded model this is a collective: all processes go through it together."""

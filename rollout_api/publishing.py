@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -20,6 +20,7 @@ from rollout_api.keys import MessageKeys
 from rollout_api.messages import Broadcast, UpdateMode, WeightsKind, WeightUpdate, encode
 from rollout_api.redis_connection import Patience
 from rollout_api.sending import Sender
+from rollout_api.tasks import end
 from rollout_api.weights import checksum
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,12 @@ class InMemory(Protocol):
         """Broadcast the weights; returns when all engines have them.
 
         Raises:
-            RuntimeError: if an engine does not take part.
+            RuntimeError: if an engine does not take part, or the offer is withdrawn.
         """
+        ...
+
+    def withdraw(self) -> None:
+        """Let :meth:`send`, and with it the engines, wait for no engine any more."""
         ...
 
 
@@ -125,10 +130,18 @@ class Publisher:
         uri, offer = await asyncio.to_thread(weights.offer, {name: one["ranks"] for name, one in engines.items()})
         update = WeightUpdate(weight_version=version, uri=uri, broadcast=offer, mode=mode)
         [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
+        withdrawn = asyncio.Event()
+
+        def withdraw() -> None:
+            withdrawn.set()
+            weights.withdraw()
+
         sending = asyncio.ensure_future(asyncio.to_thread(weights.send, uri, offer))
-        waiting = asyncio.ensure_future(self._wait(version, entry, engines, timeout))
+        waiting = asyncio.ensure_future(self._wait(version, entry, engines, timeout, on_missing=withdraw))
         try:
             await asyncio.wait((sending, waiting), return_when=asyncio.FIRST_EXCEPTION)
+            if withdrawn.is_set():  # the engines say why
+                return await waiting
             if sending.done() and (error := sending.exception()) is not None:
                 raise WeightsError(
                     f"weight version {version} was not broadcast to all engines ({error}); publish the weights again, "
@@ -140,7 +153,9 @@ class Publisher:
             await self._patience.of(lambda: self._client.xdel(self._keys.control, entry), what="take it back")
             raise
         finally:
-            waiting.cancel()
+            weights.withdraw()
+            await asyncio.wait((sending,), timeout=_POLL_S)  # its port is then free again
+            await end(waiting, sending)
 
     async def _without_pinned(self, version: int, timeout: float) -> dict[str, dict[str, Any]]:
         """The engines, once none of them makes a rollout that is pinned to a version.
@@ -161,9 +176,18 @@ class Publisher:
             await asyncio.sleep(_POLL_S)
 
     async def _wait(
-        self, version: int, entry: str, before: Mapping[str, Mapping[str, Any]], timeout: float
+        self,
+        version: int,
+        entry: str,
+        before: Mapping[str, Mapping[str, Any]],
+        timeout: float,
+        *,
+        on_missing: Callable[[], None] = lambda: None,
     ) -> PublishedWeights:
-        """Wait until each engine serves *version*, or has failed to since it reported *before*."""
+        """Wait until each engine serves *version*, or has failed to since it reported *before*.
+
+        Calls *on_missing* while one of those before has failed or is gone.
+        """
         began = said = time.monotonic()
         while True:
             # the entry goes when the coordinator has told the engines
@@ -179,6 +203,8 @@ class Publisher:
                 and version in report["failed"]
                 and report.get("loads", 1) > before.get(engine, {}).get("loads", 0)
             }
+            if before.keys() - engines.keys() or before.keys() & failed.keys():
+                on_missing()
             slow = sorted(engines.keys() - failed.keys() - set(loaded))
             if taken_up and engines and not slow:
                 break

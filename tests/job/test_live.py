@@ -30,6 +30,7 @@ from rollout_api import (
     WeightsError,
     encode,
 )
+from rollout_api.broadcast import JOIN_S
 from rollout_api.in_memory import ModelInMemory
 from rollout_api.job import Sampling
 from rollout_api.messages import Broadcast, Refusal, RolloutRequest, TensorToCome, WeightUpdate, decode
@@ -66,13 +67,17 @@ def engines(models: Path, loop: LoopThread, redis_server: str) -> Iterator[dict[
         engine.close()
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 class ForgetfulRedis:
     """A server that comes back with what it was last told to remember."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         self.url = f"redis://127.0.0.1:{port}/0"
         self._command = [
             "redis-server",
@@ -634,10 +639,21 @@ def test_weights_are_broadcast_from_a_trainers_memory_past_any_disk(stage: Stage
 
         # what does not fit is said before an engine stands still
         other = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(stage.models / "1", intermediate_size=8))
+        port = free_port()
         with pytest.raises(WeightsError, match="no engine could load") as refused:
-            await client.publish_weights(8, ModelInMemory(other, host="127.0.0.1"))
+            await client.publish_weights(8, ModelInMemory(other, host="127.0.0.1", port=port))
         assert all("has shape" in reason for reason in refused.value.failed.values())
         assert {4} == {rollout.weight_version for rollout in await gather(client, 9, prompts(2))}
+
+        # an engine that dies before it takes part holds the others up until its lease ends, and no longer
+        weights = ModelInMemory(model, host="127.0.0.1", port=port)  # which the refused ones gave back
+        await running.kill("engine-1")
+        began = time.monotonic()
+        with pytest.raises(WeightsError, match="no engine could load"):
+            await client.publish_weights(9, weights)
+        assert time.monotonic() - began < JOIN_S / 3
+        assert {4} == {rollout.weight_version for rollout in await gather(client, 10, prompts(2))}
+        assert 1 == len((await client.publish_weights(10, weights)).loaded)
 
     stage.play(story)
 

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 BACKENDS = ("gloo", "nccl")
 JOIN_S = 120.0
 """How long the first to come waits for the last, and how long a broadcast may take."""
+_CONNECT_S = 20.0
+"""How long to try to reach rank 0, which may just begin to listen."""
 _LOOK_S = 0.05
 _PRESENT, _COMPLETE = "das-present", "das-complete"
 """Keys of the store at which the processes of a group meet."""
@@ -74,7 +76,10 @@ def _meet(host: str, port: int, rank: int, world_size: int, given_up: threading.
 
     distributed: Any = torch.distributed
     patience = timedelta(seconds=JOIN_S)
-    store = distributed.TCPStore(host, port, world_size, rank == 0, patience, wait_for_workers=False)
+    store = distributed.TCPStore(
+        host, port, world_size, rank == 0, timedelta(seconds=_CONNECT_S), wait_for_workers=False
+    )
+    store.set_timeout(patience)
     if store.add(_PRESENT, 1) == world_size:
         store.set(_COMPLETE, "")
     if rank != 0:

@@ -55,6 +55,7 @@ from rollout_api.tasks import end
 logger = logging.getLogger(__name__)
 
 _WATCH_S = 1.0
+_STATUS_POLL_S = 0.05
 _NAME_PAUSE_S = 0.25
 _SAY_EVERY_S = 60.0
 _COORDINATOR_GRACE_S = 5.0
@@ -303,6 +304,27 @@ class AsyncRolloutClient:
             wait=wait,
             timeout=timeout,
         )
+
+    async def weight_version(self, *, timeout: float = 600.0) -> int:
+        """The newest weight version that the job was told to serve; 0 is the model that it began with.
+
+        Versions only grow, and a job outlives its trainers: one that starts counts on from here.
+
+        Args:
+            timeout: seconds for which the job may be without a coordinator, who says it.
+
+        Raises:
+            RolloutClientError: it was so for longer.
+        """
+        until = time.monotonic() + timeout
+        while (version := self._status.get("weight_version")) is None:
+            if time.monotonic() > until:
+                raise RolloutClientError(
+                    f"job {self.job.name} has had no coordinator for {timeout:g} s, which would say what weight "
+                    "version it serves; is the job running?"
+                )
+            await asyncio.sleep(_STATUS_POLL_S)
+        return max(int(version), await self._publisher.newest())  # the status is a second old
 
     async def report_rewards(self, rewards: Mapping[str, float]) -> None:
         """Tell the job the rewards of rollouts: rollout id → reward. Said again, the later one counts.

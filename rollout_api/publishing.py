@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import re
 import time
@@ -13,11 +14,12 @@ from typing import Any, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
 import msgpack
+import redis
 import redis.asyncio
 
 from rollout_api.errors import InvalidRequestError, WeightsError
 from rollout_api.keys import MessageKeys
-from rollout_api.messages import Broadcast, UpdateMode, WeightsKind, WeightUpdate, encode
+from rollout_api.messages import Broadcast, UpdateMode, WeightsKind, WeightUpdate, decode, encode
 from rollout_api.redis_connection import Patience
 from rollout_api.sending import Sender
 from rollout_api.tasks import end
@@ -70,6 +72,13 @@ class PublishedWeights:
     """Engine → why it could not load them; it goes on with what it had."""
 
 
+@dataclass
+class _Publication:
+    update: WeightUpdate
+    entry: str
+    """In the control stream; the coordinator deletes it once the update is the one to serve."""
+
+
 class Publisher:
     """Publishes weights to one job."""
 
@@ -112,10 +121,14 @@ class Publisher:
         digest = await _digest(str(weights), sha256)
         update = WeightUpdate(weight_version=version, uri=str(weights), weights=kind, sha256=digest, mode=mode)
         _check_new(version, update.identity, engines)
-        [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
+        publication = await self._send(update)
         if not wait:
             return PublishedWeights(version, [], {})
-        return await self._wait(version, entry, engines, timeout)
+        return await self._wait(publication, engines, timeout)
+
+    async def _send(self, update: WeightUpdate) -> _Publication:
+        [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
+        return _Publication(update, entry)
 
     async def _broadcast(
         self, version: int, weights: InMemory, engines: dict[str, dict[str, Any]], mode: UpdateMode, timeout: float
@@ -129,7 +142,7 @@ class Publisher:
         engines = await self._without_pinned(version, timeout)
         uri, offer = await asyncio.to_thread(weights.offer, {name: one["ranks"] for name, one in engines.items()})
         update = WeightUpdate(weight_version=version, uri=uri, broadcast=offer, mode=mode)
-        [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
+        publication = await self._send(update)
         withdrawn = asyncio.Event()
 
         def withdraw() -> None:
@@ -137,7 +150,7 @@ class Publisher:
             weights.withdraw()
 
         sending = asyncio.ensure_future(asyncio.to_thread(weights.send, uri, offer))
-        waiting = asyncio.ensure_future(self._wait(version, entry, engines, timeout, on_missing=withdraw))
+        waiting = asyncio.ensure_future(self._wait(publication, engines, timeout, on_missing=withdraw))
         try:
             await asyncio.wait((sending, waiting), return_when=asyncio.FIRST_EXCEPTION)
             if withdrawn.is_set():  # the engines say why
@@ -148,14 +161,12 @@ class Publisher:
                     f"as version {version + 1} or later",
                 ) from error
             return waiting.result()
-        except WeightsError:
-            # nobody is to wait for this trainer later
-            await self._patience.of(lambda: self._client.xdel(self._keys.control, entry), what="take it back")
-            raise
         finally:
             weights.withdraw()
             await asyncio.wait((sending,), timeout=_POLL_S)  # its port is then free again
             await end(waiting, sending)
+            with contextlib.suppress(redis.RedisError):  # what was not taken up yet is to make nobody wait later
+                await self._client.xdel(self._keys.control, publication.entry)
 
     async def _without_pinned(self, version: int, timeout: float) -> dict[str, dict[str, Any]]:
         """The engines, once none of them makes a rollout that is pinned to a version.
@@ -177,23 +188,20 @@ class Publisher:
 
     async def _wait(
         self,
-        version: int,
-        entry: str,
+        publication: _Publication,
         before: Mapping[str, Mapping[str, Any]],
         timeout: float,
         *,
         on_missing: Callable[[], None] = lambda: None,
     ) -> PublishedWeights:
-        """Wait until each engine serves *version*, or has failed to since it reported *before*.
+        """Wait until each engine serves what was published, or has failed to since it reported *before*.
 
         Calls *on_missing* while one of those before has failed or is gone.
         """
+        version = publication.update.weight_version
         began = said = time.monotonic()
         while True:
-            # the entry goes when the coordinator has told the engines
-            taken_up = not await self._patience.of(
-                lambda: self._client.xrange(self._keys.control, min=entry, max=entry), what="watch the engines"
-            )
+            taken_up = await self._taken_up(publication)
             engines = await self._engines()
             loaded = [engine for engine, report in engines.items() if report["version"] >= version]
             failed = {
@@ -225,6 +233,26 @@ class Publisher:
         for engine, reason in failed.items():
             logger.error("Engine %s could not load weight version %d: %s", engine, version, reason)
         return PublishedWeights(version, sorted(loaded), failed)
+
+    async def newest(self) -> int:
+        """The newest version that a coordinator has taken up; 0 if there is none."""
+        stored = await self._patience.of(
+            lambda: self._client.hmget(self._keys.weights, ["full", "lora"]), what="look which weights are served"
+        )
+        updates = [decode(data) for data in stored if isinstance(data, bytes)]
+        return max((update.weight_version for update in updates if isinstance(update, WeightUpdate)), default=0)
+
+    async def _taken_up(self, publication: _Publication) -> bool:
+        """Whether a coordinator has taken up what was published; sent again if Redis has lost it."""
+        entry = publication.entry
+        waiting = await self._patience.of(
+            lambda: self._client.xrange(self._keys.control, min=entry, max=entry), what="watch the engines"
+        )
+        if not waiting and await self.newest() < publication.update.weight_version:
+            logger.warning("Redis has lost weight version %d; it is sent again.", publication.update.weight_version)
+            publication.entry = (await self._send(publication.update)).entry
+            return False
+        return not waiting
 
     async def _engines(self) -> dict[str, dict[str, Any]]:
         """Reports of the engines that are alive and stay."""

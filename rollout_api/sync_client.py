@@ -259,6 +259,10 @@ class RolloutClient:
             )
         )
 
+    def weight_version(self, *, timeout: float = 600.0) -> int:
+        """See :meth:`AsyncRolloutClient.weight_version`."""
+        return self._loop.run(self._client.weight_version(timeout=timeout))
+
     def report_rewards(self, rewards: Mapping[str, float]) -> None:
         """See :meth:`AsyncRolloutClient.report_rewards`."""
         self._loop.run(self._client.report_rewards(rewards))

@@ -153,8 +153,9 @@ async def _run_on_ray(
                 "done is kept"
             ) from None
     finally:
-        await asyncio.to_thread(stop_local_ray)
-        await asyncio.to_thread(reaper.close)
+        # not in threads: whoever cancels this again must not get ahead of it, and end Redis before the engines
+        stop_local_ray()
+        reaper.close()
 
 
 async def _serve(setup: JobSetup, ray_job: RayJob, say: Callable[[str], None]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rollout_api.errors import RolloutClientError
+from rollout_api.integrations.version_directories import VersionDirectories
 from rollout_api.messages import Purpose, Rollout
 from rollout_api.prompts import Prompt
 from rollout_api.sync_client import RolloutClient
@@ -21,7 +20,6 @@ Play = Callable[[Turn, list[Trajectory]], None]
 """Plays trajectories to their end: calls the turn, and ``observe`` of each trajectory with the environment's answer."""
 
 _Rewards = TypeVar("_Rewards", bound=Sequence[float | None])
-_STATUS_POLL_S = 0.05
 
 
 class JobRollouts:
@@ -60,12 +58,9 @@ class JobRollouts:
             publish_timeout: seconds for which the job may be without a coordinator when weights are to be published,
                 and for which its engines may load them.
         """
-        if kept_versions < 1:
-            raise ValueError(f"kept_versions = {kept_versions}: the version in use must stay")
-        self._client, self._weights, self._kept = client, Path(weights), kept_versions
+        self._client, self._directories = client, VersionDirectories(weights, kept_versions)
         self._sampling, self._play = dict(sampling or {}), play
         self._publish_timeout = publish_timeout
-        self._published: list[Path] = []
         self._version, self._at_step = -1, -1
         self._call = -1
 
@@ -153,31 +148,16 @@ class JobRollouts:
         self._at_step = trainer.state.global_step
 
     def _publish(self, model: Any, state: Mapping[str, Any], trainer: Any) -> int:
-        # A job outlives its trainer, and versions only grow: after a restart count on from what it serves.
-        served = self._served()
+        served = self._client.weight_version(timeout=self._publish_timeout)
         version = max(self._version + 1, served + 1, int(trainer.state.global_step))
-        directory = self._weights / f"version-{version:06d}"
-        shutil.rmtree(directory, ignore_errors=True)
-        model.save_pretrained(directory, state_dict=state)
-        published = self._client.publish_weights(version, directory.absolute(), timeout=self._publish_timeout)
+        written = self._directories.new()
+        model.save_pretrained(written, state_dict=state)
+        directory = self._directories.number(written, version)
+        published = self._client.publish_weights(version, directory, timeout=self._publish_timeout)
         if published.failed:
             raise RolloutClientError(f"weight version {version} is not served everywhere: {published.failed}")
-        self._published.append(directory)
-        while len(self._published) > self._kept:
-            shutil.rmtree(self._published.pop(0), ignore_errors=True)
+        self._directories.forget_before(version)
         return version
-
-    def _served(self) -> int:
-        """The version that the job serves; to guess it is to choose one that is served from other weights already."""
-        until = time.monotonic() + self._publish_timeout
-        while (version := self._client.status.get("weight_version")) is None:
-            if time.monotonic() > until:
-                raise RolloutClientError(
-                    f"job {self._client.job.name} has had no coordinator for {self._publish_timeout:g} s, which would "
-                    "say what weight version it serves; is the job running?"
-                )
-            time.sleep(_STATUS_POLL_S)
-        return int(version)
 
 
 def repeats(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:

@@ -20,7 +20,6 @@ import asyncio
 import itertools
 import json
 import os
-import re
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
@@ -35,6 +34,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutRep
 
 from rollout_api.client import AsyncRolloutClient
 from rollout_api.errors import InvalidRequestError, RolloutClientError
+from rollout_api.integrations.version_directories import VersionDirectories
 from rollout_api.messages import FinishReason, Rollout
 from rollout_api.prompts import Prompt
 
@@ -46,7 +46,6 @@ _STOP_REASONS = {
     FinishReason.DEADLINE: "aborted",
     FinishReason.CANCELLED: "aborted",
 }
-_STATUS_POLL_S = 0.05
 _SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids")
 _WITHOUT_EFFECT = {"ignore_eos": False, "n": 1, "skip_special_tokens": True}
@@ -235,10 +234,9 @@ class PublishedFiles(CheckpointEngine):  # type: ignore[misc]
             publish_timeout: seconds for which the job may be without a coordinator when weights are to be published,
                 and for which its engines may load them.
         """
-        if kept_versions < 1:
-            raise ValueError(f"kept_versions = {kept_versions}: the version in use must stay")
         self._bucket_size, self._is_master = bucket_size, is_master
-        self._job, self._weights, self._model, self._kept = job, Path(weights), Path(model), kept_versions
+        self._job, self._model = job, Path(model)
+        self._directories = VersionDirectories(weights, kept_versions)
         self._publish_timeout = publish_timeout
         self._ahead = 0
 
@@ -269,17 +267,17 @@ class PublishedFiles(CheckpointEngine):  # type: ignore[misc]
             for _name, _tensor in weights:
                 pass  # what gathers shards needs all ranks
             return
+        written = self._directories.new()
+        await asyncio.to_thread(self._write, written, weights)  # first: the other ranks wait in the generator meanwhile
         async with AsyncRolloutClient.connect(_redis_url(), self._job, name="verl-weights") as client:
-            version = (global_steps or 0) + 1 + self._ahead
-            if (served := await self._served(client)) > version:
-                self._ahead += served + 1 - version
-                version = served + 1
-            directory = self._weights / f"version-{version:06d}"
-            await asyncio.to_thread(self._write, directory, weights)
-            published = await client.publish_weights(version, directory.absolute(), timeout=self._publish_timeout)
+            expected = (global_steps or 0) + 1 + self._ahead
+            version = max(expected, 1 + await client.weight_version(timeout=self._publish_timeout))
+            self._ahead += version - expected
+            directory = self._directories.number(written, version)
+            published = await client.publish_weights(version, directory, timeout=self._publish_timeout)
         if published.failed:
             raise RolloutClientError(f"weight version {version} is not served everywhere: {published.failed}")
-        self._forget_before(version, directory)
+        self._directories.forget_before(version)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
         """Nothing arrives here."""
@@ -287,29 +285,7 @@ class PublishedFiles(CheckpointEngine):  # type: ignore[misc]
         for one in none:
             yield one
 
-    async def _served(self, client: AsyncRolloutClient) -> int:
-        until = time.monotonic() + self._publish_timeout
-        while (version := client.status.get("weight_version")) is None:
-            if time.monotonic() > until:
-                raise RolloutClientError(
-                    f"job {self._job} has had no coordinator for {self._publish_timeout:g} s, which would say what "
-                    "weight version it serves; is the job running?"
-                )
-            await asyncio.sleep(_STATUS_POLL_S)
-        return int(version)
-
-    def _forget_before(self, version: int, directory: Path) -> None:
-        """Delete what was published earlier; later versions are of an earlier run, and maybe of a job that is left."""
-        earlier = [
-            (int(match[1]), path)
-            for path in self._weights.iterdir()
-            if (match := re.fullmatch(r"version-(\d+)", path.name)) and int(match[1]) <= version and path != directory
-        ]
-        for _, path in sorted(earlier, reverse=True)[self._kept - 1 :]:
-            shutil.rmtree(path, ignore_errors=True)
-
     def _write(self, directory: Path, weights: Iterable[tuple[str, Any]]) -> None:
-        shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         where: dict[str, str] = {}
         bucket: dict[str, Any] = {}

@@ -6,11 +6,11 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rollout_api.job import Engine as EngineSpec
 from rollout_api.job import Sampling
@@ -27,9 +27,13 @@ from rollout_worker.engine.worker_extension import HistoryBinding
 
 __all__ = ["Drafting", "Engine", "EngineConfig", "Generated"]
 
+_Reply = TypeVar("_Reply")
+
 _CPU_KV_CACHE_BYTES = 1 << 30
 _ABORT_SECONDS = 0.02
 """How long an abort may take before it is asked for again."""
+_LOOK_S = 0.5
+"""How often to look whether vLLM is still there, while it is waited for."""
 
 CPU_BASE_TOKENS = 24.0
 """``c_base / c_tok`` on two CPU cores: 2.5 ms a step at batch 1 and 5.6 ms at 32 with 3M parameters; 14 with 267M."""
@@ -327,7 +331,7 @@ class Engine:
             started = time.monotonic()
             try:
                 with _engine_errors(f"loading the adapter {directory}"):
-                    await self._adapters.load(directory, weight_version)
+                    await self._answer(self._adapters.load(directory, weight_version))
             except EngineError as error:
                 raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from error
             return time.monotonic() - started
@@ -349,8 +353,9 @@ class Engine:
         asked = time.monotonic()
         with _engine_errors(f"loading weights from {new.directory or 'a broadcast'}"):
             # clearing the cache preempts what is running, whose keys and values are then computed anew
-            await self._vllm.pause_generation(
-                mode="wait" if new.mode is UpdateMode.DRAIN else "keep", clear_cache=new.mode is not UpdateMode.KEEP
+            how = "wait" if new.mode is UpdateMode.DRAIN else "keep"
+            await self._answer(
+                self._vllm.pause_generation(mode=how, clear_cache=new.mode is not UpdateMode.KEEP),
             )
             try:
                 await self._load_or_put_back(new)
@@ -360,7 +365,7 @@ class Engine:
                 self._kept += new.mode is UpdateMode.KEEP
             finally:
                 if self._llm is not None:
-                    await self._llm.resume_generation()
+                    await self._answer(self._llm.resume_generation())
         return time.monotonic() - (max(asked, self._last_end) if new.mode is UpdateMode.DRAIN else asked)
 
     async def _load_or_put_back(self, new: _NewWeights) -> None:
@@ -401,6 +406,11 @@ class Engine:
         ranks = await self._rpc("das_stats")
         return next((rank for rank in ranks if rank), {})
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it serves no more: it was closed, could load neither new weights nor old ones, or has died."""
+        return self._llm is None or self._llm.errored
+
     def close(self) -> None:
         """Stop the engine's processes."""
         if self._llm is not None:
@@ -411,8 +421,19 @@ class Engine:
 
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         with _engine_errors(method.removeprefix("das_").replace("_", " ")):
-            replies: list[Any] = await self._vllm.collective_rpc(method, args=args)
+            replies: list[Any] = await self._answer(self._vllm.collective_rpc(method, args=args))
         return replies
+
+    async def _answer(self, call: Coroutine[Any, Any, _Reply]) -> _Reply:
+        """What vLLM answers; it leaves calls unanswered for ever that were under way when its core was killed."""
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait((task,), timeout=_LOOK_S))[0]:
+                if self.stopped:
+                    raise EngineError("its core process has died")
+            return task.result()
+        finally:
+            task.cancel()
 
     @contextmanager
     def _running_as(self, call: str, until: asyncio.Event | None) -> Iterator[None]:

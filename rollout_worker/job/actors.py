@@ -12,7 +12,6 @@ import logging
 import os
 import secrets
 import threading
-import time
 from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
@@ -77,11 +76,8 @@ class CoordinatorActor:
         """Engines that do not start, and why."""
         return dict(self.fleet.errors)
 
-    def ended(self, wait: float = 0.0) -> bool:
+    def ended(self) -> bool:
         """Whether the job was closed and answered."""
-        deadline = time.monotonic() + wait
-        while not self._work.done() and time.monotonic() < deadline:
-            time.sleep(0.05)
         return self._work.done()
 
 
@@ -100,7 +96,7 @@ class EngineActor:
     def __init__(self, setup: JobSetup, name: str, plain: bool) -> None:
         _log_plainly()
         self.started = False
-        """Or known not to be able to start."""
+        """Serving, or known not to be able to start."""
         self.error = ""
         self._process = secrets.token_hex(8)
         self._loop = _Loop("engine")
@@ -155,8 +151,11 @@ async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) ->
     # what vLLM brought stays: to look through it again and again would hold all rollouts up
     gc.collect()
     gc.freeze()
-    actor.started = True
+
+    def serving() -> None:
+        actor.started = True
+
     try:
-        await worker.run()
+        await worker.run(serving)
     finally:
         engine.close()

@@ -125,7 +125,9 @@ class Coordinator:
         self._awaited: dict[int, float] = {}
         """Weight version that rollouts wait for → when to say so."""
         self._early: dict[str, str] = {}
-        """Request that is not known yet → the control entry that cancels it."""
+        """Request that is not known yet → the last control entry that cancels it."""
+        self._early_entries: set[str] = set()
+        """All such entries, which stay until their requests are known."""
         self._without_order: set[tuple[str, str, int]] = set()
         """Engine, request and sample of what an engine was given and did not have when that was looked at last."""
         self._updates: list[WeightUpdate] = []
@@ -178,7 +180,7 @@ class Coordinator:
         await self._take_up(entries, held)
         if entries:
             self._cursors[keys.requests] = entries[-1][0]
-        self._engines = {engine: report for engine, (report, alive) in reports.items() if alive}
+        # the engines that are alive are all new to this coordinator, which looks around next
         await self._reclaim({engine: report for engine, (report, alive) in reports.items() if not alive})
 
     async def _start_over(self) -> None:
@@ -188,6 +190,7 @@ class Coordinator:
             self._forget(request_id)
         self._ending.clear()
         self._early.clear()
+        self._early_entries.clear()
         self._engines.clear()
         self._assigned.clear()
         await self._recover()
@@ -228,8 +231,9 @@ class Coordinator:
             await self._control(entry, fields.get(DATA.encode(), b""))
         if self._early and keys.requests in cursors and len(requests) < _READ:
             # every request that a cancellation overtook has been taken up, or was never sent
-            await patiently(self._plane.delete, keys.control, *set(self._early.values()))
+            await patiently(self._plane.delete, keys.control, *self._early_entries)
             self._early.clear()
+            self._early_entries.clear()
 
     async def _take_up(self, entries: Iterable[Entry], held: dict[tuple[str, int], str]) -> None:
         """Take requests up, refuse what cannot be served, and forget what is a repetition."""
@@ -257,12 +261,13 @@ class Coordinator:
         progress = await patiently(self._plane.progress, [request.request_id for _, request in taken])
         lengths = await self._lengths.of(request.problem for _, request in taken)
         holders = await self._holders([request for _, request in taken])
+        overtaken: list[str] = []
         for (entry, request), (done, cancelled), holder in zip(taken, progress, holders, strict=True):
             self._arrivals += 1
             length = lengths[request.problem]
             early = self._early.get(request.request_id)
             if early is not None and arrival(entry) <= arrival(early):
-                await patiently(self._plane.mark_cancelled, request.request_id)
+                overtaken.append(request.request_id)
                 cancelled = True
             deadline = arrival(entry) + request.deadline_seconds if request.deadline_seconds else None
             one = OpenRequest(entry, request, self._arrivals, deadline, length, set(done), cancelled=cancelled)
@@ -282,6 +287,8 @@ class Coordinator:
             self._queue(one, waiting, holder)
             if one.cancelled:
                 self._end_waiting(one, FinishReason.CANCELLED)
+        if overtaken:
+            await patiently(self._plane.mark_cancelled, overtaken)
 
     def _readable(self, data: bytes) -> RolloutRequest:
         request = decode(data)
@@ -389,27 +396,32 @@ class Coordinator:
             for engine in list(self._engines):
                 await self._order(engine, ["weights"])
         elif isinstance(message, Cancel):
-            unknown = set(message.request_ids) - self._open.keys()
-            for request_id in message.request_ids:
-                await self._cancel(request_id)
-            if unknown:
+            await self._cancel(message.request_ids)
+            if unknown := set(message.request_ids) - self._open.keys():
                 # it may have overtaken them; the entry stays, for this coordinator or the next
                 self._early |= dict.fromkeys(unknown, entry)
+                self._early_entries.add(entry)
                 return
         else:
             await patiently(self._plane.client.hset, self._plane.keys.job, "closing", "1")
             self._closing = True
         await patiently(self._plane.delete, control, entry)
 
-    async def _cancel(self, request_id: str) -> None:
-        await patiently(self._plane.mark_cancelled, request_id)
-        one = self._open.get(request_id)
-        if one is None:
+    async def _cancel(self, request_ids: Iterable[str]) -> None:
+        """Cancel those of *request_ids* that are open, all together: a step may have thousands."""
+        found = (self._open.get(request_id) for request_id in request_ids)
+        running = [one for one in found if one is not None and not one.cancelled]
+        if not running:
             return
-        one.cancelled = True
-        self._end_waiting(one, FinishReason.CANCELLED)
-        for engine in set(one.assigned.values()):
-            await self._order(engine, [f"cancel {request_id}"])
+        await patiently(self._plane.mark_cancelled, [one.request.request_id for one in running])
+        orders: defaultdict[str, list[str]] = defaultdict(list)
+        for one in running:
+            one.cancelled = True
+            self._end_waiting(one, FinishReason.CANCELLED)
+            for engine in set(one.assigned.values()):
+                orders[engine].append(f"cancel {one.request.request_id}")
+        for engine, cancellations in orders.items():
+            await self._order(engine, cancellations)
 
     def _note(self, fields: dict[bytes, bytes]) -> None:
         """An engine (or this coordinator) has ended a sample, or gives one back."""
@@ -428,7 +440,8 @@ class Coordinator:
         self._resumable.discard(rollout_id)
         if sample not in one.done:
             one.done.add(sample)
-            one.lengths.append(int(fields.get(b"l", b"0")))
+            if b"l" in fields:  # not in what was learned from the ledger
+                one.lengths.append(int(fields[b"l"]))
             self._scheduler.predict(request_id, one.predicted)
         if len(one.done) >= one.request.sampling.n:
             self._forget(request_id)
@@ -474,7 +487,8 @@ class Coordinator:
         await self._reclaim({engine: report for engine, (report, alive) in reports.items() if not alive})
         desired = self._updates[-1].weight_version if self._updates else None
         for engine in came:
-            if desired is not None and self._engines[engine].to_come != desired:
+            report = self._engines[engine]
+            if desired is not None and report.to_come != desired and desired not in report.failed:
                 await self._order(engine, ["weights"])
         await self._end_overdue()
         self._end_unservable(desired)

@@ -8,7 +8,7 @@ import os
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -119,8 +119,11 @@ class EngineWorker:
         self._failure: asyncio.Future[None] | None = None
         self._clock_ahead = 0.0
 
-    async def run(self) -> None:
+    async def run(self, on_serving: Callable[[], None] = lambda: None) -> None:
         """Serve until :meth:`drain` has let the work end.
+
+        Args:
+            on_serving: called once the engine can be given work.
 
         Raises:
             EngineError: if the engine died; its rollouts go on elsewhere.
@@ -131,6 +134,7 @@ class EngineWorker:
         await self._update()  # before any work is taken
         self._failure = asyncio.get_running_loop().create_future()
         await self._register()
+        on_serving()
         loops = [
             asyncio.ensure_future(loop)
             for loop in (
@@ -435,6 +439,8 @@ class EngineWorker:
                     logger.info("Weight version %d is served; decoding stood still for %.3f s.", version, gap)
                     self._report.counters["weights_gap_seconds"] = gap
                 except (WeightsError, EngineError) as error:
+                    if self._engine.stopped:
+                        raise
                     logger.warning("Weight version %d cannot be loaded; %d goes on: %s", version, served, error)
                     self._report.failed[version] = str(error)
                 self._report.loads += 1

@@ -9,7 +9,7 @@ import msgpack
 import redis
 
 from rollout_api.keys import MessageKeys
-from rollout_api.messages import Rollout
+from rollout_api.messages import CodecError, Rollout
 
 META_FIELDS = frozenset({b"entry", b"n", b"cancelled"})
 """Fields of a request's ledger that are no samples."""
@@ -49,8 +49,15 @@ class LedgerEntry:
 
     @classmethod
     def unpack(cls, data: bytes) -> LedgerEntry:
-        """The inverse of :meth:`pack`."""
-        return cls(*msgpack.unpackb(data))
+        """The inverse of :meth:`pack`.
+
+        Raises:
+            CodecError: if *data* is no such entry.
+        """
+        try:
+            return cls(*msgpack.unpackb(data))
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise CodecError(f"no entry of a ledger: {error}") from None
 
 
 def read_ledger(client: redis.Redis, keys: MessageKeys, request_ids: list[str]) -> dict[str, dict[int, LedgerEntry]]:

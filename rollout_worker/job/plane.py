@@ -7,7 +7,7 @@ raises :class:`redis.RedisError` if Redis fails.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import msgpack
@@ -111,6 +111,13 @@ class EngineReport:
     """Its worker processes, each of which takes part in a broadcast."""
     counters: dict[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def read(cls, data: Any) -> EngineReport:
+        """The report in an entry of ``engines``; what a later program says beyond this is left out."""
+        known = {one.name for one in fields(cls)}
+        said: dict[str, Any] = msgpack.unpackb(data, strict_map_key=False)
+        return cls(**{name: value for name, value in said.items() if name in known})
+
     @property
     def to_come(self) -> int:
         """Weight version of what is begun from now on."""
@@ -197,10 +204,12 @@ class MessagePlane:
         """Put a message into a client's result stream."""
         await self.client.xadd(self.keys.results(client), {DATA: encode(message)})
 
-    async def mark_cancelled(self, request_id: str) -> None:
-        """Remember that a request was cancelled, if it is open."""
-        if await self.client.exists(self.keys.ledger(request_id)):
-            await self.client.hset(self.keys.ledger(request_id), "cancelled", "1")
+    async def mark_cancelled(self, request_ids: Sequence[str]) -> None:
+        """Remember that requests, which are open, were cancelled."""
+        pipeline = self.client.pipeline(transaction=False)
+        for request_id in request_ids:
+            pipeline.hset(self.keys.ledger(request_id), "cancelled", "1")
+        await pipeline.execute()
 
     async def finish(self, request: RolloutRequest, rollout: Rollout, *, engine: str = "", order: str = "") -> bool:
         """Record that a rollout has ended, answer the client and queue it for its history, in one atomic step.
@@ -365,7 +374,7 @@ class MessagePlane:
         ids = [_text(engine) for engine in reports]
         alive = await self.client.mget([self.keys.lease(engine) for engine in ids]) if ids else []
         return {
-            engine: (EngineReport(**msgpack.unpackb(report, strict_map_key=False)), lease is not None)
+            engine: (EngineReport.read(report), lease is not None)
             for engine, report, lease in zip(ids, reports.values(), alive, strict=True)
         }
 

@@ -124,6 +124,13 @@ class JobSide:
     def samples_of(request: RolloutRequest) -> int:
         return request.sampling.n if "n" in request.sampling.model_fields_set else 2
 
+    def take_up(self, update: WeightUpdate, entry: bytes) -> None:
+        """From now on these are the weights to serve."""
+        pipeline = self.redis.pipeline(transaction=True)
+        pipeline.hset(self.keys.weights, update.weights.value, encode(update))
+        pipeline.xdel(self.keys.control, entry)
+        pipeline.execute()
+
     def say(self, **status: object) -> None:
         """Publish a status, as a coordinator does once a second."""
         self.redis.set(self.keys.status, json.dumps({"waiting": 0, "assigned": 0, **status}), ex=10)
@@ -161,7 +168,7 @@ class JobSide:
                 self.cancelled.update(message.request_ids)
                 self.redis.xdel(self.keys.control, entry)
             if isinstance(message, WeightUpdate):
-                self.redis.xdel(self.keys.control, entry)
+                self.take_up(message, entry)
         for entry, request in self.entries():
             if self.answered.get(request.request_id, 0) >= self.samples_of(request):
                 self.redis.xdel(self.keys.requests, entry)

@@ -30,6 +30,7 @@ from rollout_api.tasks import end
 from rollout_worker.history.connection import connect, connect_async
 from rollout_worker.job import coordinator as module
 from rollout_worker.job.coordinator import Coordinator
+from rollout_worker.job.ledger import LedgerEntry
 from rollout_worker.job.plane import EngineReport, MessagePlane, Order
 from rollout_worker.job.setup import BLOCK_S
 
@@ -231,6 +232,81 @@ def test_engines_get_work_while_thousands_of_rollouts_are_cancelled(play: Callab
             await around.until(lambda: around.redis.xlen(JOB.results("trainer")) == 300 * 64)
         assert order.assignment is not None and "kept" == order.assignment.request_id
         assert {FinishReason.CANCELLED} == {rollout.finish_reason for rollout in around.rollouts()}
+
+    play(story)
+
+
+def test_cancelling_thousands_takes_few_commands(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        names = [f"r{number}" for number in range(500)]
+        async with around.coordinator(), around.engine("a", slots=250) as a, around.engine("b", slots=250) as b:
+            around.send(JOB.requests, *map(request, names))
+            for engine in (a, b):
+                await around.orders(engine, 250)
+            around.redis.config_resetstat()
+            for _ in range(3):  # a client repeats it until all is answered
+                around.send(JOB.control, Cancel(request_ids=names))
+            await around.until(lambda: not around.redis.xlen(JOB.control))
+            calls: Any = around.redis.info("commandstats")
+            orders = [*await around.orders(a, 500), *await around.orders(b, 500)]
+        assert sorted(names) == sorted(order.request_id for order in orders if order.kind == "cancel")
+        assert 500 == calls["cmdstat_hset"]["calls"]
+        assert sum(calls[f"cmdstat_{name}"]["calls"] for name in ("evalsha", "exists")) < 100
+
+    play(story)
+
+
+def test_cancellations_of_what_never_comes_do_not_pile_up(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        async with around.coordinator(manifest(queue={"maxRollouts": 8})):
+            around.send(JOB.requests, request("r", n=8))
+            await around.until(lambda: around.redis.exists(JOB.ledger("r")))
+            for _ in range(3):  # said again while the queue is full, and no request is read
+                around.send(JOB.control, Cancel(request_ids=["unread"]))
+                await asyncio.sleep(0.3)
+            assert 3 == around.redis.xlen(JOB.control)
+            around.send(JOB.control, Cancel(request_ids=["r"]))
+            await around.until(lambda: not around.redis.xlen(JOB.control))
+
+    play(story)
+
+
+def test_an_engine_that_missed_new_weights_is_told_by_the_next_coordinator(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        async with around.coordinator():
+            around.send(JOB.control, WeightUpdate(weight_version=7, uri="/seven"))
+            await around.until(lambda: not around.redis.xlen(JOB.control))
+        async with around.engine("a") as engine:
+            await around.until(lambda: around.redis.exists(JOB.lease(engine)))  # nobody saw it come
+            async with around.coordinator():
+                [order] = await around.orders(engine, 1)
+        assert "weights" == order.kind
+
+    play(story)
+
+
+def test_a_length_that_was_not_heard_is_not_taken_for_nought(
+    play: Callable[[Story], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RECONCILE_S", 0.3)
+
+    def made(asked: RolloutRequest, sample: int, length: int) -> Rollout:
+        partial = Partial(token_ids=[1] * length, spans=[WeightSpan(start=0, weight_version=0)])
+        return Rollout.of(asked, sample, partial, FinishReason.LENGTH)
+
+    async def story(around: Around) -> None:
+        short, long = request("short", n=4), request("long", n=4)
+        async with around.coordinator(), around.engine("a", slots=1) as engine:  # it is given one more ahead
+            around.send(JOB.requests, short, long)
+            probes = reversed(await around.orders(engine, 2))
+            for order, asked, length in zip(probes, (long, short), (12, 10), strict=True):
+                assert asked.request_id == order.request_id
+                await around.plane.finish(asked, made(asked, 0, length), engine=engine, order=order.order_id)
+            assert ["long", "long"] == [order.request_id for order in await around.orders(engine, 2)]
+            # ended, and the event was trimmed before the coordinator could read it
+            around.redis.hset(JOB.ledger("long"), "1", LedgerEntry.of(made(long, 1, 12)).pack())
+            *_, third = await around.orders(engine, 3)
+        assert "long" == third.request_id
 
     play(story)
 

@@ -34,6 +34,7 @@ from rollout_api.broadcast import JOIN_S
 from rollout_api.in_memory import ModelInMemory
 from rollout_api.job import Sampling
 from rollout_api.messages import Broadcast, Refusal, RolloutRequest, TensorToCome, WeightUpdate, decode
+from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine
 
 ENDLESS = list(range(EOS))
@@ -293,6 +294,27 @@ def test_redis_may_come_back_without_its_last_moments(stage: Stage, tmp_path: Pa
         server.stop()
 
 
+def test_weights_that_redis_lost_are_published_again(stage: Stage, tmp_path: Path) -> None:
+    server = ForgetfulRedis(tmp_path)
+    forgetful = Stage(stage._loop, stage.engines, stage.models, server.url)
+
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        await asyncio.to_thread(server.remember)
+        await running.kill("coordinator")
+        publishing = asyncio.ensure_future(client.publish_weights(1, stage.models / "1", timeout=40))
+        await running.until(lambda: running.redis.xlen(running.keys.control) == 1)
+        await asyncio.to_thread(server.restart)
+        assert 0 == running.redis.xlen(running.keys.control)
+        running.start_coordinator()
+        assert 2 == len((await publishing).loaded)
+
+    try:
+        forgetful.play(story)
+    finally:
+        server.stop()
+
+
 def test_a_rollout_that_costs_engine_after_engine_is_given_up_and_the_others_are_not(stage: Stage) -> None:
     engine = manifest().spec.engine.model_dump(by_alias=True, mode="json") | {"checkpointTokens": 1000}
 
@@ -537,7 +559,9 @@ def test_an_adapter_goes_on_top_of_its_own_full_weights_or_not_at_all(
     spec = manifest().spec.engine.model_dump(by_alias=True, mode="json") | {"maxLoraRank": 5}
     job = manifest(engine=spec, workers={"gpusPerWorker": 0, "replicas": 1})
     adapters = [make_adapter(tmp_path / f"adapter-{seed}", stage.models / "1", seed) for seed in range(2)]
+    before = set(psutil.Process().children(recursive=True))
     engine = loop.run(start_engine(stage.models / "0", redis_server, job))
+    cores = [p for p in psutil.Process().children(recursive=True) if p not in before and "EngineCore" in p.name()]
     alone = Stage(loop, {"engine-0": engine}, stage.models, stage.url)
     loads: list[Path] = []
     load_weights = engine.load_weights
@@ -574,6 +598,16 @@ def test_an_adapter_goes_on_top_of_its_own_full_weights_or_not_at_all(
             assert {0} == {rollout.weight_version for rollout in await gather(client, 11, prompts(2))}
         finally:
             (stage.models / "gone").rename(stage.models / "2")
+
+        # one that is left with neither old nor new weights takes no work, and ends to begin anew
+        await running.kill("engine-0")
+        for core in cores:
+            core.kill()
+        before = running.redis.hkeys(running.keys.engines)
+        running.start_worker("engine-0", engine)
+        with pytest.raises(EngineError):
+            await running.tasks.pop("engine-0")
+        assert set(before) >= set(running.redis.hkeys(running.keys.engines))
 
     try:
         alone.play(story, job=job)
@@ -654,6 +688,12 @@ def test_weights_are_broadcast_from_a_trainers_memory_past_any_disk(stage: Stage
         assert time.monotonic() - began < JOIN_S / 3
         assert {4} == {rollout.weight_version for rollout in await gather(client, 10, prompts(2))}
         assert 1 == len((await client.publish_weights(10, weights)).loaded)
+
+        # a trainer that stops waiting leaves nobody waiting for it
+        await running.kill("coordinator")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(client.publish_weights(11, weights), 1)
+        assert 0 == running.redis.xlen(running.keys.control)
 
     stage.play(story)
 

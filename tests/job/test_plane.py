@@ -9,8 +9,10 @@ import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any
 
+import msgpack
 import pytest
 import redis
 import redis.asyncio
@@ -184,6 +186,14 @@ def test_what_the_relay_cannot_read_goes_to_the_dead_letters_and_the_rest_goes_o
     assert letter[b"reason"]
 
 
+def test_a_reward_whose_rollout_cannot_be_read_goes_to_the_dead_letters(bench: Bench) -> None:
+    bench.redis.hset(JOB.ledger("r"), "0", msgpack.packb(("p", 5)))
+    bench.redis.xadd(JOB.rewards, {DATA: encode(Rewards(rewards={"uid/r/0/0": 1.0}))})
+    bench.relay.drain()
+    [(_, letter)] = bench.redis.xrange(JOB.dead)
+    assert b"no entry of a ledger" in letter[b"reason"]
+
+
 def test_a_partial_is_kept_until_the_rollout_ends_and_not_after(bench: Bench) -> None:
     asked = request(n=1)
     partial = Partial(token_ids=[7, 8], logprobs=[-1.0, -2.0], spans=[WeightSpan(start=0, weight_version=3)])
@@ -231,6 +241,12 @@ def test_orders_reach_an_engine_once_and_come_back_when_its_lease_ends(bench: Be
         assert not await plane.heartbeat("e", REPORT)  # what was taken for lost and was not
 
     bench.run(story)
+
+
+def test_what_a_later_engine_says_of_itself_stops_no_coordinator(bench: Bench) -> None:
+    report = asdict(REPORT) | {"said_by_a_later_version": 1}
+    bench.redis.hset(JOB.engines, "engine-0-a", msgpack.packb(report))
+    assert {"engine-0-a": (REPORT, False)} == bench.run(lambda plane: plane.engines())
 
 
 def test_a_coordinator_that_was_replaced_gives_out_nothing(bench: Bench) -> None:

@@ -160,7 +160,10 @@ def test_a_restarted_trainer_counts_on_from_the_version_that_is_served(redis_url
         RolloutClient.connect(redis_url, job.name, name="rank-0") as client,
     ):
         JobRollouts(client, tmp_path)(["a"], trainer(10))
-    assert [13] == [update.weight_version for update in job.updates]
+        for _ in range(3):
+            JobRollouts(client, tmp_path)(["a"], trainer(10))
+    assert [13, 14, 15, 16] == [update.weight_version for update in job.updates]
+    assert ["version-000015", "version-000016"] == sorted(path.name for path in tmp_path.iterdir())
 
 
 def test_no_version_is_chosen_before_the_job_has_said_which_it_serves(redis_url: str, tmp_path: Path) -> None:

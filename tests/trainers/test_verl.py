@@ -210,6 +210,33 @@ def test_a_trainer_that_goes_back_counts_on_from_the_version_that_is_served(
     assert [7, 8, 9, 10, 11] == [update.weight_version for update in another_job.updates]
 
 
+def test_a_trainer_that_resumes_leaves_the_version_that_is_served_as_it_is(
+    tmp_path: Path, another_job: UpdatingJob
+) -> None:
+    with another_job.serving():
+        publish(tmp_path / "weights", another_job, 6)
+        publish(tmp_path / "weights", another_job, 6)
+    assert [7, 8] == [update.weight_version for update in another_job.updates]
+    assert ["version-000007", "version-000008"] == published(tmp_path / "weights")
+
+
+def test_ranks_that_gather_do_not_wait_for_the_job(tmp_path: Path, another_job: UpdatingJob) -> None:
+    """They have the same generator open, and their process group a timeout."""
+    gathered: list[str] = []
+
+    def weights() -> Iterator[tuple[str, torch.Tensor]]:
+        gathered.append("one")
+        yield "one", torch.ones(4)
+
+    (tmp_path / "config.json").write_text("{}")
+    engine = PublishedFiles(
+        100, True, job=another_job.name, weights=str(tmp_path / "w"), model=str(tmp_path), publish_timeout=0.3
+    )
+    with pytest.raises(RolloutClientError, match="has had no coordinator"):
+        asyncio.run(engine.send_weights(weights()))
+    assert ["one"] == gathered
+
+
 def test_no_weights_go_to_a_job_that_has_not_said_what_it_serves(tmp_path: Path, another_job: UpdatingJob) -> None:
     with pytest.raises(RolloutClientError, match="has had no coordinator"):
         publish(tmp_path / "weights", another_job, 0, publish_timeout=0.3)

@@ -29,7 +29,7 @@ class UpdatingJob(JobSide):
                 self.updates.append(message)
                 self.version = message.weight_version
                 self.engine("engine-0", version=self.version)
-                self.redis.xdel(self.keys.control, entry)
+                self.take_up(message, entry)
         for request in self.requests():
             self.seen.append(request)
             (answer or self.answer)(request)

@@ -154,8 +154,8 @@ class Weights(_Part):
 
     allowed_roots: list[str] = Field(
         default_factory=list,
-        description="Absolute directories below which an epoch's checkpoint must lie, besides the model cache and "
-        "the directory of model.uri.",
+        description="Absolute directories below which an epoch's checkpoint, or weights that a trainer publishes, must "
+        "lie, besides the model cache and the directory of model.uri.",
     )
 
     broadcast: bool = Field(
@@ -259,7 +259,7 @@ class Resources(_Part):
 class Workers(_Part):
     """The machines that decode."""
 
-    replicas: int = Field(default=1, ge=1, le=1024, description="How many workers.")
+    replicas: int = Field(default=1, ge=1, le=1024, description="Their number; with rollout run, engines side by side.")
     gpus_per_worker: int = Field(default=1, ge=0, le=16, description="0 is a CPU worker: one engine, no GPU.")
     resources: Resources = Field(default_factory=Resources)
 
@@ -275,10 +275,15 @@ class Queue(_Part):
     )
 
 
+def _off_in_yaml(value: object) -> object:
+    """``off`` without quotes is false in YAML 1.1, as PyYAML and Kubernetes read it."""
+    return "off" if value is False else value
+
+
 class Speculation(_Part):
     """How drafts are made."""
 
-    policy: Literal["fixed", "off"] = Field(
+    policy: Annotated[Literal["fixed", "off"], BeforeValidator(_off_in_yaml)] = Field(
         default="fixed",
         description="fixed: up to maxDraftTokens for every rollout, fewer where acceptance is unlikely. off: none.",
     )

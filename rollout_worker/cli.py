@@ -120,7 +120,7 @@ def head(
     file: ManifestFile,
     redis: RedisUrl,
     uid: JobUid,
-    port: Annotated[int, typer.Option(help="Port on which workers find this head.")] = 6379,
+    port: Annotated[int, typer.Option(help="Port on which workers find this head.")] = 6380,
     http_port: Annotated[int, typer.Option(help="Port of /status, /metrics and /healthz.")] = 8080,
     model_cache: ModelCache = None,
 ) -> None:

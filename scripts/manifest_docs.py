@@ -78,6 +78,9 @@ def rows(model: type[BaseModel], path: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         here = f"{path}.{field.alias or name}"
         inner = model_of(field.annotation)
+        if inner and not inner.model_fields:
+            yield f"| `{here.removeprefix('.')}` | `{{}}` | {default(field)} | {field.description or ''} |"
+            continue
         if inner:
             many = "[]" if get_origin(field.annotation) is list else ""
             yield from rows(inner, here + many)

@@ -33,7 +33,7 @@ def default_cache() -> Path:
     """Directory of models that are kept between runs."""
     if named := os.environ.get("ROLLOUT_MODEL_CACHE"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "das-rollout" / "models"
+    return Path("~/.cache/das-rollout/models").expanduser()
 
 
 def resolve_model(model: Model, cache: Path) -> Path:

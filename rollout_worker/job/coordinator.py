@@ -31,7 +31,7 @@ from rollout_api.quantity import parse_quantity
 from rollout_worker.engine.sampling import AdmissionError, admit
 from rollout_worker.history.connection import patiently
 from rollout_worker.history.lengths import MeanLengths
-from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, arrival
+from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, StaleCoordinatorError, arrival
 from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest, Scheduler
 from rollout_worker.job.status import JobStatus, StatusBoard
 
@@ -479,6 +479,8 @@ class Coordinator:
         """Which engines are there, which were lost, what is overdue, who does not read."""
         if await patiently(self._plane.server) != self._server:
             await self._start_over()
+        if await patiently(self._plane.coordinator) > self._number:
+            raise StaleCoordinatorError("another coordinator has taken over")
         reports = await patiently(self._plane.engines)
         came = {engine for engine, (_, alive) in reports.items() if alive} - self._engines.keys()
         for engine in came:

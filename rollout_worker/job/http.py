@@ -40,6 +40,11 @@ class StatusServer:
         address: tuple[str, int] = self._runner.addresses[0]
         return address[1]
 
+    async def stop(self) -> None:
+        """Listen no more."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
     async def _status(self, _: web.Request) -> web.Response:
         if self._board.last is None:
             return web.json_response(

@@ -313,6 +313,10 @@ class MessagePlane:
         """Become the coordinator; whoever was it before can give out nothing any more."""
         return int(await self.client.incr(self.keys.coordinator))
 
+    async def coordinator(self) -> int:
+        """Number of the coordinator that took over last; 0 in a Redis that has lost it."""
+        return int(await self.client.get(self.keys.coordinator) or 0)
+
     async def assign(self, number: int, engine: str, orders: Iterable[Assignment | str]) -> list[str] | None:
         """Put orders into an engine's inbox; None if the engine is gone.
 

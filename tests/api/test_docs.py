@@ -3,6 +3,8 @@
 import importlib.util
 from pathlib import Path
 
+from rollout_api.job import Source
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -13,3 +15,8 @@ def test_the_manifest_page_is_up_to_date() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.document() == (ROOT / "docs" / "manifest.md").read_text()
+
+
+def test_the_manifest_page_has_every_source() -> None:
+    page = (ROOT / "docs" / "manifest.md").read_text()
+    assert all(f"| `source.{name}" in page for name in Source.model_fields)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from rollout_api import ManifestError, parse_job
 from rollout_worker.manifest import read_manifest
@@ -118,6 +119,14 @@ def test_min_p_is_accepted_where_nothing_is_drafted() -> None:
     manifest = changed("spec.sampling.minP", 0.1)
     manifest["spec"]["speculation"] = {"policy": "off"}
     assert parse_job(manifest).spec.sampling.min_p == 0.1
+
+
+@pytest.mark.parametrize("policy", ["fixed", "off"])
+def test_a_policy_needs_no_quotes(tmp_path: Path, policy: str) -> None:
+    """``off`` is false in YAML 1.1."""
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(SHORTEST).replace("\nspec:\n", f"\nspec:\n  speculation: {{policy: {policy}}}\n"))
+    assert policy == read_manifest(file).spec.speculation.policy
 
 
 @pytest.mark.parametrize(

@@ -51,11 +51,11 @@ class Kubelet:
             self._clean(name, process)
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """Processes below any of ours with this name, or that call themselves so."""
+        """Processes below any of ours with this name, or that call themselves so, and maybe add what they are doing."""
         found = []
         for process in self._all():
-            with contextlib.suppress(psutil.Error):
-                if process.cmdline()[:1] == [title] or process.name() == title:
+            with contextlib.suppress(psutil.Error, IndexError):  # one that has ended has no command line
+                if process.cmdline()[0].partition(".")[0] == title:
                     found.append(process)
         return found
 

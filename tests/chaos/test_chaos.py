@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 import yaml
@@ -37,6 +39,7 @@ UID = "chaos"
 KEYS = MessageKeys(UID)
 HISTORY = HistoryKeys("default", "chaos")
 TRAINERS = 2
+PATIENCE_S = 120.0
 
 
 def free_port() -> int:
@@ -147,6 +150,7 @@ class Field:
         self.proxy = Proxy(self.server.port)
         self.kubelet = Kubelet(directory)
         self.audit, self.flow = Audit(self.server), Flow(self.server)
+        self.trainers_killed: Counter[str] = Counter()
         self._model = make_model(directory / "model")
         self._stop = directory / "stop"
         self._ray_port = free_port()
@@ -205,8 +209,15 @@ class Field:
     # what may happen
 
     def kill_process(self, title: str, rng: random.Random) -> None:
-        if found := self.kubelet.processes(title):
-            rng.choice(sorted(found, key=lambda process: process.pid)).kill()
+        """Wait until there is such a process, and kill it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            if found := self.kubelet.processes(title):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rng.choice(sorted(found, key=lambda process: process.pid)).kill()
+                    return
+            time.sleep(0.1)
+        raise AssertionError(f"there has been no {title} for {PATIENCE_S} s")
 
     def kill_engine(self, rng: random.Random) -> None:
         self.kill_process("ray::EngineActor", rng)
@@ -218,7 +229,9 @@ class Field:
         self.kill_process("ray::RelayActor", rng)
 
     def kill_trainer(self, rng: random.Random) -> None:
-        self.kubelet.kill(f"trainer-{rng.randrange(TRAINERS)}")
+        name = f"trainer-{rng.randrange(TRAINERS)}"
+        self.trainers_killed[name] += 1
+        self.kubelet.kill(name)
 
     def kill_redis(self, rng: random.Random) -> None:
         self.server.kill()
@@ -294,7 +307,15 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
     ends = time.monotonic() + SECONDS
     done: list[tuple[float, str]] = []
 
+    failures: list[Exception] = []
+
     def fire() -> None:
+        try:
+            shoot()
+        except Exception as error:
+            failures.append(error)
+
+    def shoot() -> None:
         rng.shuffle(actions)
         chosen = list(actions)  # each at least once, if there is time
         while time.monotonic() < ends:
@@ -308,6 +329,9 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
     while shooter.is_alive():
         battlefield.observe()
         time.sleep(0.2)
+    if failures:
+        raise failures[0]
+    assert SECONDS < 200 or {action.__name__ for action in actions} == {name for _, name in done}
 
     # the head, by itself, so that it can be said how long it takes
     battlefield.wait(lambda: len(battlefield.server.client.hgetall(KEYS.engines)) == 2, 420, "no two engines are back")
@@ -380,3 +404,9 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
     assert asked == set(in_history)
     assert {"stop", "length"} >= set(battlefield.audit.reasons)
     assert 0 == client.hlen(KEYS.partials)
+    # it was a fire
+    assert lost > 0
+    assert battlefield.proxy.dropped > 0
+    # and the clients waited wherever they were
+    restarts = {name: battlefield.kubelet.restarts[name] for name in trainers}
+    assert all(restarts[name] <= battlefield.trainers_killed[name] for name in trainers), (restarts, battlefield.logs())

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import pytest
 from live import manifest
+from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_api.job import RolloutJob, Sampling
 from rollout_api.keys import DATA, MessageKeys
@@ -30,9 +33,11 @@ from rollout_api.tasks import end
 from rollout_worker.history.connection import connect, connect_async
 from rollout_worker.job import coordinator as module
 from rollout_worker.job.coordinator import Coordinator
+from rollout_worker.job.http import StatusServer
 from rollout_worker.job.ledger import LedgerEntry
-from rollout_worker.job.plane import EngineReport, MessagePlane, Order
+from rollout_worker.job.plane import EngineReport, MessagePlane, Order, StaleCoordinatorError
 from rollout_worker.job.setup import BLOCK_S
+from rollout_worker.job.status import StatusBoard
 
 JOB = MessageKeys("uid")
 VOCABULARY = 10
@@ -94,13 +99,12 @@ class Around:
             await end(beating)
 
     @asynccontextmanager
-    async def coordinator(self, job: RolloutJob | None = None) -> AsyncIterator[None]:
+    async def coordinator(self, job: RolloutJob | None = None) -> AsyncIterator[Coordinator]:
         plane, history = MessagePlane(connect_async(self.url, block=BLOCK_S), JOB), connect_async(self.url)
-        running = asyncio.ensure_future(
-            Coordinator(job or manifest(), plane, history, vocabulary=VOCABULARY).run(),
-        )
+        coordinator = Coordinator(job or manifest(), plane, history, vocabulary=VOCABULARY)
+        running = asyncio.ensure_future(coordinator.run())
         try:
-            yield
+            yield coordinator
             assert not running.done(), running.exception()
         finally:
             await end(running)
@@ -236,6 +240,20 @@ def test_engines_get_work_while_thousands_of_rollouts_are_cancelled(play: Callab
     play(story)
 
 
+def test_a_coordinator_that_was_replaced_ends_though_it_has_nothing_to_give_out(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        client = connect_async(around.url, block=BLOCK_S)
+        first = Coordinator(manifest(), MessagePlane(client, JOB), client, vocabulary=VOCABULARY)
+        running = asyncio.ensure_future(first.run())
+        await around.until(lambda: around.redis.exists(JOB.status))
+        async with around.coordinator():
+            with pytest.raises(StaleCoordinatorError):
+                await asyncio.wait_for(running, PATIENCE_S)
+        await client.aclose()
+
+    play(story)
+
+
 def test_cancelling_thousands_takes_few_commands(play: Callable[[Story], None]) -> None:
     async def story(around: Around) -> None:
         names = [f"r{number}" for number in range(500)]
@@ -323,5 +341,64 @@ def test_weights_that_are_older_than_the_newest_go_to_the_dead_letters(play: Cal
             assert [7] == [update.weight_version for update in await around.plane.weights()]
         [(_, letter)] = around.redis.xrange(JOB.dead)
         assert b"weight version 6 comes after 7" == letter[b"reason"]
+
+    play(story)
+
+
+async def get(url: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        return response.status, await response.text()
+
+
+def test_status_and_metrics_are_served_and_agree(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        waiting = StatusServer(StatusBoard(manifest()))
+        early = await waiting.start("127.0.0.1", 0)
+        code, body = await get(f"http://127.0.0.1:{early}/status")
+        assert 503 == code and "still reading" in json.loads(body)["error"]
+        await waiting.stop()
+
+        async with around.coordinator() as coordinator, around.engine("a", slots=4) as engine:
+            server = StatusServer(coordinator.board)
+            url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
+            asked = request("r", n=7)
+            around.send(JOB.requests, asked, request("too long", sampling={"stop_token_ids": [VOCABULARY]}))
+            [first, *_] = await around.orders(engine, 4)
+            assert first.assignment is not None
+            partial = Partial(token_ids=[1] * 9, spans=[WeightSpan(start=0, weight_version=0)])
+            done = Rollout.of(asked, 0, partial, FinishReason.LENGTH, steps=4, drafted=8, accepted=5)
+            await around.plane.finish(asked, done, engine=engine, order=first.order_id)
+            status: dict[str, Any] = {}
+            async with asyncio.timeout(PATIENCE_S):  # it is made once a second
+                while status.get("done") != 1:
+                    await asyncio.sleep(0.1)
+                    code, body = await get(f"{url}/status")
+                    status = json.loads(body)
+            _, body = await get(f"{url}/metrics")
+            assert (200, "ok\n") == await get(f"{url}/healthz")
+            await server.stop()
+        assert ("default/live", 1, 1, 9, 4, 8, 5) == tuple(
+            status[name] for name in ("job", "requests", "dead_letters", "tokens", "steps", "drafted", "accepted")
+        )
+        assert 6 == status["waiting"] + status["assigned"]
+        assert ["a"] == [one["name"] for one in status["engines"]]
+        samples = [one for family in text_string_to_metric_families(body) for one in family.samples]
+        assert {"default/live"} == {one.labels["job"] for one in samples}
+        values = {one.name: one.value for one in samples if one.labels.keys() == {"job"}}
+        for metric, name in (
+            ("rollout_requests_open", "requests"),
+            ("rollout_rollouts_waiting", "waiting"),
+            ("rollout_rollouts_assigned", "assigned"),
+            ("rollout_weight_version", "weight_version"),
+            ("rollout_rollouts_total", "done"),
+            ("rollout_tokens_total", "tokens"),
+            ("rollout_steps_total", "steps"),
+            ("rollout_drafted_tokens_total", "drafted"),
+            ("rollout_accepted_tokens_total", "accepted"),
+            ("rollout_engines_lost_total", "engines_lost"),
+            ("rollout_dead_letters_total", "dead_letters"),
+        ):
+            assert status[name] == values[metric], metric
+        assert 1 == values["rollout_engines"]
 
     play(story)

@@ -598,7 +598,10 @@ def test_a_slow_consumer_is_not_read_ahead_for(redis_url: str, job: JobSide) -> 
         ):
             [request] = await asyncio.to_thread(job.wait_for_requests, 1)
             await asyncio.to_thread(job.answer, request)
-            await asyncio.sleep(1.0)
+            async with asyncio.timeout(10):
+                while step.unread < MOST_UNREAD:
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(1.0)  # in which it could read on
             assert MOST_UNREAD <= step.unread <= MOST_UNREAD + 64
             assert pending_of(job) <= MOST_UNREAD + 64
             assert set(range(count)) == {int(r.rollout_id.split("/")[2]) async for r in step}
@@ -627,13 +630,14 @@ def test_a_step_that_is_read_is_not_held_up_by_one_that_is_not(redis_url: str, j
 
 def test_requests_wait_while_the_job_has_as_many_as_it_takes(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
     job = JobSide(redis_url, max_rollouts=10)
-    job.say(waiting=7)
-    with RolloutClient.connect(redis_url, job.name) as client, client.step(0, [[i] for i in range(1, 21)]) as step:
-        time.sleep(1.5)  # the client has seen the status
-        assert len(job.requests()) <= 5
-        with job.serving():
-            assert 40 == len(list(step))
-    assert "as many as it takes" in caplog.text
+    job.say(waiting=10)
+    with RolloutClient.connect(redis_url, job.name) as client:
+        wait_until(lambda: client.status.get("waiting") == 10)
+        with client.step(0, [[i] for i in range(1, 21)]) as step:
+            wait_until(lambda: "as many as it takes" in caplog.text)
+            assert [] == job.requests()  # by its own count alone it would send five
+            with job.serving():
+                assert 40 == len(list(step))
 
 
 def test_a_full_redis_is_waited_for(

@@ -194,7 +194,7 @@ def test_a_lost_engines_rollouts_go_on_elsewhere_from_what_was_kept(stage: Stage
         job, law = running, Law(stage.models / "0")
         await job.until(lambda: len(job.redis.hgetall(job.keys.engines)) == 2)
         sampled = sum(engine.counters.tokens for engine in stage.engines.values())
-        sampling = Sampling(n=2, max_tokens=400, logprobs=True, allowed_token_ids=ENDLESS)
+        sampling = Sampling(n=4, max_tokens=400, logprobs=True, allowed_token_ids=ENDLESS)
         asked = prompts(8, sampling=sampling)
         task = asyncio.ensure_future(gather(client, 1, asked))
         await job.until(lambda: job.redis.hlen(job.keys.partials) >= 12)
@@ -202,14 +202,14 @@ def test_a_lost_engines_rollouts_go_on_elsewhere_from_what_was_kept(stage: Stage
         assert running_there
         await job.kill("engine-0")
         rollouts = await task
-        assert_once(job, rollouts, 16)
+        assert_once(job, rollouts, 32)
         assert all(len(rollout.token_ids) == 400 for rollout in rollouts)
         for rollout in rollouts:
             index = int(RolloutId.parse(rollout.rollout_id).request_id.split(":")[2].split("-")[0])
             assert rollout.logprobs is not None
             prompt = list(asked[index].token_ids)
             assert law.worst_error(prompt, rollout.token_ids, rollout.logprobs, sampling) < 1e-3
-        again = sum(engine.counters.tokens for engine in stage.engines.values()) - sampled - 16 * 400
+        again = sum(engine.counters.tokens for engine in stage.engines.values()) - sampled - 32 * 400
         # each lost at most what is not kept yet and one verification step
         assert 0 <= again <= running_there * (CHECKPOINT_TOKENS + 5)
 
@@ -239,27 +239,42 @@ def test_a_coordinator_may_die_at_any_moment(stage: Stage) -> None:
 
 def test_decoding_and_delivery_go_on_while_there_is_no_coordinator(stage: Stage) -> None:
     async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
-        async with client.step(
-            1, prompts(4, sampling=Sampling(n=4, max_tokens=200, allowed_token_ids=ENDLESS))
-        ) as step:
-            inboxes = running.keys.inbox("*")
-            await running.until(lambda: sum(map(running.redis.xlen, running.redis.keys(inboxes))) == 16)
+        def ended() -> int:
+            return int(running.redis.hget(running.keys.totals, "rollouts") or 0)
+
+        def given_out() -> int:
+            before = ended()
+            return before + sum(map(running.redis.xlen, running.redis.keys(running.keys.inbox("*"))))
+
+        await running.until(lambda: running.redis.hlen(running.keys.engines) == 2)
+        sampling = Sampling(n=4, max_tokens=480, allowed_token_ids=ENDLESS)
+        async with client.step(1, prompts(8, sampling=sampling)) as step:
+            await running.until(lambda: given_out() >= 32)
             await running.kill("coordinator")
+            assert ended() < 32
             received = [rollout async for rollout in step]
-        assert 16 == len(received)
+        assert 32 == len(received)
+        assert "coordinator" not in running.tasks
 
     stage.play(story)
 
 
 def test_an_engine_that_was_wrongly_taken_for_lost_does_no_harm(stage: Stage) -> None:
     async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
-        task = asyncio.ensure_future(gather(client, 1, prompts(8, sampling=Sampling(n=4, max_tokens=120))))
-        await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
+        def known() -> set[bytes]:
+            return set(running.redis.hkeys(running.keys.engines))
+
+        await running.until(lambda: len(known()) == 2)
+        sampling = Sampling(n=16, max_tokens=400, allowed_token_ids=ENDLESS)
+        task = asyncio.ensure_future(gather(client, 1, prompts(8, sampling=sampling)))
         for _ in range(2):
-            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 2 or task.done())
-            for engine in running.redis.hgetall(running.keys.engines):
+            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 2)
+            lost = known()
+            for engine in lost:
                 running.redis.delete(running.keys.lease(engine.decode()))
-        assert_once(running, await task, 32)
+            await running.until(lambda lost=lost: len(known() - lost) == 2)
+        assert not task.done()
+        assert_once(running, await task, 128)
 
     stage.play(story)
 

@@ -100,7 +100,7 @@ class MessageKeys:
 
     @property
     def totals(self) -> str:
-        """Hash: rollouts, tokens, drafted and accepted tokens since the job began."""
+        """Hash: rollouts, tokens, decoding steps, drafted and accepted tokens since the job began."""
         return self._key("totals")
 
     @property

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -400,5 +401,7 @@ def test_status_and_metrics_are_served_and_agree(play: Callable[[Story], None]) 
         ):
             assert status[name] == values[metric], metric
         assert 1 == values["rollout_engines"]
+        page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
+        assert [] == [one.name for one in samples if f"`{one.name}`" not in page]
 
     play(story)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundError, VersionMismatchError
 from rollout_api.job import Sampling
 from rollout_api.keys import JOBS, MessageKeys
-from rollout_api.messages import SCHEMA_VERSION, RolloutRequest, encode
+from rollout_api.messages import SCHEMA_VERSION, Partial, RolloutRequest, encode
 from rollout_api.prompts import Prompt, overrides_of, token_list
 from rollout_api.redis_connection import Patience, address
 
@@ -110,7 +110,7 @@ class JobInfo:
         """
         tokens = token_list(prompt.token_ids, where)
         overrides, sampling = self._sampling(prompt.sampling, where)
-        self._check_tokens(tokens, sampling.max_tokens, where)
+        self._check_tokens(tokens, sampling, prompt.prefix, where)
         if sampling.n > self.max_rollouts:
             raise InvalidRequestError(
                 f"{where}: n = {sampling.n}, but the job takes {self.max_rollouts} rollouts at once "
@@ -159,19 +159,24 @@ class JobInfo:
         except ValidationError as invalid:
             raise InvalidRequestError(f"{where}: sampling.{_first(invalid)}") from None
 
-    def _check_tokens(self, tokens: list[int], max_tokens: int, where: str) -> None:
+    def _check_tokens(self, tokens: list[int], sampling: Sampling, prefix: Partial | None, where: str) -> None:
         if not tokens:
             raise InvalidRequestError(f"{where}: no token ids")
-        if len(tokens) + max_tokens > self.max_model_len:
+        if len(tokens) + sampling.max_tokens > self.max_model_len:
             raise InvalidRequestError(
-                f"{where}: {len(tokens)} prompt tokens and max_tokens = {max_tokens} exceed the job's "
+                f"{where}: {len(tokens)} prompt tokens and max_tokens = {sampling.max_tokens} exceed the job's "
                 f"{self.max_model_len} (spec.engine.maxModelLen); shorten the prompt or lower max_tokens"
             )
-        if not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
-            at = next(index for index, token in enumerate(tokens) if not 0 <= token < self.vocabulary)
+        for what, ids in (("", tokens), ("prefix: ", prefix.token_ids if prefix is not None else [])):
+            if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
+                at = next(index for index, token in enumerate(ids) if not 0 <= token < self.vocabulary)
+                raise InvalidRequestError(
+                    f"{where}: {what}token id {ids[at]} at position {at} is none of {self.model}, which has "
+                    f"{self.vocabulary}; was the prompt made with its tokenizer?"
+                )
+        for setting, token in sampling.beyond(self.vocabulary).items():
             raise InvalidRequestError(
-                f"{where}: token id {tokens[at]} at position {at} is none of {self.model}, which has "
-                f"{self.vocabulary}; was the prompt made with its tokenizer?"
+                f"{where}: sampling.{setting}: token id {token} is none of {self.model}, which has {self.vocabulary}"
             )
 
 

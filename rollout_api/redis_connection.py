@@ -140,7 +140,8 @@ def without_password(url: str) -> str:
     """*url* as it may be shown: a password becomes ``***``."""
     parts = urlsplit(url)
     if "@" in parts.netloc:
-        parts = parts._replace(netloc=f"***@{parts.netloc.rpartition('@')[2]}")
+        user = f"{parts.username}:" if parts.username and parts.password else ""  # alone it may be meant for a password
+        parts = parts._replace(netloc=f"{user}***@{parts.netloc.rpartition('@')[2]}")
     return urlunsplit(parts._replace(query=re.sub(r"(^|&)password=[^&]*", r"\1password=***", parts.query)))
 
 

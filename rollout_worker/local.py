@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import redis
+from pydantic.alias_generators import to_camel
 
 from rollout_api.client import AsyncRolloutClient
 from rollout_api.job import FieldError, ManifestError, RolloutJob
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.quantity import parse_quantity
+from rollout_api.redis_connection import without_password
 from rollout_api.tasks import end
 from rollout_worker.child_process import Reaper
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.engine.model_source import load_tokenizer, resolve_checkpoint, resolve_model, tokenizer_fingerprint
-from rollout_worker.history.connection import check, connect, persist, problem, without_password
+from rollout_worker.history.connection import check, connect, persist, problem
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.dataset import DatasetTrainer
 from rollout_worker.job.problems import Problem, load_problems
@@ -275,14 +277,9 @@ def _check_requests(job: RolloutJob, problems: Sequence[Problem], vocabulary: in
             f"{sampling.max_tokens}, after the longest prompt of {longest} tokens, exceeds engine.maxModelLen, {limit}"
         )
         errors.append(FieldError("spec.sampling.maxTokens", message))
-    for field, ids in (
-        ("allowedTokenIds", sampling.allowed_token_ids),
-        ("stopTokenIds", sampling.stop_token_ids),
-        ("logitBias", sampling.logit_bias),
-    ):
-        if outside := sorted(token for token in ids if token >= vocabulary):
-            message = f"{outside[0]} is no token of the model, which has {vocabulary}"
-            errors.append(FieldError(f"spec.sampling.{field}", message))
+    for setting, token in sampling.beyond(vocabulary).items():
+        message = f"{token} is no token of the model, which has {vocabulary}"
+        errors.append(FieldError(f"spec.sampling.{to_camel(setting)}", message))
     if errors:
         raise ManifestError(errors)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import time
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit, urlunsplit
 
 import redis
 import redis.asyncio
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
+
+from rollout_api.redis_connection import passes, without_password
 
 if TYPE_CHECKING:
     from redis.commands.core import AsyncScript, Script
@@ -129,13 +129,6 @@ def problem(error: redis.RedisError, url: str) -> RedisUnusableError:
     return RedisUnusableError(f"{where} failed: {type(error).__name__}: {error}")
 
 
-def transient(error: redis.RedisError) -> bool:
-    """Whether *error* may pass by itself: the server is slow, away for a moment, or loading its data."""
-    refused = redis.AuthenticationError | redis.exceptions.AuthorizationError
-    passing = redis.ConnectionError | redis.TimeoutError | redis.exceptions.ReadOnlyError  # the last: a failover
-    return isinstance(error, passing) and not isinstance(error, refused)
-
-
 def persist(command: Callable[..., _Result], *args: Any) -> _Result:
     """``command(*args)``, tried again while Redis is away, for :data:`PATIENCE_S`; the command must be idempotent.
 
@@ -147,7 +140,7 @@ def persist(command: Callable[..., _Result], *args: Any) -> _Result:
         try:
             return command(*args)
         except redis.RedisError as error:
-            if not transient(error) or time.monotonic() > deadline:
+            if not passes(error) or time.monotonic() > deadline:
                 raise
             time.sleep(_PAUSE_S)
 
@@ -165,21 +158,13 @@ async def patiently(command: Callable[..., Awaitable[_Result]], *args: Any) -> _
         try:
             return await command(*args)
         except redis.RedisError as error:
-            if not (transient(error) or isinstance(error, redis.exceptions.OutOfMemoryError)):
+            if not (passes(error) or isinstance(error, redis.exceptions.OutOfMemoryError)):
                 raise
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 logger.warning("Redis: %s: %s; trying again until it is back.", type(error).__name__, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
-
-
-def without_password(url: str) -> str:
-    """*url* as it may be shown: a password becomes ``***``."""
-    parts = urlsplit(url)
-    if parts.password is not None:
-        parts = parts._replace(netloc=f"{parts.username or ''}:***@{parts.netloc.rpartition('@')[2]}")
-    return urlunsplit(parts._replace(query=re.sub(r"(^|&)password=[^&]*", r"\1password=***", parts.query)))
 
 
 def server_function(client: redis.Redis, package: str, name: str) -> Script:

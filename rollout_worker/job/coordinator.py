@@ -314,16 +314,12 @@ class Coordinator:
             speculating=spec.speculation.policy != "off",
             prefix=request.prefix,
         )
-        prefix, sampling = request.prefix, request.sampling
-        for what, tokens in (
-            ("prompt token", request.prompt_token_ids),
-            ("prefix token", prefix.token_ids if prefix is not None else ()),
-            ("sampling.allowed_token_ids:", sampling.allowed_token_ids),
-            ("sampling.stop_token_ids:", sampling.stop_token_ids),
-            ("sampling.logit_bias:", sampling.logit_bias),
-        ):
-            if outside := [token for token in tokens if not 0 <= token < self._vocabulary]:
-                raise AdmissionError(f"{what} {outside[0]} is no token of the model, which has {self._vocabulary}")
+        prefix = request.prefix
+        ids = {"prompt": request.prompt_token_ids, "prefix": prefix.token_ids if prefix is not None else []}
+        beyond = {w: token for w, tokens in ids.items() for token in tokens if not 0 <= token < self._vocabulary}
+        beyond |= {f"sampling.{name}": token for name, token in request.sampling.beyond(self._vocabulary).items()}
+        for what, token in beyond.items():
+            raise AdmissionError(f"{what}: {token} is no token of the model, which has {self._vocabulary}")
         if request.weight_version is not None and prefix is not None:
             others = sorted({span.weight_version for span in prefix.spans} - {request.weight_version})
             if others:

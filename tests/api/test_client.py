@@ -31,6 +31,7 @@ from rollout_api import (
     JobEndedError,
     JobNotFoundError,
     NameInUseError,
+    Partial,
     Progress,
     Prompt,
     Purpose,
@@ -47,6 +48,7 @@ from rollout_api import (
     UnreadableResultError,
     VersionMismatchError,
     WeightsError,
+    WeightSpan,
     WeightUpdate,
     decode,
     encode,
@@ -57,6 +59,7 @@ from rollout_api.results import MOST_UNREAD
 from rollout_worker.embedded_redis import EmbeddedRedis
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
+BEYOND = Partial(token_ids=[VOCABULARY], spans=[WeightSpan(start=0, weight_version=0)])
 T = TypeVar("T")
 
 
@@ -863,6 +866,8 @@ def test_a_redis_that_stays_away_is_an_error_and_the_step_can_be_opened_again(
         (Prompt([1], sampling={"colour": 1}), r"prompt 1: sampling\.colour"),
         (Prompt([1], sampling={"n": 2000}), "takes 1500 rollouts at once"),
         (Prompt([1], sampling={"min_tokens": 65}), r"sampling\.min_tokens"),
+        (Prompt([1], sampling={"stop_token_ids": [VOCABULARY]}), r"sampling\.stop_token_ids: token id 1000 is none of"),
+        (Prompt([1], sampling={"n": 1}, prefix=BEYOND), r"prompt 1: prefix: token id 1000 at position 0 is none of"),
         (Prompt([1], priority=2**40), "prompt 1: priority"),
         (Prompt([1], problem_id="p" * 300), "prompt 1: problem_id"),
         (Prompt([1], sampling={"stop": ["x" * 5000]}), "bytes as encoded, but the job takes 4096"),

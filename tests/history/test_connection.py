@@ -12,13 +12,13 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from rollout_api.redis_connection import without_password
 from rollout_worker.history.connection import (
     RedisUnusableError,
     check,
     connect,
     persist,
     problem,
-    without_password,
 )
 
 
@@ -109,6 +109,7 @@ def test_every_error_says_what_to_do(error: redis.RedisError, says: str) -> None
 
 def test_passwords_are_not_shown() -> None:
     assert without_password("redis://u:secret@h:1/0") == "redis://u:***@h:1/0"
+    assert without_password("redis://secret@h:1/0") == "redis://***@h:1/0"
     assert without_password("redis://h:1/0") == "redis://h:1/0"
     assert without_password("redis://h:1/0?db=1&password=secret") == "redis://h:1/0?db=1&password=***"
 

@@ -479,6 +479,9 @@ class _Announcer:
     @contextmanager
     def using(self, problem: str) -> Iterator[None]:
         """Keep the history of *problem* up to date while one of its rollouts is made."""
+        if self._engine.config.drafting is None:
+            yield
+            return
         self._users[problem] += 1
         self._left.pop(problem, None)
         try:

@@ -66,9 +66,7 @@ class Fleet:
         for name, plain in wanted.items():
             if name not in there:
                 self._make(name, plain)
-        for name in sorted(there):
-            if name.startswith(("engine-", "plain-")):
-                self._ask(name)
+        self._ask([name for name in sorted(there) if name.startswith(("engine-", "plain-"))])
 
     def _make(self, name: str, plain: bool) -> None:
         if time.monotonic() < self._retry_at.get(name, 0.0):
@@ -96,14 +94,18 @@ class Fleet:
         except ValueError:
             return placement_group([bundle], strategy="STRICT_PACK", name=named, lifetime="detached")
 
-    def _ask(self, name: str) -> None:
-        """Learn whether an engine has started; one that cannot start is ended, to be made anew."""
-        actor = ray.get_actor(name, namespace=namespace(self._setup.uid))
-        call = self._asked.pop(name, None) or actor.state.remote()
-        done, _ = ray.wait([call], timeout=_ANSWER_S)
-        if not done:
-            self._asked[name] = call
-            return
+    def _ask(self, names: list[str]) -> None:
+        """Learn which engines have started; who does not answer now is heard at a later pass."""
+        actors = {name: ray.get_actor(name, namespace=namespace(self._setup.uid)) for name in names}
+        self._asked = {name: self._asked.get(name) or actor.state.remote() for name, actor in actors.items()}
+        calls = list(self._asked.values())
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S) if calls else ([], [])
+        for name, actor in actors.items():
+            if self._asked[name] in done:
+                self._judge(name, actor, self._asked.pop(name))
+
+    def _judge(self, name: str, actor: Any, call: Any) -> None:
+        """Note what an engine answered; one that cannot start is ended, to be made anew."""
         try:
             process, started, error = ray.get(call)
         except ray.exceptions.RayError as away:

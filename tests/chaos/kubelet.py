@@ -96,8 +96,9 @@ class Kubelet:
                 log = (self._logs / f"{name}.log").open("ab")
                 with self._lock:
                     if name in self._commands:
+                        # a session of its own: as a container's, its processes are scheduled together
                         self._processes[name] = subprocess.Popen(
-                            command, stdout=log, stderr=subprocess.STDOUT, process_group=0
+                            command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
                         )
                         self.restarts[name] += 1
                 log.close()

@@ -135,9 +135,13 @@ class Flow:
                 self.gaps.append((self._moved, now - self._moved))
                 self._moved = now
 
-    def longest_after(self, moment: float, within: float) -> float:
-        """The longest stretch without a token that ended after *moment* and began within so many seconds of it."""
-        return max((gap for begun, gap in self.gaps if begun + gap > moment and begun < moment + within), default=0.0)
+    def sampled(self, engine: bytes) -> bool:
+        """Whether an engine has sampled anything."""
+        return engine in self._tokens
+
+    def longest_after(self, moment: float) -> float:
+        """The longest stretch without a token that ended after *moment*."""
+        return max((gap for begun, gap in self.gaps if begun + gap > moment), default=0.0)
 
 
 class Field:
@@ -342,13 +346,14 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
     old = set(battlefield.server.client.hgetall(KEYS.engines))
 
     def new_engines_sample() -> bool:
-        now = set(battlefield.server.client.hgetall(KEYS.engines))
-        return len(now - old) == 2 and battlefield.flow.gaps[-1][0] > killed_at
+        new = set(battlefield.server.client.hgetall(KEYS.engines)) - old
+        return len(new) == 2 and any(map(battlefield.flow.sampled, new))
 
     battlefield.wait(new_engines_sample, 420, "the engines did not join the new head")
+    until_new = time.monotonic() - killed_at
+    gap = battlefield.flow.longest_after(killed_at)
     steps = battlefield.steps()
     battlefield.wait(lambda: battlefield.steps() > steps + 1, 120, "no step was made under the new head")
-    gap = battlefield.flow.longest_after(killed_at, 120)
 
     # a worker comes and another goes
     battlefield.start_worker(2)
@@ -392,6 +397,7 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
                 "tokens": battlefield.audit.tokens,
                 "engines lost": lost,
                 "seconds without a token after the head's death": round(gap, 1),
+                "seconds until engines of the new head sample": round(until_new, 1),
             }
         )
     )

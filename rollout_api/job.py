@@ -244,10 +244,10 @@ class Sampling(_Part):
             raise ValueError(f"{min_tokens} is more than maxTokens, {max_tokens}")
         return min_tokens
 
-    def beyond(self, vocabulary: int) -> dict[str, int]:
+    def outside(self, vocabulary: int) -> dict[str, int]:
         """Settings in which there is a token that a model of so many tokens has not, each with one such token."""
         settings = {name: getattr(self, name) for name in ("stop_token_ids", "allowed_token_ids", "logit_bias")}
-        return {name: max(tokens) for name, tokens in settings.items() if tokens and max(tokens) >= vocabulary}
+        return {name: token for name, ids in settings.items() for token in ids if not 0 <= token < vocabulary}
 
     def refused_with_drafts(self) -> list[str]:
         """Names (as in a manifest) of the settings in use that vLLM refuses under speculation."""

@@ -174,9 +174,11 @@ class JobInfo:
                     f"{where}: {what}token id {ids[at]} at position {at} is none of {self.model}, which has "
                     f"{self.vocabulary}; was the prompt made with its tokenizer?"
                 )
-        for setting, token in sampling.beyond(self.vocabulary).items():
+        if outside := sampling.outside(self.vocabulary):
+            setting, token = next(iter(outside.items()))
             raise InvalidRequestError(
-                f"{where}: sampling.{setting}: token id {token} is none of {self.model}, which has {self.vocabulary}"
+                f"{where}: sampling.{setting}: token id {token} is none of {self.model}, which has {self.vocabulary}; "
+                "take it out"
             )
 
 

@@ -277,7 +277,7 @@ def _check_requests(job: RolloutJob, problems: Sequence[Problem], vocabulary: in
             f"{sampling.max_tokens}, after the longest prompt of {longest} tokens, exceeds engine.maxModelLen, {limit}"
         )
         errors.append(FieldError("spec.sampling.maxTokens", message))
-    for setting, token in sampling.beyond(vocabulary).items():
+    for setting, token in sampling.outside(vocabulary).items():
         message = f"{token} is no token of the model, which has {vocabulary}"
         errors.append(FieldError(f"spec.sampling.{to_camel(setting)}", message))
     if errors:

@@ -316,10 +316,14 @@ class Coordinator:
         )
         prefix = request.prefix
         ids = {"prompt": request.prompt_token_ids, "prefix": prefix.token_ids if prefix is not None else []}
-        beyond = {w: token for w, tokens in ids.items() for token in tokens if not 0 <= token < self._vocabulary}
-        beyond |= {f"sampling.{name}": token for name, token in request.sampling.beyond(self._vocabulary).items()}
-        for what, token in beyond.items():
-            raise AdmissionError(f"{what}: {token} is no token of the model, which has {self._vocabulary}")
+        outside = {what: one for what, tokens in ids.items() for one in tokens if not 0 <= one < self._vocabulary}
+        outside |= {f"sampling.{name}": one for name, one in request.sampling.outside(self._vocabulary).items()}
+        if outside:
+            what, token = next(iter(outside.items()))
+            raise AdmissionError(
+                f"{what}: {token} is no token of the model, which has {self._vocabulary}; take it out, or make the "
+                "prompt with the model's tokenizer"
+            )
         if request.weight_version is not None and prefix is not None:
             others = sorted({span.weight_version for span in prefix.spans} - {request.weight_version})
             if others:

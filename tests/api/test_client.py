@@ -867,6 +867,7 @@ def test_a_redis_that_stays_away_is_an_error_and_the_step_can_be_opened_again(
         (Prompt([1], sampling={"n": 2000}), "takes 1500 rollouts at once"),
         (Prompt([1], sampling={"min_tokens": 65}), r"sampling\.min_tokens"),
         (Prompt([1], sampling={"stop_token_ids": [VOCABULARY]}), r"sampling\.stop_token_ids: token id 1000 is none of"),
+        (Prompt([1], sampling={"logit_bias": {-1: 1.0}}), r"sampling\.logit_bias: token id -1 is none of"),
         (Prompt([1], sampling={"n": 1}, prefix=BEYOND), r"prompt 1: prefix: token id 1000 at position 0 is none of"),
         (Prompt([1], priority=2**40), "prompt 1: priority"),
         (Prompt([1], problem_id="p" * 300), "prompt 1: problem_id"),

@@ -24,7 +24,7 @@ class VersionDirectories:
 
     def number(self, written: Path, version: int) -> Path:
         """Give what was written its version, which the job does not serve yet."""
-        directory = self._root / f"version-{version:06d}"
+        directory = self._directory(version)
         shutil.rmtree(directory, ignore_errors=True)
         return written.rename(directory)
 
@@ -34,6 +34,9 @@ class VersionDirectories:
         Later versions are of an earlier run, and maybe of a job that is left.
         """
         found = [(int(m[1]), path) for path in self._root.iterdir() if (m := re.fullmatch(r"version-(\d+)", path.name))]
-        earlier = sorted((one for one in found if one[0] <= version), reverse=True)
-        for _, path in earlier[self._kept :]:
+        earlier = [(number, path) for number, path in found if number <= version and path != self._directory(version)]
+        for _, path in sorted(earlier, reverse=True)[self._kept - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
+
+    def _directory(self, version: int) -> Path:
+        return self._root / f"version-{version:06d}"

@@ -201,6 +201,14 @@ def test_what_an_earlier_run_published_stays_until_its_versions_come(tmp_path: P
     assert (weights / "version-000009" / "config.json").is_file()
 
 
+def test_the_version_in_use_stays_whoever_else_numbered_one_so(tmp_path: Path, another_job: UpdatingJob) -> None:
+    weights = tmp_path / "weights"
+    (weights / "version-4").mkdir(parents=True)
+    with another_job.serving():
+        publish(weights, another_job, 3, kept_versions=1)
+    assert ["version-000004"] == published(weights)
+
+
 def test_a_trainer_that_goes_back_counts_on_from_the_version_that_is_served(
     tmp_path: Path, another_job: UpdatingJob
 ) -> None:

@@ -124,7 +124,9 @@ class _Nccl:
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        meeting = StatelessProcessGroup(rank=rank, world_size=world_size, store=store)
+        # vLLM had a listening socket among its fields for some time
+        more = {"socket": None} if "socket" in StatelessProcessGroup.__dataclass_fields__ else {}
+        meeting = StatelessProcessGroup(rank=rank, world_size=world_size, store=store, **more)
         self._cuda, self._device = torch.cuda, device
         with self._cuda.device(device):  # the current one is a matter of the thread
             self._communicator: Any = PyNcclCommunicator(meeting, device=device)

@@ -61,6 +61,7 @@ class Server:
         command = ["redis-server", "--port", str(self.port), "--dir", str(self._directory), "--appendonly", "yes"]
         command += ["--save", "", "--maxmemory-policy", "noeviction", "--bind", "127.0.0.1"]
         command += ["--auto-aof-rewrite-percentage", "0"]  # it is read in the end
+        command += ["--appendfsync", "always"]  # with everysec a server whose disk is slow answers before it writes
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while True:
             try:

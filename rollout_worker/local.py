@@ -31,6 +31,7 @@ from rollout_worker.engine.model_source import load_tokenizer, resolve_checkpoin
 from rollout_worker.history.connection import check, connect, persist, problem
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.dataset import DatasetTrainer
+from rollout_worker.job.ledger import count_ended
 from rollout_worker.job.problems import Problem, load_problems
 from rollout_worker.job.ray_job import RayJob, start_local_ray, stop_local_ray
 from rollout_worker.job.relay import Relay
@@ -40,6 +41,8 @@ from rollout_worker.job.setup import JobSetup, cores_of
 _LOCK_WAIT_S = 10.0
 _PROBE_S = 0.5
 _POLL_S = 0.2
+_CLIENT = "dataset"
+"""Under which a dataset source asks for its rollouts, in each run of it."""
 
 _Result = TypeVar("_Result")
 
@@ -109,9 +112,13 @@ async def run_local(
             )
             try:
                 state.clear_previous(server, job)
+                # before there are engines, which begin with what was left open
+                done_before = persist(count_ended, server, MessageKeys(state.uid), _CLIENT) if state.resumed else 0
+                if done_before:
+                    say(f"Going on with job {state.uid}: {done_before} rollouts are done.")
                 setup.store().open(tokenizer_fingerprint(tokenizer))
                 report = await _until_redis_fails(
-                    _run_on_ray(setup, dataset, options, server, state, say, watch), server, url, say
+                    _run_on_ray(setup, dataset, options, server, done_before, say, watch), server, url, say
                 )
                 state.finish()
             except redis.RedisError as error:
@@ -124,7 +131,7 @@ async def _run_on_ray(
     dataset: _Dataset | None,
     options: RunOptions,
     server: redis.Redis,
-    state: _JobState,
+    done_before: int,
     say: Callable[[str], None],
     watch: Callable[[DatasetTrainer], Awaitable[None]],
 ) -> JobReport | None:
@@ -146,7 +153,7 @@ async def _run_on_ray(
                 if dataset is None:
                     await _serve(setup, ray_job, say)
                     return None
-                return await _run_dataset(setup, dataset, options, server, state, say, watch)
+                return await _run_dataset(setup, dataset, options, server, done_before, watch)
         except TimeoutError:
             if not limit.expired():
                 raise
@@ -174,8 +181,7 @@ async def _run_dataset(
     dataset: _Dataset,
     options: RunOptions,
     server: redis.Redis,
-    state: _JobState,
-    say: Callable[[str], None],
+    done_before: int,
     watch: Callable[[DatasetTrainer], Awaitable[None]],
 ) -> JobReport:
     job = setup.job
@@ -184,7 +190,7 @@ async def _run_dataset(
     )
     run = f"compare-{secrets.token_hex(4)}"
     async with (
-        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name="dataset") as client,
+        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=_CLIENT) as client,
         AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=run) as comparing,
     ):
         trainer = DatasetTrainer(
@@ -198,9 +204,8 @@ async def _run_dataset(
             keys=setup.keys,
             store=setup.store(),
             compare=compare,
+            done_before=done_before,
         )
-        if state.resumed and (done := await trainer.done()):
-            say(f"Going on with job {state.uid}: {done} rollouts are done.")
         shown = asyncio.ensure_future(watch(trainer))
         try:
             return await trainer.run()

@@ -76,6 +76,7 @@ class DatasetTrainer:
         keys: MessageKeys,
         store: HistoryStore,
         compare: Sequence[Mode],
+        done_before: int,
     ) -> None:
         """Take what a run needs.
 
@@ -90,13 +91,14 @@ class DatasetTrainer:
             keys: of the job's messages.
             store: the history, for the rewards of what an earlier run made.
             compare: further modes in which each epoch is made, for comparison; they leave no trace in the history.
+            done_before: rollouts that had ended when this run began.
         """
         self.progress = Progress()
         self._job = job
         self._problems, self._checkpoints, self._tokenizer = problems, checkpoints, tokenizer
         self._client, self._comparing = client, comparing
         self._server, self._keys, self._store = server, keys, store
-        self._compare = compare
+        self._compare, self._done_before = compare, done_before
         self._by_id = {problem.problem_id: problem for problem in problems}
 
     async def run(self) -> JobReport:
@@ -110,7 +112,7 @@ class DatasetTrainer:
         epochs = range(1, len(self._checkpoints) + 1)
         done = {epoch: await self._done(epoch) for epoch in epochs}
         size = len(self._problems) * self._job.spec.sampling.n
-        report.rollouts_done_before = sum(len(entries) for entries in done.values())
+        report.rollouts_done_before = self._done_before
         to_make = [size - len(entries) for entries in done.values()]
         progress.epochs = len(epochs)
         progress.all_total = sum(to_make) + size * len(self._compare) * sum(1 for count in to_make if count)
@@ -131,10 +133,6 @@ class DatasetTrainer:
         report.dead_letters = int(await asyncio.to_thread(persist, self._server.xlen, self._keys.dead))
         return report
 
-    async def done(self) -> int:
-        """Rollouts that an earlier run has made."""
-        return sum([len(await self._done(epoch)) for epoch in range(1, len(self._checkpoints) + 1)])
-
     def _prompts(self, mode: Mode) -> list[Prompt]:
         purpose = Purpose.TRAIN if mode is Mode.DAS else Purpose.EVAL
         return [
@@ -143,7 +141,7 @@ class DatasetTrainer:
         ]
 
     async def _done(self, epoch: int) -> dict[str, LedgerEntry]:
-        """What an earlier run made of an epoch: rollout id → entry."""
+        """What is made of an epoch already: rollout id → entry."""
         request_ids = [one.request_id for one in self._client.step(epoch, self._prompts(Mode.DAS)).prepare()]
         ledger = await asyncio.to_thread(persist, read_ledger, self._server, self._keys, request_ids)
         return {

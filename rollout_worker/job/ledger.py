@@ -72,3 +72,12 @@ def read_ledger(client: redis.Redis, keys: MessageKeys, request_ids: list[str]) 
         }
         for request_id, fields in zip(request_ids, replies, strict=True)
     }
+
+
+def count_ended(client: redis.Redis, keys: MessageKeys, name: str) -> int:
+    """How many rollouts that client *name* asked for have ended."""
+    pipeline = client.pipeline(transaction=False)
+    for ledger in client.scan_iter(keys.ledger(f"{name}:*"), count=1000):
+        pipeline.hkeys(ledger)
+    replies: list[list[bytes]] = pipeline.execute()
+    return sum(field not in META_FIELDS for fields in replies for field in fields)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -245,9 +244,7 @@ def test_killed_in_the_middle_of_an_epoch_the_next_run_goes_on_with_its_history(
 
     ended = bench.run("--no-compare")
     assert ended.code == 0, ended.output
-    said = re.search(r"Going on with job \S+: (\d+) rollouts are done", ended.output)
-    assert said, ended.output
-    assert len(done) <= int(said[1]) < bench.expected(2)  # engines begin with what was open before it is said
+    assert f"{len(done)} rollouts are done" in ended.output
 
     # none lost, none twice, none made anew
     ledger = bench.ledger()

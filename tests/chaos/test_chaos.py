@@ -29,8 +29,8 @@ from proxy import Proxy
 from testbed import make_model
 from trainer import GROUPS, SAMPLES, TOKENS
 
-from rollout_api.keys import HistoryKeys, MessageKeys
-from rollout_api.messages import Refusal, Rollout, decode
+from rollout_api.keys import DATA, HistoryKeys, MessageKeys
+from rollout_api.messages import CodecError, Refusal, Rollout, decode
 from rollout_worker.history.store import START, HistoryStore
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
@@ -60,8 +60,8 @@ class Server:
     def start(self) -> None:
         command = ["redis-server", "--port", str(self.port), "--dir", str(self._directory), "--appendonly", "yes"]
         command += ["--save", "", "--maxmemory-policy", "noeviction", "--bind", "127.0.0.1"]
-        command += ["--auto-aof-rewrite-percentage", "0"]  # it is read in the end
-        command += ["--appendfsync", "always"]  # with everysec a server whose disk is slow answers before it writes
+        # with everysec, one whose disk is slow answers before it has written, and killed then it takes that back
+        command += ["--appendfsync", "always"]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while True:
             try:
@@ -79,48 +79,38 @@ class Server:
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port, socket_timeout=5)
 
-    @property
-    def log(self) -> Path:
-        [log] = (self._directory / "appendonlydir").glob("*.incr.aof")
-        return log
-
 
 @dataclass
 class Audit:
-    """Every result that was ever written, from the server's own log.
+    """Reads every result as a group of its own: what a client would take for a repetition is counted here."""
 
-    A reader may see a result twice that was written once: killed while its disk is slow, a server loses what it
-    acknowledged last, the reader's acknowledgement too.
-    """
-
+    server: Server
     delivered: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
 
-    @classmethod
-    def of(cls, log: Path) -> Audit:
-        audit, streams = cls(), [KEYS.results(f"rank-{rank}").encode() for rank in range(TRAINERS)]
-        for command, *arguments in commands(log):
-            if command.upper() != b"XADD" or arguments[0] not in streams:
-                continue
-            message = decode(arguments[-1])
-            if isinstance(message, Refusal):
-                # a client asked again, since Redis had been away, for what it had got meanwhile
-                assert "answered before" in message.reason, message
-                continue
-            assert isinstance(message, Rollout), message
-            audit.delivered[message.rollout_id] += 1
-            audit.reasons[str(message.finish_reason)] += 1
-            audit.tokens += len(message.token_ids)
-        return audit
+    def prepare(self) -> None:
+        for rank in range(TRAINERS):
+            self.server.client.xgroup_create(KEYS.results(f"rank-{rank}"), "audit", id="0", mkstream=True)
 
-
-def commands(log: Path) -> Iterator[list[bytes]]:
-    """What an append-only file says was done, in order."""
-    with log.open("rb") as file:
-        while head := file.readline():
-            if head.startswith(b"*"):  # else a comment
-                yield [file.read(int(file.readline()[1:]) + 2)[:-2] for _ in range(int(head[1:]))]
+    def read(self) -> None:
+        client: Any = self.server.client
+        for rank in range(TRAINERS):
+            stream = KEYS.results(f"rank-{rank}")
+            for start in ("0", ">"):  # what was read before a crash and not acknowledged, then the rest
+                for _, entries in client.xreadgroup("audit", "audit", {stream: start}, count=1000) or []:
+                    for entry, fields in entries:
+                        message = decode(fields[DATA.encode()])
+                        if isinstance(message, Refusal):
+                            # a client asked again, since Redis had been away, for what it had got meanwhile
+                            assert "answered before" in message.reason, message
+                            client.xack(stream, "audit", entry)
+                            continue
+                        assert isinstance(message, Rollout), message
+                        if client.xack(stream, "audit", entry):
+                            self.delivered[message.rollout_id] += 1
+                            self.reasons[str(message.finish_reason)] += 1
+                            self.tokens += len(message.token_ids)
 
 
 @dataclass
@@ -165,7 +155,7 @@ class Field:
         self.server = Server(directory / "redis")
         self.proxy = Proxy(self.server.port)
         self.kubelet = Kubelet(directory)
-        self.flow = Flow(self.server)
+        self.audit, self.flow = Audit(self.server), Flow(self.server)
         self.trainers_killed: Counter[str] = Counter()
         self._model = make_model(directory / "model")
         self._stop = directory / "stop"
@@ -199,6 +189,7 @@ class Field:
         }
         file = self.directory / "job.yaml"
         file.write_text(yaml.safe_dump(manifest))
+        self.audit.prepare()
         head = ["head", "-f", str(file), "--port", str(self._ray_port), "--http-port", str(self._http_port)]
         self.kubelet.start("head", self._rollout(*head))
         for number in range(2):
@@ -277,8 +268,9 @@ class Field:
             time.sleep(0.2)
 
     def observe(self) -> None:
-        with contextlib.suppress(redis.RedisError):
+        with contextlib.suppress(redis.RedisError, CodecError):
             self.flow.look()
+            self.audit.read()
 
     def logs(self) -> str:
         tails = [f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in self.directory.glob("*.log")]
@@ -379,7 +371,7 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
     )
     client = battlefield.server.client
     battlefield.wait(lambda: client.xlen(KEYS.requests) == client.xlen(KEYS.outbox) == 0, 60, "something is left over")
-    audit = Audit.of(battlefield.server.log)
+    battlefield.audit.read()
 
     asked: set[str] = set()
     received: Counter[str] = Counter()
@@ -401,8 +393,8 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
                 "actions": dict(Counter(name for _, name in done)),
                 "restarts": battlefield.kubelet.restarts,
                 "rollouts": len(asked),
-                "reasons": audit.reasons,
-                "tokens": audit.tokens,
+                "reasons": battlefield.audit.reasons,
+                "tokens": battlefield.audit.tokens,
                 "engines lost": lost,
                 "seconds without a token after the head's death": round(gap, 1),
                 "seconds until engines of the new head sample": round(until_new, 1),
@@ -411,12 +403,12 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
     )
     assert {1} == set(received.values())
     # a trainer that was killed between its journal and its acknowledgement was delivered a step that it had
-    assert asked <= set(audit.delivered)
-    assert {1} == set(audit.delivered.values()), "a result was written twice"
-    assert set(audit.delivered) == asked
+    assert asked <= set(battlefield.audit.delivered)
+    assert {1} == set(battlefield.audit.delivered.values()), "a result was written twice"
+    assert set(battlefield.audit.delivered) == asked
     assert {1} == set(in_history.values()), "a rollout is in the history twice"
     assert asked == set(in_history)
-    assert {"stop", "length"} >= set(audit.reasons)
+    assert {"stop", "length"} >= set(battlefield.audit.reasons)
     assert 0 == client.hlen(KEYS.partials)
     # it was a fire
     assert lost > 0

@@ -130,7 +130,7 @@ class MessagePlane:
     def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
         self.keys = keys
         self.client = client
-        functions = ("admit", "assign", "checkpoint", "finish", "give_back", "heartbeat", "reclaim")
+        functions = ("admit", "assign", "cancel", "checkpoint", "finish", "give_back", "heartbeat", "reclaim")
         self._functions = {name: async_server_function(client, __package__, name) for name in functions}
 
     # requests
@@ -205,11 +205,8 @@ class MessagePlane:
         await self.client.xadd(self.keys.results(client), {DATA: encode(message)})
 
     async def mark_cancelled(self, request_ids: Sequence[str]) -> None:
-        """Remember that requests, which are open, were cancelled."""
-        pipeline = self.client.pipeline(transaction=False)
-        for request_id in request_ids:
-            pipeline.hset(self.keys.ledger(request_id), "cancelled", "1")
-        await pipeline.execute()
+        """Remember that requests were cancelled, if they are known."""
+        await self._functions["cancel"](keys=[self.keys.ledger(request_id) for request_id in request_ids])
 
     async def finish(self, request: RolloutRequest, rollout: Rollout, *, engine: str = "", order: str = "") -> bool:
         """Record that a rollout has ended, answer the client and queue it for its history, in one atomic step.

@@ -269,8 +269,8 @@ def test_cancelling_thousands_takes_few_commands(play: Callable[[Story], None]) 
             calls: Any = around.redis.info("commandstats")
             orders = [*await around.orders(a, 500), *await around.orders(b, 500)]
         assert sorted(names) == sorted(order.request_id for order in orders if order.kind == "cancel")
-        assert 500 == calls["cmdstat_hset"]["calls"]
-        assert sum(calls[f"cmdstat_{name}"]["calls"] for name in ("evalsha", "exists")) < 100
+        assert calls["cmdstat_evalsha"]["calls"] < 100  # with the heartbeats; each takes a message of its own
+        assert calls["cmdstat_hset"]["calls"] < 600  # 1,500 if what is cancelled were marked again
 
     play(story)
 

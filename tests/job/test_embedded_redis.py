@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -27,20 +28,23 @@ time.sleep(600)
 """
 
 
-def start(directory: Path) -> tuple[subprocess.Popen[str], str]:
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, str(directory)], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    return owner, owner.stdout.readline().strip()
+@contextmanager
+def owned(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that owns a server, and the server's URL; killed in the end."""
+    command = [sys.executable, "-c", OWNER, str(directory)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        try:
+            assert owner.stdout is not None
+            yield owner, owner.stdout.readline().strip()
+        finally:
+            owner.kill()
 
 
 def test_killed_with_its_owner_it_keeps_what_it_acknowledged(tmp_path: Path) -> None:
-    owner, url = start(tmp_path)
-    client = redis.Redis.from_url(url)
-    for number in range(100):
-        client.rpush("list", number)
-    owner.send_signal(signal.SIGKILL)
-    owner.wait()
-    owner.stdout.close()  # type: ignore[union-attr]
+    with owned(tmp_path) as (_, url):
+        client = redis.Redis.from_url(url)
+        for number in range(100):
+            client.rpush("list", number)
 
     with (tmp_path / "lock").open("r+") as lock:
         deadline = time.monotonic() + 10
@@ -89,10 +93,7 @@ def test_a_directory_that_it_cannot_read_ends_in_its_log(tmp_path: Path) -> None
 
 def test_it_shares_the_session_of_its_owner_but_not_its_signals(tmp_path: Path) -> None:
     """Linux schedules by session where autogroup is on: in its own, the server was seen to wait 3 s beside engines."""
-    owner, url = start(tmp_path)
-    server = int(redis.Redis.from_url(url).info("server")["process_id"])
-    assert os.getsid(owner.pid) == os.getsid(server)
-    assert server == os.getpgid(server) != os.getpgid(owner.pid)  # a Ctrl-C is for the owner, which ends the server
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()  # type: ignore[union-attr]
+    with owned(tmp_path) as (owner, url):
+        server = int(redis.Redis.from_url(url).info("server")["process_id"])
+        assert os.getsid(owner.pid) == os.getsid(server)
+        assert server == os.getpgid(server) != os.getpgid(owner.pid)  # a Ctrl-C is for the owner, which ends the server

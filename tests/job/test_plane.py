@@ -243,6 +243,18 @@ def test_orders_reach_an_engine_once_and_come_back_when_its_lease_ends(bench: Be
     bench.run(story)
 
 
+def test_a_cancellation_makes_no_ledger_for_what_is_unknown(bench: Bench) -> None:
+    asked = request()
+
+    async def story(plane: MessagePlane) -> None:
+        await plane.admit(bench.submit(asked), asked)
+        await plane.mark_cancelled(["unknown", asked.request_id])
+        assert [(frozenset(), False), (frozenset(), True)] == await plane.progress(["unknown", asked.request_id])
+
+    bench.run(story)
+    assert not bench.redis.exists(JOB.ledger("unknown"))
+
+
 def test_what_a_later_engine_says_of_itself_stops_no_coordinator(bench: Bench) -> None:
     report = asdict(REPORT) | {"said_by_a_later_version": 1}
     bench.redis.hset(JOB.engines, "engine-0-a", msgpack.packb(report))

@@ -1,0 +1,10 @@
+#!lua
+-- Remember that requests were cancelled; one that is unknown stays so.
+-- KEYS: ledger of each request (one slot).
+-- Returns 1.
+for _, ledger in ipairs(KEYS) do
+  if redis.call('EXISTS', ledger) == 1 then
+    redis.call('HSET', ledger, 'cancelled', '1')
+  end
+end
+return 1

@@ -20,6 +20,7 @@ from rich.markup import escape
 from rollout_api.errors import RolloutClientError
 from rollout_api.job import ManifestError
 from rollout_api.keys import MessageKeys
+from rollout_api.tasks import end
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.model_source import (
     ModelError,
@@ -222,9 +223,12 @@ def _said_plainly(file: Path | None = None) -> Iterator[None]:
 
 
 async def _until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
-    """Await *work*; SIGTERM cancels it as Ctrl-C does."""
+    """Await *work*; SIGTERM cancels it as Ctrl-C does, and again if that is lost: nobody sends it twice."""
     task = asyncio.ensure_future(work)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    ending: list[asyncio.Future[None]] = []
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, lambda: ending.append(asyncio.ensure_future(end(task)))
+    )
     return await task
 
 

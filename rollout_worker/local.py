@@ -148,32 +148,36 @@ async def _run_on_ray(
         await ray_job.engines_ready(plane, engines)
         reaper.know()
         deadline = job.spec.lifecycle.active_deadline_seconds
+        work: asyncio.Future[JobReport | None] = asyncio.ensure_future(
+            _serve(setup, ray_job, say)
+            if dataset is None
+            else _run_dataset(setup, dataset, options, server, done_before, watch)
+        )
         try:
-            async with asyncio.timeout(deadline) as limit:
-                if dataset is None:
-                    await _serve(setup, ray_job, say)
-                    return None
-                return await _run_dataset(setup, dataset, options, server, done_before, watch)
-        except TimeoutError:
-            if not limit.expired():
-                raise
+            # not asyncio.timeout, which cancels once: that may be lost
+            await asyncio.wait({work}, timeout=deadline)
+            if work.done():
+                return work.result()
             raise DeadlineError(
                 f"the job has run for {deadline} s (spec.lifecycle.activeDeadlineSeconds) and is stopped; what is "
                 "done is kept"
-            ) from None
+            )
+        finally:
+            await end(work)
     finally:
         # not in threads: whoever cancels this again must not get ahead of it, and end Redis before the engines
         stop_local_ray()
         reaper.close()
 
 
-async def _serve(setup: JobSetup, ray_job: RayJob, say: Callable[[str], None]) -> None:
+async def _serve(setup: JobSetup, ray_job: RayJob, say: Callable[[str], None]) -> JobReport | None:
     """Serve trainers until one of them closes the job."""
     name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
     say(f'Serving trainers: RolloutClient.connect("{without_password(setup.redis_url)}", "{name}").')
     say(f"Status: http://{setup.http_host}:{await ray_job.status_port()}/status")
     while not await ray_job.ended():
         await asyncio.sleep(_POLL_S)
+    return None
 
 
 async def _run_dataset(

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.figures import Figure, quantile, report, spread
 from benchmarks.random_model import VOCABULARY, random_model
 from rollout_api import AsyncRolloutClient, Prompt, RolloutRequest, parse_job
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.tasks import end
 from rollout_worker.embedded_redis import EmbeddedRedis

@@ -25,10 +25,10 @@ from rollout_api.job import (
     ManifestError,
     RolloutJob,
     RolloutJobSpec,
-    Sampling,
     parse_job,
 )
 from rollout_api.job_info import JobInfo
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import (
     Cancel,
     Close,

@@ -28,8 +28,8 @@ from rollout_api.errors import (
 )
 from rollout_api.groups import Gathering
 from rollout_api.inbox import Asked
-from rollout_api.job import Sampling
 from rollout_api.job_info import JobInfo, ended, find_job, parse_status
+from rollout_api.job_spec import Sampling
 from rollout_api.keys import CLIENT_LEASE_MS, JOBS, MessageKeys
 from rollout_api.messages import (
     CLIENT_PATTERN,

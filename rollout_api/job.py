@@ -1,7 +1,7 @@
-"""The ``RolloutJob`` resource, ``das.rollout.dev/v1alpha1``.
+"""The ``RolloutJob`` resource, ``das.rollout.dev/v1alpha1``, and how a manifest is checked.
 
-The same manifest is run by ``rollout run`` on one machine and by the operator on a cluster. The models here
-are the source of truth for its fields, defaults and rules.
+The same manifest is run by ``rollout run`` on one machine and by the operator on a cluster. The sections of ``spec``
+are in :mod:`rollout_api.job_spec` and :mod:`rollout_api.job_pods`, ``status`` is in :mod:`rollout_api.job_status`.
 """
 
 from __future__ import annotations
@@ -9,336 +9,82 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self, TypeVar
-from urllib.parse import parse_qs, urlsplit
+from typing import Any, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    JsonValue,
-    StringConstraints,
-    ValidationError,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
-from pydantic.alias_generators import to_camel
+from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
+from rollout_api.job_pods import Head, Image, Lifecycle, Workers
+from rollout_api.job_spec import (
+    Engine,
+    History,
+    Model,
+    Queue,
+    Redis,
+    Sampling,
+    Source,
+    Speculation,
+    Weights,
+)
+from rollout_api.manifest_types import DnsLabel, DnsName, JobName, Part, Text, rules
 from rollout_api.quantity import parse_quantity
 
-API_VERSION = "das.rollout.dev/v1alpha1"
+GROUP = "das.rollout.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "RolloutJob"
+PLURAL = "rolloutjobs"
+MANAGER = f"{GROUP}/operator"
+"""``spec.managedBy`` of the jobs that the operator runs."""
 
-DnsLabel = Annotated[
-    str,
-    StringConstraints(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"),
-]
-"""A name of at most 63 lower-case letters, digits and dashes (RFC 1123)."""
+_PartT = TypeVar("_PartT", bound=Part)
 
-
-def _checked_quantity(text: str) -> str:
-    if parse_quantity(text) <= 0:
-        raise ValueError(f"{text!r} must be more than 0")
-    return text
+_FIXED = ("source", "model", "weights", "engine", "sampling", "speculation", "queue", "history", "redis")
+"""Sections that do not change while a job exists: its head, its engines and its trainers have read them."""
 
 
-def _number_as_text(value: object) -> object:
-    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
-
-
-Quantity = Annotated[str, BeforeValidator(_number_as_text), AfterValidator(_checked_quantity)]
-"""A Kubernetes resource quantity above 0, as text; a YAML number is taken as one."""
-
-
-class _Part(BaseModel):
-    """A piece of a manifest: camelCase outside, snake_case here; an unknown field is an error."""
+class RolloutJobSpec(Part):
+    """What a user asks for."""
 
     model_config = ConfigDict(
-        alias_generator=to_camel,
-        populate_by_name=True,
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        strict=False,
+        json_schema_extra=rules(
+            *((f"self.{name} == oldSelf.{name}", f"{name} cannot be changed; make another job") for name in _FIXED),
+            (
+                "has(self.managedBy) ? has(oldSelf.managedBy) && self.managedBy == oldSelf.managedBy "
+                ": !has(oldSelf.managedBy)",
+                "managedBy cannot be changed; make another job",
+            ),
+            (
+                "self.workers.gpusPerWorker != 0 || "
+                "(self.engine.tensorParallelSize == 1 && self.engine.pipelineParallelSize == 1)",
+                "engine.tensorParallelSize and engine.pipelineParallelSize must be 1 on a CPU worker "
+                "(workers.gpusPerWorker: 0)",
+            ),
+            (
+                "self.workers.gpusPerWorker % (self.engine.tensorParallelSize * self.engine.pipelineParallelSize) == 0",
+                "workers.gpusPerWorker must be a multiple of engine.tensorParallelSize × engine.pipelineParallelSize",
+            ),
+            (
+                "self.sampling.maxTokens < self.engine.maxModelLen",
+                "sampling.maxTokens leaves no room for a prompt in engine.maxModelLen",
+            ),
+            (
+                "self.speculation.policy == 'off' || self.sampling.minP == 0.0",
+                'sampling.minP: vLLM does not support it with speculation; remove it, or set speculation.policy: "off"',
+            ),
+            (
+                "self.speculation.policy == 'off' || size(self.sampling.logitBias) == 0",
+                "sampling.logitBias: vLLM does not support it with speculation; remove it, or set speculation.policy: "
+                '"off"',
+            ),
+            (
+                "self.workers.gpusPerWorker != 0 || !has(self.engine.kvCacheMemory) || "
+                "!has(self.workers.resources.memory) || quantity(string(self.engine.kvCacheMemory))"
+                ".isLessThan(quantity(string(self.workers.resources.memory)))",
+                "engine.kvCacheMemory does not fit into a CPU worker's workers.resources.memory",
+            ),
+        )
     )
-
-
-_PartT = TypeVar("_PartT", bound=_Part)
-
-
-class Task(_Part):
-    """One family of problems in a dataset source."""
-
-    name: DnsLabel = Field(description="Names the entry within the list.")
-    generator: str = Field(
-        min_length=1,
-        description="Name of the reasoning-gym dataset that makes the problems, as in chain_sum.",
-    )
-    problems: int = Field(default=8, ge=1, le=100_000, description="How many problems to draw.")
-    config: dict[str, JsonValue] = Field(
-        default_factory=dict, description="Settings of the generator, passed on as they are."
-    )
-
-    @field_validator("config")
-    @classmethod
-    def _no_reserved(cls, config: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        if reserved := sorted({"seed", "size"} & config.keys()):
-            raise ValueError(
-                f"{', '.join(reserved)}: set by the source's seed and the task's problems; remove it from here"
-            )
-        return config
-
-
-class DatasetSource(_Part):
-    """The job draws prompts from a problem set and scores the answers by itself."""
-
-    tasks: list[Task] = Field(min_length=1, max_length=64, description="What problems to draw; names differ.")
-    seed: int = Field(default=0, ge=0, lt=2**31, description="Seed of the problems that are drawn.")
-    epochs: int = Field(default=1, ge=1, le=10_000, description="How often to go over all problems.")
-    checkpoints: list[str] = Field(
-        default_factory=list,
-        description="Model directory for each epoch, in order, read as model.uri is; empty: model.uri for all.",
-    )
-
-    @field_validator("tasks")
-    @classmethod
-    def _names_differ(cls, tasks: list[Task]) -> list[Task]:
-        names = [task.name for task in tasks]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"names must differ; used more than once: {', '.join(twice)}")
-        return tasks
-
-    @field_validator("checkpoints")
-    @classmethod
-    def _one_for_each_epoch(cls, checkpoints: list[str], info: ValidationInfo) -> list[str]:
-        epochs = info.data.get("epochs")
-        if epochs is not None and checkpoints and len(checkpoints) != epochs:
-            raise ValueError(f"{len(checkpoints)} checkpoints for {epochs} epochs; name one for each epoch, or none")
-        return checkpoints
-
-
-class TrainerSource(_Part):
-    """The job serves trainers that connect to it, until one of them closes it."""
-
-
-class Source(_Part):
-    """Where prompts come from: exactly one of the two."""
-
-    dataset: DatasetSource | None = Field(default=None, description="Draw problems and run them for some epochs.")
-    trainer: TrainerSource | None = Field(default=None, description="Serve external trainers until they close the job.")
-
-    @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
-        if (self.dataset is None) == (self.trainer is None):
-            raise ValueError("name either dataset or trainer")
-        return self
-
-
-class Model(_Part):
-    """The policy that is sampled."""
-
-    uri: str = Field(
-        min_length=1,
-        description="An absolute directory or file:// URI, a directory of the model cache (das/tiny-qwen3), or a "
-        "Hugging Face model id (Qwen/Qwen3-8B).",
-    )
-    revision: str | None = Field(default=None, description="Branch, tag or commit of a Hugging Face model.")
-
-
-class Weights(_Part):
-    """Where weights may be loaded from while the job runs."""
-
-    allowed_roots: list[str] = Field(
-        default_factory=list,
-        description="Absolute directories below which an epoch's checkpoint, or weights that a trainer publishes, must "
-        "lie, besides the model cache and the directory of model.uri.",
-    )
-
-    broadcast: bool = Field(
-        default=False,
-        description="Let engines connect to the trainer and take weights that it broadcasts from its memory (by NCCL; "
-        "by gloo into CPU workers).",
-    )
-
-    @field_validator("allowed_roots")
-    @classmethod
-    def _absolute(cls, roots: list[str]) -> list[str]:
-        for root in roots:
-            if not root.startswith("/"):
-                raise ValueError(f"{root!r} is not an absolute directory")
-        return roots
-
-
-class Engine(_Part):
-    """How vLLM is started."""
-
-    max_model_len: int = Field(
-        default=4096, ge=16, le=10_000_000, description="Most tokens of a prompt and its response together."
-    )
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        default="auto", description="Type of weights and activations; auto takes the checkpoint's."
-    )
-    tensor_parallel_size: int = Field(default=1, ge=1, le=64, description="GPUs that share each layer.")
-    max_num_seqs: int = Field(default=128, ge=1, le=4096, description="Most rollouts decoded at the same time.")
-    max_lora_rank: int = Field(
-        default=0, ge=0, le=512, description="Largest rank of LoRA adapters that may be published as weights; 0: none."
-    )
-    kv_cache_memory: Quantity | None = Field(
-        default=None,
-        description="Memory for the KV cache; default: what vLLM finds free (1Gi on a CPU worker).",
-    )
-    checkpoint_tokens: int = Field(
-        default=256,
-        ge=32,
-        le=65_536,
-        description="Most tokens of a rollout that are sampled again after its engine was lost.",
-    )
-    enforce_eager: bool = Field(default=False, description="Skip compilation and CUDA graphs: quicker to start.")
-
-
-_REFUSED_WITH_DRAFTS = ("min_p", "logit_bias")
-
-
-class Sampling(_Part):
-    """How responses are sampled. The names and ranges are vLLM's."""
-
-    n: int = Field(default=8, ge=1, le=4096, description="Rollouts for each prompt (the group).")
-    temperature: float = Field(default=1.0, ge=0.0, le=10.0, description="0 is greedy.")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0, description="Nucleus; 1 keeps all tokens.")
-    top_k: int = Field(default=0, ge=0, description="Most likely tokens kept; 0 keeps all.")
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0, description="Served without drafts only; see speculation.")
-    max_tokens: int = Field(default=1024, ge=1, description="Most tokens of one response.")
-    min_tokens: int = Field(default=0, ge=0, description="No end of sequence before so many tokens.")
-    stop: list[Annotated[str, StringConstraints(min_length=1)]] = Field(
-        default_factory=list, max_length=64, description="Strings that end a response."
-    )
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
-        default_factory=list, description="Tokens that end a response, besides the model's own."
-    )
-    allowed_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
-        default_factory=list, description="If not empty, only these tokens are sampled."
-    )
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, description="Added for tokens already used.")
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0, description="Added for each use of a token.")
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0, description="Divides logits of used tokens.")
-    logit_bias: dict[int, Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
-        default_factory=dict, description="Added to logits. Served without drafts only; see speculation."
-    )
-    logprobs: bool = Field(default=False, description="Return the log-probability of each sampled token.")
-    seed: int | None = Field(
-        default=None,
-        ge=0,
-        lt=2**31,
-        description="Makes a job's random streams repeatable. Speculation changes the stream, not its law.",
-    )
-
-    @field_validator("min_tokens")
-    @classmethod
-    def _min_within_max(cls, min_tokens: int, info: ValidationInfo) -> int:
-        max_tokens = info.data.get("max_tokens")
-        if max_tokens is not None and min_tokens > max_tokens:
-            raise ValueError(f"{min_tokens} is more than maxTokens, {max_tokens}")
-        return min_tokens
-
-    def outside(self, vocabulary: int) -> dict[str, int]:
-        """Settings in which there is a token that a model of so many tokens has not, each with one such token."""
-        settings = {name: getattr(self, name) for name in ("stop_token_ids", "allowed_token_ids", "logit_bias")}
-        return {name: token for name, ids in settings.items() for token in ids if not 0 <= token < vocabulary}
-
-    def refused_with_drafts(self) -> list[str]:
-        """Names (as in a manifest) of the settings in use that vLLM refuses under speculation."""
-        return [to_camel(name) for name in _REFUSED_WITH_DRAFTS if getattr(self, name)]
-
-
-class Resources(_Part):
-    """What one worker may use."""
-
-    cpu: Quantity | None = Field(default=None, description="CPU cores of a worker; a CPU worker decodes with them.")
-    memory: Quantity | None = Field(default=None, description="Main memory of a worker.")
-
-
-class Workers(_Part):
-    """The machines that decode."""
-
-    replicas: int = Field(default=1, ge=1, le=1024, description="Their number; with rollout run, engines side by side.")
-    gpus_per_worker: int = Field(default=1, ge=0, le=16, description="0 is a CPU worker: one engine, no GPU.")
-    resources: Resources = Field(default_factory=Resources)
-
-
-class Queue(_Part):
-    """How much may be waiting."""
-
-    max_rollouts: int = Field(default=100_000, ge=1, description="Most rollouts asked for and not ended.")
-    max_request_bytes: Quantity = Field(default="512Ki", description="Largest request, as encoded.")
-    max_unread_results: Quantity = Field(
-        default="256Mi",
-        description="Results that a client has not read yet; beyond it none of its rollouts is started.",
-    )
-
-
-def _off_in_yaml(value: object) -> object:
-    """``off`` without quotes is false in YAML 1.1, as PyYAML and Kubernetes read it."""
-    return "off" if value is False else value
-
-
-class Speculation(_Part):
-    """How drafts are made."""
-
-    policy: Annotated[Literal["fixed", "off"], BeforeValidator(_off_in_yaml)] = Field(
-        default="fixed",
-        description="fixed: up to maxDraftTokens for every rollout, fewer where acceptance is unlikely. off: none.",
-    )
-    max_draft_tokens: int = Field(default=16, ge=1, le=64, description="Most tokens drafted in one step.")
-    window: int = Field(
-        default=16, ge=1, le=1024, description="Newest weight versions whose rollouts are drafted from."
-    )
-
-
-class History(_Part):
-    """The rollouts that drafts come from. A history outlives jobs and may be shared by them."""
-
-    name: DnsLabel | None = Field(default=None, description="Default: the job's name.")
-
-
-class Redis(_Part):
-    """The server that keeps rollouts."""
-
-    url: str | None = Field(
-        default=None,
-        description="redis://, rediss:// or unix:// without credentials; default: a server of its own.",
-    )
-
-    @field_validator("url")
-    @classmethod
-    def _scheme_and_no_password(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        parts = urlsplit(url)
-        if parts.scheme not in ("redis", "rediss", "unix"):
-            raise ValueError("must begin with redis://, rediss:// or unix://")
-        query = parse_qs(parts.query)
-        if parts.password is not None or parts.username is not None or query.keys() & {"password", "username"}:
-            raise ValueError(
-                "must not hold credentials, since a manifest is no place for secrets; give the whole URL with "
-                "--redis or in ROLLOUT_REDIS_URL"
-            )
-        return url
-
-
-class Lifecycle(_Part):
-    """How long a job may run."""
-
-    active_deadline_seconds: int | None = Field(
-        default=None, ge=1, description="The job fails when it has run for so long; what is finished is kept."
-    )
-
-
-class RolloutJobSpec(_Part):
-    """What a user asks for."""
 
     source: Source
     model: Model
@@ -346,11 +92,23 @@ class RolloutJobSpec(_Part):
     engine: Engine = Field(default_factory=Engine)
     sampling: Sampling = Field(default_factory=Sampling)
     workers: Workers = Field(default_factory=Workers)
+    head: Head = Field(default_factory=Head)
+    image: Image = Field(default_factory=Image)
     speculation: Speculation = Field(default_factory=Speculation)
     queue: Queue = Field(default_factory=Queue)
     history: History = Field(default_factory=History)
     redis: Redis = Field(default_factory=Redis)
     lifecycle: Lifecycle = Field(default_factory=Lifecycle)
+    priority_class_name: DnsName | None = Field(default=None, description="Priority class of the job's pods.")
+    managed_by: Text | None = Field(
+        default=None,
+        description=f"Another controller that runs the job, as MultiKueue does. Default: {MANAGER}.",
+    )
+
+    @property
+    def engines_per_worker(self) -> int:
+        """Engines that share one worker."""
+        return self.workers.gpus_per_worker // self.engine.gpus or 1
 
     @model_validator(mode="after")
     def _rules_across_sections(self) -> Self:
@@ -359,16 +117,16 @@ class RolloutJobSpec(_Part):
         return self
 
 
-class Metadata(_Part):
+class Metadata(Part):
     """Name, labels and the like; Kubernetes' own further fields are let through."""
 
     model_config = ConfigDict(extra="allow")
 
-    name: DnsLabel
+    name: JobName
     namespace: DnsLabel = "default"
 
 
-class RolloutJob(_Part):
+class RolloutJob(Part):
     """A whole manifest."""
 
     api_version: Literal["das.rollout.dev/v1alpha1"]
@@ -413,11 +171,18 @@ def _errors_across_sections(
             for name in sampling.refused_with_drafts()
         ]
     if workers and engine:
-        gpus, parallel = workers.gpus_per_worker, engine.tensor_parallel_size
-        if gpus == 0 and parallel != 1:
-            errors.append(FieldError("engine.tensorParallelSize", "must be 1 on a CPU worker (gpusPerWorker: 0)"))
-        if gpus and gpus != parallel:
-            message = f"{gpus} must equal engine.tensorParallelSize, {parallel}: a worker runs one engine"
+        gpus, one = workers.gpus_per_worker, engine.gpus
+        if gpus == 0:
+            sizes = {
+                "tensorParallelSize": engine.tensor_parallel_size,
+                "pipelineParallelSize": engine.pipeline_parallel_size,
+            }
+            message = "must be 1 on a CPU worker (workers.gpusPerWorker: 0)"
+            errors += [FieldError(f"engine.{name}", message) for name, size in sizes.items() if size != 1]
+        elif gpus % one:
+            message = (
+                f"{gpus} is no multiple of the {one} GPUs of one engine (tensorParallelSize × pipelineParallelSize)"
+            )
             errors.append(FieldError("workers.gpusPerWorker", message))
     if workers and engine and workers.resources.memory and engine.kv_cache_memory:
         memory, cache = workers.resources.memory, engine.kv_cache_memory

@@ -15,7 +15,7 @@ import redis.asyncio
 from pydantic import ValidationError
 
 from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundError, VersionMismatchError
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.keys import JOBS, MessageKeys
 from rollout_api.messages import SCHEMA_VERSION, Partial, RolloutRequest, encode
 from rollout_api.prompts import Prompt, overrides_of, token_list

@@ -25,8 +25,13 @@ class MessageKeys:
     uid: str
     """The job's uid."""
 
+    @property
+    def prefix(self) -> str:
+        """What all keys of this job begin with."""
+        return f"rollout:{{{self.uid}}}:"
+
     def _key(self, name: str) -> str:
-        return f"rollout:{{{self.uid}}}:{name}"
+        return self.prefix + name
 
     def every(self) -> str:
         """Pattern of all keys of this job."""

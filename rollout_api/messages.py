@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 
 SCHEMA_VERSION = 1
 CLIENT_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"

@@ -9,7 +9,7 @@ from enum import StrEnum
 from typing import Any, Self, TypedDict, TypeVar
 
 from rollout_api.errors import InvalidRequestError
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import Drafts, Partial, Purpose, Rollout
 
 _Choice = TypeVar("_Choice", bound=StrEnum)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_QUANTITY = re.compile(r"^(?P<number>\d+(?:\.\d+)?)(?P<suffix>m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$")
+QUANTITY_PATTERN = r"^([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
+"""A number and its suffix, in the syntax that Python and the API server's RE2 share."""
+
+_QUANTITY = re.compile(QUANTITY_PATTERN)
 _FACTOR = {
     "m": Decimal("0.001"),
     **{suffix: Decimal(1000) ** (i + 1) for i, suffix in enumerate(("k", "M", "G", "T", "P", "E"))},
@@ -22,7 +25,8 @@ def parse_quantity(text: str) -> Decimal:
     Raises:
         ValueError: if *text* is no such quantity; the message says what one looks like.
     """
-    match = _QUANTITY.match(text)
+    match = _QUANTITY.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not a quantity; write a number with an optional suffix, as in 500m or 16Gi")
-    return Decimal(match["number"]) * _FACTOR.get(match["suffix"] or "", Decimal(1))
+    number, suffix = match.groups()
+    return Decimal(number) * _FACTOR.get(suffix or "", Decimal(1))

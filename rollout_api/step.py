@@ -13,8 +13,8 @@ from typing import Any, Protocol, Self
 from rollout_api.errors import InvalidRequestError, RequestRefusedError, RolloutClientError
 from rollout_api.groups import Gathering, Groups
 from rollout_api.inbox import Asked, Inbox, first_id
-from rollout_api.job import Sampling
 from rollout_api.job_info import JobInfo, PreparedRequest
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import Purpose, Rollout, RolloutId
 from rollout_api.prompts import Prompt, SamplingOverrides, overrides_of
 from rollout_api.results import ResultStream

@@ -12,8 +12,8 @@ from typing import Any, Self, TypeVar, Unpack
 
 from rollout_api.client import AsyncRolloutClient
 from rollout_api.groups import Gathering, Groups
-from rollout_api.job import Sampling
 from rollout_api.job_info import JobInfo
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import Drafts, Purpose, Rollout, UpdateMode, WeightsKind
 from rollout_api.prompts import Prompt, SamplingOverrides, make_prompts
 from rollout_api.publishing import Checksum, InMemory, PublishedWeights

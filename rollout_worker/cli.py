@@ -18,6 +18,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from rollout_api.errors import RolloutClientError
+from rollout_api.exit_codes import (
+    EXIT_DEADLINE,
+    EXIT_ENGINE,
+    EXIT_INTERRUPTED,
+    EXIT_MANIFEST,
+    EXIT_MODEL,
+    EXIT_REDIS,
+    EXIT_STATE,
+)
 from rollout_api.job import ManifestError
 from rollout_api.keys import MessageKeys
 from rollout_api.tasks import end
@@ -47,12 +56,6 @@ errors = Console(stderr=True)
 
 _Result = TypeVar("_Result")
 
-EXIT_MANIFEST = 2
-EXIT_REDIS = 3
-EXIT_ENGINE = 4
-EXIT_STATE = 5
-EXIT_DEADLINE = 6
-EXIT_INTERRUPTED = 130
 
 ManifestFile = Annotated[Path, typer.Option("-f", "--file", help="A RolloutJob manifest (YAML).")]
 RedisUrl = Annotated[str, typer.Option(envvar="ROLLOUT_REDIS_URL", help="Redis URL.")]
@@ -209,7 +212,7 @@ def _said_plainly(file: Path | None = None) -> Iterator[None]:
     except ManifestError as error:
         _fail_manifest(file, error)
     except ModelError as error:
-        _fail(EXIT_MANIFEST, f"{named}{error}")
+        _fail(EXIT_MODEL, f"{named}{error}")
     except (RedisUnusableError, HistoryMismatchError) as error:
         _fail(EXIT_REDIS, str(error))
     except (EngineError, AdmissionError, RolloutClientError) as error:

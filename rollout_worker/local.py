@@ -106,7 +106,7 @@ async def run_local(
                 model=str(model),
                 model_cache=str(options.model_cache),
                 vocabulary=len(tokenizer),
-                cores=cores_of(job, engines_here=job.spec.workers.replicas),
+                cores=cores_of(job, engines_here=job.spec.workers.replicas * job.spec.engines_per_worker),
                 plain_engines=int(dataset is not None and Mode.PLAIN in options.compare),
                 overrides=_overrides(job, options),
             )
@@ -137,7 +137,7 @@ async def _run_on_ray(
 ) -> JobReport | None:
     job = setup.job
     say(f"Starting vLLM with {job.spec.model.uri} …")
-    engines = job.spec.workers.replicas + setup.plain_engines
+    engines = job.spec.workers.replicas * job.spec.engines_per_worker + setup.plain_engines
     reaper = Reaper()
     try:
         start_local_ray(engines)

@@ -19,12 +19,13 @@ TARGET = Path(__file__).parents[1] / "docs" / "manifest.md"
 
 HEAD = """# The RolloutJob manifest
 
-`apiVersion: das.rollout.dev/v1alpha1`, `kind: RolloutJob`. `metadata.name` is a DNS label; `metadata.namespace` is
+`apiVersion: das.rollout.dev/v1alpha1`, `kind: RolloutJob`. `metadata.name` is a DNS label of at most 45
+characters that begins with a letter; `metadata.namespace` is
 `default` unless given. The shortest manifest names a model and a source; everything else has a default. An unknown
 field is an error.
 `rollout check -f FILE` lists every error by field.
 
-Made by `python scripts/manifest_docs.py` from the models in `rollout_api/job.py`.
+Made by `python scripts/manifest_docs.py` from the models in `rollout_api/`.
 """
 
 
@@ -73,6 +74,12 @@ def default(field: FieldInfo) -> str:
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
+def row(field: FieldInfo, path: str) -> str:
+    """A table row for a field that is no section."""
+    kind = " ".join(part for part in (type_name(field.annotation), limits(field)) if part)
+    return f"| `{path}` | {kind} | {default(field)} | {field.description or ''} |"
+
+
 def rows(model: type[BaseModel], path: str) -> Iterator[str]:
     """A table row for each field below *path*."""
     for name, field in model.model_fields.items():
@@ -85,19 +92,21 @@ def rows(model: type[BaseModel], path: str) -> Iterator[str]:
             many = "[]" if get_origin(field.annotation) is list else ""
             yield from rows(inner, here + many)
             continue
-        kind = " ".join(part for part in (type_name(field.annotation), limits(field)) if part)
-        yield f"| `{here.removeprefix('.')}` | {kind} | {default(field)} | {field.description or ''} |"
+        yield row(field, here.removeprefix("."))
 
 
 def document() -> str:
     """The whole page."""
     parts = [HEAD]
+    plain = []
     for name, field in RolloutJobSpec.model_fields.items():
         model = model_of(field.annotation)
         if model is None:
-            raise TypeError(f"spec.{name} is no section")
+            plain.append(row(field, field.alias or name))
+            continue
         parts += [f"\n## spec.{name}\n", f"{(model.__doc__ or '').strip()}\n"]
         parts += ["| field | type | default | |", "|---|---|---|---|", *rows(model, f".{name}")]
+    parts += ["\n## spec, besides\n", "| field | type | default | |", "|---|---|---|---|", *plain]
     return "\n".join(parts) + "\n"
 
 

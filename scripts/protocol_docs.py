@@ -76,6 +76,8 @@ def schema() -> dict[str, Any]:
         [(model, "validation") for model in MESSAGES], by_alias=False, ref_template="#/$defs/{model}"
     )
     models = definitions["$defs"]
+    for about in models.values():
+        about.pop("x-kubernetes-validations", None)  # rules of the manifest that shares the model
     for model in MESSAGES:
         about = models[model.__name__]
         for name, packed in ON_THE_WIRE.items():

@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollout_api.job import Engine as EngineSpec
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Engine as EngineSpec
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import Drafts, FinishReason, Partial, RolloutRequest, UpdateMode
 from rollout_api.quantity import parse_quantity
 from rollout_worker.engine.adapters import BATCH_ADAPTERS, KEPT_ADAPTERS, Adapters, unheeded
@@ -76,7 +76,7 @@ class EngineConfig:
     @property
     def ranks(self) -> int:
         """Worker processes of the engine."""
-        return self.spec.tensor_parallel_size
+        return self.spec.gpus
 
 
 @dataclass(frozen=True)
@@ -536,6 +536,7 @@ def _vllm_settings(config: EngineConfig) -> dict[str, Any]:
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "tensor_parallel_size": spec.tensor_parallel_size,
+        "pipeline_parallel_size": spec.pipeline_parallel_size,
         "enforce_eager": spec.enforce_eager,
         "logprobs_mode": "processed_logprobs",
         "enable_log_requests": False,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import Drafts, Partial
 from rollout_worker.engine.compat import streaming, top_p_for_drafts
 

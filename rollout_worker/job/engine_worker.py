@@ -15,7 +15,7 @@ from typing import Any
 
 import redis
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import FinishReason, Partial, Rollout, RolloutRequest, WeightsKind, WeightUpdate
 from rollout_api.tasks import end
 from rollout_worker.engine.compat import EngineError

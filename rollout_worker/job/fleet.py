@@ -72,7 +72,7 @@ class Fleet:
         if time.monotonic() < self._retry_at.get(name, 0.0):
             return
         spec = self._setup.job.spec
-        gpus = 0 if spec.workers.gpus_per_worker == 0 else spec.engine.tensor_parallel_size
+        gpus = spec.engine.gpus if spec.workers.gpus_per_worker else 0
         bundle: dict[str, float] = {ENGINE_RESOURCE: 1.0}
         if gpus:
             bundle["GPU"] = float(gpus)

@@ -7,7 +7,8 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_api.job import DatasetSource, FieldError, ManifestError, Task
+from rollout_api.job import FieldError, ManifestError
+from rollout_api.job_spec import DatasetSource, Task
 from rollout_api.messages import problem_id_of
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from testbed import POSITIONS, Law, LoopThread, make_model
 
-from rollout_api.job import Engine as EngineSpec
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Engine as EngineSpec
+from rollout_api.job_spec import Sampling
 from rollout_api.keys import HistoryKeys
 from rollout_api.messages import Partial, RolloutRequest
 from rollout_worker.engine.host import Drafting, Engine, EngineConfig, Generated

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from test_continuing import ENDLESS, so_far
 from testbed import Law, LoopThread, chi_square, make_adapter, make_model, merged_law
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import Partial, UpdateMode, WeightSpan
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Drafting, Engine, Generated

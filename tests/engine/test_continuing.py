@@ -10,7 +10,7 @@ from conftest import MAX_DRAFT_TOKENS, Bed
 from test_lossless import LEAST_P, PROMPT, PROMPTS, SAMPLES, accepted_share, tokens
 from testbed import EOS, Law, chi_square
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import Drafts, FinishReason, Partial, RolloutRequest, WeightSpan
 from rollout_worker.engine.host import Generated
 

@@ -10,7 +10,7 @@ import redis
 from conftest import MAX_DRAFT_TOKENS, Bed
 from testbed import POSITIONS
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 
 PROMPT = [4, 4, 2, 17]
 

@@ -12,7 +12,7 @@ import pytest
 from conftest import Bed, config
 from testbed import EOS, VOCABULARY, Law, LoopThread, chi_square
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.keys import HistoryKeys
 from rollout_api.messages import RolloutRequest
 from rollout_worker.engine.host import Drafting, Engine, Generated

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import Partial, WeightSpan
 from rollout_worker.engine.sampling import AdmissionError, DraftScope, admit, can_continue, vllm_sampling
 

@@ -17,7 +17,7 @@ from conftest import Bed, config
 from safetensors.torch import load_file, save_file
 from testbed import EOS, Law, LoopThread, make_model
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import Partial, UpdateMode, WeightSpan
 from rollout_worker.engine import host
 from rollout_worker.engine.compat import EngineError

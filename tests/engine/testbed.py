@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from scipy import stats
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 
 VOCABULARY = 24
 """Token ids; the last is the end of sequence. Few enough for every one to be drawn often."""

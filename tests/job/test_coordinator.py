@@ -15,7 +15,8 @@ import pytest
 from live import manifest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_api.job import RolloutJob, Sampling
+from rollout_api.job import RolloutJob
+from rollout_api.job_spec import Sampling
 from rollout_api.keys import DATA, MessageKeys
 from rollout_api.messages import (
     Cancel,

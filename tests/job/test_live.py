@@ -32,7 +32,7 @@ from rollout_api import (
 )
 from rollout_api.broadcast import JOIN_S
 from rollout_api.in_memory import ModelInMemory
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.messages import Broadcast, Refusal, RolloutRequest, TensorToCome, WeightUpdate, decode
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine

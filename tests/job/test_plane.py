@@ -17,7 +17,7 @@ import pytest
 import redis
 import redis.asyncio
 
-from rollout_api.job import Sampling
+from rollout_api.job_spec import Sampling
 from rollout_api.keys import DATA, HistoryKeys, MessageKeys
 from rollout_api.messages import (
     FinishReason,

@@ -9,7 +9,7 @@ import pytest
 from policies import make_policies
 
 from rollout_api import ManifestError
-from rollout_api.job import DatasetSource
+from rollout_api.job_spec import DatasetSource
 
 
 @pytest.fixture(scope="module")

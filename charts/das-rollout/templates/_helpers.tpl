@@ -1,0 +1,63 @@
+{{- define "das-rollout.name" -}}
+{{- printf "%s-operator" .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "das-rollout.labels" -}}
+app.kubernetes.io/name: das-rollout-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "das-rollout.selector" -}}
+app.kubernetes.io/name: das-rollout-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "das-rollout.redis" -}}
+{{- printf "%s-redis" .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- end }}
+
+{{/* Security of every pod here: Kubernetes' restricted profile. */}}
+{{- define "das-rollout.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: 1000
+runAsGroup: 1000
+fsGroup: 1000
+seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "das-rollout.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end }}
+
+{{/* What the operator may do where jobs are: exactly what it does. */}}
+{{- define "das-rollout.rules" -}}
+- apiGroups: [das.rollout.dev]
+  resources: [rolloutjobs]
+  verbs: [get, list, watch, patch, delete]
+- apiGroups: [das.rollout.dev]
+  resources: [rolloutjobs/status]
+  verbs: [patch]
+- apiGroups: [das.rollout.dev]
+  resources: [rolloutjobs/finalizers]
+  verbs: [update]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch, create, delete]
+- apiGroups: [""]
+  resources: [services, configmaps, serviceaccounts]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create]
+{{- end }}

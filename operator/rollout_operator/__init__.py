@@ -1,0 +1,1 @@
+"""The Kubernetes operator for RolloutJobs: observe, plan (pure), apply."""

@@ -1,0 +1,143 @@
+"""The operator's process: ``python -m rollout_operator``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import socket
+import sys
+import uuid
+from collections.abc import Sequence
+
+import kopf
+
+from rollout_api.job import API_VERSION, PLURAL
+from rollout_api.tasks import end
+from rollout_operator import handlers, logs
+from rollout_operator.api import ApiError, KubernetesApi
+from rollout_operator.cluster import Cluster
+from rollout_operator.leader import Leadership, LostLeaseError
+from rollout_operator.reconciler import Reconciler
+from rollout_operator.resync import Resync
+from rollout_operator.service import OperatorCollector, OperatorService
+from rollout_operator.store import Store
+from rollout_operator.watched import watched
+
+logger = logging.getLogger("rollout_operator")
+
+_BUDGETS = ("policy/v1", "policy/v1beta1")
+_POLL_S = 2.0
+
+
+def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="rollout-operator", description="Runs RolloutJobs on the Kubernetes cluster of KUBECONFIG, or its own."
+    )
+    parser.add_argument("--worker-image", required=True, help="image of heads and workers, if a job names none")
+    parser.add_argument(
+        "--namespace", action="append", default=[], help="watch this namespace, and those given besides; default: all"
+    )
+    parser.add_argument("--watcher-namespace", action="append", default=[], help="whose pods may read heads' /status")
+    parser.add_argument("--lease", help="NAMESPACE/NAME of a Lease: of several operators one works")
+    parser.add_argument("--port", type=int, default=8081, help="of /healthz, /readyz and /metrics")
+    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    parser.add_argument("--log-format", default="json", choices=["json", "text"])
+    return parser.parse_args(given)
+
+
+async def _discover(api: KubernetesApi, watchers: Sequence[str]) -> Cluster:
+    """Wait for an API server that has RolloutJobs, and see what else it has."""
+    said = ""
+    while True:
+        try:
+            if await api.serves(API_VERSION, PLURAL):
+                break
+            problem = f"the cluster has no {PLURAL} of {API_VERSION}; install the CRD"
+        except ApiError as error:
+            problem = f"the API server cannot be reached: {error}"
+        if problem != said:
+            logger.warning("Waiting: %s", problem)
+            said = problem
+        await asyncio.sleep(_POLL_S)
+    budgets = None
+    for version in _BUDGETS:
+        if await api.serves(version, "poddisruptionbudgets"):
+            budgets = version
+            break
+    if budgets is None:
+        logger.warning("The cluster has no PodDisruptionBudgets; jobs go without.")
+    return Cluster(disruption_budgets=budgets, watcher_namespaces=tuple(watchers))
+
+
+async def _run(options: argparse.Namespace) -> int:
+    api = await KubernetesApi.connect()
+    store = Store()
+    leadership = None
+    if options.lease:
+        namespace, _, name = options.lease.rpartition("/")
+        leadership = Leadership(api, namespace, name, f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
+    reconciler = Reconciler(api, store, options.worker_image)
+    service = OperatorService(OperatorCollector(api, store, reconciler, leadership))
+    await service.start(options.port)
+    try:
+        reconciler.cluster = await _discover(api, options.watcher_namespace)
+        service.ready = True
+        if leadership is not None:
+            await leadership.acquire()
+        return await _work(api, store, reconciler, leadership, options.namespace)
+    finally:
+        if leadership is not None:
+            await leadership.release()
+        await service.stop()
+        await api.close()
+
+
+async def _work(
+    api: KubernetesApi,
+    store: Store,
+    reconciler: Reconciler,
+    leadership: Leadership | None,
+    namespaces: list[str],
+) -> int:
+    kinds = watched(reconciler.cluster.disruption_budgets)
+    operator = asyncio.ensure_future(
+        kopf.operator(
+            registry=handlers.registry(store, reconciler.queue, kinds),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+        )
+    )
+    tasks: list[asyncio.Future[None]] = [
+        operator,
+        asyncio.ensure_future(reconciler.run()),
+        asyncio.ensure_future(Resync(api, store, reconciler.queue, kinds, namespaces).run()),
+    ]
+    if leadership is not None:
+        tasks.append(asyncio.ensure_future(leadership.keep()))
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    error = next((task.exception() for task in done if not task.cancelled() and task.exception() is not None), None)
+    if isinstance(error, LostLeaseError):
+        logger.error("%s; ending at once.", error)
+        # whatever is under way may contradict what the new leader does
+        logging.shutdown()
+        os._exit(1)
+    await end(*tasks)
+    if error is not None:
+        logger.error("The operator ends: %s: %s", type(error).__name__, error, exc_info=error)
+        return 1
+    logger.info("The operator was told to end.")
+    return 0
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    """Run until told to end."""
+    options = _arguments(given)
+    logs.configure(as_json=options.log_format == "json", level=options.log_level)
+    sys.exit(asyncio.run(_run(options)))
+
+
+if __name__ == "__main__":
+    main()

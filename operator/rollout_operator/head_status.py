@@ -1,0 +1,42 @@
+"""What a job's head says of it at ``/status``: the part that the operator uses."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class EngineStatus(BaseModel):
+    """One engine."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    worker: str = ""
+    """Name of the worker's pod."""
+    slots: int = 0
+    assigned: int = 0
+    """Rollouts that it has."""
+    idle_seconds: float = 0.0
+    """Since it had one last."""
+
+
+class HeadStatus(BaseModel):
+    """The job. What a newer head says besides is ignored; what an older one does not say has a default."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    weight_version: int = 0
+    waiting: int = 0
+    """Rollouts that no engine has yet."""
+    assigned: int = 0
+    done: int = 0
+    total: int | None = None
+    """Rollouts of a dataset source in all its epochs."""
+    epoch: int | None = None
+    tokens: int = 0
+    accepted_per_step: float = 0.0
+    steps: int = 0
+    tokens_per_second: float = 0.0
+    seconds_left: float | None = None
+    redis_away: str | None = None
+    """What is the matter with Redis, where the job waits for it."""
+    engines: tuple[EngineStatus, ...] = Field(default=())

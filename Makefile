@@ -17,6 +17,9 @@ test: env lint  ## lint, types, import contracts and the test suite
 test-chaos: env  ## a job on several Ray nodes under fire (minutes; CHAOS_SEED, CHAOS_SECONDS)
 	$(VENV)/pytest tests/chaos -s
 
+test-cluster: env  ## the operator on a real Kubernetes of its own (builds one the first time)
+	$(VENV)/pytest tests/cluster
+
 lint: env  ## formatting, lint, types and import contracts
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
@@ -30,4 +33,4 @@ format: env  ## format and mend what can be mended
 clean:  ## remove .venv, builds and job state
 	rm -rf .venv build .rollout
 
-.PHONY: help env demo test test-chaos lint format clean
+.PHONY: help env demo test test-chaos test-cluster lint format clean

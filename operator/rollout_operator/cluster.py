@@ -12,4 +12,4 @@ class Cluster:
     disruption_budgets: str | None = "policy/v1"
     """API version of PodDisruptionBudgets; None where there are none that the operator may make."""
     watcher_namespaces: tuple[str, ...] = ()
-    """Namespaces of the operator and of the monitoring, whose pods may read heads' /status and /metrics."""
+    """Namespaces of the operator and of the monitoring, whose pods may read heads' /status and /metrics; none: all."""

@@ -7,7 +7,12 @@ from typing import Any
 
 
 def differs(wanted: Any, there: Any) -> bool:
-    """Whether *there* lacks something of *wanted*; what others or the API server added does not count."""
+    """Whether *there* lacks something of *wanted*; what others or the API server added does not count.
+
+    The API server leaves out what is empty.
+    """
+    if there is None and wanted in ([], {}, "", None):
+        return False
     if isinstance(wanted, Mapping):
         if not isinstance(there, Mapping):
             return True

@@ -118,18 +118,12 @@ def _network_policy(identity: JobIdentity, cluster: Cluster) -> dict[str, Any]:
     and the trainer's broadcasts are is not known here: what pods may call is not limited.
     """
     policy = _object(identity, "networking.k8s.io/v1", "NetworkPolicy", names.network_policy(identity.name), "pods")
-    spec = {
-        "podSelector": {"matchLabels": names.selector(identity.name)},
-        "policyTypes": ["Ingress"],
-        "ingress": [
-            {"from": [{"podSelector": {"matchLabels": names.selector(identity.name)}}]},
-            {
-                "from": [
-                    {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
-                    for namespace in cluster.watcher_namespaces
-                ],
-                "ports": [{"port": names.HTTP_PORT, "protocol": "TCP"}],
-            },
-        ],
-    }
-    return {**policy, "spec": spec}
+    watching: dict[str, Any] = {"ports": [{"port": names.HTTP_PORT, "protocol": "TCP"}]}
+    if cluster.watcher_namespaces:
+        watching["from"] = [
+            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+            for namespace in cluster.watcher_namespaces
+        ]
+    pods = {"matchLabels": names.selector(identity.name)}
+    ingress = [{"from": [{"podSelector": pods}]}, watching]
+    return {**policy, "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}}

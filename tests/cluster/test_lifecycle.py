@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from control_plane import ControlPlane
 from jobs import Jobs
@@ -134,13 +136,24 @@ def test_what_belongs_to_others_is_not_touched(jobs: Jobs, nodes: VirtualNodes) 
     assert {"mine": "yes"} == jobs.core.read_namespaced_config_map("math-manifest", jobs.namespace).data
 
 
-def test_idle_jobs_cost_no_calls(jobs: Jobs, operator: OperatorProcess) -> None:
+def test_idle_jobs_cost_nothing_and_running_ones_no_changes(
+    jobs: Jobs, operator: OperatorProcess, nodes: VirtualNodes
+) -> None:
+    def looks() -> float:
+        return operator.metric("rollout_operator_looks_total")
+
     for number in range(5):
         jobs.make(f"idle-{number}", lifecycle={"suspend": True})
     for number in range(5):
         jobs.wait_for_state(f"idle-{number}", "Suspended")
-    before = operator.metric("rollout_operator_looks_total")
-    import time
-
+    before = looks()
     time.sleep(12)
-    assert before == operator.metric("rollout_operator_looks_total")
+    assert before == looks()
+
+    jobs.make("math")
+    jobs.wait(lambda: jobs.status("math").get("workers", {}).get("summary") == "2/2")
+    time.sleep(2)
+    before, calls = looks(), operator.metric("rollout_operator_api_calls_total")
+    time.sleep(12)
+    assert looks() <= before + 2
+    assert calls == operator.metric("rollout_operator_api_calls_total")

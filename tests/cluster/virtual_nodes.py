@@ -5,6 +5,7 @@ They have GPUs, by capacity, and so show what the scheduler makes of jobs that a
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +33,7 @@ class VirtualNodes:
         labels: dict[str, str] | None = None,
         capacity: dict[str, str] | None = None,
         prefix: str = "virtual",
+        address: Callable[[int], str] = lambda number: f"10.99.{number // 250}.{number % 250 + 1}",
     ) -> None:
         self.names = [f"{prefix}-{number}" for number in range(count)]
         self.ready_after_s = 0.1
@@ -42,7 +44,8 @@ class VirtualNodes:
         self._stopping = threading.Event()
         self._dead: set[str] = set()
         self._threads: list[threading.Thread] = []
-        self._address = 0
+        self._addresses = itertools.count()
+        self._address = address
 
     def start(self) -> None:
         for name in self.names:
@@ -139,12 +142,11 @@ class VirtualNodes:
         elif metadata["uid"] not in started and pod["status"]["phase"] == "Pending" and not self.hold(pod):
             started.add(metadata["uid"])
             time.sleep(self.ready_after_s)
-            self._address += 1
             running = {"running": {"startedAt": _now()}}
             status = {
                 "phase": "Running",
                 "startTime": _now(),
-                "podIP": f"10.99.{self._address // 250}.{self._address % 250 + 1}",
+                "podIP": self._address(next(self._addresses)),
                 "containerStatuses": [
                     self._container(one["name"], one["image"], running, ready=True) for one in pod["spec"]["containers"]
                 ],

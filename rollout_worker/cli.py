@@ -11,9 +11,10 @@ import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import typer
+from redis.exceptions import RedisError
 from rich.console import Console
 from rich.markup import escape
 
@@ -28,8 +29,8 @@ from rollout_api.exit_codes import (
     EXIT_STATE,
 )
 from rollout_api.job import ManifestError
-from rollout_api.keys import MessageKeys
-from rollout_api.tasks import end
+from rollout_api.keys import HistoryKeys, MessageKeys
+from rollout_api.tasks import end as end_task
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.model_source import (
     ModelError,
@@ -173,6 +174,35 @@ def worker(
 
 
 @app.command()
+def end(
+    file: ManifestFile,
+    redis: RedisUrl,
+    uid: JobUid,
+    reason: Annotated[str, typer.Option(help="What clients of the job are told.")] = "it was ended",
+    delete: Annotated[bool, typer.Option("--delete", help="Remove its messages at once, not after a day.")] = False,
+) -> None:
+    """End a job of which no part runs any more: what it finished comes into its history, its clients are told."""
+    from rollout_worker.history.connection import check, connect, problem
+    from rollout_worker.history.store import HistoryStore
+    from rollout_worker.job.ending import end_job
+
+    with _said_plainly(file):
+        job = read_manifest(file)
+        server = connect(redis)
+        check(server, redis)
+        store = HistoryStore(
+            server, HistoryKeys(job.metadata.namespace, job.history_name), window=job.spec.speculation.window
+        )
+        name = f"{job.metadata.namespace}/{job.metadata.name}"
+        state: Literal["failed", "deleted"] = "deleted" if delete else "failed"
+        try:
+            carried = end_job(server, MessageKeys(uid), store, name, state=state, reason=reason)
+        except RedisError as error:
+            raise problem(error, redis) from error
+    console.print(f"Job {name} ({uid}) is ended; {carried} rollouts came into its history.", soft_wrap=True)
+
+
+@app.command()
 def check(file: ManifestFile) -> None:
     """Check a manifest without running it."""
     with _said_plainly(file):
@@ -230,7 +260,7 @@ async def _until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
     task = asyncio.ensure_future(work)
     ending: list[asyncio.Future[None]] = []
     asyncio.get_running_loop().add_signal_handler(
-        signal.SIGTERM, lambda: ending.append(asyncio.ensure_future(end(task)))
+        signal.SIGTERM, lambda: ending.append(asyncio.ensure_future(end_task(task)))
     )
     return await task
 

@@ -18,9 +18,9 @@ from rollout_api.tasks import end
 from rollout_operator import handlers, logs
 from rollout_operator.api import ApiError, KubernetesApi
 from rollout_operator.cluster import Cluster
+from rollout_operator.informer import Informer
 from rollout_operator.leader import Leadership, LostLeaseError
 from rollout_operator.reconciler import Reconciler
-from rollout_operator.resync import Resync
 from rollout_operator.service import OperatorCollector, OperatorService
 from rollout_operator.store import Store
 from rollout_operator.watched import watched
@@ -29,6 +29,7 @@ logger = logging.getLogger("rollout_operator")
 
 _BUDGETS = ("policy/v1", "policy/v1beta1")
 _POLL_S = 2.0
+_FIRST = asyncio.FIRST_COMPLETED
 
 
 def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
@@ -101,23 +102,27 @@ async def _work(
     leadership: Leadership | None,
     namespaces: list[str],
 ) -> int:
-    kinds = watched(reconciler.cluster.disruption_budgets)
+    informers = [
+        Informer(api, store, reconciler.queue, kind, namespace)
+        for kind in watched(reconciler.cluster.disruption_budgets)
+        for namespace in namespaces or [""]
+    ]
+    tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(informer.run()) for informer in informers]
+    if leadership is not None:
+        tasks.append(asyncio.ensure_future(leadership.keep()))
+    # before any job is looked at: what it owns would be taken to be missing
+    await asyncio.wait([*tasks, all_listed := asyncio.ensure_future(_listed(informers))], return_when=_FIRST)
+    await end(all_listed)
     operator = asyncio.ensure_future(
         kopf.operator(
-            registry=handlers.registry(store, reconciler.queue, kinds),
+            registry=handlers.registry(store, reconciler.queue),
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,
         )
     )
-    tasks: list[asyncio.Future[None]] = [
-        operator,
-        asyncio.ensure_future(reconciler.run()),
-        asyncio.ensure_future(Resync(api, store, reconciler.queue, kinds, namespaces).run()),
-    ]
-    if leadership is not None:
-        tasks.append(asyncio.ensure_future(leadership.keep()))
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    tasks += [operator, asyncio.ensure_future(reconciler.run())]
+    done, _ = await asyncio.wait(tasks, return_when=_FIRST)
     error = next((task.exception() for task in done if not task.cancelled() and task.exception() is not None), None)
     if isinstance(error, LostLeaseError):
         logger.error("%s; ending at once.", error)
@@ -130,6 +135,11 @@ async def _work(
         return 1
     logger.info("The operator was told to end.")
     return 0
+
+
+async def _listed(informers: Sequence[Informer]) -> None:
+    for informer in informers:
+        await informer.listed.wait()
 
 
 def main(given: Sequence[str] | None = None) -> None:

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import random
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Self
 
+import aiohttp
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from rollout_api.job import API_VERSION, KIND, PLURAL
 from rollout_operator import names
 from rollout_operator.observed import Manifest
+from rollout_operator.watched import Watched
 
 _TIMEOUT_S = 30.0
 _PAGE = 500
+_WATCH_S = 300
+_CONNECTIONS = 64
+_OURS = f"{names.MANAGED_BY}={names.APP}"
 
 _PLURALS = {
     KIND: PLURAL,
@@ -69,6 +75,7 @@ class KubernetesApi:
         """By KUBECONFIG or ~/.kube/config, else as a pod's service account."""
         configuration = Configuration()
         await config.load_config(client_configuration=configuration)
+        configuration.connection_pool_maxsize = _CONNECTIONS
         return cls(ApiClient(configuration))
 
     async def close(self) -> None:
@@ -91,7 +98,7 @@ class KubernetesApi:
             )
             response = await self._client.call_api(*prepared, _request_timeout=_TIMEOUT_S)
             data = await response.read()
-        except (OSError, TimeoutError) as error:
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ApiError(0, "Unreachable", f"{type(error).__name__}: {error}") from error
         try:
             answer: dict[str, Any] = json.loads(data) if data else {}
@@ -128,40 +135,63 @@ class KubernetesApi:
         self._count("get", about["kind"])
         return await self.request("GET", _path(about, about["metadata"]["name"]))
 
-    async def delete(self, about: Manifest, *, uid: str, grace: int | None = None) -> dict[str, Any] | None:
-        """Delete an object, if it is still that one. Its being gone already is no error.
-
-        Returns:
-            The object as it is being deleted; None if it is gone.
-        """
+    async def delete(self, about: Manifest, *, uid: str, grace: int | None = None) -> None:
+        """Delete an object, if it is still that one. Its being gone already is no error."""
         self._count("delete", about["kind"])
         options: dict[str, Any] = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         if grace is not None:
             options["gracePeriodSeconds"] = grace
         try:
-            answer = await self.request("DELETE", _path(about, about["metadata"]["name"]), options)
+            await self.request("DELETE", _path(about, about["metadata"]["name"]), options)
         except ApiError as error:
             if not (error.absent or error.conflict):
                 raise
-            return None
-        return answer if answer.get("metadata", {}).get("deletionTimestamp") else None
 
-    async def uids(self, api_version: str, plural: str, namespace: str) -> set[str]:
-        """Uids of all the operator's objects of a kind, in one namespace or (empty) in all."""
-        root = "/api" if "/" not in api_version else "/apis"
-        where = f"namespaces/{namespace}/" if namespace else ""
-        found: set[str] = set()
-        page = ""
-        while True:
-            self._count("list", plural)
-            query = {"labelSelector": f"{names.MANAGED_BY}={names.APP}", "limit": _PAGE}
-            if page:
-                query["continue"] = page
-            answer = await self.request("GET", f"{root}/{api_version}/{where}{plural}", query=query)
-            found |= {one["metadata"]["uid"] for one in answer["items"]}
-            page = answer["metadata"].get("continue", "")
-            if not page:
-                return found
+    async def page(self, kind: Watched, namespace: str, after: str) -> dict[str, Any]:
+        """A page of the list of the operator's objects of a kind; *after* is how the page before said to go on."""
+        self._count("list", kind.kind)
+        query: dict[str, Any] = {"labelSelector": _OURS, "limit": _PAGE}
+        if after:
+            query["continue"] = after
+        return await self.request("GET", _collection(kind, namespace), query=query)
+
+    async def watch(self, kind: Watched, namespace: str, version: str) -> AsyncIterator[dict[str, Any]]:
+        """Changes to the operator's objects of a kind since a version, until the API server ends the stream.
+
+        Raises:
+            ApiError: if it does not begin, or breaks off.
+        """
+        self._count("watch", kind.kind)
+        query = [
+            ("labelSelector", _OURS),
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", version),
+            ("timeoutSeconds", random.randint(_WATCH_S, 2 * _WATCH_S)),
+        ]
+        try:
+            prepared = await self._client.param_serialize(
+                "GET",
+                _collection(kind, namespace),
+                query_params=query,
+                header_params={"Accept": _JSON},
+                auth_settings=["BearerToken"],
+            )
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT_S, sock_read=2 * _WATCH_S + _TIMEOUT_S)
+            response = await self._client.call_api(*prepared, _request_timeout=timeout)
+            if response.status != 200:
+                data = await response.read()
+                raise ApiError(response.status, str(response.reason), data[:300].decode(errors="replace"))
+            try:
+                rest = b""
+                async for chunk in response.response.content.iter_any():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        yield json.loads(line)
+            finally:
+                response.response.close()
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise ApiError(0, "Unreachable", f"{type(error).__name__}: {error}") from error
 
     async def serves(self, api_version: str, plural: str) -> bool:
         """Whether the cluster has such objects."""
@@ -177,6 +207,12 @@ class KubernetesApi:
     def _count(self, verb: str, kind: str) -> None:
         name = f"{verb} {kind}"
         self.calls[name] = self.calls.get(name, 0) + 1
+
+
+def _collection(kind: Watched, namespace: str) -> str:
+    root = "/apis" if kind.group else "/api"
+    where = f"/namespaces/{namespace}" if namespace else ""
+    return f"{root}/{kind.api_version}{where}/{kind.plural}"
 
 
 def _path(manifest: Manifest, name: str = "", subresource: str = "") -> str:

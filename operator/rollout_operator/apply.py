@@ -56,8 +56,10 @@ async def _write_status(api: KubernetesApi, store: Store, job: Manifest, plan: P
     # with the version that was looked at: of two operators at once, one is told that it is late
     reference["metadata"] |= {"resourceVersion": metadata["resourceVersion"], "uid": metadata["uid"]}
     try:
-        store.put_job(await api.apply({**reference, "status": plan.status}, subresource="status"))
+        store.answered_job(await api.apply({**reference, "status": plan.status}, subresource="status"))
     except ApiError as error:
+        if error.absent:
+            store.drop_job(job)  # kopf does not say what was deleted while its watch was away
         if error.conflict or error.absent:
             raise OutdatedError from error
         raise
@@ -68,13 +70,11 @@ async def _do(api: KubernetesApi, store: Store, job: Manifest, action: Action) -
     namespace, name, uid = metadata["namespace"], metadata["name"], metadata["uid"]
     match action:
         case Create(manifest):
-            store.put(await _create(api, manifest, uid), manifest["kind"])
+            store.answered(await _create(api, manifest, uid), manifest["kind"])
         case Apply(manifest):
-            store.put(await api.apply(manifest), manifest["kind"])
+            store.answered(await api.apply(manifest), manifest["kind"])
         case DeletePod(pod, pod_uid, force):
-            left = await api.delete(pod_reference(namespace, pod), uid=pod_uid, grace=0 if force else None)
-            if left is not None and not force:
-                store.put(left, "Pod")
+            await api.delete(pod_reference(namespace, pod), uid=pod_uid, grace=0 if force else None)
         case DeleteJob():
             await api.delete(job_reference(namespace, name), uid=uid)
         case SetFinalizer(present):
@@ -117,7 +117,7 @@ async def _set_finalizer(api: KubernetesApi, store: Store, job: Manifest, *, pre
             raise
         return
     if not (answer["metadata"].get("deletionTimestamp") and not answer["metadata"].get("finalizers")):
-        store.put_job(answer)
+        store.answered_job(answer)
 
 
 async def post(api: KubernetesApi, job: Manifest, note: Note, now: float) -> None:

@@ -119,7 +119,7 @@ def _teardown(seen: Observed) -> Plan:
         _delete_all(steps, running, seen.now)
         steps.look_again(STATUS_PERIOD_S)
     else:
-        _tell_redis(steps, seen, identity, "deleted", "the job was deleted")
+        _tell_redis(steps, seen, identity, "the job was deleted", delete=True)
     return Plan(notes=tuple(steps.notes), actions=tuple(steps.actions), again=steps.again)
 
 
@@ -131,12 +131,12 @@ def _delete_all(steps: Steps, pods: list[PodView], now: float) -> None:
             steps.actions.append(DeletePod(pod.name, pod.uid, force=True))
 
 
-def _tell_redis(steps: Steps, seen: Observed, identity: JobIdentity, state: str, reason: str) -> None:
+def _tell_redis(steps: Steps, seen: Observed, identity: JobIdentity, reason: str, *, delete: bool) -> None:
     """See the pod that tells Redis through, for as long as that is reasonable; then let the job go."""
     refused = [one for one in seen.obstacles if one.what == f"Pod {names.end_pod(identity.name)}"]
     ends = seen.of(names.END)
     if not ends and not refused:
-        steps.actions.append(Create(end_pod(identity, state=state, reason=reason)))
+        steps.actions.append(Create(end_pod(identity, delete=delete, reason=reason)))
         steps.look_again(_END_PATIENCE_S)
         return
     waited = seen.now - min((pod.created for pod in ends), default=seen.now)
@@ -219,7 +219,7 @@ class _Pass:
             self.steps.look_again(STATUS_PERIOD_S)
         elif names.FINALIZER in self.seen.metadata.get("finalizers", ()):
             failed = next(one for one in self.seen.status["conditions"] if one["type"] == ConditionType.FAILED)
-            _tell_redis(self.steps, self.seen, self.identity, "failed", failed.get("message", ""))
+            _tell_redis(self.steps, self.seen, self.identity, failed.get("message", ""), delete=False)
         else:
             self._delete_in_time()
 

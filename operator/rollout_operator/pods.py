@@ -130,12 +130,12 @@ def worker_pod(identity: JobIdentity, slot: int, *, replacement: bool) -> dict[s
     return _in_queue(identity, _overridden(identity, pod, workers.pod_template), grouped=slot < workers.least)
 
 
-def end_pod(identity: JobIdentity, *, state: str, reason: str) -> dict[str, Any]:
+def end_pod(identity: JobIdentity, *, delete: bool, reason: str) -> dict[str, Any]:
     """The pod that tells Redis that the job has ended, and brings what was finished into the history.
 
     Args:
         identity: of the job.
-        state: ``failed`` keeps the messages for a while, ``deleted`` removes them.
+        delete: whether its messages are removed at once.
         reason: what clients are told.
     """
     container = {
@@ -144,8 +144,8 @@ def end_pod(identity: JobIdentity, *, state: str, reason: str) -> dict[str, Any]
         "args": [
             f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}",
             f"--uid={identity.uid}",
-            f"--state={state}",
             f"--reason={reason}",
+            *(["--delete"] if delete else []),
         ],
         "resources": {},
     }

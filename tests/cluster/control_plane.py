@@ -192,6 +192,8 @@ class ControlPlane:
             f"--proxy-client-key-file={self.pki('front-proxy.key')}",
             "--kubelet-preferred-address-types=InternalIP",
             "--allow-privileged=true",
+            f"--audit-policy-file={self._audit_policy()}",
+            f"--audit-log-path={self.directory / 'log' / 'audit.log'}",
             f"--endpoint-reconciler-type={'none' if self.host == '127.0.0.1' else 'lease'}",
         )
         self.wait_until_ready()
@@ -297,6 +299,32 @@ class ControlPlane:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+    def _audit_policy(self) -> Path:
+        """Who asked for what, of service accounts: so that their rights can be compared with what they do."""
+        path = self.directory / "audit.yaml"
+        rules = [
+            {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "omitStages": ["RequestReceived"]},
+            {"level": "None"},
+        ]
+        path.write_text(json.dumps({"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}))
+        return path
+
+    def asked_by(self, user: str) -> list[dict[str, Any]]:
+        """The audit log's entries of a user."""
+        lines = (self.directory / "log" / "audit.log").read_text().splitlines()
+        return [entry for line in lines if (entry := json.loads(line))["user"]["username"] == user]
+
+    def access_of(self, namespace: str, account: str) -> Path:
+        """A kubeconfig for a service account."""
+        core = client.CoreV1Api(self.client())
+        found = wait_for(lambda: core.read_namespaced_service_account(account, namespace).secrets, 30)
+        data = core.read_namespaced_secret(found[0].name, namespace).data
+        access = json.loads(self.kubeconfig.read_text())
+        access["users"][0]["user"] = {"token": base64.b64decode(data["token"]).decode()}
+        path = self.directory / f"{namespace}-{account}.kubeconfig"
+        path.write_text(json.dumps(access))
+        return path
 
     # access
 

@@ -47,6 +47,9 @@ class OperatorProcess:
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/{path}", timeout=5) as response:
             return str(response.read(), "utf-8")
 
+    def log(self) -> str:
+        return self._log.read_text()
+
     def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
         lines = (line.rpartition(" ") for line in self.get("metrics").splitlines() if not line.startswith("#"))

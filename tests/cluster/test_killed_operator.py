@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from control_plane import ControlPlane
 from jobs import Jobs
@@ -105,6 +107,24 @@ def test_two_operators_at_once_make_no_pod_twice(cluster: ControlPlane, jobs: Jo
         )
     for one in both:
         one.terminate()
+
+
+def test_what_went_unnoticed_while_a_watch_was_away_for_too_long_is_found(
+    cluster: ControlPlane, jobs: Jobs, nodes: VirtualNodes, operator: OperatorProcess
+) -> None:
+    """A new API server remembers no old versions: it answers 410 Gone."""
+    jobs.make("math")
+    jobs.wait(lambda: len(jobs.running("math")) == 3)
+    before = jobs.pods("math")["math-worker-1"].metadata.uid
+    assert operator.process is not None
+    operator.process.send_signal(signal.SIGSTOP)
+    cluster.kill("apiserver")
+    cluster.spawn("apiserver")
+    cluster.wait_until_ready()
+    jobs.core.delete_namespaced_pod("math-worker-1", jobs.namespace, grace_period_seconds=0)
+    operator.process.send_signal(signal.SIGCONT)
+    jobs.wait(lambda: (pod := jobs.pods("math").get("math-worker-1")) and pod.metadata.uid != before, 60)
+    assert "away for too long" in operator.log()
 
 
 def test_the_api_server_may_be_restarted(

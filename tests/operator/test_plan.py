@@ -144,7 +144,7 @@ def test_beyond_the_limit_the_job_fails_and_redis_is_told() -> None:
         cluster.vanish(name)
     cluster.settle()
     assert ["math-end"] == list(cluster.pods)
-    assert "--state=failed" in cluster.pods["math-end"]["spec"]["containers"][0]["args"]
+    assert "--delete" not in cluster.pods["math-end"]["spec"]["containers"][0]["args"]
     assert [names.FINALIZER] == cluster.job["metadata"]["finalizers"]
     cluster.end("math-end", 0)
     cluster.settle()
@@ -210,7 +210,7 @@ def test_deleted_the_job_waits_for_its_pods_and_for_redis_to_be_told() -> None:
     for name in [*cluster.workers(), *cluster.heads()]:
         cluster.vanish(name)
     cluster.settle()
-    assert "--state=deleted" in cluster.pods["math-end"]["spec"]["containers"][0]["args"]
+    assert "--delete" in cluster.pods["math-end"]["spec"]["containers"][0]["args"]
     cluster.end("math-end", 0)
     cluster.settle()
     assert cluster.job is None

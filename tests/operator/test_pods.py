@@ -25,7 +25,7 @@ def identity(**sections: Any) -> JobIdentity:
 
 
 def all_pods(about: JobIdentity) -> list[dict[str, Any]]:
-    end = end_pod(about, state="failed", reason="why")
+    end = end_pod(about, delete=False, reason="why")
     return [head_pod(about), worker_pod(about, 0, replacement=False), end]
 
 

@@ -38,7 +38,7 @@ capabilities: {drop: [ALL]}
 {{- define "das-rollout.rules" -}}
 - apiGroups: [das.rollout.dev]
   resources: [rolloutjobs]
-  verbs: [get, list, watch, patch, delete]
+  verbs: [list, watch, patch, delete]
 - apiGroups: [das.rollout.dev]
   resources: [rolloutjobs/status]
   verbs: [patch]

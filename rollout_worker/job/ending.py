@@ -1,0 +1,67 @@
+"""Ends a job in Redis that its own head does not end: it has failed, or is deleted."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import redis
+
+from rollout_api.keys import JOBS, MessageKeys
+from rollout_worker.history.store import HistoryStore
+from rollout_worker.job.relay import Relay
+
+KEPT_S = 24 * 3600
+"""How long results of a failed job may still be read."""
+_SAID_S = 600
+"""How long clients of a deleted job are told so."""
+_AT_ONCE = 500
+
+End = Literal["failed", "deleted"]
+
+
+def end_job(server: redis.Redis, keys: MessageKeys, store: HistoryStore, name: str, *, state: End, reason: str) -> int:
+    """Bring what was finished into the history, tell clients, and see that the job's messages go.
+
+    No part of the job may run any more. May be repeated.
+
+    Args:
+        server: the job's Redis.
+        keys: of its messages.
+        store: its history, which stays.
+        name: of the job, ``namespace/name``.
+        state: ``failed``: results may be read for a day. ``deleted``: messages are removed at once.
+        reason: what clients are told.
+
+    Returns:
+        How many rollouts came into the history.
+
+    Raises:
+        redis.RedisError: if Redis fails; to be repeated then.
+    """
+    relay = Relay(server, keys, store)
+    relay.drain()
+    known = bool(server.exists(keys.job))
+    if known:
+        server.hset(keys.job, mapping={"state": "failed", "reason": reason})
+    if state == "deleted" and server.hget(JOBS, name) == keys.uid.encode():
+        server.hdel(JOBS, name)
+    batch: list[bytes] = []
+    for key in server.scan_iter(keys.every(), count=_AT_ONCE):
+        batch.append(key)
+        if len(batch) >= _AT_ONCE:
+            _let_go(server, keys, batch, state)
+            batch = []
+    _let_go(server, keys, batch, state)
+    return relay.appended
+
+
+def _let_go(server: redis.Redis, keys: MessageKeys, batch: list[bytes], state: End) -> None:
+    pipeline = server.pipeline(transaction=False)
+    for key in batch:
+        if state == "failed":
+            pipeline.expire(key, KEPT_S)
+        elif key == keys.job.encode():
+            pipeline.expire(key, _SAID_S)
+        else:
+            pipeline.unlink(key)
+    pipeline.execute()

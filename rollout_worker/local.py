@@ -89,7 +89,7 @@ async def run_local(
         ManifestError, ModelError, StateError, RedisUnusableError, HistoryMismatchError, EngineError, DeadlineError:
             each with a text that says what to do.
     """
-    _check_machine(job)
+    _check_machine(job, options)
     directory = options.state / job.metadata.namespace / job.metadata.name
     with _locked(directory) as lock:
         model = resolve_model(job.spec.model, options.model_cache)
@@ -293,12 +293,18 @@ def _check_requests(job: RolloutJob, problems: Sequence[Problem], vocabulary: in
         raise ManifestError(errors)
 
 
-def _check_machine(job: RolloutJob) -> None:
-    """Refuse a worker that is larger than this machine."""
+def _check_machine(job: RolloutJob, options: RunOptions) -> None:
+    """Refuse a worker that is larger than this machine, and what only a cluster can do."""
     asked = job.spec.workers.resources
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     errors = []
+    if job.spec.redis.url_from is not None and options.redis_url is None:
+        message = "no Secret can be read here; give the URL with --redis or in ROLLOUT_REDIS_URL"
+        errors.append(FieldError("spec.redis.urlFrom", message))
+    if job.spec.lifecycle.suspend:
+        message = "the job is suspended; set it to false to run it here"
+        errors.append(FieldError("spec.lifecycle.suspend", message))
     if asked.cpu and parse_quantity(asked.cpu) > cores:
         errors.append(FieldError("spec.workers.resources.cpu", f"{asked.cpu} asked for, this machine has {cores}"))
     if asked.memory and parse_quantity(asked.memory) > memory:

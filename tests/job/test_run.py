@@ -343,6 +343,15 @@ def test_a_wrong_manifest_lists_every_error_by_path_and_exits_2(bench: Bench) ->
         assert path in ended.output
 
 
+def test_a_redis_named_by_a_secret_must_be_given_since_no_secret_can_be_read(bench: Bench) -> None:
+    bench.use_own_server()
+    bench.manifest["spec"]["redis"] = {"urlFrom": {"secretKeyRef": {"name": "rollout-redis", "key": "url"}}}
+    ended = bench.run("--no-compare")
+    assert ended.code == 2, ended.output
+    assert "spec.redis.urlFrom" in ended.output
+    assert "--redis" in ended.output
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -352,6 +361,7 @@ def test_a_wrong_manifest_lists_every_error_by_path_and_exits_2(bench: Bench) ->
         ({"sampling": {"maxTokens": 500}}, "spec.sampling.maxTokens"),
         ({"sampling": {"maxTokens": 10, "allowedTokenIds": [10000000]}}, "spec.sampling.allowedTokenIds"),
         ({"workers": {"gpusPerWorker": 0, "resources": {"cpu": "9000"}}}, "spec.workers.resources.cpu"),
+        ({"lifecycle": {"suspend": True}}, "spec.lifecycle.suspend"),
         ({"source": {"dataset": {"tasks": [{"name": "a", "generator": "chainsum"}]}}}, "did you mean chain_sum"),
         (
             {"source": {"dataset": {"tasks": [{"name": "a", "generator": "chain_sum", "config": {"terms": 1}}]}}},

@@ -7,7 +7,7 @@ null, defaults for sections that may be left out, OpenAPI 3.0's way of excluding
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -107,7 +107,7 @@ def _without_defaults(schema: Any) -> Any:
 
 def document() -> dict[str, Any]:
     """The CustomResourceDefinition."""
-    name: Any = JobName.__metadata__[0]  # type: ignore[attr-defined]
+    name = get_args(JobName)[1]
     schema = {
         "description": "A job that makes RL rollouts for a trainer, or over a problem set, with drafts from earlier "
         "rollouts.",

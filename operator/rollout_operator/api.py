@@ -14,7 +14,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 from rollout_api.job import API_VERSION, KIND, PLURAL
 from rollout_operator import names
 from rollout_operator.observed import Manifest
-from rollout_operator.watched import Watched
+from rollout_operator.watched import Watched, watched
 
 _TIMEOUT_S = 30.0
 _PAGE = 500
@@ -24,14 +24,9 @@ _OURS = f"{names.MANAGED_BY}={names.APP}"
 
 _PLURALS = {
     KIND: PLURAL,
-    "ConfigMap": "configmaps",
     "Event": "events",
     "Lease": "leases",
-    "NetworkPolicy": "networkpolicies",
-    "Pod": "pods",
-    "PodDisruptionBudget": "poddisruptionbudgets",
-    "Service": "services",
-    "ServiceAccount": "serviceaccounts",
+    **{kind.kind: kind.plural for kind in watched("policy/v1")},
 }
 
 _JSON = "application/json"

@@ -490,8 +490,8 @@ class _Pass:
 
     def _why_not_ready(self, live: list[PodView]) -> tuple[str, str]:
         """The worst of what keeps workers from being ready."""
-        for obstacle in self.seen.obstacles:
-            return obstacle.reason, str(obstacle)
+        if self.seen.obstacles:
+            return self.seen.obstacles[0].reason, str(self.seen.obstacles[0])
         for pod in live:
             if pod.reason:
                 return pod.reason, f"{pod.name}: {pod.message or pod.reason}"

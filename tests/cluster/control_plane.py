@@ -214,37 +214,35 @@ class ControlPlane:
             "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
             "--enable-priority-and-fairness=false",
         )
-        access = [f"--{name}={self.directory}/controller-manager.kubeconfig" for name in _ACCESS]
-        self.spawn(
+        self._spawn_with_access(
             "controller-manager",
-            str(self.binaries / "bin/kube-controller-manager"),
-            *access,
-            "--bind-address=127.0.0.1",
-            "--port=0",
-            f"--secure-port={free_port()}",
             "--use-service-account-credentials",
             f"--service-account-private-key-file={self.pki('sa.key')}",
             f"--root-ca-file={self.pki('ca.crt')}",
-            "--leader-elect=false",
             "--node-monitor-period=1s",
             "--node-monitor-grace-period=12s",
             "--node-eviction-rate=10",
             "--controllers=*,-ttl",
             "--allocate-node-cidrs=false",
         )
-        access = [f"--{name}={self.directory}/scheduler.kubeconfig" for name in _ACCESS]
+        self._spawn_with_access("scheduler")
+        self._serve_crds()
+        core = client.CoreV1Api(self.client())
+        wait_for(lambda: _there(lambda: core.read_namespaced_service_account("default", "default")), 60)
+
+    def _spawn_with_access(self, name: str, *options: str) -> None:
+        """Start one of Kubernetes' own clients of the API server."""
+        kinds = ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig")
         self.spawn(
-            "scheduler",
-            str(self.binaries / "bin/kube-scheduler"),
-            *access,
+            name,
+            str(self.binaries / f"bin/kube-{name}"),
+            *(f"--{kind}={self.directory}/{name}.kubeconfig" for kind in kinds),
             "--bind-address=127.0.0.1",
             "--port=0",
             f"--secure-port={free_port()}",
             "--leader-elect=false",
+            *options,
         )
-        self._serve_crds()
-        core = client.CoreV1Api(self.client())
-        wait_for(lambda: _there(lambda: core.read_namespaced_service_account("default", "default")), 60)
 
     def wait_until_ready(self) -> None:
         self.write_kubeconfig("admin")
@@ -340,9 +338,6 @@ class ControlPlane:
         if check and done.returncode:
             raise RuntimeError(f"kubectl {' '.join(arguments)}: {done.stderr}")
         return done
-
-
-_ACCESS = ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig")
 
 
 def _there(call: Callable[[], Any]) -> Any:

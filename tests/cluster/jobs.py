@@ -64,6 +64,12 @@ class Jobs:
     def state(self, name: str) -> str:
         return str(self.status(name).get("state", ""))
 
+    def finalizers(self, name: str) -> list[str]:
+        """What holds a job that is there."""
+        job = self.get(name)
+        assert job is not None
+        return list(job["metadata"].get("finalizers", ()))
+
     def condition(self, name: str, kind: str) -> tuple[str, str]:
         conditions = self.status(name).get("conditions", ())
         return next(((one["status"], one["reason"]) for one in conditions if one["type"] == kind), ("", ""))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 import pytest
 from control_plane import ControlPlane
@@ -17,17 +18,17 @@ def test_killed_around_every_call_it_makes_what_one_that_lives_makes(
     log = cluster.directory / "log" / "operator-killed.log"
     mortal = OperatorProcess(cluster.kubeconfig, log, f"--namespace={jobs.namespace}", "--log-format=text")
 
-    def until(condition: object, name: str) -> int:
+    def until(condition: Callable[[], bool], name: str) -> int:
         """Start operators that die at their first, second … call, until the state is reached; how many died."""
         for deaths in range(60):
             mortal.start(die_at=f"{'before' if deaths % 2 else 'after'}:{deaths % 3}")
             try:
-                jobs.wait(lambda: mortal.ended() or condition(), 30)  # type: ignore[operator]
+                jobs.wait(lambda: mortal.ended() or condition(), 30)
             finally:
                 alive = not mortal.ended()
                 if alive:
                     mortal.kill()
-            if condition():  # type: ignore[operator]
+            if condition():
                 return deaths
             assert not alive, f"{name} is not reached and nobody is killed"
         pytest.fail(f"{name} is not reached")

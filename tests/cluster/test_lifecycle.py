@@ -71,7 +71,7 @@ def test_beyond_the_limit_the_job_fails_with_its_last_words(jobs: Jobs, nodes: V
     assert "no luck" in str(jobs.status("math")["failures"])
     jobs.wait(lambda: set(jobs.pods("math")) == {"math-end"})
     nodes.end(jobs.namespace, "math-end")
-    jobs.wait(lambda: not jobs.get("math")["metadata"].get("finalizers"))  # type: ignore[index]
+    jobs.wait(lambda: not jobs.finalizers("math"))
 
 
 def test_suspend_and_resume(jobs: Jobs, nodes: VirtualNodes) -> None:

@@ -123,7 +123,7 @@ def test_the_manifest_in_the_pods_is_one_that_rollout_head_accepts() -> None:
     assert made["ConfigMapmath-manifest"]["data"] == again["ConfigMapmath-manifest"]["data"]
 
 
-def test_no_secret_and_no_prompt_is_in_any_object() -> None:
+def test_a_url_without_credentials_is_published_as_it_is() -> None:
     about = identity(redis={"url": "redis://redis.example:6379/0"})
     connection = next(one for one in objects(about, Cluster()) if one["metadata"]["name"] == "math-connection")
     assert "redis://redis.example:6379/0" == connection["data"]["url"]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Coroutine, Iterator
@@ -61,6 +62,10 @@ _Result = TypeVar("_Result")
 ManifestFile = Annotated[Path, typer.Option("-f", "--file", help="A RolloutJob manifest (YAML).")]
 RedisUrl = Annotated[str, typer.Option(envvar="ROLLOUT_REDIS_URL", help="Redis URL.")]
 JobUid = Annotated[str, typer.Option(help="Identity of the job, the same for its head and all workers.")]
+OwnAddress = Annotated[
+    str | None,
+    typer.Option(envvar="POD_IP", help="Address under which other machines reach this one [default: Ray finds it]."),
+]
 ModelCache = Annotated[
     Path | None,
     typer.Option(help="Directory of models [default: $ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models]."),
@@ -98,9 +103,9 @@ def run(
         job = read_manifest(file)
         if json_file is not None:
             _check_writable(json_file)
+        _use_cache(model_cache)
         options = RunOptions(
             state=state_dir,
-            model_cache=model_cache or default_cache(),
             redis_url=redis,
             compare=[Mode.SELF, Mode.PLAIN] if compare else [],
         )
@@ -125,52 +130,62 @@ def head(
     file: ManifestFile,
     redis: RedisUrl,
     uid: JobUid,
+    host: OwnAddress = None,
     port: Annotated[int, typer.Option(help="Port on which workers find this head.")] = 6380,
     http_port: Annotated[int, typer.Option(help="Port of /status, /metrics and /healthz.")] = 8080,
     model_cache: ModelCache = None,
 ) -> None:
     """Be the head of a job on several machines, until the job is closed; to be started again when it fails."""
-    from rollout_worker.history.connection import check, connect
+    from rollout_worker.history.connection import connect, wait_until_usable
     from rollout_worker.ray_token import share_token
 
     with _said_plainly(file):
         job = read_manifest(file)
+        _use_cache(model_cache)
         server = connect(redis)
-        check(server, redis)
+        wait_until_usable(server, redis)
         share_token(server, MessageKeys(uid))
         from rollout_worker.cluster import run_head
-        from rollout_worker.job.setup import JobSetup, cores_of
+        from rollout_worker.job.dataset_source import load_dataset
+        from rollout_worker.job.setup import JobSetup
 
-        cache = model_cache or default_cache()
-        model = resolve_model(job.spec.model, cache)
+        model = resolve_model(job.spec.model, default_cache(), weights=False)
         tokenizer = load_tokenizer(model)
+        dataset = load_dataset(job, model, tokenizer)
         setup = JobSetup(
             manifest=job.model_dump(mode="json", by_alias=True),
             uid=uid,
             redis_url=redis,
-            model=str(model),
-            model_cache=str(cache),
             vocabulary=len(tokenizer),
-            cores=cores_of(job, engines_here=1),
+            engines_per_machine=job.spec.engines_per_worker,
+            rollouts=None if dataset is None else dataset.rollouts(job),
             http_host="0.0.0.0",  # noqa: S104 – for the operator and Prometheus
             http_port=http_port,
         )
         setup.store().open(tokenizer_fingerprint(tokenizer))
-        asyncio.run(_until_terminated(run_head(setup, port=port)))
+        asyncio.run(_until_terminated(run_head(setup, dataset, host=host, port=port)))
 
 
 @app.command()
 def worker(
+    file: ManifestFile,
     redis: RedisUrl,
     uid: JobUid,
-    address: Annotated[str, typer.Option(help="Of the job's head, host:port.")],
-    engines: Annotated[int, typer.Option(min=1, help="Engines that fit on this machine.")] = 1,
+    name: Annotated[
+        str | None, typer.Option(envvar="POD_NAME", help="Under which /status shows its engines [default: the host's].")
+    ] = None,
+    host: OwnAddress = None,
+    http_port: Annotated[int, typer.Option(help="Port of /readyz; 0: none.")] = 0,
+    model_cache: ModelCache = None,
 ) -> None:
     """Be a worker of a job on several machines, until SIGTERM; what it was making goes on elsewhere."""
     from rollout_worker.cluster import run_worker
 
-    with _said_plainly():
-        run_worker(redis, uid, address=address, engines=engines)
+    with _said_plainly(file):
+        job = read_manifest(file)
+        _use_cache(model_cache)
+        resolve_model(job.spec.model, default_cache())  # once, before each of its engines does
+        run_worker(job, redis, uid, name=name or socket.gethostname(), host=host, http_port=http_port)
 
 
 @app.command()
@@ -263,6 +278,12 @@ async def _until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
         signal.SIGTERM, lambda: ending.append(asyncio.ensure_future(end_task(task)))
     )
     return await task
+
+
+def _use_cache(directory: Path | None) -> None:
+    """Have all processes that this one starts find models there."""
+    if directory is not None:
+        os.environ["ROLLOUT_MODEL_CACHE"] = str(directory.absolute())
 
 
 def _check_writable(file: Path) -> None:

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,83 +27,152 @@ import msgpack
 import psutil
 import redis
 
+from rollout_api.job import RolloutJob
 from rollout_api.keys import MessageKeys
+from rollout_api.tasks import end
 from rollout_worker.child_process import end_with_parent
 from rollout_worker.engine.compat import EngineError
-from rollout_worker.history.connection import connect, persist
+from rollout_worker.history.connection import connect, persist, problem
 from rollout_worker.job.actors import WORKER_ENV
+from rollout_worker.job.dataset_source import Dataset, done_before, run_dataset
 from rollout_worker.job.fleet import ENGINE_RESOURCE
-from rollout_worker.job.ray_job import OBJECT_STORE_BYTES, RayJob, join_ray
+from rollout_worker.job.ray_job import OBJECT_STORE_BYTES, RayJob, join_ray, own_address
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.ray_token import share_token
+from rollout_worker.readiness import ReadinessServer
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
 _STOP_S = 10.0
+_REDIS_PAUSE_S = 2.0
 _DRAIN_S = 25.0
 """How long a worker that is told to end lets its rollouts end: less than Kubernetes' usual 30 s until SIGKILL."""
 
 
-async def run_head(setup: JobSetup, *, port: int) -> None:
+async def run_head(setup: JobSetup, dataset: Dataset | None, *, host: str | None, port: int) -> None:
     """Be the head of a job until it is closed and answered.
 
     Ray must not be imported before ``ray_token.share_token`` was called: it reads its token then.
 
     Args:
         setup: the job.
+        dataset: what the job samples by itself; None if it serves trainers.
+        host: address of this machine for the others; None: as Ray finds it.
         port: on which workers find the head.
 
     Raises:
         EngineError: if Ray does not start, or dies; the process is to be started again then.
+        RolloutClientError: if the job refuses its own dataset.
     """
-    options = ["--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false"]
+    host = host or own_address()
+    address = f"{host}:{port}"
+    options = ["--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--node-ip-address={host}"]
     server = connect(setup.redis_url)
-    head = secrets.token_hex(8)
+    head = f"{address} {secrets.token_hex(8)}"
     # before Ray is there, so that no worker joins the new cluster in the belief that it is the old one
     await asyncio.to_thread(persist, server.set, setup.keys.head, head)
     with _ray(options) as processes:
-        await asyncio.to_thread(_wait_until_reachable, f"127.0.0.1:{port}", processes)
-        join_ray(f"127.0.0.1:{port}")
+        await asyncio.to_thread(_wait_until_reachable, address, processes)
+        join_ray(address)
         job = RayJob(setup)
         await asyncio.to_thread(job.start)
-        while not await job.ended():
-            if processes.poll() is not None:
-                raise EngineError("Ray's head has ended; see its log")
-            # again, to a Redis that has lost its data
-            with contextlib.suppress(redis.RedisError):
-                await asyncio.to_thread(lambda: server.set(setup.keys.head, head, nx=True))
-            await asyncio.sleep(_POLL_S)
+        own = [asyncio.ensure_future(_work_off(setup, dataset, server))] if dataset is not None else []
+        try:
+            while not await job.ended():
+                if processes.poll() is not None:
+                    raise EngineError("Ray's head has ended; see its log")
+                for work in own:
+                    if work.done():
+                        work.result()
+                # again, to a Redis that has lost its data
+                with contextlib.suppress(redis.RedisError):
+                    await asyncio.to_thread(lambda: server.set(setup.keys.head, head, nx=True))
+                await asyncio.sleep(_POLL_S)
+        finally:
+            await end(*own)
 
 
-def run_worker(redis_url: str, uid: str, *, address: str, engines: int) -> None:
-    """Be a worker of a job: room for so many engines, until SIGTERM, which lets them hand over what they have.
+async def _work_off(setup: JobSetup, dataset: Dataset, server: redis.Redis) -> None:
+    """Make the dataset's rollouts; as long as Redis is away, nothing is given up."""
+    while True:
+        try:
+            done = await asyncio.to_thread(done_before, server, setup.keys)
+            await run_dataset(setup, dataset, server, done=done)
+        except redis.RedisError as error:
+            logger.warning("Going on when Redis is back: %s", problem(error, setup.redis_url))
+            await asyncio.sleep(_REDIS_PAUSE_S)
+        else:
+            return
+
+
+def run_worker(job: RolloutJob, redis_url: str, uid: str, *, name: str, host: str | None, http_port: int) -> None:
+    """Be a worker of a job: room for its engines, until SIGTERM, which lets them hand over what they have.
 
     Args:
+        job: the manifest.
         redis_url: the job's server, where a new head makes itself known.
         uid: of the job.
-        address: of the head, host:port.
-        engines: how many fit on this machine.
+        name: under which the job's status shows this worker.
+        host: address of this machine for the others; None: as Ray finds it.
+        http_port: of ``/readyz``; 0 for none.
     """
     server, keys = connect(redis_url), MessageKeys(uid)
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ending.append(number))
-    while not ending:
-        head = _head(server, keys.head)
-        if head is None or not _reachable(address):
-            time.sleep(_POLL_S)
-            continue
-        share_token(server, keys)
-        resources = json.dumps({ENGINE_RESOURCE: engines})
-        name = os.environ[WORKER_ENV] = secrets.token_hex(8)
-        with _ray([f"--address={address}", "--num-cpus=0", f"--resources={resources}"]) as processes:
-            while not ending and processes.poll() is None and _head(server, keys.head) in (head, None):
+    engines = job.spec.engines_per_worker
+    membership = _Membership(connect(redis_url), keys, engines)
+    readiness = ReadinessServer(http_port, membership.why_not_ready) if http_port else None
+    try:
+        while not ending:
+            head = _head(server, keys.head)
+            address = "" if head is None else head.split()[0].decode()
+            if head is None or not _reachable(address):
                 time.sleep(_POLL_S)
-            if ending:
-                _let_engines_leave(server, keys, name, _DRAIN_S)
-            elif processes.poll() is None:
-                logger.warning("The head was started anew; joining it as soon as what is here is handed over.")
-                _let_engines_leave(server, keys, name, 0.0)
+                continue
+            try:
+                share_token(server, keys)
+            except redis.RedisError:
+                continue
+            # another with each head: the engines of the last one were told to leave under their own
+            membership.worker = os.environ[WORKER_ENV] = f"{name}/{secrets.token_hex(4)}"
+            options = [f"--address={address}", "--num-cpus=0", f"--resources={json.dumps({ENGINE_RESOURCE: engines})}"]
+            with _ray([*options, f"--node-ip-address={host}"] if host else options) as processes:
+                while not ending and processes.poll() is None and _head(server, keys.head) in (head, None):
+                    time.sleep(_POLL_S)
+                if ending:
+                    _let_engines_leave(server, keys, membership.worker, _DRAIN_S)
+                elif processes.poll() is None:
+                    logger.warning("The head was started anew; joining it as soon as what is here is handed over.")
+                    _let_engines_leave(server, keys, membership.worker, 0.0)
+    finally:
+        if readiness is not None:
+            readiness.close()
+
+
+@dataclass
+class _Membership:
+    """How far this worker's engines are in the job."""
+
+    server: redis.Redis
+    keys: MessageKeys
+    engines: int
+    worker: str = ""
+    _last: str = "there is no head yet"
+
+    def why_not_ready(self) -> str:
+        """'' when all engines serve; what was true last while Redis does not answer."""
+        with contextlib.suppress(redis.RedisError):
+            if not self.worker:
+                return self._last
+            serving = len(_engines_of(self.server, self.keys, self.worker))
+            self._last = "" if serving >= self.engines else f"{serving} of {self.engines} engines serve"
+        return self._last
+
+
+def _engines_of(server: redis.Redis, keys: MessageKeys, worker: str) -> list[dict[str, Any]]:
+    reports: Any = server.hvals(keys.engines)
+    return [one for data in reports if (one := msgpack.unpackb(data, strict_map_key=False))["worker"] == worker]
 
 
 def _head(server: redis.Redis, key: str) -> bytes | None:
@@ -168,11 +238,7 @@ def _let_engines_leave(server: redis.Redis, keys: MessageKeys, worker: str, grac
     deadline = time.monotonic() + grace + _STOP_S
     try:
         server.set(keys.leaving(worker), grace, ex=600)
-        while time.monotonic() < deadline:
-            reports: Any = server.hvals(keys.engines)
-            here = [one for data in reports if (one := msgpack.unpackb(data, strict_map_key=False))["worker"] == worker]
-            if not here:
-                return
+        while time.monotonic() < deadline and _engines_of(server, keys, worker):
             time.sleep(_POLL_S / 2)
     except redis.RedisError as error:
         logger.warning("Redis cannot be told that this worker leaves (%s): its leases will run out.", error)

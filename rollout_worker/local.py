@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import json
 import os
-import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -17,9 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import redis
-from pydantic.alias_generators import to_camel
 
-from rollout_api.client import AsyncRolloutClient
 from rollout_api.job import FieldError, ManifestError, RolloutJob
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.quantity import parse_quantity
@@ -27,22 +24,19 @@ from rollout_api.redis_connection import without_password
 from rollout_api.tasks import end
 from rollout_worker.child_process import Reaper
 from rollout_worker.embedded_redis import EmbeddedRedis
-from rollout_worker.engine.model_source import load_tokenizer, resolve_checkpoint, resolve_model, tokenizer_fingerprint
+from rollout_worker.engine.model_source import default_cache, load_tokenizer, resolve_model, tokenizer_fingerprint
 from rollout_worker.history.connection import check, connect, persist, problem
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.dataset import DatasetTrainer
-from rollout_worker.job.ledger import count_ended
-from rollout_worker.job.problems import Problem, load_problems
+from rollout_worker.job.dataset_source import Dataset, done_before, load_dataset, run_dataset
 from rollout_worker.job.ray_job import RayJob, start_local_ray, stop_local_ray
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.report import JobReport, Mode
-from rollout_worker.job.setup import JobSetup, cores_of
+from rollout_worker.job.setup import JobSetup
 
 _LOCK_WAIT_S = 10.0
 _PROBE_S = 0.5
 _POLL_S = 0.2
-_CLIENT = "dataset"
-"""Under which a dataset source asks for its rollouts, in each run of it."""
 
 _Result = TypeVar("_Result")
 
@@ -61,7 +55,6 @@ class RunOptions:
 
     state: Path
     """Directory in which runs of all jobs leave their state."""
-    model_cache: Path
     redis_url: str | None
     """None: the manifest's, else an embedded server."""
     compare: Sequence[Mode]
@@ -92,33 +85,32 @@ async def run_local(
     _check_machine(job, options)
     directory = options.state / job.metadata.namespace / job.metadata.name
     with _locked(directory) as lock:
-        model = resolve_model(job.spec.model, options.model_cache)
+        model = resolve_model(job.spec.model, default_cache())
         with _redis_url(job, options, directory, lock, say) as url:
             server = connect(url)
             check(server, url)  # before anything that takes long
             tokenizer = load_tokenizer(model)
-            dataset = _load_dataset(job, options, model, tokenizer)
+            dataset = load_dataset(job, model, tokenizer)
             state = _JobState.open(directory / "job.json", job, say)
             setup = JobSetup(
                 manifest=job.model_dump(mode="json", by_alias=True),
                 uid=state.uid,
                 redis_url=url,
-                model=str(model),
-                model_cache=str(options.model_cache),
                 vocabulary=len(tokenizer),
-                cores=cores_of(job, engines_here=job.spec.workers.replicas * job.spec.engines_per_worker),
+                engines_per_machine=job.spec.workers.replicas * job.spec.engines_per_worker,
+                rollouts=None if dataset is None else dataset.rollouts(job),
                 plain_engines=int(dataset is not None and Mode.PLAIN in options.compare),
                 overrides=_overrides(job, options),
             )
             try:
                 state.clear_previous(server, job)
                 # before there are engines, which begin with what was left open
-                done_before = persist(count_ended, server, MessageKeys(state.uid), _CLIENT) if state.resumed else 0
-                if done_before:
-                    say(f"Going on with job {state.uid}: {done_before} rollouts are done.")
+                done = done_before(server, setup.keys) if state.resumed else 0
+                if done:
+                    say(f"Going on with job {state.uid}: {done} rollouts are done.")
                 setup.store().open(tokenizer_fingerprint(tokenizer))
                 report = await _until_redis_fails(
-                    _run_on_ray(setup, dataset, options, server, done_before, say, watch), server, url, say
+                    _run_on_ray(setup, dataset, options, server, done, say, watch), server, url, say
                 )
                 state.finish()
             except redis.RedisError as error:
@@ -128,10 +120,10 @@ async def run_local(
 
 async def _run_on_ray(
     setup: JobSetup,
-    dataset: _Dataset | None,
+    dataset: Dataset | None,
     options: RunOptions,
     server: redis.Redis,
-    done_before: int,
+    done: int,
     say: Callable[[str], None],
     watch: Callable[[DatasetTrainer], Awaitable[None]],
 ) -> JobReport | None:
@@ -151,7 +143,7 @@ async def _run_on_ray(
         work: asyncio.Future[JobReport | None] = asyncio.ensure_future(
             _serve(setup, ray_job, say)
             if dataset is None
-            else _run_dataset(setup, dataset, options, server, done_before, watch)
+            else run_dataset(setup, dataset, server, done=done, compare=_compared(job, options), watch=watch)
         )
         try:
             # not asyncio.timeout, which cancels once: that may be lost
@@ -178,43 +170,6 @@ async def _serve(setup: JobSetup, ray_job: RayJob, say: Callable[[str], None]) -
     while not await ray_job.ended():
         await asyncio.sleep(_POLL_S)
     return None
-
-
-async def _run_dataset(
-    setup: JobSetup,
-    dataset: _Dataset,
-    options: RunOptions,
-    server: redis.Redis,
-    done_before: int,
-    watch: Callable[[DatasetTrainer], Awaitable[None]],
-) -> JobReport:
-    job = setup.job
-    compare = (
-        options.compare if job.spec.speculation.policy != "off" else [m for m in options.compare if m is not Mode.SELF]
-    )
-    run = f"compare-{secrets.token_hex(4)}"
-    async with (
-        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=_CLIENT) as client,
-        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=run) as comparing,
-    ):
-        trainer = DatasetTrainer(
-            job,
-            problems=dataset.problems,
-            checkpoints=dataset.checkpoints,
-            tokenizer=dataset.tokenizer,
-            client=client,
-            comparing=comparing,
-            server=server,
-            keys=setup.keys,
-            store=setup.store(),
-            compare=compare,
-            done_before=done_before,
-        )
-        shown = asyncio.ensure_future(watch(trainer))
-        try:
-            return await trainer.run()
-        finally:
-            await end(shown)
 
 
 async def _until_redis_fails(
@@ -248,49 +203,14 @@ def _write(server: redis.Redis) -> None:
     server.set("rollout:probe", "1", ex=60)
 
 
-@dataclass(frozen=True)
-class _Dataset:
-    """What a dataset source makes of its manifest."""
-
-    problems: Sequence[Problem]
-    checkpoints: Sequence[Path]
-    tokenizer: Any
-
-
-def _load_dataset(job: RolloutJob, options: RunOptions, model: Path, tokenizer: Any) -> _Dataset | None:
-    source = job.spec.source.dataset
-    if source is None:
-        return None
-    checkpoints = [
-        resolve_checkpoint(uri, options.model_cache, model, job.spec.weights.allowed_roots)
-        for uri in source.checkpoints
-    ] or [model] * source.epochs
-    problems = load_problems(source, tokenizer)
-    _check_requests(job, problems, len(tokenizer))
-    return _Dataset(problems, checkpoints, tokenizer)
+def _compared(job: RolloutJob, options: RunOptions) -> list[Mode]:
+    return [mode for mode in options.compare if mode is not Mode.SELF or job.spec.speculation.policy != "off"]
 
 
 def _overrides(job: RolloutJob, options: RunOptions) -> dict[str, Any]:
     if job.spec.workers.gpus_per_worker and Mode.PLAIN in options.compare:
         return {"gpu_memory_utilization": 0.45}  # both engines on the same GPUs
     return {}
-
-
-def _check_requests(job: RolloutJob, problems: Sequence[Problem], vocabulary: int) -> None:
-    """Refuse what the engine would refuse, before it is started."""
-    sampling, limit = job.spec.sampling, job.spec.engine.max_model_len
-    errors = []
-    longest = max(len(problem.prompt_token_ids) for problem in problems)
-    if longest + sampling.max_tokens > limit:
-        message = (
-            f"{sampling.max_tokens}, after the longest prompt of {longest} tokens, exceeds engine.maxModelLen, {limit}"
-        )
-        errors.append(FieldError("spec.sampling.maxTokens", message))
-    for setting, token in sampling.outside(vocabulary).items():
-        message = f"{token} is no token of the model, which has {vocabulary}"
-        errors.append(FieldError(f"spec.sampling.{to_camel(setting)}", message))
-    if errors:
-        raise ManifestError(errors)
 
 
 def _check_machine(job: RolloutJob, options: RunOptions) -> None:

@@ -39,4 +39,6 @@ class HeadStatus(BaseModel):
     seconds_left: float | None = None
     redis_away: str | None = None
     """What is the matter with Redis, where the job waits for it."""
+    engine_errors: dict[str, str] = Field(default_factory=dict)
+    """Engines that do not start, and why."""
     engines: tuple[EngineStatus, ...] = Field(default=())

@@ -29,6 +29,7 @@ STATUS_PERIOD_S = 10.0
 """How often the head of a running job is asked."""
 
 _KEPT_FAILURES = 10
+_LONGEST_TEXT = 1000
 _END_PATIENCE_S = 120.0
 _NOTHING = Plan()
 
@@ -473,8 +474,13 @@ class _Pass:
             self.conditions.say(ConditionType.ENGINE_READY, "Unknown", *self._why_no_head())
             self.conditions.say(ConditionType.PROGRESSING, "Unknown", "HeadNotReady")
             return
+        errors = "; ".join(f"{engine}: {error}" for engine, error in sorted(head.engine_errors.items()))[:_LONGEST_TEXT]
         if head.engines:
-            self.conditions.say(ConditionType.ENGINE_READY, "True", "Sampling")
+            self.conditions.say(ConditionType.ENGINE_READY, "True", "Sampling", errors)
+        elif errors:
+            self.conditions.say(ConditionType.ENGINE_READY, "False", "EngineFailed", errors)
+            if self.conditions.news(ConditionType.ENGINE_READY):
+                self._warn("EngineFailed", errors)
         else:
             self.conditions.say(ConditionType.ENGINE_READY, "False", "Loading", "no engine has loaded the model yet")
         if head.redis_away:
@@ -500,6 +506,9 @@ class _Pass:
                 return "Unschedulable", f"{pod.name}: {pod.unschedulable}"
         if any(pod.gated for pod in live):
             return "Waiting", "workers wait in a queue"
+        if self.seen.head is not None and self.seen.head.engine_errors:
+            engine, error = min(self.seen.head.engine_errors.items())
+            return "EngineFailed", f"{engine}: {error}"[:_LONGEST_TEXT]
         return "Starting", "workers are starting"
 
     def _why_no_head(self) -> tuple[str, str]:

@@ -98,8 +98,8 @@ def worker_pod(identity: JobIdentity, slot: int, *, replacement: bool) -> dict[s
         "name": names.WORKER,
         "command": ["rollout", "worker"],
         "args": [
+            f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}",
             f"--uid={identity.uid}",
-            f"--engines={spec.engines_per_worker}",
             f"--http-port={names.HTTP_PORT}",
         ],
         "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
@@ -248,6 +248,7 @@ def _environment(identity: JobIdentity) -> list[dict[str, Any]]:
         {"name": "HOME", "value": "/tmp"},  # noqa: S108 – a volume of the pod's own
         {"name": "USER", "value": "rollout"},
         {"name": "ROLLOUT_MODEL_CACHE", "value": _MODELS_MOUNT},
+        {"name": "HF_HOME", "value": f"{_MODELS_MOUNT}/huggingface"},
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
     ]

@@ -25,6 +25,9 @@ _SHAPE_KEYS = (
 )
 
 
+_WITHOUT_WEIGHTS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+
+
 class ModelError(ValueError):
     """A model that cannot be found or must not be loaded; the text says where it was looked for."""
 
@@ -36,15 +39,26 @@ def default_cache() -> Path:
     return Path("~/.cache/das-rollout/models").expanduser()
 
 
-def resolve_model(model: Model, cache: Path) -> Path:
+def _caches(cache: Path) -> list[Path]:
+    """Where models are looked for by name: the cache, and what an image brings."""
+    shipped = os.environ.get("ROLLOUT_SHIPPED_MODELS")
+    return [cache, Path(shipped)] if shipped else [cache]
+
+
+def resolve_model(model: Model, cache: Path, *, weights: bool = True) -> Path:
     """The local directory of a manifest's model; a Hugging Face model is downloaded.
+
+    Args:
+        model: the manifest's.
+        cache: directory of models.
+        weights: False where only the configuration and the tokenizer are needed, which is all that is downloaded then.
 
     Raises:
         ModelError: if it is nowhere to be found, or is no model directory with safetensors.
     """
     directory = _local_directory(model.uri, cache)
     if directory is None:
-        directory = _download(model, cache)
+        return _checked(_download(model, cache, weights=weights), model.uri, weights=weights)
     return _checked(directory, model.uri)
 
 
@@ -85,7 +99,7 @@ def _allowed_directory(uri: str, cache: Path, model_directory: Path, allowed_roo
     real = directory.resolve()
     roots = [cache.resolve(), model_directory.resolve(), *(Path(root).resolve() for root in allowed_roots)]
     # what lies in the cache was put there by whoever owns it, links out of it too
-    in_cache = directory.is_relative_to(cache) and ".." not in directory.parts
+    in_cache = any(directory.is_relative_to(one) for one in _caches(cache)) and ".." not in directory.parts
     if not in_cache and not any(real.is_relative_to(root) for root in roots):
         raise ModelError(
             f"checkpoint {uri!r} lies in {real}, outside the model cache and the model's directory; add its root to "
@@ -128,21 +142,21 @@ def _local_directory(uri: str, cache: Path) -> Path | None:
         return path if path.is_dir() else _missing(uri, path)
     if uri.startswith("/"):
         return Path(uri) if Path(uri).is_dir() else _missing(uri, Path(uri))
-    inside = cache / uri
-    if ".." in inside.parts:
+    if ".." in Path(uri).parts:
         raise ModelError(f"model {uri!r} leads out of the model cache, {cache}; give an absolute directory")
-    return inside if inside.is_dir() else None
+    return next((one / uri for one in _caches(cache) if (one / uri).is_dir()), None)
 
 
 def _missing(uri: str, path: Path) -> Path:
     raise ModelError(f"model {uri!r}: there is no directory {path}")
 
 
-def _download(model: Model, cache: Path) -> Path:
+def _download(model: Model, cache: Path, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
+    wanted = None if weights else _WITHOUT_WEIGHTS
     try:
-        return Path(snapshot_download(model.uri, revision=model.revision))
+        return Path(snapshot_download(model.uri, revision=model.revision, allow_patterns=wanted))
     except Exception as error:  # the hub raises its own errors, httpx's and OSError, all meaning: not to be had
         own = "; 'rollout tiny-model' makes the examples' model" if model.uri.startswith("das/") else ""
         raise ModelError(
@@ -151,10 +165,10 @@ def _download(model: Model, cache: Path) -> Path:
         ) from None
 
 
-def _checked(directory: Path, uri: str) -> Path:
+def _checked(directory: Path, uri: str, *, weights: bool = True) -> Path:
     if not (directory / "config.json").is_file():
         raise ModelError(f"model {uri!r}: {directory} has no config.json, so it is no model directory")
-    if not any(directory.glob("*.safetensors")):
+    if weights and not any(directory.glob("*.safetensors")):
         raise ModelError(f"model {uri!r}: {directory} has no *.safetensors; other weight formats are not loaded")
     return directory
 

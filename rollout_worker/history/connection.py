@@ -29,6 +29,8 @@ _RETRIES = 1
 _OLDEST_VERSION = (7, 0)
 PATIENCE_S = 7.0
 """How long a server may be away before a job gives up: a hiccup is waited out, a person is still told within 10 s."""
+START_PATIENCE_S = 120.0
+"""How long the head or a worker that starts waits for its server."""
 _PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 2.0
 _SAY_EVERY_S = 10.0
@@ -108,6 +110,27 @@ def check(client: redis.Redis, url: str) -> None:
             f"Redis at {without_password(url)} evicts keys when it is full (maxmemory-policy {policy}), which would "
             "silently lose rollouts; set 'maxmemory-policy noeviction'"
         )
+
+
+def wait_until_usable(client: redis.Redis, url: str) -> None:
+    """As :func:`check`, for a process that is started anew when it fails: what may pass by itself is waited out.
+
+    Raises:
+        RedisUnusableError: at once for what does not pass, or after :data:`START_PATIENCE_S`.
+    """
+    deadline = time.monotonic() + START_PATIENCE_S
+    said = float("-inf")
+    while True:
+        try:
+            return check(client, url)
+        except RedisUnusableError as error:
+            cause = error.__cause__
+            if not (isinstance(cause, redis.RedisError) and passes(cause)) or time.monotonic() > deadline:
+                raise
+            if time.monotonic() - said > _SAY_EVERY_S:
+                said = time.monotonic()
+                logger.warning("Waiting: %s", error)
+            time.sleep(_LONGEST_PAUSE_S)
 
 
 def problem(error: redis.RedisError, url: str) -> RedisUnusableError:

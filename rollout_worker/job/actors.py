@@ -18,6 +18,7 @@ from typing import Any
 
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine
+from rollout_worker.engine.model_source import ModelError
 from rollout_worker.history.connection import connect, connect_async
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.engine_worker import EngineWorker
@@ -115,6 +116,7 @@ class EngineActor:
 async def _coordinate(actor: CoordinatorActor, setup: JobSetup) -> None:
     history = connect_async(setup.redis_url)
     coordinator = Coordinator(setup.job, setup.plane(), history, vocabulary=setup.vocabulary)
+    coordinator.board.rollouts, coordinator.board.engine_errors = setup.rollouts, actor.fleet.errors
     server = StatusServer(coordinator.board)
     actor.http_port = await server.start(setup.http_host, setup.http_port)
     fleet = asyncio.ensure_future(actor.fleet.run())
@@ -130,10 +132,11 @@ async def _coordinate(actor: CoordinatorActor, setup: JobSetup) -> None:
 async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) -> None:
     job = setup.job
     try:
-        engine = await Engine.start(setup.engine_config(plain=plain))
+        model = await asyncio.to_thread(setup.model)
+        engine = await Engine.start(setup.engine_config(model, plain=plain))
     except Exception as error:
         # said by state(), and tried again by the fleet
-        actor.error = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+        actor.error = str(error) if isinstance(error, EngineError | ModelError) else f"{type(error).__name__}: {error}"
         actor.started = True
         return
     worker = EngineWorker(
@@ -145,7 +148,7 @@ async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) ->
         slots=job.spec.engine.max_num_seqs,
         checkpoint_tokens=job.spec.engine.checkpoint_tokens,
         sampling=job.spec.sampling,
-        transport=setup.transport(),
+        transport=setup.transport(model),
         broadcast=job.spec.weights.broadcast,
     )
     # what vLLM brought stays: to look through it again and again would hold all rollouts up

@@ -682,7 +682,6 @@ class Coordinator:
 
     async def _say(self) -> None:
         totals = await patiently(self._plane.totals)
-        assigned = sum(len(samples) for samples in self._assigned.values())
         tokens_ahead = sum(
             one.predicted * (one.request.sampling.n - len(one.done) - len(one.assigned) / 2)
             for one in self._open.values()
@@ -692,7 +691,7 @@ class Coordinator:
             coordinator=self._number,
             requests=len(self._open),
             waiting=self._scheduler.waiting(),
-            assigned=assigned,
+            assigned={engine: len(samples) for engine, samples in self._assigned.items()},
             totals=totals,
             engines=self._engines,
             weight_version=self._updates[-1].weight_version if self._updates else 0,
@@ -711,4 +710,5 @@ class Coordinator:
             if await patiently(self._plane.client.xlen, stream):
                 return False
         await patiently(self._plane.client.hset, self._plane.keys.job, "state", "closed")
+        await patiently(self._plane.let_expire)
         return True

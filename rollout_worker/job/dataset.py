@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import redis
@@ -68,7 +67,7 @@ class DatasetTrainer:
         job: RolloutJob,
         *,
         problems: Sequence[Problem],
-        checkpoints: Sequence[Path],
+        checkpoints: Sequence[str],
         tokenizer: Any,
         client: AsyncRolloutClient,
         comparing: AsyncRolloutClient,
@@ -83,7 +82,7 @@ class DatasetTrainer:
         Args:
             job: the manifest.
             problems: what to sample.
-            checkpoints: weights of each epoch, in order.
+            checkpoints: addresses of each epoch's weights, in order.
             tokenizer: turns responses into text to be scored.
             client: connected to the job, under the same name in each run of it.
             comparing: connected under a name of this run's own: what it asks for is not gone on with.
@@ -152,15 +151,16 @@ class DatasetTrainer:
 
     async def _epoch(self, epoch: int, done: dict[str, LedgerEntry], size: int) -> list[Pass]:
         checkpoint = self._checkpoints[epoch - 1]
+        name = checkpoint.rstrip("/").rpartition("/")[2]
         if len(done) >= size:
-            return [Pass(epoch, Mode.DAS, checkpoint.name, rollouts=await self._rows_of(done))]
-        await self._client.publish_weights(epoch, str(checkpoint), mode=UpdateMode.DRAIN, sha256=None)
+            return [Pass(epoch, Mode.DAS, name, rollouts=await self._rows_of(done))]
+        await self._client.publish_weights(epoch, checkpoint, mode=UpdateMode.DRAIN, sha256=None)
         # interleaved: which mode goes first changes from epoch to epoch, so that none has the warmer machine
         modes = [Mode.DAS, *self._compare]
         first = (epoch - 1) % len(modes)
         passes = []
         for mode in modes[first:] + modes[:first]:
-            made = Pass(epoch, mode, checkpoint.name)
+            made = Pass(epoch, mode, name)
             await self._make(made, done if mode is Mode.DAS else {})
             if mode is Mode.DAS:
                 await self._history_has_all()

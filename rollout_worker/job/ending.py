@@ -8,10 +8,9 @@ import redis
 
 from rollout_api.keys import JOBS, MessageKeys
 from rollout_worker.history.store import HistoryStore
+from rollout_worker.job.plane import KEPT_S
 from rollout_worker.job.relay import Relay
 
-KEPT_S = 24 * 3600
-"""How long results of a failed job may still be read."""
 _SAID_S = 600
 """How long clients of a deleted job are told so."""
 _AT_ONCE = 500
@@ -59,7 +58,7 @@ def _let_go(server: redis.Redis, keys: MessageKeys, batch: list[bytes], state: E
     pipeline = server.pipeline(transaction=False)
     for key in batch:
         if state == "failed":
-            pipeline.expire(key, KEPT_S)
+            pipeline.expire(key, KEPT_S, lt=True)  # a lease still ends when it would have
         elif key == keys.job.encode():
             pipeline.expire(key, _SAID_S)
         else:

@@ -7,6 +7,9 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from rollout_worker.job.status import StatusBoard, StatusCollector
 
+_REDIS_AWAY_S = 8.0
+"""A coordinator makes a new status every second, unless it waits for Redis."""
+
 
 class StatusServer:
     """Serves a :class:`StatusBoard` over HTTP from the running asyncio loop."""
@@ -50,7 +53,10 @@ class StatusServer:
             return web.json_response(
                 {"error": "the coordinator is still reading what Redis has of the job"}, status=503
             )
-        return web.json_response(self._board.last)
+        away = None
+        if self._board.age > _REDIS_AWAY_S:
+            away = f"Redis has not answered the coordinator for {self._board.age:.0f} s"
+        return web.json_response({**self._board.last, "redis_away": away})
 
     async def _metrics(self, _: web.Request) -> web.Response:
         body = generate_latest(self._registry)

@@ -34,6 +34,8 @@ LEASE_S = 5.0
 LEDGER_KEPT_S = 7 * 24 * 3600
 """How long a request that was answered is known, so that it is not answered again."""
 TRAJECTORY_KEPT_S = 3600
+KEPT_S = 24 * 3600
+"""How long what clients of an ended job have not read may still be read."""
 _EVENTS_KEPT = 4096
 _STATUS_EXPIRES_S = 10
 _PAGE = 500
@@ -450,6 +452,15 @@ class MessagePlane:
             keys=[self.keys.inbox(engine), self.keys.events],
             args=[order_id, assignment.request_id, assignment.sample, engine, reason, _EVENTS_KEPT],
         )
+
+    async def let_expire(self) -> None:
+        """Of a job that has ended: what its clients have not read yet may be read for a day."""
+        batch = self.client.pipeline(transaction=False)
+        async for key in self.client.scan_iter(self.keys.every(), count=_PAGE):
+            batch.expire(key, KEPT_S, lt=True)  # a lease still ends when it would have
+            if len(batch) >= _PAGE:
+                await batch.execute()
+        await batch.execute()
 
     async def server(self) -> str:
         """Which run of which server this is: another one may have lost the last moments of the one before."""

@@ -44,6 +44,13 @@ def join_ray(address: str) -> None:
     _init(address=address)
 
 
+def own_address() -> str:
+    """The address under which Ray on other machines would reach this one."""
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 def _init(**settings: Any) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # an engine whose worker has gone waits for room, in silence

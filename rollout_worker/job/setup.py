@@ -11,6 +11,7 @@ from rollout_api.job import RolloutJob, parse_job
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.quantity import parse_quantity
 from rollout_worker.engine.host import CPU_BASE_TOKENS, GPU_BASE_TOKENS, Drafting, EngineConfig
+from rollout_worker.engine.model_source import default_cache, resolve_model
 from rollout_worker.engine.worker_extension import HistoryBinding
 from rollout_worker.history.connection import connect, connect_async
 from rollout_worker.history.store import HistoryStore
@@ -28,12 +29,11 @@ class JobSetup:
     manifest: dict[str, Any]
     uid: str
     redis_url: str
-    model: str
-    """Directory of the model."""
-    model_cache: str
     vocabulary: int
-    cores: int = 1
-    """CPU cores that a CPU engine computes with."""
+    engines_per_machine: int = 1
+    """Engines among which a machine's cores are divided."""
+    rollouts: int | None = None
+    """How many there are in all epochs of a dataset source."""
     plain_engines: int = 0
     """Further engines with no speculation configured, for requests that want no drafts."""
     overrides: dict[str, Any] | None = None
@@ -64,8 +64,16 @@ class JobSetup:
         """The history."""
         return HistoryStore(connect(self.redis_url), self.history_keys, window=self.job.spec.speculation.window)
 
-    def engine_config(self, *, plain: bool) -> EngineConfig:
-        """How an engine is started; a *plain* one has no speculation configured."""
+    def model(self) -> Path:
+        """The model's directory on this machine; a Hugging Face model is downloaded if it is not there yet.
+
+        Raises:
+            ModelError: if it is nowhere to be found.
+        """
+        return resolve_model(self.job.spec.model, default_cache())
+
+    def engine_config(self, model: Path, *, plain: bool) -> EngineConfig:
+        """How an engine of *model* is started; a *plain* one has no speculation configured."""
         job = self.job
         cpu = job.spec.workers.gpus_per_worker == 0
         drafting = None
@@ -75,18 +83,18 @@ class JobSetup:
             base_tokens = CPU_BASE_TOKENS if cpu else GPU_BASE_TOKENS
             drafting = Drafting(job.spec.speculation.max_draft_tokens, base_tokens, binding)
         return EngineConfig(
-            model=Path(self.model),
+            model=model,
             spec=job.spec.engine,
             cpu=cpu,
-            cores=self.cores,
+            cores=cores_of(job, engines_here=self.engines_per_machine),
             drafting=drafting,
             overrides=self.overrides or {},
         )
 
-    def transport(self) -> WeightTransport:
-        """How published weights come into an engine."""
+    def transport(self, model: Path) -> WeightTransport:
+        """How published weights come into an engine of *model*."""
         weights = self.job.spec.weights
-        files = SharedFiles(Path(self.model), Path(self.model_cache), weights.allowed_roots)
+        files = SharedFiles(model, default_cache(), weights.allowed_roots, model_uri=self.job.spec.model.uri)
         return ByAddress(files, TrainerMemory() if weights.broadcast else None)
 
 

@@ -21,10 +21,15 @@ class EngineStatus(TypedDict):
     id: str
     name: str
     worker: str
+    """Name of its worker."""
     version: int
     plain: bool
     draining: bool
     slots: int
+    assigned: int
+    """Rollouts that it has."""
+    idle_seconds: float
+    """Since it had one last."""
     failed: dict[str, str]
     counters: dict[str, float]
 
@@ -44,6 +49,10 @@ class JobStatus(TypedDict):
     assigned: int
     """Rollouts that engines have and have not ended."""
     done: int
+    total: int | None
+    """Rollouts of a dataset source in all its epochs."""
+    epoch: int | None
+    """Of a dataset source."""
     tokens: int
     steps: int
     """Decoding steps of all ended rollouts, by the engines that ended them; so are drafted and accepted tokens."""
@@ -54,6 +63,8 @@ class JobStatus(TypedDict):
     seconds_left: float | None
     """Until all open requests are answered, at the speed of the last seconds; None if there is no telling."""
     engines: list[EngineStatus]
+    engine_errors: dict[str, str]
+    """Engines that do not start, and why."""
     engines_lost: int
     dead_letters: int
     unread: dict[str, int]
@@ -68,12 +79,23 @@ class StatusBoard:
         self.dead = 0
         """Messages moved to the dead letters by this coordinator."""
         self.engines_lost = 0
+        self.rollouts: int | None = None
+        """How many there are in all epochs of a dataset source."""
+        self.engine_errors: Mapping[str, str] = {}
         self.unread: dict[str, int] = {}
         self.last: JobStatus | None = None
         self._job = f"{job.metadata.namespace}/{job.metadata.name}"
         self._marks: deque[tuple[float, float]] = deque()
         self._sampled: dict[str, float] = {}
         self._tokens = 0.0
+        self._busy: dict[str, float] = {}
+        """Engine → when it had a rollout last, or came."""
+        self._made = 0.0
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last status was made: many, while the coordinator waits for Redis."""
+        return time.monotonic() - self._made
 
     def status(
         self,
@@ -82,7 +104,7 @@ class StatusBoard:
         coordinator: int,
         requests: int,
         waiting: int,
-        assigned: int,
+        assigned: Mapping[str, int],
         totals: Mapping[str, int],
         engines: Mapping[str, EngineReport],
         weight_version: int,
@@ -90,7 +112,13 @@ class StatusBoard:
         tokens_ahead: float,
         closing: bool,
     ) -> JobStatus:
-        """The status now; *tokens_ahead* is what open requests are expected to take, in tokens."""
+        """The status now.
+
+        *assigned* are the rollouts of each engine; *tokens_ahead* is what open requests are expected to take, in
+        tokens.
+        """
+        self._made = now = time.monotonic()
+        self._busy = {one: now if assigned.get(one) else self._busy.get(one, now) for one in engines}
         speed = self._speed(engines)
         steps, accepted = totals.get("steps", 0), totals.get("accepted", 0)
         left = tokens_ahead / speed if speed and tokens_ahead else (0.0 if not requests else None)
@@ -102,8 +130,10 @@ class StatusBoard:
             "weight_version": weight_version,
             "requests": requests,
             "waiting": waiting,
-            "assigned": assigned,
+            "assigned": sum(assigned.values()),
             "done": totals.get("rollouts", 0),
+            "total": self.rollouts,
+            "epoch": None if self.rollouts is None else weight_version,
             "tokens": totals.get("tokens", 0),
             "steps": steps,
             "drafted": totals.get("drafted", 0),
@@ -115,16 +145,19 @@ class StatusBoard:
                 {
                     "id": engine,
                     "name": report.name,
-                    "worker": report.worker,
+                    "worker": report.worker.partition("/")[0],
                     "version": report.version,
                     "plain": report.plain,
                     "draining": report.draining,
                     "slots": report.slots,
+                    "assigned": assigned.get(engine, 0),
+                    "idle_seconds": now - self._busy[engine],
                     "failed": {str(version): reason for version, reason in report.failed.items()},
                     "counters": report.counters,
                 }
                 for engine, report in engines.items()
             ],
+            "engine_errors": dict(self.engine_errors),
             "engines_lost": self.engines_lost,
             "dead_letters": self.dead,
             "unread": self.unread,
@@ -163,6 +196,8 @@ class StatusCollector:
             "rollouts_waiting": ("Rollouts that no engine has yet.", status["waiting"]),
             "rollouts_assigned": ("Rollouts that engines are making.", status["assigned"]),
             "engines": ("Engines whose lease holds.", len(status["engines"])),
+            "engines_failed": ("Engines that do not start.", len(status["engine_errors"])),
+            "status_age_seconds": ("Since these figures were made: many, while Redis is away.", self._board.age),
             "weight_version": ("The weight version to be served.", status["weight_version"]),
             "tokens_per_second": ("Response tokens a second, lately.", status["tokens_per_second"]),
         }

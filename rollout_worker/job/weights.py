@@ -42,9 +42,13 @@ class WeightTransport(Protocol):
 class SharedFiles:
     """Weights in a directory that trainer and workers both see."""
 
-    def __init__(self, model: Path, cache: Path, allowed_roots: Sequence[str]) -> None:
-        """Allow what lies in the model's directory, in the model *cache* or below *allowed_roots*."""
+    def __init__(self, model: Path, cache: Path, allowed_roots: Sequence[str], *, model_uri: str = "") -> None:
+        """Allow what lies in the model's directory, in the model *cache* or below *allowed_roots*.
+
+        *model_uri* is another name of the model's directory: its address in the manifest.
+        """
         self._model, self._cache, self._allowed_roots = model, cache, list(allowed_roots)
+        self._model_uri = model_uri
 
     async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
         """See :class:`WeightTransport`; takes as long as reading the files."""
@@ -55,8 +59,9 @@ class SharedFiles:
 
     def _locate(self, update: WeightUpdate) -> Path:
         resolve = resolve_adapter if update.weights is WeightsKind.LORA else resolve_checkpoint
+        uri = str(self._model) if update.uri == self._model_uri else update.uri
         try:
-            directory = resolve(update.uri, self._cache, self._model, self._allowed_roots)
+            directory = resolve(uri, self._cache, self._model, self._allowed_roots)
             found = checksum(directory) if update.sha256 is not None else None
         except (ModelError, OSError) as error:
             raise WeightsError(str(error)) from error

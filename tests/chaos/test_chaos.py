@@ -200,8 +200,7 @@ class Field:
             self.kubelet.start(f"trainer-{rank}", trainer)
 
     def start_worker(self, number: int) -> None:
-        address = f"127.0.0.1:{self._ray_port}"
-        self.kubelet.start(f"worker-{number}", self._rollout("worker", "--address", address))
+        self.kubelet.start(f"worker-{number}", self._rollout("worker", "-f", str(self.directory / "job.yaml")))
 
     def journal(self, rank: int) -> Path:
         return self.directory / f"journal-{rank}"

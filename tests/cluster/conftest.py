@@ -9,6 +9,7 @@ import pytest
 from control_plane import ControlPlane
 from jobs import Jobs
 from operator_process import OperatorProcess
+from real_cluster import RealCluster, real_cluster
 from virtual_nodes import VirtualNodes
 
 _numbers = itertools.count()
@@ -36,6 +37,13 @@ def nodes(cluster: ControlPlane) -> Iterator[VirtualNodes]:
     yield with_gpus
     with_gpus.stop()
     plain.stop()
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+    """A cluster whose pods really run."""
+    with real_cluster(tmp_path_factory.mktemp("real")) as made:
+        yield made
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ class ControlPlane:
         self.directory, self.host = directory, host
         self.binaries = build()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._commands: dict[str, list[str]] = {}
+        self._commands: dict[str, tuple[list[str], dict[str, str] | None]] = {}
         (directory / "pki").mkdir(parents=True)
         (directory / "log").mkdir()
         self.port, self.crd_port, self.etcd_port = free_port(), free_port(), free_port()
@@ -129,20 +129,41 @@ class ControlPlane:
 
     # processes
 
-    def spawn(self, name: str, *command: str) -> None:
+    def spawn(self, name: str, *command: str, environment: dict[str, str] | None = None) -> None:
         """Start a part, or start it again as it was."""
         if command:
-            self._commands[name] = list(command)
-        log = (self.directory / "log" / f"{name}.log").open("ab")
-        self._processes[name] = subprocess.Popen(
-            self._commands[name], stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0, cwd=self.directory
-        )
-        log.close()
+            self._commands[name] = (list(command), environment)
+        line, variables = self._commands[name]
+        with (self.directory / "log" / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                line,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                process_group=0,
+                cwd=self.directory,
+                env=variables,
+            )
 
     def kill(self, name: str) -> None:
         """As kill -9."""
         self._processes[name].kill()
         self._processes[name].wait()
+
+    def signal(self, name: str, number: int) -> None:
+        self._processes[name].send_signal(number)
+
+    def end(self, name: str) -> None:
+        """Tell a part to end; kill it if it does not."""
+        process = self._processes.pop(name, None)
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def alive(self, name: str) -> bool:
         return self._processes[name].poll() is None
@@ -290,13 +311,8 @@ class ControlPlane:
 
     def stop(self) -> None:
         """End everything, in reverse."""
-        for process in reversed(self._processes.values()):
-            process.terminate()
-            try:
-                process.wait(5)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for name in reversed(list(self._processes)):
+            self.end(name)
 
     def _audit_policy(self) -> Path:
         """Who asked for what, of service accounts: so that their rights can be compared with what they do."""

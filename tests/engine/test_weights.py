@@ -292,6 +292,19 @@ def test_a_checkpoint_outside_the_allowed_roots_is_refused(tmp_path: Path, cache
         resolve_checkpoint(f"file://{cache}/{'../' * len(cache.parts)}{outside}", cache, cache / "inside", [])
 
 
+def test_what_an_image_ships_is_found_after_the_cache(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shipped = make_model(tmp_path / "shipped" / "examples" / "model")
+    with pytest.raises(ModelError, match="neither a directory nor in the model cache"):
+        resolve_checkpoint("examples/model", cache, cache / "inside", [])
+    monkeypatch.setenv("ROLLOUT_SHIPPED_MODELS", str(tmp_path / "shipped"))
+    assert shipped == resolve_checkpoint("examples/model", cache, cache / "inside", [])
+    assert cache / "inside" == resolve_checkpoint("inside", cache, cache / "inside", [])
+    make_model(cache / "examples" / "model")
+    assert cache / "examples" / "model" == resolve_checkpoint("examples/model", cache, cache / "inside", [])
+
+
 def test_a_checkpoint_of_another_shape_or_format_is_refused(tmp_path: Path, cache: Path) -> None:
     tied = make_model(tmp_path / "tied", tied=True)
     with pytest.raises(ModelError, match="tie_word_embeddings True where the model has False"):

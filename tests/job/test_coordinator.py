@@ -389,6 +389,10 @@ def test_status_and_metrics_are_served_and_agree(play: Callable[[Story], None]) 
         )
         assert 6 == status["waiting"] + status["assigned"]
         assert ["a"] == [one["name"] for one in status["engines"]]
+        assert status["assigned"] == sum(one["assigned"] for one in status["engines"])
+        assert (None, None, None, {}) == tuple(
+            status[name] for name in ("total", "epoch", "redis_away", "engine_errors")
+        )
         samples = [one for family in text_string_to_metric_families(body) for one in family.samples]
         assert {"default/live"} == {one.labels["job"] for one in samples}
         values = {one.name: one.value for one in samples if one.labels.keys() == {"job"}}

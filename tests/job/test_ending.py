@@ -14,7 +14,8 @@ from rollout_api.keys import JOBS
 from rollout_api.messages import encode
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import START, HistoryStore
-from rollout_worker.job.ending import KEPT_S, End, end_job
+from rollout_worker.job.ending import End, end_job
+from rollout_worker.job.plane import KEPT_S
 
 NAME = "default/math"
 

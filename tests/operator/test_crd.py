@@ -33,6 +33,12 @@ def test_the_crd_is_up_to_date() -> None:
     assert crd.chart_text() == crd.CHART_TARGET.read_text()
 
 
+def test_images_install_the_versions_that_were_tested() -> None:
+    images = script("image_requirements")
+    for file, wanted in images.IMAGES.items():
+        assert images.pinned(wanted) == (images.REQUIREMENTS / file).read_text(), "run scripts/image_requirements.py"
+
+
 def test_its_schema_is_structural_and_described() -> None:
     (version,) = script("crd").document()["spec"]["versions"]
     root = version["schema"]["openAPIV3Schema"]

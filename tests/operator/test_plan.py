@@ -296,6 +296,19 @@ def test_autoscale_ends_no_worker_that_has_work() -> None:
     assert all("deletionTimestamp" not in pod["metadata"] for pod in cluster.pods.values())
 
 
+def test_engines_that_cannot_start_are_said_in_their_own_words() -> None:
+    cluster = started()
+    for name in cluster.workers():
+        cluster.pods[name]["status"]["conditions"] = []
+    why = {"engine-0": "no room for the KV cache", "engine-1": "no room for the KV cache"}
+    cluster.head = HeadStatus(engine_errors=why)
+    cluster.settle()
+    assert ("False", "EngineFailed") == cluster.condition("EngineReady")
+    assert ("False", "EngineFailed") == cluster.condition("WorkersReady")
+    assert "engine-1: no room for the KV cache" in [note.message for note in cluster.notes][-1]
+    assert "Starting" == cluster.status["state"]
+
+
 def test_short_queues_start_no_worker() -> None:
     cluster = started(workers={"autoscale": True, "replicas": 2})
     cluster.head = sampling(cluster.workers(), waiting=60, assigned=16).model_copy(update={"seconds_left": 20.0})

@@ -54,7 +54,7 @@ def test_gpus_are_asked_for_and_found_by_any_clouds_labels() -> None:
     pod = worker_pod(about, 0, replacement=False)
     (container,) = pod["spec"]["containers"]
     assert "8" == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert "--engines=4" in container["args"]
+    assert 4 == about.job.spec.engines_per_worker
     assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in pod["spec"]["tolerations"]
     affinity = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     keys = {term["matchExpressions"][0]["key"] for term in affinity["nodeSelectorTerms"]}

@@ -1,0 +1,201 @@
+"""``rollout head`` and ``rollout worker``, as pods run them: a dataset source, from start to end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import yaml
+from policies import TASKS, make_policies
+
+from rollout_api.keys import HistoryKeys, MessageKeys
+from rollout_worker.embedded_redis import EmbeddedRedis
+from rollout_worker.history.store import START, HistoryStore
+
+UID = "a-job-of-pods"
+EPOCHS = 2
+SAMPLES = 8
+ROLLOUTS = EPOCHS * SAMPLES * sum(task["problems"] for task in TASKS)
+DAY_S = 24 * 3600
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Pods:
+    """The job's processes, with what its pods would have."""
+
+    def __init__(self, directory: Path, model: str) -> None:
+        make_policies(directory / "models", versions=EPOCHS)
+        self._lock = os.open(directory / "redis-lock", os.O_CREAT | os.O_RDWR)
+        self.server = EmbeddedRedis(directory / "redis", keep_open=self._lock)
+        self.url = self.server.start()
+        self.client = redis.Redis.from_url(self.url)
+        self.redis = int(self.client.info()["process_id"])
+        self.http_port, self.ready_port, self._ray_port = free_port(), free_port(), free_port()
+        self._directory = directory
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        manifest = {
+            "apiVersion": "das.rollout.dev/v1alpha1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "pods"},
+            "spec": {
+                "model": {"uri": model},
+                "source": {
+                    "dataset": {"tasks": TASKS, "epochs": EPOCHS, "checkpoints": ["policy/0", "policy/1"]},
+                },
+                "engine": {
+                    "maxModelLen": 512,
+                    "dtype": "float32",
+                    "maxNumSeqs": 16,
+                    "kvCacheMemory": "256Mi",
+                    "enforceEager": True,
+                },
+                "sampling": {"n": SAMPLES, "maxTokens": 64},
+                "workers": {"gpusPerWorker": 0},
+            },
+        }
+        (directory / "job.yaml").write_text(yaml.safe_dump(manifest))
+
+    def start(self, name: str, *options: str) -> None:
+        command = [sys.executable, "-m", "rollout_worker.cli", name, "-f", str(self._directory / "job.yaml")]
+        command += ["--uid", UID, *options]
+        environment = {
+            "ROLLOUT_REDIS_URL": self.url,
+            "ROLLOUT_MODEL_CACHE": str(self._directory / "models"),
+            "POD_NAME": f"pods-{name}-0",
+            "POD_IP": "127.0.0.1",
+        }
+        with (self._directory / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                command, env={**os.environ, **environment}, stdout=log, stderr=subprocess.STDOUT, process_group=0
+            )
+
+    def start_head(self) -> None:
+        self.start("head", "--port", str(self._ray_port), "--http-port", str(self.http_port))
+
+    def start_worker(self) -> None:
+        self.start("worker", "--http-port", str(self.ready_port))
+
+    def log(self, name: str) -> str:
+        return (self._directory / f"{name}.log").read_text()
+
+    def alive(self, name: str) -> bool:
+        return self._processes[name].poll() is None
+
+    def end(self, name: str, seconds: float, number: int | None = None) -> int:
+        """Wait for a process to end, after sending it a signal."""
+        if number is not None:
+            self._processes[name].send_signal(number)
+        return self._processes[name].wait(seconds)
+
+    def wait(self, condition: Callable[[], Any], *names: str, seconds: float = 120) -> Any:
+        """Wait for something while the processes *names* live."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            for name in names:
+                assert self.alive(name), self.log(name)
+            assert time.monotonic() < deadline, {name: self.log(name)[-3000:] for name in self._processes}
+            time.sleep(0.1)
+        return found
+
+    def status(self) -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.http_port}/status", timeout=5) as response:
+                found: dict[str, Any] = json.load(response)
+        except OSError:
+            return {}
+        return found
+
+    def ready(self) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.ready_port}/readyz", timeout=5) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except OSError:
+            return 0, ""
+
+    def in_history(self) -> Counter[str]:
+        keys = HistoryKeys("default", "pods")
+        store = HistoryStore(self.client, keys, window=16)
+        problems = {key.decode().split("{")[1].split("}")[0] for key in self.client.keys(keys.log("*"))}
+        slices = store.read(dict.fromkeys(problems, START), count=10_000)
+        return Counter(record.rollout_id for found in slices.values() for record in found.records)
+
+    def close(self) -> None:
+        for process in self._processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes.values():
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        self.server.stop()
+        os.close(self._lock)
+
+
+@pytest.fixture
+def pods(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pods]:
+    made = Pods(tmp_path, getattr(request, "param", "policy/0"))
+    yield made
+    made.close()
+
+
+def test_a_dataset_job_from_its_first_pod_to_its_last(pods: Pods) -> None:
+    os.kill(pods.redis, signal.SIGSTOP)
+    pods.start_worker()
+    pods.start_head()
+    pods.wait(lambda: "Waiting: Redis" in pods.log("head"), "head", "worker")  # and does not give up
+    assert (503, "there is no head yet\n") == pods.wait(lambda: pods.ready()[0] and pods.ready(), "worker")
+    os.kill(pods.redis, signal.SIGCONT)
+
+    status = pods.wait(pods.status, "head", "worker")
+    assert (ROLLOUTS, None) == (status["total"], status["redis_away"])
+    pods.wait(lambda: pods.ready() == (200, "ok\n"), "head", "worker")
+    (engine,) = pods.wait(lambda: pods.status().get("engines"), "head", "worker")
+    assert "pods-worker-0" == engine["worker"]
+    busy = pods.wait(lambda: [one for one in pods.status()["engines"] if one["assigned"]], "head", "worker")
+    assert 0 == busy[0]["idle_seconds"]
+    assert 1 <= pods.status()["epoch"] <= EPOCHS
+
+    # the server away: the head says so, waits, and goes on with its dataset
+    os.kill(pods.redis, signal.SIGSTOP)
+    said = pods.wait(lambda: pods.status().get("redis_away"), "head", "worker")
+    assert said.startswith("Redis has not answered the coordinator for ")
+    os.kill(pods.redis, signal.SIGCONT)
+
+    assert 0 == pods.end("head", 180), pods.log("head")
+    assert {1} == set(pods.in_history().values())
+    assert ROLLOUTS == len(pods.in_history())
+    keys = MessageKeys(UID)
+    assert b"closed" == pods.client.hget(keys.job, "state")
+    left = {key: pods.client.ttl(key) for key in pods.client.scan_iter(keys.every())}
+    assert keys.totals.encode() in left
+    assert all(0 < seconds <= DAY_S for seconds in left.values()), left
+    assert 0 == pods.end("worker", 60, signal.SIGTERM), pods.log("worker")
+
+
+@pytest.mark.parametrize("pods", ["no/such-model"], indirect=True)
+def test_a_model_that_is_nowhere_is_said_by_a_pods_exit_code(pods: Pods) -> None:
+    pods.start_worker()
+    pods.start_head()
+    for name in ("worker", "head"):
+        assert 7 == pods.end(name, 120)
+        assert "model 'no/such-model' is neither a directory in the model cache" in pods.log(name)

@@ -51,6 +51,7 @@ app = typer.Typer(
     help="RL rollouts with drafts from earlier rollouts of the same problem.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=sys.stderr.isatty(),  # a pod's last lines become the message of its end
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 console = Console()

@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _STOP_S = 10.0
 _REDIS_PAUSE_S = 2.0
+TERMINATION_LOG = Path("/dev/termination-log")
+"""Where a container's last words go (Kubernetes' default ``terminationMessagePath``); 4096 bytes at most."""
+_LAST_FIGURES = ("done", "total", "epoch", "weight_version", "tokens", "steps", "accepted_per_step")
 _DRAIN_S = 25.0
 """How long a worker that is told to end lets its rollouts end: less than Kubernetes' usual 30 s until SIGKILL."""
 
@@ -91,6 +94,18 @@ async def run_head(setup: JobSetup, dataset: Dataset | None, *, host: str | None
                 await asyncio.sleep(_POLL_S)
         finally:
             await end(*own)
+    await asyncio.to_thread(_say_last, server, setup.keys)
+
+
+def _say_last(server: redis.Redis, keys: MessageKeys) -> None:
+    """Leave the job's last figures as the message of the container's end, where Kubernetes takes one."""
+    if not TERMINATION_LOG.exists():
+        return
+    try:
+        status: Any = json.loads(persist(server.get, keys.status) or b"{}")
+        TERMINATION_LOG.write_text(json.dumps({name: status[name] for name in _LAST_FIGURES if name in status}))
+    except (OSError, ValueError, redis.RedisError) as error:
+        logger.warning("The last figures cannot be left for the operator: %s", error)
 
 
 async def _work_off(setup: JobSetup, dataset: Dataset, server: redis.Redis) -> None:
@@ -203,7 +218,8 @@ def _wait_until_reachable(address: str, processes: subprocess.Popen[bytes]) -> N
 @contextmanager
 def _ray(options: list[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Ray's processes on this machine, in a process group of their own."""
-    command = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
+    # not by the name of the command, which lies wherever an image's pip puts scripts
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += [f"--object-store-memory={OBJECT_STORE_BYTES}", *options]
     processes = subprocess.Popen(
         command,
@@ -237,6 +253,8 @@ def _let_engines_leave(server: redis.Redis, keys: MessageKeys, worker: str, grac
     """Tell a worker's engines to leave the job within *grace* seconds, and wait until they have."""
     deadline = time.monotonic() + grace + _STOP_S
     try:
+        if server.hget(keys.job, "state") != b"running":
+            return  # they have nothing, and no coordinator notices that they leave
         server.set(keys.leaving(worker), grace, ex=600)
         while time.monotonic() < deadline and _engines_of(server, keys, worker):
             time.sleep(_POLL_S / 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Self
@@ -67,9 +68,12 @@ class KubernetesApi:
 
     @classmethod
     async def connect(cls) -> Self:
-        """By KUBECONFIG or ~/.kube/config, else as a pod's service account."""
+        """By KUBECONFIG, else as a pod's service account, else by ~/.kube/config."""
         configuration = Configuration()
-        await config.load_config(client_configuration=configuration)
+        if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            await config.load_kube_config(client_configuration=configuration)
         configuration.connection_pool_maxsize = _CONNECTIONS
         return cls(ApiClient(configuration))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
 class EngineStatus(BaseModel):
@@ -42,3 +44,11 @@ class HeadStatus(BaseModel):
     engine_errors: dict[str, str] = Field(default_factory=dict)
     """Engines that do not start, and why."""
     engines: tuple[EngineStatus, ...] = Field(default=())
+
+    @classmethod
+    def of_message(cls, message: str) -> Self | None:
+        """What a head said last, as the message of its container's end; None if it said nothing."""
+        try:
+            return cls.model_validate_json(message)
+        except ValidationError:
+            return None

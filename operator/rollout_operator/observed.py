@@ -105,6 +105,9 @@ def _end(status: Manifest) -> tuple[str, str, int | None]:
             )
     if status.get("reason"):
         return status["reason"], status.get("message", ""), None
+    if status.get("phase") == "Succeeded":
+        said = [one.get("state", {}).get("terminated", {}).get("message", "") for one in containers]
+        return "", "".join(said), 0
     for container in containers:
         waiting = container.get("state", {}).get("waiting")
         if waiting is not None and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):

@@ -243,7 +243,10 @@ class _Pass:
         failing = self._count_failures() or self._overdue()
         if failing is not None:
             self._end(ConditionType.FAILED, *failing)
-        elif any(pod.phase == "Succeeded" for pod in self.seen.of(names.HEAD)):
+        elif done := [pod for pod in self.seen.of(names.HEAD) if pod.phase == "Succeeded"]:
+            last = HeadStatus.of_message(done[-1].message)
+            if last is not None:
+                self._set(progress=_progress_of(last))
             self._end(ConditionType.SUCCEEDED, "Closed", "the job was closed, and all that was asked for is answered")
         elif self.job.spec.lifecycle.suspend:
             self._suspend()

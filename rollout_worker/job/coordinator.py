@@ -156,6 +156,7 @@ class Coordinator:
             await self._place()
             await self._end_some()
             await self._read()
+        await self._say()
 
     # taking over
 

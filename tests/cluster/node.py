@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import time
 from pathlib import Path
 
 import yaml
-from control_plane import ControlPlane, wait_for
+from control_plane import ControlPlane, free_port, wait_for
 from kubernetes import client
 
 NAME = "node1"
@@ -226,8 +227,8 @@ conf_dir = "{cni}"
             "--conntrack-max-per-core=0",
             "--conntrack-tcp-timeout-established=0",
             "--conntrack-tcp-timeout-close-wait=0",
-            "--healthz-bind-address=127.0.0.1:0",
-            "--metrics-bind-address=127.0.0.1:0",
+            f"--healthz-bind-address=127.0.0.1:{free_port()}",
+            f"--metrics-bind-address=127.0.0.1:{free_port()}",
             environment=self._path,
         )
         self._serve_names()
@@ -237,7 +238,7 @@ conf_dir = "{cni}"
         core = client.CoreV1Api(self._plane.client())
 
         def ready() -> bool:
-            for part in ("containerd", "kubelet"):
+            for part in ("containerd", "kubelet", "kube-proxy"):
                 if not self._plane.alive(part):
                     raise RuntimeError((self._plane.directory / "log" / f"{part}.log").read_text()[-3000:])
             nodes = [node for node in core.list_node().items if node.metadata.name == NAME]
@@ -301,12 +302,8 @@ conf_dir = "{cni}"
     def stop(self) -> None:
         """Leave nothing on the machine."""
         self._names_end.set()
-        core = client.CoreV1Api(self._plane.client())
-        for namespace in core.list_namespace().items:
-            core.delete_collection_namespaced_pod(namespace.metadata.name, grace_period_seconds=1)
-        deadline = time.monotonic() + 40
-        while core.list_pod_for_all_namespaces().items and time.monotonic() < deadline:
-            time.sleep(0.5)
+        with contextlib.suppress(Exception):  # a test may have left the API server dead
+            self._delete_pods()
         self._plane.end("kubelet")
         for _ in range(10):
             tasks = self.ctr("tasks", "ls", "-q", check=False).stdout.split()
@@ -338,6 +335,17 @@ conf_dir = "{cni}"
         for name, value in self._before.items():
             subprocess.run(["sysctl", "-q", "-w", f"{name}={value}"], capture_output=True)
         shutil.rmtree(self._directory / "containerd", ignore_errors=True)
+
+    def _delete_pods(self) -> None:
+        """Let the kubelet tear down what it has set up."""
+        core, apps = client.CoreV1Api(self._plane.client()), client.AppsV1Api(self._plane.client())
+        for namespace in [one.metadata.name for one in core.list_namespace().items]:
+            apps.delete_collection_namespaced_deployment(namespace)
+            apps.delete_collection_namespaced_stateful_set(namespace)
+            core.delete_collection_namespaced_pod(namespace, grace_period_seconds=1)
+        deadline = time.monotonic() + 40
+        while core.list_pod_for_all_namespaces().items and time.monotonic() < deadline:
+            time.sleep(0.5)
 
 
 def _remove(cgroup: Path) -> None:

@@ -61,7 +61,8 @@ def test_a_dataset_is_worked_off_and_later_epochs_draft_better(real: RealCluster
 def test_a_trainer_drives_two_epochs_and_only_the_history_stays(real: RealCluster) -> None:
     real.kubectl("apply", "-f", str(EXAMPLES / "trainer.yaml"))
     real.wait_for_state("served", "Running", 300)
-    real.wait_for_state("served", "Succeeded", 400)
+    status = real.wait_for_state("served", "Succeeded", 400)
+    assert "256" == status["progress"]["summary"]
     real.kubectl("wait", "--for=condition=complete", "job/trainer", "--timeout=60s")
     said = real.kubectl("logs", "job/trainer")
     accepted = [float(one) for one in re.findall(r"accepted per step ([\d.]+)", said)]

@@ -30,7 +30,7 @@ from rollout_api.groups import Gathering
 from rollout_api.inbox import Asked
 from rollout_api.job_info import JobInfo, ended, find_job, parse_status
 from rollout_api.job_spec import Sampling
-from rollout_api.keys import CLIENT_LEASE_MS, JOBS, MessageKeys
+from rollout_api.keys import CLIENT_LEASE_MS, MessageKeys, named
 from rollout_api.messages import (
     CLIENT_PATTERN,
     Cancel,
@@ -443,15 +443,17 @@ class AsyncRolloutClient:
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.get(keys.status)
         pipeline.hmget(keys.job, ["state", "reason"])
-        pipeline.hget(JOBS, name)
         pipeline.get(keys.client(self.name))
-        status, about, uid, holder = await pipeline.execute()
+        if self._job_name is not None:
+            pipeline.hget(*named(self._job_name))
+        status, about, holder, *found = await pipeline.execute()
+        uid = found[0] if found else None
         self._status = parse_status(status)
         self._sender.learn(self._status)
         self._say_if_no_coordinator()
         state, reason = (None if value is None else value.decode() for value in about)
         ending: RolloutClientError | None = None
-        if self._job_name is not None and uid is not None and uid.decode() != self.job.uid:
+        if uid is not None and uid.decode() != self.job.uid:
             ending = JobChangedError(
                 f"{name} is another job now (uid {uid.decode()}, was {self.job.uid}); connect again, and ask again for "
                 "what is missing"

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundError, VersionMismatchError
 from rollout_api.job_spec import Sampling
-from rollout_api.keys import JOBS, MessageKeys
+from rollout_api.keys import MessageKeys, named
 from rollout_api.messages import SCHEMA_VERSION, Partial, RolloutRequest, encode
 from rollout_api.prompts import Prompt, overrides_of, token_list
 from rollout_api.redis_connection import Patience, address
@@ -212,7 +212,7 @@ async def find_job(
     while True:
         found: Any = uid
         if job_name is not None:
-            found = await patience.of(lambda: client.hget(JOBS, job_name), what=look)
+            found = await patience.of(lambda: client.hget(*named(job_name)), what=look)
             found = None if found is None else str(found, "utf-8")
         over: JobEndedError | None = None
         if found is not None:
@@ -236,8 +236,10 @@ async def _texts(client: redis.asyncio.Redis, patience: Patience, key: str) -> d
 
 
 async def _not_found(client: redis.asyncio.Redis, patience: Patience, name: str, timeout: float) -> JobNotFoundError:
-    names = sorted(await _texts(client, patience, JOBS))
-    there = f"jobs on this server: {', '.join(names[:20])}" if names else "this server knows no job"
+    namespace, slash, _ = name.partition("/")
+    names = sorted(await _texts(client, patience, named(name)[0])) if slash else []
+    known = ", ".join(f"{namespace}/{one}" for one in names[:20])
+    there = f"jobs there: {known}" if names else "this server knows no job there"
     return JobNotFoundError(
         f"job {name} did not appear within {timeout:.0f} s at {address(client)}; {there}. Is it running, and is this "
         "its server?"

@@ -8,14 +8,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-JOBS = "rollout:jobs"
-"""Hash: ``namespace/name`` → uid of the job that runs under this name now."""
 TRAINER_GROUP = "trainer"
 """Consumer group in which a client reads its result stream."""
 DATA = "d"
 """The one field of a stream entry that holds an encoded message."""
 CLIENT_LEASE_MS = 6000
 """How long a client name stays taken after the process that has it was killed."""
+
+
+def named(job: str) -> tuple[str, str]:
+    """Where the uid of the job that runs as ``namespace/name`` now stands: a hash of the namespace, and its field.
+
+    A hash for each namespace, so that a user of one can be kept from another's.
+    """
+    namespace, _, name = job.partition("/")
+    return f"rollout:jobs:{namespace}", name
 
 
 @dataclass(frozen=True)

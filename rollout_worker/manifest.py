@@ -6,15 +6,15 @@ from pathlib import Path
 
 import yaml
 
-from rollout_api.job import FieldError, ManifestError, RolloutJob, parse_job
+from rollout_api.job import KIND, FieldError, ManifestError, RolloutJob, parse_job
 
 
 def read_manifest(path: Path) -> RolloutJob:
     """The job in a YAML file.
 
     Raises:
-        ManifestError: if the file cannot be read, is no YAML, holds anything but one document, or that is no valid
-            RolloutJob.
+        ManifestError: if the file cannot be read, is no YAML, or does not hold one valid RolloutJob. What else is in a
+            file of several documents is for kubectl.
     """
     try:
         documents = list(yaml.load_all(path.read_text(), Loader=_UniqueKeyLoader))
@@ -22,9 +22,13 @@ def read_manifest(path: Path) -> RolloutJob:
         raise ManifestError([FieldError(str(path), error.strerror or str(error))]) from None
     except (yaml.YAMLError, ValueError, TypeError) as error:  # PyYAML lets both through, for dates and odd keys
         raise ManifestError([FieldError(str(path), f"no YAML: {error}")]) from None
-    if len(documents) != 1:
-        raise ManifestError([FieldError(str(path), f"holds {len(documents)} documents; one RolloutJob is expected")])
-    return parse_job(documents[0])
+    jobs = documents
+    if len(documents) > 1:
+        jobs = [one for one in documents if isinstance(one, dict) and one.get("kind") == KIND]
+    if len(jobs) != 1:
+        about = f"holds {len(documents)} documents, of which {len(jobs)} are RolloutJobs; one is expected"
+        raise ManifestError([FieldError(str(path), about)])
+    return parse_job(jobs[0])
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

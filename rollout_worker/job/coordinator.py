@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import redis.asyncio
 
 from rollout_api.job import RolloutJob
-from rollout_api.keys import DATA, JOBS, HistoryKeys
+from rollout_api.keys import DATA, HistoryKeys, named
 from rollout_api.messages import (
     SCHEMA_VERSION,
     Cancel,
@@ -212,7 +212,7 @@ class Coordinator:
         await client.hset(keys.job, mapping=about)
         await client.hsetnx(keys.job, "state", "running")
         self._closing = await client.hget(keys.job, "closing") == b"1"
-        await client.hset(JOBS, f"{self._job.metadata.namespace}/{self._job.metadata.name}", keys.uid)
+        await client.hset(*named(f"{self._job.metadata.namespace}/{self._job.metadata.name}"), keys.uid)
 
     # what comes in
 

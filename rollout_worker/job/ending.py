@@ -6,7 +6,7 @@ from typing import Literal
 
 import redis
 
-from rollout_api.keys import JOBS, MessageKeys
+from rollout_api.keys import MessageKeys, named
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import KEPT_S
 from rollout_worker.job.relay import Relay
@@ -42,8 +42,8 @@ def end_job(server: redis.Redis, keys: MessageKeys, store: HistoryStore, name: s
     known = bool(server.exists(keys.job))
     if known:
         server.hset(keys.job, mapping={"state": "failed", "reason": reason})
-    if state == "deleted" and server.hget(JOBS, name) == keys.uid.encode():
-        server.hdel(JOBS, name)
+    if state == "deleted" and server.hget(*named(name)) == keys.uid.encode():
+        server.hdel(*named(name))
     batch: list[bytes] = []
     for key in server.scan_iter(keys.every(), count=_AT_ONCE):
         batch.append(key)

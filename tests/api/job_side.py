@@ -24,7 +24,7 @@ from rollout_api import (
     decode,
     encode,
 )
-from rollout_api.keys import JOBS, MessageKeys
+from rollout_api.keys import MessageKeys, named
 from rollout_api.messages import Message
 
 VOCABULARY = 1000
@@ -57,7 +57,7 @@ class JobSide:
             "state": "running",
         }
         self.redis.hset(self.keys.job, mapping=about)
-        self.redis.hset(JOBS, name, uid)
+        self.redis.hset(*named(name), uid)
 
     # what it reads
 

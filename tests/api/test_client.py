@@ -53,7 +53,7 @@ from rollout_api import (
     decode,
     encode,
 )
-from rollout_api.keys import JOBS, TRAINER_GROUP
+from rollout_api.keys import TRAINER_GROUP, named
 from rollout_api.prompts import SamplingOverrides
 from rollout_api.results import MOST_UNREAD
 from rollout_worker.embedded_redis import EmbeddedRedis
@@ -1293,6 +1293,6 @@ def test_arguments_that_do_not_fit() -> None:
 
 
 def test_a_job_is_found_by_its_uid(redis_url: str, job: JobSide) -> None:
-    job.redis.hdel(JOBS, job.name)
+    job.redis.hdel(*named(job.name))
     with job.serving(), RolloutClient.connect(redis_url, uid=job.uid) as client:
         assert 2 == len(client.generate([[1]], step=0)[0])

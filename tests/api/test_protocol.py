@@ -16,7 +16,7 @@ import redis
 from job_side import JobSide
 
 from rollout_api import CodecError, decode, encode, problem_id_of
-from rollout_api.keys import JOBS, MessageKeys
+from rollout_api.keys import MessageKeys, named
 from rollout_api.messages import MESSAGES
 from rollout_api.weights import checksum
 
@@ -101,7 +101,7 @@ def test_hashes_are_those_of_the_vectors(tmp_path: Path) -> None:
 def test_every_key_that_a_client_uses_is_on_the_page(docs: ModuleType) -> None:
     page, keys = docs.PAGE.read_text(), MessageKeys("<uid>")
     used = [keys.job, keys.requests, keys.control, keys.rewards, keys.results("<client>"), keys.client("<client>")]
-    used += [keys.status, keys.engines, keys.lease("<engine>"), keys.dead, JOBS]
+    used += [keys.status, keys.engines, keys.lease("<engine>"), keys.dead, named("<namespace>/<name>")[0]]
     assert [] == [key for key in used if f"`{key}`" not in page]
 
 

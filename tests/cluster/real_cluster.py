@@ -30,11 +30,12 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 
 
 class RealCluster:
-    """Uses *kubeconfig*; *node* is there where it is our own."""
+    """The cluster of a kubeconfig."""
 
-    def __init__(self, kubeconfig: Path, kubectl: Path, images: dict[str, str], node: Node | None = None) -> None:
-        self.kubeconfig, self.node = kubeconfig, node
-        self._kubectl, self._images = kubectl, images
+    def __init__(self, kubeconfig: Path, kubectl: Path, values: dict[str, str]) -> None:
+        """Use a cluster with *kubectl*; *values* are the chart's."""
+        self.kubeconfig = kubeconfig
+        self._kubectl, self._values = kubectl, values
 
     def kubectl(self, *arguments: str, check: bool = True) -> str:
         """What kubectl says, within the namespace of the tests."""
@@ -55,8 +56,7 @@ class RealCluster:
 
     def install(self) -> None:
         """As a user does, with a Redis that needs no storage class."""
-        values = {"redis.storage": "", "crds.install": str(self.node is None).lower(), **self._images}
-        settings = [f"--set={name}={value}" for name, value in values.items()]
+        settings = [f"--set={name}={value}" for name, value in {"redis.storage": "", **self._values}.items()]
         self.helm(
             "upgrade", "--install", RELEASE, str(CHART), "--create-namespace", "--wait", "--timeout=5m", *settings
         )
@@ -143,6 +143,16 @@ class RealCluster:
         return [record.rollout_id for found in slices.values() for record in found.records]
 
 
+class OwnCluster(RealCluster):
+    """One that was made for the tests, and whose parts they may kill."""
+
+    def __init__(self, plane: ControlPlane, node: Node) -> None:
+        # its CRD has a server of its own, and may be installed there only
+        values = {"redis.image": f"das-rollout-base:{VERSION}", "crds.install": "false"}
+        super().__init__(plane.kubeconfig, plane.binaries / "bin/kubectl", values)
+        self.plane, self.node = plane, node
+
+
 @contextmanager
 def real_cluster(directory: Path) -> Iterator[RealCluster]:
     """With the operator installed; everything that was made is removed again."""
@@ -153,7 +163,7 @@ def real_cluster(directory: Path) -> Iterator[RealCluster]:
         try:
             yield cluster
         finally:
-            if cluster.node is None:
+            if not isinstance(cluster, OwnCluster):
                 cluster.uninstall()
 
 
@@ -170,7 +180,7 @@ def _of_kubeconfig(kubeconfig: Path) -> Iterator[RealCluster]:
 
 
 @contextmanager
-def _own(directory: Path) -> Iterator[RealCluster]:
+def _own(directory: Path) -> Iterator[OwnCluster]:
     make_bridge()
     plane = ControlPlane(directory, host=ADDRESS)
     archives = plane.binaries.parent / "images"
@@ -181,8 +191,7 @@ def _own(directory: Path) -> Iterator[RealCluster]:
         node = Node(plane, archives / "archives")
         try:
             node.start()
-            images = {"redis.image": f"das-rollout-base:{VERSION}"}
-            yield RealCluster(plane.kubeconfig, plane.binaries / "bin/kubectl", images, node)
+            yield OwnCluster(plane, node)
         finally:
             node.stop()
     finally:

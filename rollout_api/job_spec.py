@@ -304,7 +304,13 @@ class Redis(Part):
     """The server that keeps messages and rollouts."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(("!has(self.url) || !has(self.urlFrom)", "name either url or urlFrom"))
+        json_schema_extra=rules(
+            ("!has(self.url) || !has(self.urlFrom)", "name either url or urlFrom"),
+            (
+                "!has(self.managed) || !self.managed || !(has(self.url) || has(self.urlFrom))",
+                "managed makes the job's own URL; leave url and urlFrom out",
+            ),
+        )
     )
 
     url: Text | None = Field(
@@ -324,6 +330,11 @@ class Redis(Part):
     )
     url_from: SecretUrl | None = Field(
         default=None, description="Take the URL from a Secret; rollout run has --redis and ROLLOUT_REDIS_URL instead."
+    )
+    managed: bool = Field(
+        default=False,
+        description="Have rollout-redis-users, where the cluster runs it, make a user for this job alone, with its URL "
+        "in Secret <job>-redis: pods and trainers of this job then reach nothing of others. On a cluster only.",
     )
 
     @field_validator("url")
@@ -346,4 +357,6 @@ class Redis(Part):
     def _one_of_them(self) -> Self:
         if self.url is not None and self.url_from is not None:
             raise PydanticCustomError("one_of", "name either url or urlFrom")
+        if self.managed and (self.url is not None or self.url_from is not None):
+            raise PydanticCustomError("one_of", "managed makes the job's own URL; leave url and urlFrom out")
         return self

@@ -219,9 +219,10 @@ def _check_machine(job: RolloutJob, options: RunOptions) -> None:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     errors = []
-    if job.spec.redis.url_from is not None and options.redis_url is None:
-        message = "no Secret can be read here; give the URL with --redis or in ROLLOUT_REDIS_URL"
-        errors.append(FieldError("spec.redis.urlFrom", message))
+    for field, only_there in (("urlFrom", job.spec.redis.url_from is not None), ("managed", job.spec.redis.managed)):
+        if only_there and options.redis_url is None:
+            message = "no Secret can be read here; give the URL with --redis or in ROLLOUT_REDIS_URL"
+            errors.append(FieldError(f"spec.redis.{field}", message))
     if job.spec.lifecycle.suspend:
         message = "the job is suspended; set it to false to run it here"
         errors.append(FieldError("spec.lifecycle.suspend", message))

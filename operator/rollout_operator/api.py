@@ -27,6 +27,7 @@ _PLURALS = {
     KIND: PLURAL,
     "Event": "events",
     "Lease": "leases",
+    "Secret": "secrets",
     **{kind.kind: kind.plural for kind in watched("policy/v1")},
 }
 

@@ -79,6 +79,11 @@ def connection_map(job: str) -> str:
     return f"{job}-connection"
 
 
+def redis_secret(job: str) -> str:
+    """Name of the Secret with the URL of the job's own Redis user, where that is managed."""
+    return f"{job}-redis"
+
+
 def disruption_budget(job: str) -> str:
     """Name of the workers' PodDisruptionBudget."""
     return f"{job}-workers"

@@ -88,8 +88,8 @@ class PodView:
         return self.phase in ("Succeeded", "Failed")
 
     def lost(self, now: float) -> bool:
-        """It was told to end and nobody carries that out: its node is gone."""
-        return self.deleting is not None and not self.ended and now > self.deleting + _LOST_AFTER_S
+        """It was told to end and nobody carries that out, or removes what has ended: its node is gone."""
+        return self.deleting is not None and now > self.deleting + _LOST_AFTER_S
 
 
 def _end(status: Manifest) -> tuple[str, str, int | None]:

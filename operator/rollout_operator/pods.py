@@ -58,6 +58,8 @@ class JobIdentity:
 def redis_secret(job: RolloutJob) -> SecretKey | None:
     """The Secret with the URL of the job's Redis; None where the manifest has the URL."""
     redis = job.spec.redis
+    if redis.managed:
+        return SecretKey(name=names.redis_secret(job.metadata.name), key="url")
     if redis.url_from is not None:
         return redis.url_from.secret_key_ref
     return None if redis.url is not None else DEFAULT_REDIS_SECRET

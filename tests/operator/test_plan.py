@@ -181,6 +181,20 @@ def test_rules_decide_about_failures(rule: dict[str, Any], state: str, failed: i
     assert (state, failed) == (cluster.status["state"], cluster.status["failedPods"])
 
 
+def test_a_worker_that_fails_while_it_is_ending_and_stays_does_not_hold_a_suspension_up() -> None:
+    cluster = started()
+    cluster.change(lifecycle={"suspend": True})
+    cluster.settle()
+    for name in cluster.workers():
+        cluster.end(name, 1)  # its node is gone: nobody removes it
+    cluster.settle()
+    assert "deletionTimestamp" not in cluster.pods["math-head"]["metadata"]
+    cluster.now += 100
+    cluster.settle()
+    assert [] == cluster.workers()
+    assert "deletionTimestamp" in cluster.pods["math-head"]["metadata"]
+
+
 def test_suspended_workers_hand_over_before_the_head_ends_and_the_job_goes_on_later() -> None:
     cluster = started(lifecycle={"activeDeadlineSeconds": 1000})
     cluster.now += 400

@@ -1,6 +1,6 @@
 """What a job, its workers and its trainers may do on a Redis that others use too: rules for ``ACL SETUSER``.
 
-    python -m rollout_api.redis_access NAMESPACE UID HISTORY
+python -m rollout_api.redis_access NAMESPACE UID HISTORY
 """
 
 from __future__ import annotations

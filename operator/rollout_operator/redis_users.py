@@ -15,6 +15,7 @@ import hmac
 import logging
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -108,6 +109,8 @@ class RedisUsers:
         self._given: set[str] = set()
         """Uids of jobs that have their Secret."""
         self._run_id = ""
+        self._cleared = float("-inf")
+        """When the users of jobs that are gone were removed last."""
         self._news = asyncio.Event()
 
     def put(self, body: Manifest) -> None:
@@ -120,18 +123,18 @@ class RedisUsers:
     def drop(self, body: Manifest) -> None:
         """A job is gone."""
         if self._wanted.pop(body["metadata"]["uid"], None) is not None:
+            self._cleared = float("-inf")
             self._news.set()
 
     async def run(self, namespaces: Sequence[str]) -> None:
         """Keep users until cancelled; what fails is tried again."""
-        cleared = 0.0
         while True:
             self._news.clear()
             try:
                 await self.make()
-                if asyncio.get_running_loop().time() - cleared >= _CLEAR_S:
+                if (now := time.monotonic()) - self._cleared >= _CLEAR_S:
+                    self._cleared = now
                     await self.clear(namespaces)
-                    cleared = asyncio.get_running_loop().time()
             except (ApiError, redis.RedisError, OSError) as error:
                 logger.warning("Trying again: %s: %s", type(error).__name__, error)
             try:

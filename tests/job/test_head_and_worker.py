@@ -22,6 +22,7 @@ import yaml
 from policies import TASKS, make_policies
 
 from rollout_api.keys import HistoryKeys, MessageKeys
+from rollout_api.redis_access import access_rules
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.history.store import START, HistoryStore
 
@@ -45,8 +46,12 @@ class Pods:
         make_policies(directory / "models", versions=EPOCHS)
         self._lock = os.open(directory / "redis-lock", os.O_CREAT | os.O_RDWR)
         self.server = EmbeddedRedis(directory / "redis", keep_open=self._lock)
-        self.url = self.server.start()
-        self.client = redis.Redis.from_url(self.url)
+        url = self.server.start()
+        self.client = redis.Redis.from_url(url)
+        # with what a job may do where others' are, too
+        rules = access_rules("default", UID, "pods")
+        self.client.execute_command("ACL", "SETUSER", "job", "reset", "on", ">secret", *rules)
+        self.url = f"redis://job:secret@{url.rpartition('@')[2]}"
         self.redis = int(self.client.info()["process_id"])
         self.http_port, self.ready_port, self._ray_port = free_port(), free_port(), free_port()
         self._directory = directory

@@ -31,6 +31,7 @@ STATUS_PERIOD_S = 10.0
 _KEPT_FAILURES = 10
 _LONGEST_TEXT = 1000
 _END_PATIENCE_S = 120.0
+_STUCK_PATIENCE_S = 20.0
 _NOTHING = Plan()
 
 
@@ -141,8 +142,10 @@ def _tell_redis(steps: Steps, seen: Observed, identity: JobIdentity, reason: str
         steps.look_again(_END_PATIENCE_S)
         return
     waited = seen.now - min((pod.created for pod in ends), default=seen.now)
-    if ends and not any(pod.ended for pod in ends) and waited < _END_PATIENCE_S:
-        steps.look_again(_END_PATIENCE_S - waited)
+    # an image or a Secret that is not there: neither comes while the job goes
+    patience = _STUCK_PATIENCE_S if any(pod.reason for pod in ends) else _END_PATIENCE_S
+    if ends and not any(pod.ended for pod in ends) and waited < patience:
+        steps.look_again(patience - waited)
         return
     if not any(pod.phase == "Succeeded" for pod in ends):
         why = next((pod.message or pod.reason for pod in ends if pod.message or pod.reason), "")
@@ -311,7 +314,10 @@ class _Pass:
         if fatal is None and counted > limit:
             last = next((one for one in reversed(kept) if one.counted), None)
             about = f"; the last, {last.pod}: {last.reason}: {last.message.strip()[-500:]}" if last else ""
-            fatal = ("BackoffLimitExceeded", f"{counted} pods failed, lifecycle.backoffLimit is {limit}{about}")
+            fatal = (
+                "BackoffLimitExceeded",
+                f"{counted} pod{'s' if counted > 1 else ''} failed, lifecycle.backoffLimit is {limit}{about}",
+            )
         return fatal
 
     def _active(self) -> float:

@@ -235,7 +235,7 @@ def test_deleted_the_job_waits_for_its_pods_and_for_redis_to_be_told() -> None:
     assert cluster.job is None
 
 
-@pytest.mark.parametrize("how", ["failed", "hangs", "refused"])
+@pytest.mark.parametrize("how", ["failed", "hangs", "refused", "does not start"])
 def test_a_redis_that_is_gone_does_not_hold_the_job(how: str) -> None:
     cluster = started()
     cluster.delete_job()
@@ -249,6 +249,12 @@ def test_a_redis_that_is_gone_does_not_hold_the_job(how: str) -> None:
         cluster.end("math-end", 3, message="error: Redis cannot be reached")
     if how == "hangs":
         cluster.now += 120
+    if how == "does not start":
+        waiting = {"reason": "ErrImagePull", "message": "no such image"}
+        cluster.pods["math-end"]["status"]["containerStatuses"] = [{"name": "end", "state": {"waiting": waiting}}]
+        cluster.settle()
+        assert cluster.job is not None
+        cluster.now += 20
     cluster.settle()
     assert "RedisNotTold" in {note.reason for note in cluster.notes}
     assert cluster.job is None

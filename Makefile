@@ -1,5 +1,6 @@
 .DEFAULT_GOAL := help
 VENV := .venv/bin
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/das-rollout
 
 help:  ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"
@@ -17,7 +18,9 @@ test: env lint  ## lint, types, import contracts and the test suite
 test-chaos: env  ## a job on several Ray nodes under fire (minutes; CHAOS_SEED, CHAOS_SECONDS)
 	$(VENV)/pytest tests/chaos -s
 
-test-cluster: env  ## the operator on a real Kubernetes of its own (builds one the first time)
+test-cluster: env  ## the operator on a real Kubernetes of its own, built the first time, or on that of KUBECONFIG
+	tests/cluster/build-kubernetes $(CACHE)/kubernetes
+	[ -n "$(KUBECONFIG)" ] || tests/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
 	$(VENV)/pytest tests/cluster
 
 lint: env  ## formatting, lint, types and import contracts

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from control_plane import wait_for
 from real_cluster import EXAMPLES, RELEASE, RealCluster
 
 from rollout_api.keys import MessageKeys
 from rollout_worker.job.ledger import LedgerEntry, read_ledger
+
+pytestmark = pytest.mark.timeout(1200)
 
 ROLLOUTS = 20 * 8 * 4
 

@@ -14,6 +14,8 @@ from real_cluster import NAMESPACE, RELEASE, OwnCluster, RealCluster
 
 from rollout_api import Rollout, RolloutClient
 
+pytestmark = pytest.mark.timeout(1500)
+
 PROMPTS = 24
 WORKERS = 2
 BATCH = 8

@@ -38,8 +38,8 @@ def containers(objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict
 
 
 def test_all_pods_pass_the_restricted_profile() -> None:
-    found = containers(render())
-    assert 3 == len(found)
+    found = containers(render(redis={"users": True}))
+    assert 4 == len(found)
     for pod, container in found:
         assert pod["securityContext"]["runAsNonRoot"]
         assert "RuntimeDefault" == pod["securityContext"]["seccompProfile"]["type"]
@@ -48,7 +48,8 @@ def test_all_pods_pass_the_restricted_profile() -> None:
 
 
 def test_with_namespaces_there_are_no_rights_beyond_them() -> None:
-    kinds = [(one["kind"], one["metadata"].get("namespace")) for one in render(operator={"namespaces": ["a", "b"]})]
+    objects = render(operator={"namespaces": ["a", "b"]}, redis={"users": True})
+    kinds = [(one["kind"], one["metadata"].get("namespace")) for one in objects]
     assert not {"ClusterRole", "ClusterRoleBinding"} & {kind for kind, _ in kinds}
     assert {"a", "b", "rl"} == {namespace for kind, namespace in kinds if kind == "Role"}
 
@@ -71,6 +72,20 @@ def test_the_bundled_redis_evicts_nothing_and_its_password_is_in_secrets_alone()
     assert password not in rest
     assert "noeviction" in rest
     assert not [one for one in render(redis={"bundled": False}) if one["kind"] in ("Secret", "StatefulSet")]
+
+
+def test_only_who_makes_redis_users_has_the_admins_secret() -> None:
+    named = {"adminSecret": "redis-admin", "bundled": False, "users": True}
+    for values, secret in (({"users": True}, "das-redis"), (named, "redis-admin")):
+        holders = {
+            container["name"]
+            for _, container in containers(render(redis=values))
+            for one in container.get("env", ())
+            if one.get("valueFrom", {}).get("secretKeyRef", {}).get("name") == secret
+        }
+        assert {"redis-users"} == holders - {"redis"}
+    done = helm("template", "das", str(CHART), values={"redis": {"bundled": False, "users": True}})
+    assert "redis.users needs redis.adminSecret" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -445,7 +445,7 @@ class AsyncRolloutClient:
         pipeline.hmget(keys.job, ["state", "reason"])
         pipeline.get(keys.client(self.name))
         if self._job_name is not None:
-            pipeline.hget(*named(self._job_name))
+            pipeline.get(named(self._job_name))
         status, about, holder, *found = await pipeline.execute()
         uid = found[0] if found else None
         self._status = parse_status(status)

@@ -22,6 +22,7 @@ from rollout_api.prompts import Prompt, overrides_of, token_list
 from rollout_api.redis_connection import Patience, address
 
 _LOOK_UP_S = 0.25
+_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -212,7 +213,7 @@ async def find_job(
     while True:
         found: Any = uid
         if job_name is not None:
-            found = await patience.of(lambda: client.hget(*named(job_name)), what=look)
+            found = await patience.of(lambda: client.get(named(job_name)), what=look)
             found = None if found is None else str(found, "utf-8")
         over: JobEndedError | None = None
         if found is not None:
@@ -235,11 +236,21 @@ async def _texts(client: redis.asyncio.Redis, patience: Patience, key: str) -> d
     return {name.decode(): value.decode() for name, value in found.items()}
 
 
+async def _first_keys(client: redis.asyncio.Redis, pattern: str) -> list[bytes]:
+    """Some keys: more than anybody reads are not asked for."""
+    found: list[bytes] = []
+    async for key in client.scan_iter(pattern, count=1000):
+        found.append(key)
+        if len(found) >= _SHOWN:
+            break
+    return found
+
+
 async def _not_found(client: redis.asyncio.Redis, patience: Patience, name: str, timeout: float) -> JobNotFoundError:
-    namespace, slash, _ = name.partition("/")
-    names = sorted(await _texts(client, patience, named(name)[0])) if slash else []
-    known = ", ".join(f"{namespace}/{one}" for one in names[:20])
-    there = f"jobs there: {known}" if names else "this server knows no job there"
+    prefix = named("")
+    known = await patience.of(lambda: _first_keys(client, f"{prefix}*"), what="look for jobs")
+    names = ", ".join(sorted(key.decode().removeprefix(prefix) for key in known))
+    there = f"jobs on this server: {names}" if names else "this server knows no job"
     return JobNotFoundError(
         f"job {name} did not appear within {timeout:.0f} s at {address(client)}; {there}. Is it running, and is this "
         "its server?"

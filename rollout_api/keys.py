@@ -16,13 +16,12 @@ CLIENT_LEASE_MS = 6000
 """How long a client name stays taken after the process that has it was killed."""
 
 
-def named(job: str) -> tuple[str, str]:
-    """Where the uid of the job that runs as ``namespace/name`` now stands: a hash of the namespace, and its field.
+def named(job: str) -> str:
+    """String: uid of the job that runs as ``namespace/name`` now.
 
-    A hash for each namespace, so that a user of one can be kept from another's.
+    A key for each, so that the user of one job can be kept from another's.
     """
-    namespace, _, name = job.partition("/")
-    return f"rollout:jobs:{namespace}", name
+    return f"rollout:jobs:{job}"
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from rollout_worker.engine.model_source import (
     tokenizer_fingerprint,
 )
 from rollout_worker.engine.sampling import AdmissionError
-from rollout_worker.history.connection import RedisUnusableError
+from rollout_worker.history.connection import RedisUnusableError, problem
 from rollout_worker.history.store import HistoryMismatchError
 from rollout_worker.job.report import Mode
 from rollout_worker.manifest import read_manifest
@@ -140,7 +140,8 @@ def head(
     from rollout_worker.history.connection import connect, wait_until_usable
     from rollout_worker.ray_token import share_token
 
-    with _said_plainly(file):
+    _end_at_once_when_told()
+    with _said_plainly(file, redis):
         job = read_manifest(file)
         _use_cache(model_cache)
         server = connect(redis)
@@ -182,7 +183,8 @@ def worker(
     """Be a worker of a job on several machines, until SIGTERM; what it was making goes on elsewhere."""
     from rollout_worker.cluster import run_worker
 
-    with _said_plainly(file):
+    _end_at_once_when_told()
+    with _said_plainly(file, redis):
         job = read_manifest(file)
         _use_cache(model_cache)
         resolve_model(job.spec.model, default_cache())  # once, before each of its engines does
@@ -198,7 +200,7 @@ def end(
     delete: Annotated[bool, typer.Option("--delete", help="Remove its messages at once, not after a day.")] = False,
 ) -> None:
     """End a job of which no part runs any more: what it finished comes into its history, its clients are told."""
-    from rollout_worker.history.connection import check, connect, problem
+    from rollout_worker.history.connection import check, connect
     from rollout_worker.history.store import HistoryStore
     from rollout_worker.job.ending import end_job
 
@@ -248,7 +250,7 @@ def tiny_model(
 
 
 @contextmanager
-def _said_plainly(file: Path | None = None) -> Iterator[None]:
+def _said_plainly(file: Path | None = None, redis: str = "") -> Iterator[None]:
     """Say what went wrong in one line and end with its exit code; what nobody foresaw keeps its traceback."""
     from rollout_worker.local import DeadlineError, StateError
 
@@ -261,6 +263,10 @@ def _said_plainly(file: Path | None = None) -> Iterator[None]:
         _fail(EXIT_MODEL, f"{named}{error}")
     except (RedisUnusableError, HistoryMismatchError) as error:
         _fail(EXIT_REDIS, str(error))
+    except RedisError as error:
+        if not redis:
+            raise
+        _fail(EXIT_REDIS, str(problem(error, redis)))
     except (EngineError, AdmissionError, RolloutClientError) as error:
         _fail(EXIT_ENGINE, str(error))
     except StateError as error:
@@ -279,6 +285,11 @@ async def _until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
         signal.SIGTERM, lambda: ending.append(asyncio.ensure_future(end_task(task)))
     )
     return await task
+
+
+def _end_at_once_when_told() -> None:
+    """Until there is something to hand over: a container's first process ends by no signal that it does not handle."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))
 
 
 def _use_cache(directory: Path | None) -> None:

@@ -27,12 +27,13 @@ import msgpack
 import psutil
 import redis
 
+from rollout_api.errors import JobNotFoundError, RedisAwayError
 from rollout_api.job import RolloutJob
 from rollout_api.keys import MessageKeys
 from rollout_api.tasks import end
 from rollout_worker.child_process import end_with_parent
 from rollout_worker.engine.compat import EngineError
-from rollout_worker.history.connection import connect, persist, problem
+from rollout_worker.history.connection import connect, persist, problem, wait_until_usable
 from rollout_worker.job.actors import WORKER_ENV
 from rollout_worker.job.dataset_source import Dataset, done_before, run_dataset
 from rollout_worker.job.fleet import ENGINE_RESOURCE
@@ -46,6 +47,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.5
 _STOP_S = 10.0
 _REDIS_PAUSE_S = 2.0
+_PROBE_S = 0.6
+"""Timeouts of ``/readyz`` with Redis, of which several may add up: kubelets wait 3 s for the answer."""
 TERMINATION_LOG = Path("/dev/termination-log")
 """Where a container's last words go (Kubernetes' default ``terminationMessagePath``); 4096 bytes at most."""
 _LAST_FIGURES = ("done", "total", "epoch", "weight_version", "tokens", "steps", "accepted_per_step")
@@ -88,13 +91,18 @@ async def run_head(setup: JobSetup, dataset: Dataset | None, *, host: str | None
                 for work in own:
                     if work.done():
                         work.result()
-                # again, to a Redis that has lost its data
                 with contextlib.suppress(redis.RedisError):
-                    await asyncio.to_thread(lambda: server.set(setup.keys.head, head, nx=True))
+                    await asyncio.to_thread(_remind, server, setup.keys, head)
                 await asyncio.sleep(_POLL_S)
+            await asyncio.to_thread(_say_last, server, setup.keys)
         finally:
             await end(*own)
-    await asyncio.to_thread(_say_last, server, setup.keys)
+
+
+def _remind(server: redis.Redis, keys: MessageKeys, head: str) -> None:
+    """Tell a Redis that has lost its data how workers join this head."""
+    server.set(keys.head, head, nx=True)
+    server.set(keys.ray_token, os.environ["RAY_AUTH_TOKEN"], nx=True)
 
 
 def _say_last(server: redis.Redis, keys: MessageKeys) -> None:
@@ -102,7 +110,10 @@ def _say_last(server: redis.Redis, keys: MessageKeys) -> None:
     if not TERMINATION_LOG.exists():
         return
     try:
-        status: Any = json.loads(persist(server.get, keys.status) or b"{}")
+        found: Any = persist(server.get, keys.status)
+        if found is None:
+            return  # it is kept for seconds only
+        status = json.loads(found)
         TERMINATION_LOG.write_text(json.dumps({name: status[name] for name in _LAST_FIGURES if name in status}))
     except (OSError, ValueError, redis.RedisError) as error:
         logger.warning("The last figures cannot be left for the operator: %s", error)
@@ -116,9 +127,11 @@ async def _work_off(setup: JobSetup, dataset: Dataset, server: redis.Redis) -> N
             await run_dataset(setup, dataset, server, done=done)
         except redis.RedisError as error:
             logger.warning("Going on when Redis is back: %s", problem(error, setup.redis_url))
-            await asyncio.sleep(_REDIS_PAUSE_S)
+        except (RedisAwayError, JobNotFoundError) as error:  # the coordinator, too, may wait for Redis
+            logger.warning("Going on when that has passed: %s", error)
         else:
             return
+        await asyncio.sleep(_REDIS_PAUSE_S)
 
 
 def run_worker(job: RolloutJob, redis_url: str, uid: str, *, name: str, host: str | None, http_port: int) -> None:
@@ -133,10 +146,12 @@ def run_worker(job: RolloutJob, redis_url: str, uid: str, *, name: str, host: st
         http_port: of ``/readyz``; 0 for none.
     """
     server, keys = connect(redis_url), MessageKeys(uid)
+    wait_until_usable(server, redis_url)
+    own_token = "RAY_AUTH_TOKEN" in os.environ
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ending.append(number))
     engines = job.spec.engines_per_worker
-    membership = _Membership(connect(redis_url), keys, engines)
+    membership = _Membership(connect(redis_url, timeout=_PROBE_S), keys, engines)
     readiness = ReadinessServer(http_port, membership.why_not_ready) if http_port else None
     try:
         while not ending:
@@ -146,8 +161,12 @@ def run_worker(job: RolloutJob, redis_url: str, uid: str, *, name: str, host: st
                 time.sleep(_POLL_S)
                 continue
             try:
+                if not own_token:  # a head that lost its Redis' data has another
+                    os.environ.pop("RAY_AUTH_TOKEN", None)
                 share_token(server, keys)
-            except redis.RedisError:
+            except redis.RedisError as error:
+                logger.warning("Joining when Redis is back: %s", problem(error, redis_url))
+                time.sleep(_REDIS_PAUSE_S)
                 continue
             # another with each head: the engines of the last one were told to leave under their own
             membership.worker = os.environ[WORKER_ENV] = f"{name}/{secrets.token_hex(4)}"

@@ -18,7 +18,9 @@ def share_token(server: redis.Redis, keys: MessageKeys) -> None:
     To be called before Ray is imported, which reads it then and never again (2.60).
     """
     if "RAY_AUTH_TOKEN" not in os.environ:
-        persist(lambda: server.set(keys.ray_token, secrets.token_hex(32), nx=True))
         token: Any = persist(server.get, keys.ray_token)
+        if token is None:  # not at each start: a server that is full takes no writes
+            persist(lambda: server.set(keys.ray_token, secrets.token_hex(32), nx=True))
+            token = persist(server.get, keys.ray_token)
         os.environ["RAY_AUTH_TOKEN"] = token.decode()
     os.environ["RAY_AUTH_MODE"] = "token"

@@ -49,6 +49,7 @@ class HeadStatus(BaseModel):
     def of_message(cls, message: str) -> Self | None:
         """What a head said last, as the message of its container's end; None if it said nothing."""
         try:
-            return cls.model_validate_json(message)
+            said = cls.model_validate_json(message)
         except ValidationError:
             return None
+        return said if "done" in said.model_fields_set else None

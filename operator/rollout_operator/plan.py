@@ -32,6 +32,8 @@ _KEPT_FAILURES = 10
 _LONGEST_TEXT = 1000
 _END_PATIENCE_S = 120.0
 _STUCK_PATIENCE_S = 20.0
+_STUCK = frozenset({"CreateContainerConfigError", "ErrImageNeverPull", "InvalidImageName"})
+"""Reasons for which a pod does not start that do not pass while its job goes."""
 _NOTHING = Plan()
 
 
@@ -142,8 +144,7 @@ def _tell_redis(steps: Steps, seen: Observed, identity: JobIdentity, reason: str
         steps.look_again(_END_PATIENCE_S)
         return
     waited = seen.now - min((pod.created for pod in ends), default=seen.now)
-    # an image or a Secret that is not there: neither comes while the job goes
-    patience = _STUCK_PATIENCE_S if any(pod.reason for pod in ends) else _END_PATIENCE_S
+    patience = _STUCK_PATIENCE_S if any(pod.reason in _STUCK for pod in ends) else _END_PATIENCE_S
     if ends and not any(pod.ended for pod in ends) and waited < patience:
         steps.look_again(patience - waited)
         return

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import quote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import kopf
 import redis.asyncio
@@ -33,10 +33,9 @@ from rollout_operator.observed import Manifest
 
 logger = logging.getLogger("rollout_redis_users")
 
-PREFIX = "rollout-job-"
-"""What the names of the users begin with; others on the server are left alone."""
 _LOOK_S = 5.0
 _CLEAR_S = 60.0
+"""How often users and Secrets that were made are looked after."""
 _TIMEOUT_S = 5.0
 _PAGE = 500
 
@@ -51,14 +50,9 @@ class JobUser:
     history: str
 
     @property
-    def name(self) -> str:
-        """On the server."""
-        return PREFIX + self.uid
-
-    @property
     def rules(self) -> list[str]:
         """What the user may do."""
-        return access_rules(self.namespace, self.uid, self.history)
+        return access_rules(self.namespace, self.job, self.uid, self.history)
 
 
 def user_of(body: Manifest) -> JobUser | None:
@@ -74,16 +68,22 @@ def user_of(body: Manifest) -> JobUser | None:
     return JobUser(metadata["namespace"], metadata["name"], metadata["uid"], job.history_name)
 
 
+def prefix_of(key: bytes) -> str:
+    """What the names of this installation's users begin with: others on the server, of other keys, are left alone."""
+    return f"rollout-{hashlib.sha256(key).hexdigest()[:12]}-"
+
+
 def password_of(key: bytes, user: JobUser) -> str:
     """The same for each user, always; not to be guessed without the key."""
     return hmac.new(key, user.uid.encode(), hashlib.sha256).hexdigest()
 
 
-def secret_of(user: JobUser, admin_url: str, password: str) -> dict[str, Any]:
+def secret_of(user: JobUser, admin_url: str, key: bytes) -> dict[str, Any]:
     """The Secret from which the job's pods and its trainers take the URL."""
     parts = urlsplit(admin_url)
     host = parts.netloc.rpartition("@")[2]
-    url = urlunsplit(parts._replace(netloc=f"{quote(user.name)}:{quote(password)}@{host}"))
+    credentials = f"{prefix_of(key)}{user.uid}:{password_of(key, user)}"
+    url = urlunsplit(parts._replace(netloc=f"{credentials}@{host}"))
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -104,10 +104,11 @@ class RedisUsers:
     def __init__(self, api: KubernetesApi, server: redis.asyncio.Redis, url: str, key: bytes) -> None:
         """Keep users on *server*, which jobs reach at *url*; passwords are made from *key*."""
         self._api, self._server, self._url, self._key = api, server, url, key
+        self._prefix = prefix_of(key)
         self._wanted: dict[str, JobUser] = {}
         self._made: set[JobUser] = set()
         self._given: set[str] = set()
-        """Uids of jobs that have their Secret."""
+        """Uids of jobs whose Secret was made, or is not to be made now."""
         self._run_id = ""
         self._cleared = float("-inf")
         """When the users of jobs that are gone were removed last."""
@@ -151,7 +152,7 @@ class RedisUsers:
         missing = [user for user in self._wanted.values() if user not in self._made]
         for user in missing:
             digest = hashlib.sha256(password_of(self._key, user).encode()).hexdigest()
-            await self._acl("SETUSER", user.name, "reset", "on", f"#{digest}", *user.rules)
+            await self._acl("SETUSER", self._prefix + user.uid, "reset", "on", f"#{digest}", *user.rules)
             self._made.add(user)
         if missing:
             await self._save()
@@ -160,30 +161,31 @@ class RedisUsers:
                 await self._give(user)
 
     async def _give(self, user: JobUser) -> None:
+        """Make a job's Secret. One that is there may be of a job before it, and about to go: tried again later."""
         try:
-            await self._api.create(secret_of(user, self._url, password_of(self._key, user)))
+            await self._api.create(secret_of(user, self._url, self._key))
             logger.info("Job %s/%s has a user.", user.namespace, user.job)
         except ApiError as error:
-            if error.absent:  # the namespace is being deleted, or the job is
-                return
-            if not error.conflict:
+            if error.passes:
                 raise
-            # made before this process began; or somebody else's, of which the job's pods will say that it is refused
-            logger.info("Secret %s/%s is there.", user.namespace, names.redis_secret(user.job))
+            # a quota, a namespace that is being deleted: no other job's matter
+            if not (error.conflict or error.absent):
+                logger.warning("Secret %s/%s: %s", user.namespace, names.redis_secret(user.job), error)
         self._given.add(user.uid)
 
     async def clear(self, namespaces: Sequence[str]) -> None:
-        """Remove the users of jobs that are no more: those that no list of the API server has."""
+        """Remove the users of jobs that no list of the API server has; see again to those that were made."""
         there = {uid for namespace in namespaces or [""] for uid in await self._uids(namespace)}
         known = await self._acl("USERS")
         users = [name.decode() if isinstance(name, bytes) else str(name) for name in known]
-        gone = [name for name in users if name.startswith(PREFIX) and name.removeprefix(PREFIX) not in there]
+        ours = {name.removeprefix(self._prefix) for name in users if name.startswith(self._prefix)}
+        gone = [self._prefix + uid for uid in sorted(ours - there)]
         if gone:
             await self._acl("DELUSER", *gone)
             await self._save()
             logger.info("%d users of jobs that are gone were removed.", len(gone))
-        self._made = {user for user in self._made if user.uid in there}
-        self._given &= there
+        self._made = {user for user in self._made if user.uid in ours & there}
+        self._given.clear()
 
     async def _uids(self, namespace: str) -> list[str]:
         where = f"/namespaces/{namespace}" if namespace else ""

@@ -44,10 +44,14 @@ class RedisUnusableError(RuntimeError):
     """Redis cannot be used; the text names the server, what is wrong and what to do about it."""
 
 
-def connect(url: str) -> redis.Redis:
+def connect(url: str, *, timeout: float = _REPLY_TIMEOUT_S) -> redis.Redis:
     """A client for *url*; nothing is sent yet.
 
     Every write of this project is idempotent, so a command whose reply was lost may be sent again.
+
+    Args:
+        url: of the server.
+        timeout: seconds to wait for a connection, and for a reply.
 
     Raises:
         RedisUnusableError: if *url* is malformed.
@@ -55,8 +59,8 @@ def connect(url: str) -> redis.Redis:
     try:
         client: redis.Redis = redis.Redis.from_url(
             url,
-            socket_connect_timeout=_CONNECT_TIMEOUT_S,
-            socket_timeout=_REPLY_TIMEOUT_S,
+            socket_connect_timeout=timeout,
+            socket_timeout=timeout,
             health_check_interval=30,
             retry=Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), _RETRIES),
             retry_on_error=[redis.ConnectionError, redis.TimeoutError],

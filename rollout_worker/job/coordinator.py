@@ -212,7 +212,7 @@ class Coordinator:
         await client.hset(keys.job, mapping=about)
         await client.hsetnx(keys.job, "state", "running")
         self._closing = await client.hget(keys.job, "closing") == b"1"
-        await client.hset(*named(f"{self._job.metadata.namespace}/{self._job.metadata.name}"), keys.uid)
+        await client.set(named(f"{self._job.metadata.namespace}/{self._job.metadata.name}"), keys.uid)
 
     # what comes in
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -154,7 +155,8 @@ class DatasetTrainer:
         name = checkpoint.rstrip("/").rpartition("/")[2]
         if len(done) >= size:
             return [Pass(epoch, Mode.DAS, name, rollouts=await self._rows_of(done))]
-        await self._client.publish_weights(epoch, checkpoint, mode=UpdateMode.DRAIN, sha256=None)
+        # for as long as there is no engine: workers may wait for GPUs for hours
+        await self._client.publish_weights(epoch, checkpoint, mode=UpdateMode.DRAIN, sha256=None, timeout=math.inf)
         # interleaved: which mode goes first changes from epoch to epoch, so that none has the warmer machine
         modes = [Mode.DAS, *self._compare]
         first = (epoch - 1) % len(modes)

@@ -42,8 +42,8 @@ def end_job(server: redis.Redis, keys: MessageKeys, store: HistoryStore, name: s
     known = bool(server.exists(keys.job))
     if known:
         server.hset(keys.job, mapping={"state": "failed", "reason": reason})
-    if state == "deleted" and server.hget(*named(name)) == keys.uid.encode():
-        server.hdel(*named(name))
+    if state == "deleted" and server.get(named(name)) == keys.uid.encode():
+        server.delete(named(name))
     batch: list[bytes] = []
     for key in server.scan_iter(keys.every(), count=_AT_ONCE):
         batch.append(key)

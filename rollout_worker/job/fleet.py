@@ -60,6 +60,8 @@ class Fleet:
         room = sum(int(node["Resources"].get(ENGINE_RESOURCE, 0)) for node in nodes if node["Alive"])
         wanted = {f"plain-{number}": True for number in range(self._setup.plain_engines)}
         wanted |= {f"engine-{number}": False for number in range(room - len(wanted))}
+        for name in self.errors.keys() - wanted.keys():  # its worker has gone
+            self.errors.pop(name, None)
         ours = namespace(self._setup.uid)
         named = ray.util.list_named_actors(all_namespaces=True)
         there = {actor["name"] for actor in named if actor["namespace"] == ours}

@@ -57,7 +57,7 @@ class JobSide:
             "state": "running",
         }
         self.redis.hset(self.keys.job, mapping=about)
-        self.redis.hset(*named(name), uid)
+        self.redis.set(named(name), uid)
 
     # what it reads
 

@@ -1293,6 +1293,6 @@ def test_arguments_that_do_not_fit() -> None:
 
 
 def test_a_job_is_found_by_its_uid(redis_url: str, job: JobSide) -> None:
-    job.redis.hdel(*named(job.name))
+    job.redis.delete(named(job.name))
     with job.serving(), RolloutClient.connect(redis_url, uid=job.uid) as client:
         assert 2 == len(client.generate([[1]], step=0)[0])

@@ -101,7 +101,7 @@ def test_hashes_are_those_of_the_vectors(tmp_path: Path) -> None:
 def test_every_key_that_a_client_uses_is_on_the_page(docs: ModuleType) -> None:
     page, keys = docs.PAGE.read_text(), MessageKeys("<uid>")
     used = [keys.job, keys.requests, keys.control, keys.rewards, keys.results("<client>"), keys.client("<client>")]
-    used += [keys.status, keys.engines, keys.lease("<engine>"), keys.dead, named("<namespace>/<name>")[0]]
+    used += [keys.status, keys.engines, keys.lease("<engine>"), keys.dead, named("<namespace>/<name>")]
     assert [] == [key for key in used if f"`{key}`" not in page]
 
 

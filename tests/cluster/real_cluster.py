@@ -6,6 +6,7 @@ import base64
 import json
 import os
 import re
+import secrets
 import shutil
 import subprocess
 import tomllib
@@ -24,8 +25,10 @@ from rollout_worker.history.store import START, HistoryStore
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-NAMESPACE = "rollouts"
-RELEASE = "das"
+# on a cluster of somebody's, names that nobody has
+_OTHERS = "KUBECONFIG" in os.environ
+NAMESPACE = f"das-test-{secrets.token_hex(4)}" if _OTHERS else "rollouts"
+RELEASE = f"t{secrets.token_hex(4)}" if _OTHERS else "das"
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 
@@ -37,9 +40,9 @@ class RealCluster:
         self.kubeconfig = kubeconfig
         self._kubectl, self._values = kubectl, values
 
-    def kubectl(self, *arguments: str, check: bool = True) -> str:
+    def kubectl(self, *arguments: str, check: bool = True, stdin: str | None = None) -> str:
         """What kubectl says, within the namespace of the tests."""
-        done = subprocess.run(self._command(*arguments), capture_output=True, text=True)
+        done = subprocess.run(self._command(*arguments), capture_output=True, text=True, input=stdin)
         if check and done.returncode:
             raise RuntimeError(f"kubectl {' '.join(arguments)}: {done.stderr}")
         return done.stdout
@@ -61,10 +64,27 @@ class RealCluster:
             "upgrade", "--install", RELEASE, str(CHART), "--create-namespace", "--wait", "--timeout=5m", *settings
         )
 
+    def refuse_another_operator(self) -> None:
+        """It would take the tests' jobs, too."""
+        there = self.kubectl(
+            "get", "deployments", "--all-namespaces", "-l", "app.kubernetes.io/name=das-rollout-operator", "-o", "name"
+        )
+        if there:
+            raise RuntimeError(f"the cluster of KUBECONFIG has an operator already: {there.strip()}; use another")
+
     def uninstall(self) -> None:
+        """Remove what the tests have made; the CRD stays, as the chart has it."""
         self.kubectl("delete", "rolloutjobs,jobs", "--all", "--timeout=120s", check=False)
-        self.helm("uninstall", RELEASE, "--wait")
         self.kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
+        self.helm("uninstall", RELEASE, "--wait")
+
+    def apply_example(self, name: str) -> None:
+        """An example as a user applies it, with the worker's image of this cluster."""
+        text = (EXAMPLES / name).read_text()
+        image = self._values.get("image.worker")
+        if image is not None:
+            text = text.replace(f"das-rollout-worker:{VERSION}", image)
+        self.kubectl("apply", "-f", "-", stdin=text)
 
     # what there is
 
@@ -130,7 +150,7 @@ class RealCluster:
                 line = process.stdout.readline()
                 found = re.search(r"127\.0\.0\.1:(\d+)", line)
                 assert found is not None, line
-                yield redis.Redis(port=int(found[1]), password=self.secret(f"{RELEASE}-redis", "password"))
+                yield redis.Redis(port=int(found[1]), password=self.secret(f"{RELEASE}-redis-admin", "password"))
             finally:
                 process.terminate()
 
@@ -159,12 +179,16 @@ def real_cluster(directory: Path) -> Iterator[RealCluster]:
     named = os.environ.get("KUBECONFIG")
     made = _of_kubeconfig(Path(named)) if named else _own(directory)
     with made as cluster:
-        cluster.install()
+        if isinstance(cluster, OwnCluster):
+            cluster.install()
+            yield cluster
+            return
+        cluster.refuse_another_operator()
         try:
+            cluster.install()
             yield cluster
         finally:
-            if not isinstance(cluster, OwnCluster):
-                cluster.uninstall()
+            cluster.uninstall()
 
 
 @contextmanager
@@ -175,8 +199,8 @@ def _of_kubeconfig(kubeconfig: Path) -> Iterator[RealCluster]:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise RuntimeError("KUBECONFIG is set, and there is no kubectl")
-    images = {value: os.environ[name] for name, value in wanted.items()}
-    yield RealCluster(kubeconfig, Path(kubectl), images)
+    values = {value: os.environ[name] for name, value in wanted.items()}
+    yield RealCluster(kubeconfig, Path(kubectl), {**values, "operator.namespaces": f"{{{NAMESPACE}}}"})
 
 
 @contextmanager

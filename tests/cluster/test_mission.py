@@ -28,7 +28,7 @@ def test_the_chart_says_that_it_works(real: RealCluster) -> None:
 def test_a_dataset_is_worked_off_and_later_epochs_draft_better(real: RealCluster, tmp_path: Path) -> None:
     log = tmp_path / "watch"
     with real.watching(log):
-        real.kubectl("apply", "-f", str(EXAMPLES / "quickstart.yaml"))
+        real.apply_example("quickstart.yaml")
         real.wait_for_state("quickstart", "Running", 240)
         status = real.wait_for_state("quickstart", "Succeeded", 600)
     whole = {"done": ROLLOUTS, "total": ROLLOUTS, "summary": f"{ROLLOUTS}/{ROLLOUTS}"}
@@ -50,7 +50,7 @@ def test_a_dataset_is_worked_off_and_later_epochs_draft_better(real: RealCluster
     assert accepted_per_step(by_epoch[2]) > accepted_per_step(by_epoch[1])
 
     # no password where everybody looks
-    password = real.secret(f"{RELEASE}-redis", "password")
+    password = real.secret(f"{RELEASE}-redis-admin", "password")
     looks = [
         real.kubectl("describe", "pods"),
         real.kubectl("get", "rolloutjobs,configmaps,pods,events", "-o", "yaml"),
@@ -62,7 +62,7 @@ def test_a_dataset_is_worked_off_and_later_epochs_draft_better(real: RealCluster
 
 
 def test_a_trainer_drives_two_epochs_and_only_the_history_stays(real: RealCluster) -> None:
-    real.kubectl("apply", "-f", str(EXAMPLES / "trainer.yaml"))
+    real.apply_example("trainer.yaml")
     real.wait_for_state("served", "Running", 300)
     status = real.wait_for_state("served", "Succeeded", 400)
     assert "256" == status["progress"]["summary"]

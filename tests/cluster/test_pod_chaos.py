@@ -33,7 +33,7 @@ class Trainer:
 
     def __init__(self, cluster: RealCluster, job: str) -> None:
         address = cluster.get("service", f"{RELEASE}-redis")["spec"]["clusterIP"]
-        password = cluster.secret(f"{RELEASE}-redis", "password")
+        password = cluster.secret(f"{RELEASE}-redis-admin", "password")
         self.url = f"redis://:{password}@{address}:6379/0"
         self.job = f"{NAMESPACE}/{job}"
         self.epochs: list[list[Rollout]] = []

@@ -16,10 +16,12 @@ from chart import render
 from control_plane import ControlPlane, free_port, wait_for
 from jobs import Jobs
 from kubernetes import client
+from rollout_operator.redis_users import prefix_of
 
 from rollout_api.keys import HistoryKeys, MessageKeys, named
 
 PASSWORD, KEY = "the-admins-own", "k" * 40
+PREFIX = prefix_of(KEY.encode())
 
 
 class Users:
@@ -48,7 +50,7 @@ class Users:
 
     def names(self) -> set[str]:
         try:
-            return {name for name in self.admin.acl_users() if name.startswith("rollout-job-")}
+            return {name for name in self.admin.acl_users() if name.startswith(PREFIX)}
         except redis.ConnectionError:
             return set()
 
@@ -91,14 +93,14 @@ def test_each_job_reaches_what_is_its_own_and_nothing_else(cluster: ControlPlane
     jobs.make("apart")
     ours = redis.Redis.from_url(url_of(jobs, "ours"))
     theirs = redis.Redis.from_url(url_of(jobs, "theirs"))
-    wait_for(lambda: {f"rollout-job-{uid}" for uid in uids.values()} == users.names(), 30, users.log())
+    wait_for(lambda: {f"{PREFIX}{uid}" for uid in uids.values()} == users.names(), 30, users.log())
 
     # its own
     keys, history = MessageKeys(uids["ours"]), HistoryKeys(jobs.namespace, "ours")
     ours.xadd(keys.results("rank-0"), {"d": b"1"})
     ours.xadd(history.log("p"), {"d": b"1"})
     ours.hset(history.meta, "generation", 1)
-    ours.hset(*named(f"{jobs.namespace}/ours"), uids["ours"])
+    ours.set(named(f"{jobs.namespace}/ours"), uids["ours"])
     ours.info("server")
 
     # nobody else's
@@ -108,7 +110,9 @@ def test_each_job_reaches_what_is_its_own_and_nothing_else(cluster: ControlPlane
         lambda: theirs.xrange(history.log("p")),
         lambda: theirs.hgetall(history.meta),
         lambda: theirs.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, keys.results("rank-0")),
-        lambda: theirs.hgetall("rollout:jobs:elsewhere"),
+        lambda: theirs.set(named(f"{jobs.namespace}/ours"), uids["theirs"]),
+        lambda: theirs.execute_command("FUNCTION", "FLUSH"),
+        theirs.script_flush,
         lambda: theirs.xrange(HistoryKeys("elsewhere", "theirs").log("p")),
         lambda: theirs.keys("*"),
         theirs.flushall,
@@ -126,9 +130,15 @@ def test_each_job_reaches_what_is_its_own_and_nothing_else(cluster: ControlPlane
     users.start_server()
     wait_for(lambda: can_read(ours, keys), 30, users.log())
 
-    # with the job goes the user
+    # a Secret that somebody removed
+    jobs.core.delete_namespaced_secret("ours-redis", jobs.namespace)
+    wait_for(lambda: there(jobs, "ours-redis"), 90, "the Secret is not made again")
+
+    # with the job goes the user; another installation's on the same server stays
+    users.admin.acl_setuser("rollout-other-uid", enabled=True)
     jobs.delete("theirs")
-    wait_for(lambda: {f"rollout-job-{uids['ours']}"} == users.names(), 90, users.log())
+    wait_for(lambda: {f"{PREFIX}{uids['ours']}"} == users.names(), 90, users.log())
+    assert "rollout-other-uid" in users.admin.acl_users()
     wait_for(lambda: not there(jobs, "theirs-redis"), 60, "the Secret outlives its job")
     for text in (users.log(), json.dumps(jobs.get("ours"))):
         assert KEY not in text

@@ -27,7 +27,7 @@ def server(redis_url: str) -> redis.Redis:
     sampling = '{"n": 1, "max_tokens": 4}'
     about = {"version": 1, "model": "m", "vocabulary": 9, "sampling": sampling, "max_model_len": 9}
     client.hset(JOB.job, mapping=about | {"max_request_bytes": 9999, "max_rollouts": 9, "state": "running"})
-    client.hset(*named(NAME), JOB.uid)
+    client.set(named(NAME), JOB.uid)
     asked = request()
     client.xadd(JOB.outbox, {"d": encode(rollout(asked, 0))})
     for number in range(1200):
@@ -65,22 +65,22 @@ def test_a_failed_jobs_messages_go_after_a_day(server: redis.Redis) -> None:
     assert len(keys) > 1200
     assert all(0 < server.ttl(key) <= KEPT_S for key in keys)
     assert -1 == server.ttl("rollout:{other}:job")
-    assert JOB.uid.encode() == server.hget(*named(NAME))
+    assert JOB.uid.encode() == server.get(named(NAME))
 
 
 def test_a_deleted_jobs_messages_go_at_once_and_its_name_is_free(server: redis.Redis) -> None:
     end_job(server, JOB, store(server), NAME, state="deleted", reason="deleted")
     assert [JOB.job.encode()] == list(server.scan_iter(JOB.every()))
     assert server.ttl(JOB.job) > 0
-    assert server.hget(*named(NAME)) is None
+    assert server.get(named(NAME)) is None
     assert b"theirs" == server.get("rollout:{other}:job")
     assert list(server.scan_iter("history:*"))  # it outlives jobs
 
 
 def test_the_name_of_a_job_that_came_after_it_stays(server: redis.Redis) -> None:
-    server.hset(*named(NAME), "the-next")
+    server.set(named(NAME), "the-next")
     end_job(server, JOB, store(server), NAME, state="deleted", reason="deleted")
-    assert b"the-next" == server.hget(*named(NAME))
+    assert b"the-next" == server.get(named(NAME))
 
 
 def test_it_may_be_repeated_and_the_job_may_never_have_been_there(server: redis.Redis, redis_url: str) -> None:

@@ -50,7 +50,7 @@ class Pods:
         url = self.server.start()
         self.client = redis.Redis.from_url(url)
         # with what a job may do where others' are, too
-        rules = access_rules("default", UID, "pods")
+        rules = access_rules("default", "pods", UID, "pods")
         self.client.execute_command("ACL", "SETUSER", "job", "reset", "on", ">secret", *rules)
         self.url = f"redis://job:secret@{url.rpartition('@')[2]}"
         self.redis = int(self.client.info()["process_id"])

@@ -65,8 +65,8 @@ def test_the_bundled_redis_evicts_nothing_and_its_password_is_in_secrets_alone()
     secrets = {
         (one["metadata"]["namespace"], one["metadata"]["name"]): one for one in objects if one["kind"] == "Secret"
     }
-    assert {("rl", "das-redis"), ("team-a", "rollout-redis"), ("team-b", "rollout-redis")} == set(secrets)
-    password = secrets["rl", "das-redis"]["stringData"]["password"]
+    assert {("rl", "das-redis-admin"), ("team-a", "rollout-redis"), ("team-b", "rollout-redis")} == set(secrets)
+    password = secrets["rl", "das-redis-admin"]["stringData"]["password"]
     assert password in secrets["team-a", "rollout-redis"]["stringData"]["url"]
     rest = yaml.safe_dump([one for one in objects if one["kind"] != "Secret"])
     assert password not in rest
@@ -76,7 +76,7 @@ def test_the_bundled_redis_evicts_nothing_and_its_password_is_in_secrets_alone()
 
 def test_only_who_makes_redis_users_has_the_admins_secret() -> None:
     named = {"adminSecret": "redis-admin", "bundled": False, "users": True}
-    for values, secret in (({"users": True}, "das-redis"), (named, "redis-admin")):
+    for values, secret in (({"users": True}, "das-redis-admin"), (named, "redis-admin")):
         holders = {
             container["name"]
             for _, container in containers(render(redis=values))

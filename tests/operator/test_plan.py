@@ -250,7 +250,7 @@ def test_a_redis_that_is_gone_does_not_hold_the_job(how: str) -> None:
     if how == "hangs":
         cluster.now += 120
     if how == "does not start":
-        waiting = {"reason": "ErrImagePull", "message": "no such image"}
+        waiting = {"reason": "CreateContainerConfigError", "message": 'secret "rollout-redis" not found'}
         cluster.pods["math-end"]["status"]["containerStatuses"] = [{"name": "end", "state": {"waiting": waiting}}]
         cluster.settle()
         assert cluster.job is not None

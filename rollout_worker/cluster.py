@@ -146,14 +146,14 @@ def run_worker(job: RolloutJob, redis_url: str, uid: str, *, name: str, host: st
         http_port: of ``/readyz``; 0 for none.
     """
     server, keys = connect(redis_url), MessageKeys(uid)
-    wait_until_usable(server, redis_url)
     own_token = "RAY_AUTH_TOKEN" in os.environ
     ending: list[int] = []
-    signal.signal(signal.SIGTERM, lambda number, _: ending.append(number))
     engines = job.spec.engines_per_worker
     membership = _Membership(connect(redis_url, timeout=_PROBE_S), keys, engines)
     readiness = ReadinessServer(http_port, membership.why_not_ready) if http_port else None
     try:
+        wait_until_usable(server, redis_url)
+        signal.signal(signal.SIGTERM, lambda number, _: ending.append(number))
         while not ending:
             head = _head(server, keys.head)
             address = "" if head is None else head.split()[0].decode()

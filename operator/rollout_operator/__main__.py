@@ -115,7 +115,10 @@ async def _work(
     await end(all_listed)
     operator = asyncio.ensure_future(
         kopf.operator(
-            registry=handlers.registry(store, reconciler.queue),
+            registry=handlers.registry(
+                lambda job: reconciler.queue.add(store.put_job(job)),
+                lambda job: reconciler.queue.forget(store.drop_job(job)),
+            ),
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,

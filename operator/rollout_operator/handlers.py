@@ -1,18 +1,25 @@
-"""The thin layer between kopf's watch of RolloutJobs and the reconciler: no logic, no state."""
+"""The thin layer between kopf's watch of RolloutJobs and whoever works with them: no logic, no state."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import kopf
 
 from rollout_api.job import GROUP, PLURAL, VERSION
-from rollout_operator.store import JobKey, Store
-from rollout_operator.work_queue import WorkQueue
+from rollout_operator.observed import Manifest
+
+Told = Callable[[Manifest], None]
 
 
-def registry(store: Store, queue: WorkQueue[JobKey]) -> kopf.OperatorRegistry:
-    """Handlers that keep the store's jobs and say which to look at; coroutines, since kopf runs others in threads."""
+def registry(put: Told, drop: Told) -> kopf.OperatorRegistry:
+    """Handlers that say which jobs there are; coroutines, since kopf runs others in threads.
+
+    Args:
+        put: is told of a job that is new or has changed.
+        drop: is told of a job that is gone.
+    """
     made = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=made)
@@ -26,10 +33,6 @@ def registry(store: Store, queue: WorkQueue[JobKey]) -> kopf.OperatorRegistry:
 
     @kopf.on.event(GROUP, VERSION, PLURAL, registry=made)
     async def job_event(event: kopf.RawEvent, **_: Any) -> None:
-        body = event["object"]
-        if event["type"] == "DELETED":
-            queue.forget(store.drop_job(body))
-        else:
-            queue.add(store.put_job(body))
+        (drop if event["type"] == "DELETED" else put)(event["object"])
 
     return made

@@ -27,7 +27,7 @@ import redis.asyncio
 from rollout_api.job import API_VERSION, GROUP, KIND, PLURAL, VERSION, ManifestError, parse_job
 from rollout_api.redis_access import access_rules
 from rollout_api.tasks import end
-from rollout_operator import logs, names
+from rollout_operator import handlers, logs, names
 from rollout_operator.api import ApiError, KubernetesApi
 from rollout_operator.observed import Manifest
 
@@ -210,35 +210,17 @@ class RedisUsers:
             return  # it keeps no file of users; they are made again when it was started anew
 
 
-def registry(users: RedisUsers) -> kopf.OperatorRegistry:
-    """Handlers that say which jobs there are."""
-    made = kopf.OperatorRegistry()
-
-    @kopf.on.login(registry=made)
-    async def login(**about: Any) -> Any:
-        return kopf.login_via_client(**about)
-
-    @kopf.on.startup(registry=made)
-    async def configure(settings: kopf.OperatorSettings, **_: Any) -> None:
-        settings.posting.enabled = False
-        settings.scanning.disabled = True
-
-    @kopf.on.event(GROUP, VERSION, PLURAL, registry=made)
-    async def job_event(event: kopf.RawEvent, **_: Any) -> None:
-        if event["type"] == "DELETED":
-            users.drop(event["object"])
-        else:
-            users.put(event["object"])
-
-    return made
-
-
 async def _run(namespaces: list[str], url: str, key: bytes) -> int:
     api = await KubernetesApi.connect()
     server = redis.asyncio.Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
     users = RedisUsers(api, server, url, key)
     watching = asyncio.ensure_future(
-        kopf.operator(registry=registry(users), standalone=True, clusterwide=not namespaces, namespaces=namespaces)
+        kopf.operator(
+            registry=handlers.registry(users.put, users.drop),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+        )
     )
     keeping = asyncio.ensure_future(users.run(namespaces))
     try:

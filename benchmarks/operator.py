@@ -23,6 +23,7 @@ import psutil
 from benchmarks.figures import Figure, quantile, report
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "job"))
 
 from control_plane import ControlPlane, wait_for
 from jobs import Jobs

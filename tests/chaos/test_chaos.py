@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import socket
 import subprocess
 import sys
 import threading
@@ -24,14 +23,15 @@ import psutil
 import pytest
 import redis
 import yaml
+from histories import ids_in
 from kubelet import Kubelet
+from ports import free_port
 from proxy import Proxy
 from testbed import make_model
 from trainer import GROUPS, SAMPLES, TOKENS
 
 from rollout_api.keys import DATA, HistoryKeys, MessageKeys
 from rollout_api.messages import CodecError, Refusal, Rollout, decode
-from rollout_worker.history.store import START, HistoryStore
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "300"))
@@ -40,12 +40,6 @@ KEYS = MessageKeys(UID)
 HISTORY = HistoryKeys("default", "chaos")
 TRAINERS = 2
 PATIENCE_S = 120.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:
@@ -380,10 +374,7 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
             assert GROUPS * SAMPLES == len(step["rollouts"]), f"step {step['step']} of rank {rank} is not whole"
             received.update(list(step["rollouts"]))
             asked |= set(step["rollouts"])
-    store = HistoryStore(client, HISTORY, window=16)
-    problems = [key.decode().split("{")[1].split("}")[0] for key in client.scan_iter(HISTORY.log("*"))]
-    slices = store.read(dict.fromkeys(problems, START), count=1_000_000)
-    in_history = Counter(record.rollout_id for found in slices.values() for record in found.records)
+    in_history = ids_in(client, HISTORY)
     lost = len(battlefield.flow.engines) - len(client.hgetall(KEYS.engines))
     print(
         json.dumps(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 import yaml
 from kubernetes import client, config
+from ports import free_port
 
 from rollout_api.job import GROUP, VERSION
 
@@ -30,12 +30,6 @@ def build() -> Path:
     """What a cluster is made of; built once, in some minutes."""
     subprocess.run([str(HERE / "build-kubernetes"), str(CACHE)], check=True)
     return CACHE
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60.0, what: str = "") -> Any:

@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import yaml
-from control_plane import ControlPlane, free_port, wait_for
+from control_plane import ControlPlane, wait_for
 from kubernetes import client
+from ports import free_port
 
 NAME = "node1"
 ADDRESS = "10.89.0.1"

@@ -8,7 +8,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from control_plane import free_port, wait_for
+from control_plane import wait_for
+from ports import free_port
 
 DYING = Path(__file__).with_name("dying_operator.py")
 

@@ -18,10 +18,10 @@ from typing import Any
 import redis
 from chart import CHART, HELM
 from control_plane import ControlPlane, wait_for
+from histories import ids_in
 from node import ADDRESS, Node, make_bridge
 
 from rollout_api.keys import HistoryKeys
-from rollout_worker.history.store import START, HistoryStore
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -156,11 +156,7 @@ class RealCluster:
 
     def in_history(self, server: redis.Redis, name: str) -> list[str]:
         """Ids of the rollouts in a history."""
-        keys = HistoryKeys(NAMESPACE, name)
-        store = HistoryStore(server, keys, window=16)
-        problems = {key.decode().split("{")[1].split("}")[0] for key in server.scan_iter(keys.log("*"), count=1000)}
-        slices = store.read(dict.fromkeys(problems, START), count=10_000)
-        return [record.rollout_id for found in slices.values() for record in found.records]
+        return list(ids_in(server, HistoryKeys(NAMESPACE, name)).elements())
 
 
 class OwnCluster(RealCluster):

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import redis
 from chart import render
-from control_plane import ControlPlane, free_port, wait_for
+from control_plane import ControlPlane, wait_for
 from jobs import Jobs
 from kubernetes import client
+from ports import free_port
 from rollout_operator.redis_users import prefix_of
 
 from rollout_api.keys import HistoryKeys, MessageKeys, named

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,12 +18,13 @@ from typing import Any
 import pytest
 import redis
 import yaml
+from histories import ids_in
 from policies import TASKS, make_policies
+from ports import free_port
 
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_access import access_rules
 from rollout_worker.embedded_redis import EmbeddedRedis
-from rollout_worker.history.store import START, HistoryStore
 
 UID = "a-job-of-pods"
 EPOCHS = 2
@@ -32,12 +32,6 @@ SAMPLES = 8
 ROLLOUTS = EPOCHS * SAMPLES * sum(task["problems"] for task in TASKS)
 DAY_S = 24 * 3600
 EXPIRED = -2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Pods:
@@ -139,11 +133,7 @@ class Pods:
             return 0, ""
 
     def in_history(self) -> Counter[str]:
-        keys = HistoryKeys("default", "pods")
-        store = HistoryStore(self.client, keys, window=16)
-        problems = {key.decode().split("{")[1].split("}")[0] for key in self.client.keys(keys.log("*"))}
-        slices = store.read(dict.fromkeys(problems, START), count=10_000)
-        return Counter(record.rollout_id for found in slices.values() for record in found.records)
+        return ids_in(self.client, HistoryKeys("default", "pods"))
 
     def close(self) -> None:
         for process in self._processes.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ import psutil
 import pytest
 import redis
 from live import CHECKPOINT_TOKENS, LiveJob, live, manifest, start_engine
+from ports import free_port
 from testbed import EOS, VOCABULARY, Law, LoopThread, make_adapter, make_model, merged_law
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -66,12 +66,6 @@ def engines(models: Path, loop: LoopThread, redis_server: str) -> Iterator[dict[
     yield started
     for engine in started.values():
         engine.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ForgetfulRedis:

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import redis
 import yaml
+from histories import ids_in
 from policies import TASKS, make_policies
 
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_worker.embedded_redis import EmbeddedRedis
-from rollout_worker.history.store import START, HistoryStore
 from rollout_worker.job.ledger import LedgerEntry, read_ledger
 
 SAMPLES = 8
@@ -139,11 +139,7 @@ class Bench:
         }
 
     def in_history(self) -> Counter[str]:
-        keys = HistoryKeys("default", "story")
-        store = HistoryStore(self.client, keys, window=16)
-        problems = {key.decode().split("{")[1].split("}")[0] for key in self.client.keys(keys.log("*"))}
-        slices = store.read(dict.fromkeys(problems, START), count=10_000)
-        return Counter(record.rollout_id for found in slices.values() for record in found.records)
+        return ids_in(self.client, HistoryKeys("default", "story"))
 
     def expected(self, epochs: int) -> int:
         return epochs * PROBLEMS * SAMPLES

@@ -28,7 +28,7 @@ from rollout_worker.embedded_redis import EmbeddedRedis
 
 UID = "a-job-of-pods"
 EPOCHS = 2
-SAMPLES = 8
+SAMPLES = 16
 ROLLOUTS = EPOCHS * SAMPLES * sum(task["problems"] for task in TASKS)
 DAY_S = 24 * 3600
 EXPIRED = -2
@@ -67,7 +67,7 @@ class Pods:
                     "kvCacheMemory": "256Mi",
                     "enforceEager": True,
                 },
-                "sampling": {"n": SAMPLES, "maxTokens": 64},
+                "sampling": {"n": SAMPLES, "maxTokens": 300},
                 "workers": {"gpusPerWorker": 0},
             },
         }

@@ -28,7 +28,7 @@ from rollout_worker.embedded_redis import EmbeddedRedis
 
 UID = "a-job-of-pods"
 EPOCHS = 2
-SAMPLES = 16
+SAMPLES = 32
 ROLLOUTS = EPOCHS * SAMPLES * sum(task["problems"] for task in TASKS)
 DAY_S = 24 * 3600
 EXPIRED = -2

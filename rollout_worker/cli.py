@@ -204,7 +204,7 @@ def end(
     from rollout_worker.history.store import HistoryStore
     from rollout_worker.job.ending import end_job
 
-    with _said_plainly(file):
+    with _said_plainly(file, redis):
         job = read_manifest(file)
         server = connect(redis)
         check(server, redis)
@@ -213,10 +213,7 @@ def end(
         )
         name = f"{job.metadata.namespace}/{job.metadata.name}"
         state: Literal["failed", "deleted"] = "deleted" if delete else "failed"
-        try:
-            carried = end_job(server, MessageKeys(uid), store, name, state=state, reason=reason)
-        except RedisError as error:
-            raise problem(error, redis) from error
+        carried = end_job(server, MessageKeys(uid), store, name, state=state, reason=reason)
     console.print(f"Job {name} ({uid}) is ended; {carried} rollouts came into its history.", soft_wrap=True)
 
 

@@ -272,7 +272,7 @@ def _let_engines_leave(server: redis.Redis, keys: MessageKeys, worker: str, grac
     """Tell a worker's engines to leave the job within *grace* seconds, and wait until they have."""
     deadline = time.monotonic() + grace + _STOP_S
     try:
-        if server.hget(keys.job, "state") != b"running":
+        if server.hget(keys.job, "state") in (b"closed", b"failed"):
             return  # they have nothing, and no coordinator notices that they leave
         server.set(keys.leaving(worker), grace, ex=600)
         while time.monotonic() < deadline and _engines_of(server, keys, worker):

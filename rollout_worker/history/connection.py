@@ -93,8 +93,11 @@ def connect_async(url: str, *, block: float = 0.0) -> redis.asyncio.Redis:
         raise RedisUnusableError(f"{without_password(url)!r} is no Redis URL: {error}") from None
 
 
-def check(client: redis.Redis, url: str) -> None:
+def check(client: redis.Redis, url: str) -> dict[str, Any]:
     """Make sure that the server answers, is new enough and never evicts what it was given.
+
+    Returns:
+        The server's ``INFO``.
 
     Raises:
         RedisUnusableError: if one of these fails.
@@ -114,10 +117,13 @@ def check(client: redis.Redis, url: str) -> None:
             f"Redis at {without_password(url)} evicts keys when it is full (maxmemory-policy {policy}), which would "
             "silently lose rollouts; set 'maxmemory-policy noeviction'"
         )
+    return info
 
 
 def wait_until_usable(client: redis.Redis, url: str) -> None:
     """As :func:`check`, for a process that is started anew when it fails: what may pass by itself is waited out.
+
+    A server without room for a write is waited for as well.
 
     Raises:
         RedisUnusableError: at once for what does not pass, or after :data:`START_PATIENCE_S`.
@@ -126,15 +132,30 @@ def wait_until_usable(client: redis.Redis, url: str) -> None:
     said = float("-inf")
     while True:
         try:
-            return check(client, url)
+            info = check(client, url)
+            if not _is_full(info):
+                return
+            full = redis.exceptions.OutOfMemoryError(f"{info['used_memory']} bytes of {info['maxmemory']} are used")
+            raise problem(full, url) from full
         except RedisUnusableError as error:
             cause = error.__cause__
-            if not (isinstance(cause, redis.RedisError) and passes(cause)) or time.monotonic() > deadline:
+            if not (isinstance(cause, redis.RedisError) and _may_pass(cause)) or time.monotonic() > deadline:
                 raise
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()
                 logger.warning("Waiting: %s", error)
             time.sleep(_LONGEST_PAUSE_S)
+
+
+def _is_full(info: dict[str, Any]) -> bool:
+    """Whether a server refuses writes for want of memory, as Redis' ``getMaxmemoryState`` counts."""
+    counted = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
+    return 0 < int(info.get("maxmemory", 0)) < counted
+
+
+def _may_pass(error: redis.RedisError) -> bool:
+    """Whether *error* may pass by itself, or by somebody's making room."""
+    return passes(error) or isinstance(error, redis.exceptions.OutOfMemoryError)
 
 
 def problem(error: redis.RedisError, url: str) -> RedisUnusableError:
@@ -185,7 +206,7 @@ async def patiently(command: Callable[..., Awaitable[_Result]], *args: Any) -> _
         try:
             return await command(*args)
         except redis.RedisError as error:
-            if not (passes(error) or isinstance(error, redis.exceptions.OutOfMemoryError)):
+            if not _may_pass(error):
                 raise
             if time.monotonic() - said > _SAY_EVERY_S:
                 said = time.monotonic()

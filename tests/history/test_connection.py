@@ -19,6 +19,7 @@ from rollout_worker.history.connection import (
     connect,
     persist,
     problem,
+    wait_until_usable,
 )
 
 
@@ -86,6 +87,33 @@ def test_a_server_that_evicts(redis_url: str) -> None:
             checked(redis_url)
     finally:
         client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("maxmemory", 0)
+
+
+def test_who_starts_waits_for_a_full_server(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    client = connect(redis_url)
+    client.config_set("maxmemory", 1)
+    waiting = threading.Thread(target=wait_until_usable, args=(client, redis_url))
+    waiting.start()
+    try:
+        waiting.join(3)
+        assert waiting.is_alive()
+    finally:
+        client.config_set("maxmemory", 0)
+    waiting.join(5)
+    assert not waiting.is_alive()
+    assert "is out of memory" in caplog.text
+    assert client.set("key", "value")
+
+
+def test_who_starts_gives_a_full_server_up_and_says_so(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_worker.history.connection.START_PATIENCE_S", 0.1)
+    client = connect(redis_url)
+    client.config_set("maxmemory", 1)
+    try:
+        with pytest.raises(RedisUnusableError, match=r"bytes of 1 are used; raise maxmemory"):
+            wait_until_usable(client, redis_url)
+    finally:
         client.config_set("maxmemory", 0)
 
 

@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import subprocess
+import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,10 @@ from chart import CHART, HELM
 from control_plane import ControlPlane, wait_for
 from histories import ids_in
 from node import ADDRESS, Node, make_bridge
+from ports import accepts, free_port
 
+from rollout_api.job import GROUP
+from rollout_api.job import VERSION as API_VERSION
 from rollout_api.keys import HistoryKeys
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +43,7 @@ class RealCluster:
         """Use a cluster with *kubectl*; *values* are the chart's."""
         self.kubeconfig = kubeconfig
         self._kubectl, self._values = kubectl, values
+        self._crd_is_ours = False
 
     def kubectl(self, *arguments: str, check: bool = True, stdin: str | None = None) -> str:
         """What kubectl says, within the namespace of the tests."""
@@ -58,11 +63,17 @@ class RealCluster:
         return done.stdout
 
     def install(self) -> None:
-        """As a user does, with a Redis that needs no storage class."""
-        settings = [f"--set={name}={value}" for name, value in {"redis.storage": "", **self._values}.items()]
+        """As a user does, with a Redis that needs no storage class; a CRD that is there already is used as it is."""
+        self._crd_is_ours = not self._serves_jobs()
+        values = {"redis.storage": "", "crds.install": str(self._crd_is_ours).lower(), **self._values}
+        settings = [f"--set={name}={value}" for name, value in values.items()]
         self.helm(
             "upgrade", "--install", RELEASE, str(CHART), "--create-namespace", "--wait", "--timeout=5m", *settings
         )
+
+    def _serves_jobs(self) -> bool:
+        # not by a discovery, which kubectl keeps for a while
+        return bool(self.kubectl("get", "--raw", f"/apis/{GROUP}/{API_VERSION}", check=False))
 
     def refuse_another_operator(self) -> None:
         """It would take the tests' jobs, too."""
@@ -73,10 +84,12 @@ class RealCluster:
             raise RuntimeError(f"the cluster of KUBECONFIG has an operator already: {there.strip()}; use another")
 
     def uninstall(self) -> None:
-        """Remove what the tests have made; the CRD stays, as the chart has it."""
+        """Remove what the tests have made; also the CRD, which the chart keeps, unless it was there or is in use."""
         self.kubectl("delete", "rolloutjobs,jobs", "--all", "--timeout=120s", check=False)
         self.kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
         self.helm("uninstall", RELEASE, "--wait")
+        if self._crd_is_ours and not self.kubectl("get", "rolloutjobs", "--all-namespaces", "-o", "name", check=False):
+            self.kubectl("delete", "crd", f"rolloutjobs.{GROUP}", "--ignore-not-found")
 
     def apply_example(self, name: str) -> None:
         """An example as a user applies it, with the worker's image of this cluster."""
@@ -141,18 +154,50 @@ class RealCluster:
         return base64.b64decode(self.get("secret", name)["data"][key]).decode()
 
     @contextmanager
+    def redis_address(self) -> Iterator[str]:
+        """Host and port of the bundled server for somebody outside the cluster."""
+        port = free_port()
+        command = self._command("port-forward", f"service/{RELEASE}-redis", f"{port}:6379")
+        ended = threading.Event()
+
+        def forward() -> None:  # again when it ends, as it may with its pod
+            while not ended.is_set():
+                with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+                    while process.poll() is None and not ended.wait(0.2):
+                        pass
+                    process.terminate()
+
+        thread = threading.Thread(target=forward)
+        thread.start()
+        try:
+            wait_for(lambda: accepts(port), 30, f"{' '.join(command)} does not forward")
+            yield f"127.0.0.1:{port}"
+        finally:
+            ended.set()
+            thread.join()
+
+    def redis_url(self, address: str) -> str:
+        """The bundled server, as its administrator."""
+        return f"redis://:{self.secret(f'{RELEASE}-redis-admin', 'password')}@{address}/0"
+
+    @contextmanager
     def redis(self) -> Iterator[redis.Redis]:
-        """The bundled server, from outside the cluster."""
-        command = self._command("port-forward", f"service/{RELEASE}-redis", ":6379")
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-            try:
-                assert process.stdout is not None
-                line = process.stdout.readline()
-                found = re.search(r"127\.0\.0\.1:(\d+)", line)
-                assert found is not None, line
-                yield redis.Redis(port=int(found[1]), password=self.secret(f"{RELEASE}-redis-admin", "password"))
-            finally:
-                process.terminate()
+        """A client of the bundled server."""
+        with self.redis_address() as address, redis.Redis.from_url(self.redis_url(address)) as server:
+            yield server
+
+    # what dies
+
+    def kill(self, pod: str) -> str:
+        """End a pod at once; its uid."""
+        uid: str = self.get("pod", pod)["metadata"]["uid"]
+        self.kubectl("delete", "pod", pod, "--force", "--grace-period=0", "--wait=false")
+        return uid
+
+    def kill_redis(self) -> None:
+        """End the bundled server, which keeps its data as long as it keeps its pod."""
+        with self.redis() as server:
+            server.shutdown(nosave=True)
 
     def in_history(self, server: redis.Redis, name: str) -> list[str]:
         """Ids of the rollouts in a history."""
@@ -163,10 +208,24 @@ class OwnCluster(RealCluster):
     """One that was made for the tests, and whose parts they may kill."""
 
     def __init__(self, plane: ControlPlane, node: Node) -> None:
-        # its CRD has a server of its own, and may be installed there only
-        values = {"redis.image": f"das-rollout-base:{VERSION}", "crds.install": "false"}
+        values = {"redis.image": f"das-rollout-base:{VERSION}"}
         super().__init__(plane.kubeconfig, plane.binaries / "bin/kubectl", values)
         self.plane, self.node = plane, node
+
+    @contextmanager
+    def redis_address(self) -> Iterator[str]:
+        """The service itself: this machine is the cluster's node."""
+        yield f"{self.get('service', f'{RELEASE}-redis')['spec']['clusterIP']}:6379"
+
+    def kill(self, pod: str) -> str:
+        """Kill a pod's container, as the kernel would for want of memory; the pod's uid."""
+        found = self.get("pod", pod)
+        container = found["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
+        self.node.ctr("tasks", "kill", "-s", "KILL", "-a", container)
+        return str(found["metadata"]["uid"])
+
+    def kill_redis(self) -> None:
+        self.kill(f"{RELEASE}-redis-0")
 
 
 @contextmanager
@@ -189,13 +248,13 @@ def real_cluster(directory: Path) -> Iterator[RealCluster]:
 
 @contextmanager
 def _of_kubeconfig(kubeconfig: Path) -> Iterator[RealCluster]:
-    wanted = {"OPERATOR_IMAGE": "image.operator", "WORKER_IMAGE": "image.worker"}
-    if missing := [name for name in wanted if name not in os.environ]:
+    settings = {"OPERATOR_IMAGE": "image.operator", "WORKER_IMAGE": "image.worker", "REDIS_IMAGE": "redis.image"}
+    if missing := [name for name in ("OPERATOR_IMAGE", "WORKER_IMAGE") if name not in os.environ]:
         raise RuntimeError(f"KUBECONFIG is set: {' and '.join(missing)} must name images that its nodes can pull")
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise RuntimeError("KUBECONFIG is set, and there is no kubectl")
-    values = {value: os.environ[name] for name, value in wanted.items()}
+    values = {value: os.environ[name] for name, value in settings.items() if name in os.environ}
     yield RealCluster(kubeconfig, Path(kubectl), {**values, "operator.namespaces": f"{{{NAMESPACE}}}"})
 
 

@@ -21,21 +21,11 @@ WORKERS = 2
 BATCH = 8
 
 
-@pytest.fixture
-def own(real: RealCluster) -> OwnCluster:
-    if not isinstance(real, OwnCluster):
-        pytest.skip("it kills a node's kubelet and the API server: only on a cluster of its own, without KUBECONFIG")
-    return real
-
-
 class Trainer:
     """Epoch after epoch over the same prompts, greedily, so that what is accepted can be compared."""
 
-    def __init__(self, cluster: RealCluster, job: str) -> None:
-        address = cluster.get("service", f"{RELEASE}-redis")["spec"]["clusterIP"]
-        password = cluster.secret(f"{RELEASE}-redis-admin", "password")
-        self.url = f"redis://:{password}@{address}:6379/0"
-        self.job = f"{NAMESPACE}/{job}"
+    def __init__(self, url: str, job: str) -> None:
+        self.url, self.job = url, f"{NAMESPACE}/{job}"
         self.epochs: list[list[Rollout]] = []
         self.error: BaseException | None = None
         self._stop = threading.Event()
@@ -130,26 +120,17 @@ def manifest(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture
-def trainer(own: OwnCluster, tmp_path: Any) -> Iterator[Trainer]:
-    file = tmp_path / "job.json"
-    file.write_text(json.dumps(manifest("chaos")))
-    own.kubectl("apply", "-f", str(file))
-    made = Trainer(own, "chaos")
-    made.start()
-    yield made
-    own.kubectl("delete", "rolloutjob", "chaos", "--timeout=120s")
+def trainer(real: RealCluster) -> Iterator[Trainer]:
+    real.kubectl("apply", "-f", "-", stdin=json.dumps(manifest("chaos")))
+    with real.redis_address() as address:
+        made = Trainer(real.redis_url(address), "chaos")
+        made.start()
+        yield made
+    real.kubectl("delete", "rolloutjob", "chaos", "--timeout=120s")
 
 
 def accepted_per_step(rollouts: list[Rollout]) -> float:
     return sum(rollout.accepted for rollout in rollouts) / sum(rollout.steps for rollout in rollouts)
-
-
-def kill(cluster: OwnCluster, pod: str) -> str:
-    """Kill a pod's container, as the kernel would for want of memory; the pod's uid."""
-    found = cluster.get("pod", pod)
-    container = found["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
-    cluster.node.ctr("tasks", "kill", "-s", "KILL", "-a", container)
-    return str(found["metadata"]["uid"])
 
 
 def ready_again(cluster: RealCluster, pod: str, uid: str) -> bool:
@@ -159,9 +140,9 @@ def ready_again(cluster: RealCluster, pod: str, uid: str) -> bool:
     return any(one["type"] == "Ready" and one["status"] == "True" for one in found["status"].get("conditions", ()))
 
 
-def test_a_job_survives_its_pods_its_redis_its_operators_and_its_cluster(own: OwnCluster, trainer: Trainer) -> None:
-    node, guard = own.node, Guard(own, "chaos")
-    own.wait_for_state("chaos", "Running", 300)
+def test_a_job_survives_its_pods_its_redis_its_operators_and_its_cluster(real: RealCluster, trainer: Trainer) -> None:
+    guard = Guard(real, "chaos")
+    real.wait_for_state("chaos", "Running", 300)
     trainer.wait_for_epochs(3, 300)
     began = time.monotonic()
 
@@ -172,8 +153,8 @@ def test_a_job_survives_its_pods_its_redis_its_operators_and_its_cluster(own: Ow
     # a worker: the first batch of its replacement is drafted as well as the same problems were before
     known = {rollout.engine for epoch in trainer.epochs for rollout in epoch}
     drafted = {rollout.problem_id: rollout for rollout in trainer.epochs[-1]}
-    uid = kill(own, "chaos-worker-0")
-    wait_for(lambda: ready_again(own, "chaos-worker-0", uid), 240, own.about("chaos"))
+    uid = real.kill("chaos-worker-0")
+    wait_for(lambda: ready_again(real, "chaos-worker-0", uid), 240, real.about("chaos"))
     said("a worker was replaced")
     trainer.more()
     new = [rollout for epoch in trainer.epochs for rollout in epoch if rollout.engine not in known]
@@ -184,49 +165,50 @@ def test_a_job_survives_its_pods_its_redis_its_operators_and_its_cluster(own: Ow
     assert after >= 0.9 * before
 
     # Redis
-    kill(own, f"{RELEASE}-redis-0")
+    real.kill_redis()
     trainer.more()
     said("Redis was killed")
 
     # the head
-    uid = kill(own, "chaos-head")
-    wait_for(lambda: ready_again(own, "chaos-head", uid), 240, own.about("chaos"))
+    uid = real.kill("chaos-head")
+    wait_for(lambda: ready_again(real, "chaos-head", uid), 240, real.about("chaos"))
     trainer.more()
     said("the head was replaced")
 
     # both operators at once, and a worker while there is none
-    operators = [pod for pod in own.kubectl("get", "pods", "-o", "name").split() if f"{RELEASE}-operator" in pod]
+    operators = [pod for pod in real.kubectl("get", "pods", "-o", "name").split() if f"{RELEASE}-operator" in pod]
     assert len(operators) == 2
     for pod in operators:
-        kill(own, pod.removeprefix("pod/"))
-    uid = kill(own, "chaos-worker-1")
-    wait_for(lambda: ready_again(own, "chaos-worker-1", uid), 300, own.about("chaos"))
+        real.kill(pod.removeprefix("pod/"))
+    uid = real.kill("chaos-worker-1")
+    wait_for(lambda: ready_again(real, "chaos-worker-1", uid), 300, real.about("chaos"))
     said("both operators and a worker were killed")
 
-    # the kubelet: pods go on without it
-    node.kill_kubelet()
-    trainer.more()
-    node.start_kubelet()
-    said("the kubelet was killed")
+    if isinstance(real, OwnCluster):
+        # the kubelet: pods go on without it
+        real.node.kill_kubelet()
+        trainer.more()
+        real.node.start_kubelet()
+        said("the kubelet was killed")
 
-    # the API server: pods go on without it
-    own.plane.kill("apiserver")
-    time.sleep(10)
-    own.plane.spawn("apiserver")
-    own.plane.wait_until_ready()
-    trainer.more()
-    said("the API server was restarted")
+        # the API server: pods go on without it
+        real.plane.kill("apiserver")
+        time.sleep(10)
+        real.plane.spawn("apiserver")
+        real.plane.wait_until_ready()
+        trainer.more()
+        said("the API server was restarted")
 
     trainer.end()
-    own.wait_for_state("chaos", "Succeeded", 120)
+    real.wait_for_state("chaos", "Succeeded", 120)
     assert {"head": 1, "worker": WORKERS} == guard.end()
     wait_for(
         lambda: (
-            own.kubectl("get", "pods", "-l", "das.rollout.dev/job=chaos", "-o", "name").split() == ["pod/chaos-head"]
+            real.kubectl("get", "pods", "-l", "das.rollout.dev/job=chaos", "-o", "name").split() == ["pod/chaos-head"]
         ),
         120,
         "pods of the job are left",
     )
     made = sorted(rollout.rollout_id for epoch in trainer.epochs for rollout in epoch)
-    with own.redis() as server:
-        assert made == sorted(own.in_history(server, "chaos"))
+    with real.redis() as server:
+        assert made == sorted(real.in_history(server, "chaos"))

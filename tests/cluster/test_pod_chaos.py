@@ -112,7 +112,8 @@ def manifest(name: str) -> dict[str, Any]:
                 "enforceEager": True,
                 "checkpointTokens": 32,
             },
-            "sampling": {"temperature": 0, "maxTokens": 256},
+            # long enough that drafts, and not how soon the history arrives, decide what is accepted
+            "sampling": {"temperature": 0, "minTokens": 192, "maxTokens": 256},
             "workers": {"gpusPerWorker": 0, "replicas": WORKERS},
             "lifecycle": {"backoffLimit": 20},
         },

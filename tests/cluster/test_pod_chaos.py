@@ -113,7 +113,7 @@ def manifest(name: str) -> dict[str, Any]:
                 "checkpointTokens": 32,
             },
             # long enough that drafts, and not how soon the history arrives, decide what is accepted
-            "sampling": {"temperature": 0, "minTokens": 192, "maxTokens": 256},
+            "sampling": {"temperature": 0, "minTokens": 400, "maxTokens": 448},
             "workers": {"gpusPerWorker": 0, "replicas": WORKERS},
             "lifecycle": {"backoffLimit": 20},
         },

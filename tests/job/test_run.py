@@ -173,6 +173,8 @@ def of_epoch(ledger: dict[str, LedgerEntry], epoch: int) -> dict[str, LedgerEntr
 
 
 def test_later_epochs_draft_from_earlier_ones_and_it_pays(bench: Bench) -> None:
+    # all at once: else the first epoch drafts from its own rollouts, the more so the slower the engine is beside Redis
+    bench.manifest["spec"]["engine"]["maxNumSeqs"] = PROBLEMS * SAMPLES
     bench.use_own_server()
     ended = bench.run("--compare")
     bench.open_own_server()
@@ -183,9 +185,8 @@ def test_later_epochs_draft_from_earlier_ones_and_it_pays(bench: Bench) -> None:
     assert all(len(made["rollouts"]) == PROBLEMS * SAMPLES for made in report["passes"])
 
     second = passes[2, "das"]["accepted_per_step"]
+    assert second >= 1.2 * passes[1, "das"]["accepted_per_step"]
     assert second >= 1.2 * passes[2, "self"]["accepted_per_step"]
-    # the first epoch drafts from its own rollouts as they end, the more so the slower the engine is beside Redis
-    assert second > passes[1, "das"]["accepted_per_step"]
     assert passes[2, "plain"]["accepted_per_step"] == passes[2, "plain"]["drafted_per_step"] == 0
     assert all(row["op"] in (">=", "<=") for row in report["figures"])
 

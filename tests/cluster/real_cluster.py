@@ -64,12 +64,13 @@ class RealCluster:
 
     def install(self) -> None:
         """As a user does, with a Redis that needs no storage class; a CRD that is there already is used as it is."""
-        self._crd_is_ours = not self._serves_jobs()
-        values = {"redis.storage": "", "crds.install": str(self._crd_is_ours).lower(), **self._values}
+        missing = not self._serves_jobs()
+        values = {"redis.storage": "", "crds.install": str(missing).lower(), **self._values}
         settings = [f"--set={name}={value}" for name, value in values.items()]
         self.helm(
             "upgrade", "--install", RELEASE, str(CHART), "--create-namespace", "--wait", "--timeout=5m", *settings
         )
+        self._crd_is_ours = missing  # and not before it was installed: nobody else's is ever removed
 
     def _serves_jobs(self) -> bool:
         # not by a discovery, which kubectl keeps for a while
@@ -88,7 +89,7 @@ class RealCluster:
         self.kubectl("delete", "rolloutjobs,jobs", "--all", "--timeout=120s", check=False)
         self.kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
         self.helm("uninstall", RELEASE, "--wait")
-        if self._crd_is_ours and not self.kubectl("get", "rolloutjobs", "--all-namespaces", "-o", "name", check=False):
+        if self._crd_is_ours and not self.kubectl("get", "rolloutjobs", "--all-namespaces", "-o", "name"):
             self.kubectl("delete", "crd", f"rolloutjobs.{GROUP}", "--ignore-not-found")
 
     def apply_example(self, name: str) -> None:

@@ -112,7 +112,7 @@ def manifest(name: str) -> dict[str, Any]:
                 "enforceEager": True,
                 "checkpointTokens": 32,
             },
-            # long enough that drafts, and not how soon the history arrives, decide what is accepted
+            # a new engine learns anew how likely drafts are accepted: some steps of each first rollout draft less
             "sampling": {"temperature": 0, "minTokens": 400, "maxTokens": 448},
             "workers": {"gpusPerWorker": 0, "replicas": WORKERS},
             "lifecycle": {"backoffLimit": 20},

@@ -1,5 +1,6 @@
 .DEFAULT_GOAL := help
 VENV := .venv/bin
+NATIVE := $(wildcard rollout_worker/drafting/native/*.[ch]pp)
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/das-rollout
 
 help:  ## show this
@@ -18,22 +19,31 @@ test: env lint  ## lint, types, import contracts and the test suite
 test-chaos: env  ## a job on several Ray nodes under fire (minutes; CHAOS_SEED, CHAOS_SECONDS)
 	$(VENV)/pytest tests/chaos -s
 
-test-cluster: env  ## the operator on a real Kubernetes of its own, built the first time, or on that of KUBECONFIG
+kubernetes:  ## build the Kubernetes of test-cluster, the first time
 	tests/cluster/build-kubernetes $(CACHE)/kubernetes
+
+images: kubernetes  ## build the images that test-cluster runs, where they are not of this tree (after env)
 	[ -n "$(KUBECONFIG)" ] || tests/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
+
+test-cluster: env images  ## the operator on a real Kubernetes of its own, or on that of KUBECONFIG
 	$(VENV)/pytest tests/cluster
+
+test-native: env  ## the index under sanitizers of memory, undefined behaviour and data races
+	scripts/test-native
 
 lint: env  ## formatting, lint, types and import contracts
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
+	$(VENV)/clang-format --dry-run -Werror $(NATIVE)
 	$(VENV)/mypy
 	$(VENV)/lint-imports
 
 format: env  ## format and mend what can be mended
 	$(VENV)/ruff format .
 	$(VENV)/ruff check --fix .
+	$(VENV)/clang-format -i $(NATIVE)
 
 clean:  ## remove .venv, builds and job state
 	rm -rf .venv build .rollout
 
-.PHONY: help env demo test test-chaos test-cluster lint format clean
+.PHONY: help env demo test test-chaos kubernetes images test-cluster test-native lint format clean

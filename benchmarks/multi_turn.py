@@ -2,19 +2,15 @@
 
     python -m benchmarks.multi_turn --trace FILE --tokenizer FILE --json FILE
 
-A trace is a file of JSON lines (gzip or not) with ``problem_id``, ``prompt`` and ``segments``, a list of ``["gen" |
-"env", text]``, as recorded from agents. Replayed are its lengths and what its environment said: the model (random, two
-CPU engines) samples as many tokens as the recorded one did, and then meets the recorded answer. All trajectories run at
-once, and each speaks as soon as its environment has. Compared with the same requests without ``trajectory_id``, which
-go wherever there is room.
+Replayed are a trace's lengths and what its environment said: the model (random, two CPU engines) samples as many tokens
+as the recorded one did, and then meets the recorded answer. All trajectories run at once, and each speaks as soon as
+its environment has. Compared with the same requests without ``trajectory_id``, which go wherever there is room.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
-import json
 import random
 import statistics
 import tempfile
@@ -24,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-
 from benchmarks.figures import Figure, quantile, report, spread
 from benchmarks.random_model import VOCABULARY, random_model
 from benchmarks.serving import served
+from benchmarks.traces import Tokens, Trajectory, load_tokenizer, read_trace
 from rollout_api import AsyncRolloutClient, Prompt
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_worker.history.connection import connect
@@ -72,46 +67,37 @@ class Played:
         return self.cached / max(1, self.context)
 
 
-def read_trace(file: Path, tokenizer: Tokenizer, count: int) -> list[Recorded]:
+def that_fit(trajectories: Sequence[Trajectory], count: int) -> list[Recorded]:
     """The first *count* trajectories that fit into the context.
 
     Raises:
-        ValueError: for a line that is none; says which.
+        ValueError: if there is none.
     """
-    found: list[Recorded] = []
-    with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                one = json.loads(line)
-                recorded = _recorded(one["problem_id"], one["prompt"], one["segments"], tokenizer)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{file}, line {number} is no trajectory: {type(error).__name__}: {error}") from None
-            if recorded.turns and recorded.length < CONTEXT:
-                found.append(recorded)
-            if len(found) == count:
-                break
-    if not found:
-        raise ValueError(f"{file} has no trajectory that fits into {CONTEXT} tokens")
-    return found
+    recorded = [one for one in map(_recorded, trajectories) if one.turns and one.length < CONTEXT]
+    if not recorded:
+        raise ValueError(f"the trace has no trajectory that fits into {CONTEXT} tokens")
+    return recorded[:count]
 
 
-def _recorded(problem: str, prompt: str, segments: Sequence[Sequence[str]], tokenizer: Tokenizer) -> Recorded:
-    def tokens(text: str) -> list[int]:
-        return [token % VOCABULARY for token in tokenizer.encode(text).ids]
-
-    context, turns = tokens(prompt), []
+def _recorded(trajectory: Trajectory) -> Recorded:
+    context, turns = known(trajectory.prompt), []
     said = 0
-    for who, text in segments:
-        if who == "gen":
-            said += len(tokens(text))
+    for segment in trajectory.segments:
+        if segment.generated:
+            said += len(segment.tokens)
         elif said:
-            turns.append((said, tokens(text)))
+            turns.append((said, known(segment.tokens)))
             said = 0
         else:
-            context += tokens(text)
+            context += known(segment.tokens)
     if said:
         turns.append((said, []))
-    return Recorded(problem, context, turns)
+    return Recorded(trajectory.problem, context, turns)
+
+
+def known(tokens: Tokens) -> list[int]:
+    """As tokens of the random model's vocabulary."""
+    return [int(token) for token in tokens % VOCABULARY]
 
 
 async def play(client: AsyncRolloutClient, run: int, trace: list[Recorded], *, holding: bool) -> Played:
@@ -190,9 +176,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    data = options.tokenizer.read_bytes()
-    tokenizer = Tokenizer.from_buffer(gzip.decompress(data) if options.tokenizer.suffix == ".gz" else data)
-    trace = read_trace(options.trace, tokenizer, options.trajectories)
+    trace = that_fit(read_trace(options.trace, load_tokenizer(options.tokenizer)), options.trajectories)
     model = random_model(hidden=256, layers=4, positions=CONTEXT + 64)
     manifest = {
         "apiVersion": "das.rollout.dev/v1alpha1",

@@ -29,6 +29,7 @@ from rollout_api.job import (
 )
 from rollout_api.job_info import JobInfo
 from rollout_api.job_spec import Sampling
+from rollout_api.length_stats import LengthClass, LengthStats
 from rollout_api.messages import (
     Cancel,
     Close,
@@ -71,6 +72,8 @@ __all__ = [
     "JobEndedError",
     "JobInfo",
     "JobNotFoundError",
+    "LengthClass",
+    "LengthStats",
     "ManifestError",
     "NameInUseError",
     "Partial",

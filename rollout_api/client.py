@@ -25,12 +25,15 @@ from rollout_api.errors import (
     JobEndedError,
     NameInUseError,
     RolloutClientError,
+    VersionMismatchError,
 )
 from rollout_api.groups import Gathering
+from rollout_api.history_reading import HistoryClient, connection_to_history, read_length_stats
 from rollout_api.inbox import Asked
 from rollout_api.job_info import JobInfo, ended, find_job, parse_status
 from rollout_api.job_spec import Sampling
-from rollout_api.keys import CLIENT_LEASE_MS, MessageKeys, named
+from rollout_api.keys import CLIENT_LEASE_MS, MessageKeys, history_of, named
+from rollout_api.length_stats import LengthStats
 from rollout_api.messages import (
     CLIENT_PATTERN,
     Cancel,
@@ -74,7 +77,14 @@ class AsyncRolloutClient:
     results: ResultStream
 
     def __init__(
-        self, target: RedisTarget, job: str | None, uid: str | None, name: str, timeout: float, patience: float
+        self,
+        target: RedisTarget,
+        job: str | None,
+        uid: str | None,
+        name: str,
+        timeout: float,
+        patience: float,
+        history_redis: RedisTarget | None,
     ) -> None:
         if (job is None) == (uid is None):
             raise InvalidRequestError("name the job ('namespace/name'), or give its uid, but not both")
@@ -88,6 +98,10 @@ class AsyncRolloutClient:
         self._uid, self._timeout = uid, timeout
         self._redis = connection_to(target)
         self._patience = Patience(address(self._redis), patience)
+        self._history: tuple[HistoryClient, Patience] | None = None
+        if history_redis is not None:
+            history, where = connection_to_history(history_redis)
+            self._history = history, Patience(where, patience)
         self._token = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
         self._job: JobInfo | None = None
         self._status: dict[str, Any] = {}
@@ -111,6 +125,7 @@ class AsyncRolloutClient:
         name: str = "trainer",
         timeout: float = 60.0,
         patience: float = 120.0,
+        history_redis: RedisTarget | None = None,
     ) -> Self:
         """A client for a job; nothing is sent before ``async with``, or :meth:`open`.
 
@@ -121,11 +136,14 @@ class AsyncRolloutClient:
             name: of this client, one for each trainer rank; a rank that is started again keeps its name.
             timeout: seconds to wait for the job to appear.
             patience: seconds for which Redis may be away before an error says so.
+            history_redis: where the history lies if it has a server or cluster of its own (``spec.history.redis``), as
+                *redis*, or the URL of a cluster; needed for :meth:`length_stats` alone, and not used where the history
+                lies on the job's server.
 
         Raises:
             InvalidRequestError: if an argument cannot be used.
         """
-        return cls(redis, job, uid, name, timeout, patience)
+        return cls(redis, job, uid, name, timeout, patience, history_redis)
 
     async def open(self) -> Self:
         """Wait for the job, and learn what it can serve: what ``async with`` does.
@@ -151,7 +169,7 @@ class AsyncRolloutClient:
             await self.results.open()
             self._watcher = asyncio.create_task(self._watch(), name=f"watch over job {self._job.name}")
         except BaseException:
-            await self._redis.aclose()
+            await self._disconnect()
             raise
         return self
 
@@ -167,7 +185,12 @@ class AsyncRolloutClient:
                     await self._redis.delete(self._keys.client(self.name))
             except redis.RedisError:
                 pass  # it expires
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
         await self._redis.aclose()
+        if self._history is not None:
+            await self._history[0].aclose()
 
     async def __aenter__(self) -> Self:
         return await self.open()
@@ -336,6 +359,43 @@ class AsyncRolloutClient:
         items = list(checked.items())
         messages = [encode(Rewards(rewards=dict(items[at : at + _AT_ONCE]))) for at in range(0, len(items), _AT_ONCE)]
         await self._sender.append(self._keys.rewards, messages, "report rewards")
+
+    async def length_stats(self, problem: str | None = None) -> LengthStats:
+        """How long earlier rollouts were, read from the job's history as it is now.
+
+        Rollouts of other jobs that share the history count, evaluation rollouts do not. A rollout that ended is in it
+        a moment later.
+
+        Args:
+            problem: id of the problem; where the trainer names none, it is :func:`rollout_api.problem_id_of` the
+                prompt. Default: the last rollouts of all problems, some thousands.
+
+        Returns:
+            Its ``count`` is 0 if there are none.
+
+        Raises:
+            InvalidRequestError: the history lies on a server of its own, and ``connect`` was not told which.
+            VersionMismatchError: the job is of an older version, which does not say what history it has.
+            RedisAwayError: Redis was away for too long.
+            RedisRefusedError: wrong password, or missing rights.
+        """
+        job = self.job
+        client: HistoryClient = self._redis
+        patience = self._patience
+        if not job.history:
+            raise VersionMismatchError(
+                f"job {job.name} does not say what history it has, as jobs of older versions do not; upgrade the job's "
+                "image to read length statistics"
+            )
+        if job.own_history_redis:
+            if self._history is None:
+                raise InvalidRequestError(
+                    f"the history {job.history} of job {job.name} lies on a Redis of its own: name that server in "
+                    "connect(…, history_redis=…) to read length statistics"
+                )
+            client, patience = self._history
+        keys = history_of(job.history)
+        return await patience.of(lambda: read_length_stats(client, keys, problem), what="read the lengths of rollouts")
 
     async def close_job(self) -> None:
         """No more requests will come: the job ends when all that are open are answered."""

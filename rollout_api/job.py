@@ -28,6 +28,7 @@ from rollout_api.job_spec import (
 )
 from rollout_api.manifest_types import DnsLabel, DnsName, JobName, Part, Text, rules
 from rollout_api.quantity import parse_quantity
+from rollout_api.redis_address import without_password
 
 GROUP = "das.rollout.dev"
 VERSION = "v1alpha1"
@@ -250,6 +251,8 @@ def _field_errors(error: Any) -> list[FieldError]:
         return [FieldError(f"{path}.{sub.path}", sub.message) for sub in error["ctx"]["errors"]]
     message = _ADVICE.get(error["type"]) or re.sub(r"^(Value error, |Input )", "", error["msg"])
     shown = error.get("input")
+    if isinstance(shown, str) and "://" in shown:
+        shown = without_password(shown)
     if error["type"] not in _ADVICE and isinstance(shown, str | int | float) and str(shown) not in message:
         message += f" (is {shown!r})"
     return [FieldError(path, message)]

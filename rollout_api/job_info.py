@@ -51,6 +51,10 @@ class JobInfo:
     """Most rollouts that may be asked for and not ended."""
     sampling: Mapping[str, Any]
     """Defaults of :class:`Sampling`."""
+    history: str = ""
+    """``namespace/name`` of its history; empty where the job is of a version that does not say it."""
+    own_history_redis: bool = False
+    """Whether the history lies on a server of its own, and not on the job's."""
 
     @classmethod
     def parse(cls, uid: str, name: str, about: Mapping[str, str]) -> Self:
@@ -76,6 +80,8 @@ class JobInfo:
                 max_request_bytes=int(about["max_request_bytes"]),
                 max_rollouts=int(about["max_rollouts"]),
                 sampling=Sampling.model_validate_json(about["sampling"]).model_dump(),
+                history=about.get("history", ""),
+                own_history_redis=about.get("history_redis") == "own",
             )
         except (KeyError, ValueError) as error:
             raise VersionMismatchError(
@@ -90,6 +96,7 @@ class JobInfo:
         *,
         client: str,
         where: str,
+        step: int | None = None,
         trajectory_id: str | None = None,
         turn: int = 0,
     ) -> PreparedRequest:
@@ -103,6 +110,7 @@ class JobInfo:
             name: what the request id begins with.
             client: who gets the rollouts.
             where: names the prompt in errors.
+            step: the trainer's.
             trajectory_id: of a multi-turn trajectory.
             turn: its turn.
 
@@ -126,6 +134,7 @@ class JobInfo:
             "prefix": prompt.prefix,
         }
         how: dict[str, Any] = {
+            "step": step,
             "priority": prompt.priority,
             "deadline_seconds": prompt.deadline_seconds,
             "drafts": prompt.drafts,

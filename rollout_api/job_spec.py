@@ -7,7 +7,7 @@ from them. What is described with a CEL rule is checked by a validator here, too
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from pydantic import (
     BeforeValidator,
@@ -23,8 +23,16 @@ from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
 from rollout_api.manifest_types import DnsLabel, DnsName, Part, Quantity, SecretKey, Text, rules
+from rollout_api.quantity import parse_quantity
 
 _RESERVED = ("seed", "size")
+_AT_LEAST_1MI = rules(("quantity(string(self)).compareTo(quantity('1Mi')) >= 0", "must be at least 1Mi"))
+
+
+def _at_least_1mi(size: str) -> str:
+    if parse_quantity(size) < 2**20:
+        raise ValueError(f"{size!r} must be at least 1Mi")
+    return size
 
 
 class Task(Part):
@@ -284,20 +292,60 @@ class Speculation(Part):
     )
     max_draft_tokens: int = Field(default=16, ge=1, le=64, description="Most tokens drafted in one step.")
     window: int = Field(
-        default=16, ge=1, le=1024, description="Newest weight versions whose rollouts are drafted from."
+        default=16,
+        ge=1,
+        le=1024,
+        description="Weight versions whose rollouts of a problem are kept and drafted from: the newest in which that "
+        "problem was sampled.",
+    )
+    index_bytes: Quantity = Field(
+        default="2Gi",
+        description="Most memory that an engine takes to find drafts: for rollouts of the history, some 6 to 8 bytes a "
+        "token, and for what is being said, some 50 to 100. Beyond it, the problems that were drafted for least "
+        "recently leave it, and come back from Redis when their rollouts are about to start.",
+        json_schema_extra=_AT_LEAST_1MI,
     )
 
-
-class History(Part):
-    """The rollouts that drafts come from. A history outlives jobs and may be shared by them."""
-
-    name: DnsLabel | None = Field(default=None, description="Default: the job's name.")
+    @field_validator("index_bytes")
+    @classmethod
+    def _room_for_an_index(cls, size: str) -> str:
+        return _at_least_1mi(size)
 
 
 class SecretUrl(Part):
     """A Redis URL in a Secret."""
 
     secret_key_ref: SecretKey = Field(description="Secret and key that hold the URL, credentials included.")
+
+
+_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
+_HISTORY_SCHEMES = (*_SCHEMES, "redis+cluster", "rediss+cluster")
+_NO_CREDENTIALS = "!self.contains('@') && !self.matches('[?&](sentinel_|ssl_)?(password|username)=')"
+_CREDENTIALS_HINT = "must not hold credentials, since a manifest is no place for secrets; use urlFrom"
+
+
+def _scheme_pattern(schemes: tuple[str, ...]) -> str:
+    return f"^({'|'.join(schemes)})://".replace("+", "[+]")
+
+
+def _one_of(schemes: tuple[str, ...]) -> str:
+    *others, last = (f"{scheme}://" for scheme in schemes)
+    return f"{', '.join(others)} or {last}"
+
+
+def _checked_url(url: str | None, schemes: tuple[str, ...], *, option: str, variable: str) -> str | None:
+    if url is None:
+        return None
+    if not url.startswith(tuple(f"{scheme}://" for scheme in schemes)):
+        raise ValueError(f"must begin with {_one_of(schemes)}")
+    query = parse_qs(url.partition("?")[2])
+    secret = {f"{whose}{what}" for whose in ("", "sentinel_", "ssl_") for what in ("password", "username")}
+    if "@" in url or query.keys() & secret:
+        raise ValueError(
+            "must not hold credentials, since a manifest is no place for secrets; give the whole URL in a Secret "
+            f"(urlFrom), and rollout run with {option} or in {variable}"
+        )
+    return url
 
 
 class Redis(Part):
@@ -315,17 +363,12 @@ class Redis(Part):
 
     url: Text | None = Field(
         default=None,
-        description="redis://, rediss:// or unix:// without credentials. Default: on a cluster, the Secret "
-        "rollout-redis, key url; with rollout run, a server of the job's own.",
+        description="redis://, rediss:// or unix://, or redis+sentinel://HOST,HOST,…/SERVICE (rediss+sentinel:// with "
+        "TLS), without credentials. Default: on a cluster, the Secret rollout-redis, key url; with rollout run, a "
+        "server of the job's own.",
         json_schema_extra=rules(
-            (
-                "self.matches('^(redis|rediss|unix)://')",
-                "must begin with redis://, rediss:// or unix://",
-            ),
-            (
-                "!self.contains('@') && !self.matches('[?&](password|username)=')",
-                "must not hold credentials, since a manifest is no place for secrets; use urlFrom",
-            ),
+            (f"self.matches('{_scheme_pattern(_SCHEMES)}')", f"must begin with {_one_of(_SCHEMES)}"),
+            (_NO_CREDENTIALS, _CREDENTIALS_HINT),
         ),
     )
     url_from: SecretUrl | None = Field(
@@ -340,18 +383,7 @@ class Redis(Part):
     @field_validator("url")
     @classmethod
     def _scheme_and_no_password(cls, url: str | None) -> str | None:
-        if url is None:
-            return None
-        parts = urlsplit(url)
-        if parts.scheme not in ("redis", "rediss", "unix"):
-            raise ValueError("must begin with redis://, rediss:// or unix://")
-        query = parse_qs(parts.query)
-        if "@" in url or query.keys() & {"password", "username"}:
-            raise ValueError(
-                "must not hold credentials, since a manifest is no place for secrets; give the whole URL in a Secret "
-                "(urlFrom), and rollout run with --redis or in ROLLOUT_REDIS_URL"
-            )
-        return url
+        return _checked_url(url, _SCHEMES, option="--redis", variable="ROLLOUT_REDIS_URL")
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
@@ -360,3 +392,62 @@ class Redis(Part):
         if self.managed and (self.url is not None or self.url_from is not None):
             raise PydanticCustomError("one_of", "managed makes the job's own URL; leave url and urlFrom out")
         return self
+
+
+class HistoryRedis(Part):
+    """Another server, or a cluster, for rollouts alone; messages stay on the one that ``redis`` names."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(("!has(self.url) || !has(self.urlFrom)", "name either url or urlFrom"))
+    )
+
+    url: Text | None = Field(
+        default=None,
+        description="As redis.url; redis+cluster:// and rediss+cluster:// as well. Default: the server of the job's "
+        "messages.",
+        json_schema_extra=rules(
+            (f"self.matches('{_scheme_pattern(_HISTORY_SCHEMES)}')", f"must begin with {_one_of(_HISTORY_SCHEMES)}"),
+            (_NO_CREDENTIALS, _CREDENTIALS_HINT),
+        ),
+    )
+    url_from: SecretUrl | None = Field(
+        default=None,
+        description="Take the URL from a Secret; rollout run has --history-redis and ROLLOUT_HISTORY_REDIS_URL "
+        "instead.",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _scheme_and_no_password(cls, url: str | None) -> str | None:
+        return _checked_url(url, _HISTORY_SCHEMES, option="--history-redis", variable="ROLLOUT_HISTORY_REDIS_URL")
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> Self:
+        if self.url is not None and self.url_from is not None:
+            raise PydanticCustomError("one_of", "name either url or urlFrom")
+        return self
+
+
+class History(Part):
+    """The rollouts that drafts come from. A history outlives jobs and may be shared by them."""
+
+    name: DnsLabel | None = Field(default=None, description="Default: the job's name.")
+    redis: HistoryRedis = Field(
+        default_factory=HistoryRedis,
+        description="Where rollouts are kept, if not with the job's messages.",
+    )
+    max_bytes: Quantity = Field(
+        default="1Gi",
+        description="Redis bytes of this history. When it is full, the oldest rollouts of all problems leave, and "
+        "where each has but one generation left, the problems used least recently.",
+        json_schema_extra=_AT_LEAST_1MI,
+    )
+    allow_foreign_model: bool = Field(
+        default=False,
+        description="Draft from, and add to, a history that was begun with another model of the same tokenizer.",
+    )
+
+    @field_validator("max_bytes")
+    @classmethod
+    def _room_for_a_history(cls, size: str) -> str:
+        return _at_least_1mi(size)

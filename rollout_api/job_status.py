@@ -107,6 +107,14 @@ class Connection(Part):
     secret_name: str | None = Field(default=None, description="Secret that holds the URL of the job's Redis.")
     secret_key: str | None = Field(default=None, description="Key within it.")
     url: str | None = Field(default=None, description="URL of the job's Redis, where it needs no credentials.")
+    history_secret_name: str | None = Field(
+        default=None, description="Secret that holds the URL of the history's Redis, where that is another."
+    )
+    history_secret_key: str | None = Field(default=None, description="Key within it.")
+    history_url: str | None = Field(
+        default=None,
+        description="URL of the history's Redis, where that is another and needs no credentials.",
+    )
 
 
 class RolloutJobStatus(Part):

@@ -7,11 +7,18 @@ each server-side function stays on one slot while histories spread over all of t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 
 TRAINER_GROUP = "trainer"
 """Consumer group in which a client reads its result stream."""
 DATA = "d"
 """The one field of a stream entry that holds an encoded message."""
+CONTEXT = "c"
+"""Field of an outbox entry: the last tokens before the response, packed; only in later turns of a trajectory."""
+HISTORIES = "history:names"
+"""Set of ``namespace/name`` of every history on a server."""
+SHARDS = 16
+"""Among which a history's problems are divided, so that no key of a history takes every write of it."""
 CLIENT_LEASE_MS = 6000
 """How long a client name stays taken after the process that has it was killed."""
 
@@ -158,24 +165,91 @@ class MessageKeys:
 
 @dataclass(frozen=True)
 class HistoryKeys:
-    """Keys of one history."""
+    """Keys of one history.
+
+    What belongs to a problem is hash-tagged by it. What is asked of all problems at once (which were used last, which
+    have changed, how long rollouts are) is kept in shards of problems, each with a tag of its own.
+    """
 
     namespace: str
     name: str
 
     @property
+    def full_name(self) -> str:
+        """``namespace/name``, as it stands in :data:`HISTORIES`."""
+        return f"{self.namespace}/{self.name}"
+
+    @property
     def meta(self) -> str:
-        """Hash: tokenizer fingerprint, the generation counter and the generation of each published version."""
-        return f"history:{{{self.namespace}/{self.name}}}:meta"
+        """Hash: tokenizer, model, byte cap, window, and the generation of each published version."""
+        return f"history:{{{self.full_name}}}:meta"
+
+    @property
+    def keeper(self) -> str:
+        """String: which service looks after this history; expires."""
+        return f"history:{{{self.full_name}}}:keeper"
+
+    @property
+    def ages(self) -> str:
+        """Hash: ``<age>:drafted`` and ``<age>:accepted`` → tokens, of drafts from history of that age."""
+        return f"history:{{{self.full_name}}}:ages"
 
     def log(self, problem: str) -> str:
-        """Stream of one problem's rollouts, oldest first."""
-        return f"history:{self.namespace}/{self.name}:{{{problem}}}:log"
+        """Stream of one problem's rollouts, oldest first; compacted ones are in :meth:`blocks`."""
+        return self._of(problem, "log")
+
+    def blocks(self, problem: str) -> str:
+        """Hash: newest generation and last entry → rollouts that were taken from the log and packed together."""
+        return self._of(problem, "blocks")
 
     def lengths(self, problem: str) -> str:
-        """Hash: rollout id → its generation, length and how it ended, for one problem."""
-        return f"history:{self.namespace}/{self.name}:{{{problem}}}:lengths"
+        """Hash: generation → an entry of 16 bytes for each rollout of a problem, see ``history_lengths``."""
+        return self._of(problem, "lengths")
 
-    def rewards(self, problem: str) -> str:
-        """Hash: rollout id → the reward that a trainer reported for it, for one problem."""
-        return f"history:{self.namespace}/{self.name}:{{{problem}}}:rewards"
+    def of_problem(self, problem: str) -> tuple[str, str, str]:
+        """Log, lengths and blocks: all that a problem has."""
+        return self.log(problem), self.lengths(problem), self.blocks(problem)
+
+    def used(self, shard: int) -> str:
+        """Sorted set: problem → when it was appended to or drafted from last, in seconds since the epoch."""
+        return self._in(shard, "used")
+
+    def changed(self, shard: int) -> str:
+        """Sorted set: problem → a number that grows with every change of any problem of the shard."""
+        return self._in(shard, "changed")
+
+    def sizes(self, shard: int) -> str:
+        """Sorted set: problem → bytes that its keys take."""
+        return self._in(shard, "sizes")
+
+    def recent(self, shard: int) -> str:
+        """List: lengths of the last rollouts of a shard's problems, newest first, see ``history_lengths``."""
+        return self._in(shard, "recent")
+
+    def of_shard(self, shard: int) -> tuple[str, str, str, str]:
+        """Used, changed, sizes and recent: all that a shard has."""
+        return self.used(shard), self.changed(shard), self.sizes(shard), self.recent(shard)
+
+    @staticmethod
+    def shard(problem: str) -> int:
+        """The shard of a problem."""
+        return blake2b(problem.encode(), digest_size=1).digest()[0] % SHARDS
+
+    def patterns(self) -> tuple[str, ...]:
+        """Patterns of all keys of this history, for the rights of its users."""
+        tag = self.full_name
+        return f"history:{{{tag}}}:*", f"history:{{{tag}#*}}:*", f"history:{tag}:{{*}}:*"
+
+    def _of(self, problem: str, what: str) -> str:
+        # a brace in a problem's id would end the hash tag early, and an empty tag is none
+        quoted = problem.replace("%", "%25").replace("{", "%7B").replace("}", "%7D")
+        return f"history:{self.full_name}:{{{quoted}}}:{what}"
+
+    def _in(self, shard: int, what: str) -> str:
+        return f"history:{{{self.full_name}#{shard}}}:{what}"
+
+
+def history_of(full_name: str) -> HistoryKeys:
+    """The keys of ``namespace/name``."""
+    namespace, _, name = full_name.partition("/")
+    return HistoryKeys(namespace, name)

@@ -195,6 +195,7 @@ class RolloutRequest(_Message):
         default=None, description="The model's own tokens so far, to go on from; they are part of the rollout."
     )
     drafts: Drafts = Drafts.HISTORY
+    step: int | None = Field(default=None, ge=0, description="The trainer's step that it is for.")
     draft_budget: int | None = Field(default=None, ge=0, description="Most tokens drafted a step; default: the job's.")
     half_logprobs: bool = Field(default=False, description="Return log-probabilities as float16.")
 
@@ -231,6 +232,7 @@ class Rollout(_Response):
     kind: Literal["rollout"] = "rollout"
     rollout_id: str
     problem_id: str
+    step: int | None = Field(default=None, ge=0, description="As in its request.")
     purpose: Purpose = Purpose.TRAIN
     finish_reason: FinishReason
     detail: str = Field(default="", description="Why, where finish_reason does not say it all.")
@@ -255,6 +257,7 @@ class Rollout(_Response):
         return cls(
             rollout_id=str(request.rollout_id(sample)),
             problem_id=request.problem,
+            step=request.step,
             purpose=request.purpose,
             token_ids=said.token_ids if said else [],
             logprobs=said.logprobs if said else None,

@@ -1,13 +1,14 @@
-"""What a job, its workers and its trainers may do on a Redis that others use too: rules for ``ACL SETUSER``.
+"""What a job with its trainers, and the history service, may do on a Redis that others use too: for ``ACL SETUSER``.
 
 python -m rollout_api.redis_access NAMESPACE NAME UID HISTORY
+python -m rollout_api.redis_access service
 """
 
 from __future__ import annotations
 
 import sys
 
-from rollout_api.keys import HistoryKeys, MessageKeys, named
+from rollout_api.keys import HISTORIES, HistoryKeys, MessageKeys, named
 
 _COMMANDS = ("+@all", "-@admin", "-@dangerous", "-function", "-script|flush", "-script|kill", "+info")
 """All but what changes or lists what is others'. ``INFO`` tells whether the server was started anew."""
@@ -24,16 +25,22 @@ def access_rules(namespace: str, name: str, uid: str, history: str) -> list[str]
         uid: of the job.
         history: name of its history, which other jobs of the namespace may share.
     """
-    keys = HistoryKeys(namespace, history)
     patterns = [
         MessageKeys(uid).every(),
         named(f"{namespace}/{name}"),
-        keys.meta,
-        keys.log("*"),
-        keys.lengths("*"),
-        keys.rewards("*"),
+        *HistoryKeys(namespace, history).patterns(),
     ]
-    return ["resetkeys", *(f"~{_literal(one)}" for one in patterns), "resetchannels", *_COMMANDS]
+    keys = [f"~{_literal(one)}" for one in patterns]
+    # a selector of its own: the names of others' histories can be neither read nor removed
+    return ["resetkeys", *keys, "resetchannels", *_COMMANDS, "clearselectors", f"(+sadd %W~{HISTORIES})"]
+
+
+def service_rules() -> list[str]:
+    """Rules for the user of the history service: all histories, no messages, and no names of other keys.
+
+    They say nothing of passwords, as those of :func:`access_rules`.
+    """
+    return ["resetkeys", "~history:*", "resetchannels", *_COMMANDS, "-scan", "-randomkey", "clearselectors"]
 
 
 def _literal(pattern: str) -> str:
@@ -44,10 +51,15 @@ def _literal(pattern: str) -> str:
 
 
 def main() -> None:
-    """Print the rules of a job's user."""
-    if len(sys.argv) != 5:
-        sys.exit("usage: python -m rollout_api.redis_access NAMESPACE NAME UID HISTORY")
-    print(" ".join(access_rules(*sys.argv[1:])))  # noqa: T201
+    """Print the rules of a job's user, or of the history service's."""
+    match sys.argv[1:]:
+        case ["service"]:
+            rules = service_rules()
+        case [namespace, name, uid, history]:
+            rules = access_rules(namespace, name, uid, history)
+        case _:
+            sys.exit("usage: python -m rollout_api.redis_access NAMESPACE NAME UID HISTORY | service")
+    print(" ".join(rules))  # noqa: T201
 
 
 if __name__ == "__main__":

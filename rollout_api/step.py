@@ -143,6 +143,7 @@ class AsyncStep:
                 f"{client}:{self.number}:{index}",
                 client=client,
                 where=f"step {self.number}, prompt {index}",
+                step=self.number,
             )
             for index, prompt in enumerate(self._prompts)
         ]
@@ -326,7 +327,15 @@ class AsyncStep:
             name = f"{one.trajectory_id}.{turn}"
             where = f"trajectory {one.trajectory_id}, turn {turn}"
             prepared.append(
-                job.prepare(prompt, name, client=client, where=where, trajectory_id=one.trajectory_id, turn=turn)
+                job.prepare(
+                    prompt,
+                    name,
+                    client=client,
+                    where=where,
+                    step=self.number,
+                    trajectory_id=one.trajectory_id,
+                    turn=turn,
+                )
             )
         said = await self._ask_turns(prepared)
         for trajectory, answer in zip(trajectories, said, strict=True):

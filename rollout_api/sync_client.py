@@ -14,6 +14,7 @@ from rollout_api.client import AsyncRolloutClient
 from rollout_api.groups import Gathering, Groups
 from rollout_api.job_info import JobInfo
 from rollout_api.job_spec import Sampling
+from rollout_api.length_stats import LengthStats
 from rollout_api.messages import Drafts, Purpose, Rollout, UpdateMode, WeightsKind
 from rollout_api.prompts import Prompt, SamplingOverrides, make_prompts
 from rollout_api.publishing import Checksum, InMemory, PublishedWeights
@@ -172,9 +173,14 @@ class RolloutClient:
         name: str = "trainer",
         timeout: float = 60.0,
         patience: float = 120.0,
+        history_redis: RedisTarget | None = None,
     ) -> Self:
         """Connect; see :meth:`AsyncRolloutClient.connect` and :meth:`AsyncRolloutClient.open`."""
-        return cls(AsyncRolloutClient.connect(redis, job, uid=uid, name=name, timeout=timeout, patience=patience))
+        return cls(
+            AsyncRolloutClient.connect(
+                redis, job, uid=uid, name=name, timeout=timeout, patience=patience, history_redis=history_redis
+            )
+        )
 
     def close(self) -> None:
         """See :meth:`AsyncRolloutClient.close`."""
@@ -266,6 +272,10 @@ class RolloutClient:
     def report_rewards(self, rewards: Mapping[str, float]) -> None:
         """See :meth:`AsyncRolloutClient.report_rewards`."""
         self._loop.run(self._client.report_rewards(rewards))
+
+    def length_stats(self, problem: str | None = None) -> LengthStats:
+        """See :meth:`AsyncRolloutClient.length_stats`."""
+        return self._loop.run(self._client.length_stats(problem))
 
     def close_job(self) -> None:
         """See :meth:`AsyncRolloutClient.close_job`."""

@@ -29,7 +29,7 @@ from rollout_api.exit_codes import (
     EXIT_REDIS,
     EXIT_STATE,
 )
-from rollout_api.job import ManifestError
+from rollout_api.job import FieldError, ManifestError, RolloutJob
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.tasks import end as end_task
 from rollout_worker.engine.compat import EngineError
@@ -43,6 +43,7 @@ from rollout_worker.engine.model_source import (
 from rollout_worker.engine.sampling import AdmissionError
 from rollout_worker.history.connection import RedisUnusableError, problem
 from rollout_worker.history.store import HistoryMismatchError
+from rollout_worker.history_cli import app as history_app
 from rollout_worker.job.report import Mode
 from rollout_worker.manifest import read_manifest
 
@@ -62,6 +63,14 @@ _Result = TypeVar("_Result")
 
 ManifestFile = Annotated[Path, typer.Option("-f", "--file", help="A RolloutJob manifest (YAML).")]
 RedisUrl = Annotated[str, typer.Option(envvar="ROLLOUT_REDIS_URL", help="Redis URL.")]
+HistoryRedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--history-redis",
+        envvar="ROLLOUT_HISTORY_REDIS_URL",
+        help="URL of the Redis that keeps the history [default: the manifest's, else the job's].",
+    ),
+]
 JobUid = Annotated[str, typer.Option(help="Identity of the job, the same for its head and all workers.")]
 OwnAddress = Annotated[
     str | None,
@@ -71,6 +80,7 @@ ModelCache = Annotated[
     Path | None,
     typer.Option(help="Directory of models [default: $ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models]."),
 ]
+app.add_typer(history_app, name="history")
 
 
 @app.command()
@@ -82,6 +92,7 @@ def run(
             envvar="ROLLOUT_REDIS_URL", help="Redis URL; default: the manifest's, else a server of the job's own."
         ),
     ] = None,
+    history_redis: HistoryRedisUrl = None,
     state_dir: Annotated[Path, typer.Option(help="Where jobs keep their state and an own Redis its data.")] = Path(
         ".rollout"
     ),
@@ -108,6 +119,7 @@ def run(
         options = RunOptions(
             state=state_dir,
             redis_url=redis,
+            history_url=_history_url(job, history_redis),
             compare=[Mode.SELF, Mode.PLAIN] if compare else [],
         )
         work = run_local(
@@ -131,13 +143,14 @@ def head(
     file: ManifestFile,
     redis: RedisUrl,
     uid: JobUid,
+    history_redis: HistoryRedisUrl = None,
     host: OwnAddress = None,
     port: Annotated[int, typer.Option(help="Port on which workers find this head.")] = 6380,
     http_port: Annotated[int, typer.Option(help="Port of /status, /metrics and /healthz.")] = 8080,
     model_cache: ModelCache = None,
 ) -> None:
     """Be the head of a job on several machines, until the job is closed; to be started again when it fails."""
-    from rollout_worker.history.connection import connect, wait_until_usable
+    from rollout_worker.history.connection import connect, connect_history, wait_until_usable
     from rollout_worker.ray_token import share_token
 
     _end_at_once_when_told()
@@ -146,6 +159,9 @@ def head(
         _use_cache(model_cache)
         server = connect(redis)
         wait_until_usable(server, redis)
+        history_url = _history_url(job, history_redis)
+        if history_url:
+            wait_until_usable(connect_history(history_url), history_url)
         share_token(server, MessageKeys(uid))
         from rollout_worker.cluster import run_head
         from rollout_worker.job.dataset_source import load_dataset
@@ -158,13 +174,15 @@ def head(
             manifest=job.model_dump(mode="json", by_alias=True),
             uid=uid,
             redis_url=redis,
+            history_url=history_url,
             vocabulary=len(tokenizer),
+            tokenizer=tokenizer_fingerprint(tokenizer),
             engines_per_machine=job.spec.engines_per_worker,
             rollouts=None if dataset is None else dataset.rollouts(job),
             http_host="0.0.0.0",  # noqa: S104 – for the operator and Prometheus
             http_port=http_port,
         )
-        setup.store().open(tokenizer_fingerprint(tokenizer))
+        setup.open_history()
         asyncio.run(_until_terminated(run_head(setup, dataset, host=host, port=port)))
 
 
@@ -173,6 +191,7 @@ def worker(
     file: ManifestFile,
     redis: RedisUrl,
     uid: JobUid,
+    history_redis: HistoryRedisUrl = None,
     name: Annotated[
         str | None, typer.Option(envvar="POD_NAME", help="Under which /status shows its engines [default: the host's].")
     ] = None,
@@ -188,7 +207,9 @@ def worker(
         job = read_manifest(file)
         _use_cache(model_cache)
         resolve_model(job.spec.model, default_cache())  # once, before each of its engines does
-        run_worker(job, redis, uid, name=name or socket.gethostname(), host=host, http_port=http_port)
+        history_url = _history_url(job, history_redis)
+        name = name or socket.gethostname()
+        run_worker(job, redis, uid, history_url=history_url, name=name, host=host, http_port=http_port)
 
 
 @app.command()
@@ -196,11 +217,12 @@ def end(
     file: ManifestFile,
     redis: RedisUrl,
     uid: JobUid,
+    history_redis: HistoryRedisUrl = None,
     reason: Annotated[str, typer.Option(help="What clients of the job are told.")] = "it was ended",
     delete: Annotated[bool, typer.Option("--delete", help="Remove its messages at once, not after a day.")] = False,
 ) -> None:
     """End a job of which no part runs any more: what it finished comes into its history, its clients are told."""
-    from rollout_worker.history.connection import check, connect
+    from rollout_worker.history.connection import check, connect, connect_history
     from rollout_worker.history.store import HistoryStore
     from rollout_worker.job.ending import end_job
 
@@ -208,8 +230,11 @@ def end(
         job = read_manifest(file)
         server = connect(redis)
         check(server, redis)
+        history_url = _history_url(job, history_redis) or redis
+        history = connect_history(history_url)
+        check(history, history_url)
         store = HistoryStore(
-            server, HistoryKeys(job.metadata.namespace, job.history_name), window=job.spec.speculation.window
+            history, HistoryKeys(job.metadata.namespace, job.history_name), window=job.spec.speculation.window
         )
         name = f"{job.metadata.namespace}/{job.metadata.name}"
         state: Literal["failed", "deleted"] = "deleted" if delete else "failed"
@@ -272,6 +297,19 @@ def _said_plainly(file: Path | None = None, redis: str = "") -> Iterator[None]:
         _fail(EXIT_DEADLINE, str(error))
     except (KeyboardInterrupt, asyncio.CancelledError):
         _fail(EXIT_INTERRUPTED, "Stopped. What is done is kept; the same command goes on from there.")
+
+
+def _history_url(job: RolloutJob, given: str | None) -> str:
+    """Where the job's history is; empty: with its messages.
+
+    Raises:
+        ManifestError: if that stands in a Secret alone.
+    """
+    named = job.spec.history.redis
+    if not given and named.url_from is not None:
+        message = "no Secret can be read here; give the URL with --history-redis or in ROLLOUT_HISTORY_REDIS_URL"
+        raise ManifestError([FieldError("spec.history.redis.urlFrom", message)])
+    return given or named.url or ""
 
 
 async def _until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:

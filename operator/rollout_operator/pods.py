@@ -259,6 +259,11 @@ def _environment(identity: JobIdentity) -> list[dict[str, Any]]:
         variables.append(_from_secret("ROLLOUT_REDIS_URL", secret))
     else:
         variables.append({"name": "ROLLOUT_REDIS_URL", "value": job.spec.redis.url})
+    history = job.spec.history.redis
+    if history.url_from is not None:
+        variables.append(_from_secret("ROLLOUT_HISTORY_REDIS_URL", history.url_from.secret_key_ref))
+    elif history.url is not None:
+        variables.append({"name": "ROLLOUT_HISTORY_REDIS_URL", "value": history.url})
     if job.spec.model.token_secret_ref is not None:
         variables.append(_from_secret("HF_TOKEN", job.spec.model.token_secret_ref))
     return variables

@@ -1,7 +1,6 @@
 """Drafts for speculative decoding, taken from earlier rollouts of the same problem and from a request's own text."""
 
 from rollout_worker.drafting.index import (
-    CalibrationRow,
     Draft,
     Rollout,
     Source,
@@ -11,4 +10,4 @@ from rollout_worker.drafting.index import (
     TokenIds,
 )
 
-__all__ = ["CalibrationRow", "Draft", "Rollout", "Source", "SourceCounts", "SuffixIndex", "TokenArray", "TokenIds"]
+__all__ = ["Draft", "Rollout", "Source", "SourceCounts", "SuffixIndex", "TokenArray", "TokenIds"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout_worker.drafting.index import Draft, SuffixIndex, TokenArray
+from rollout_worker.drafting.index import Draft, SuffixIndex, TokenArray, TokenIds
 
 
 def break_even(running: int, base_tokens: float) -> float:
@@ -53,13 +53,35 @@ class Drafter:
         self._index = index
         self._base_tokens = base_tokens
         self._running: dict[str, _Running] = {}
+        self._said: list[tuple[int, TokenIds]] = []
+        """What the index has not been told yet; one call tells it all of a step."""
 
-    def open(self, key: str, problem: str, prompt: TokenArray, sources: Sequence[str]) -> None:
-        """Begin a rollout of *problem*; *prompt* are its token ids, shape (length,), uint32."""
-        self._running[key] = _Running(self._index.open(problem, prompt, sources=tuple(sources)))
+    def open(
+        self,
+        key: str,
+        problem: str,
+        prompt: TokenArray,
+        sources: Sequence[str],
+        *,
+        later_turn: bool = False,
+        ends: Sequence[int] = (),
+    ) -> None:
+        """Begin a rollout of *problem*.
 
-    def advance(self, key: str, tokens: TokenArray, *, new_step: bool = True) -> None:
-        """Tokens that the model sampled since the last call, in one verification step.
+        Args:
+            key: names it from now on.
+            problem: its problem's id.
+            prompt: token ids, shape (length,), uint32.
+            sources: of its drafts, as the index names them.
+            later_turn: whether it goes on a trajectory, so that the end of its prompt is context.
+            ends: tokens behind which nothing is sampled.
+        """
+        context = len(prompt) if later_turn else 0
+        handle = self._index.open(problem, prompt, sources=tuple(sources), context=context, ends=list(ends))
+        self._running[key] = _Running(handle)
+
+    def advance(self, key: str, tokens: TokenIds, *, new_step: bool = True) -> None:
+        """Tokens that the model sampled since the last call, in one verification step; a list is taken fastest.
 
         All but the last of them are draft tokens that were accepted; *new_step* is false for tokens that were
         sampled before this drafter saw the rollout.
@@ -70,13 +92,20 @@ class Drafter:
             state.counts.accepted += min(max(len(tokens) - 1, 0), state.pending)
         state.counts.produced += len(tokens)
         state.pending = 0
-        self._index.extend(state.handle, tokens)
+        self._said.append((state.handle, tokens))
+
+    def _tell(self) -> None:
+        if self._said:
+            handles, tokens = zip(*self._said, strict=True)
+            self._said = []
+            self._index.extend_batch(handles, tokens)
 
     def draft(self, keys: Sequence[str], budgets: Sequence[int]) -> list[list[int]]:
         """At most ``budgets[i]`` tokens (and never more than ``max_draft_tokens``) that may follow rollout i.
 
         A draft ends before the token whose probability of being reached and accepted no longer pays.
         """
+        self._tell()
         states = [self._running[key] for key in keys]
         drafts: list[Draft] = self._index.draft_batch(
             [state.handle for state in states],
@@ -84,11 +113,12 @@ class Drafter:
             min_survival=break_even(len(self._running), self._base_tokens),
         )
         for state, draft in zip(states, drafts, strict=True):
-            state.pending = len(draft.tokens)  # counted once it is verified
+            state.pending = len(draft)  # counted once it is verified
         return [draft.tokens for draft in drafts]
 
     def close(self, key: str) -> DraftCounts:
         """Forget a rollout; what was drafted and accepted for it."""
+        self._tell()
         state = self._running.pop(key)
         self._index.close(state.handle)
         return state.counts

@@ -48,6 +48,8 @@ class Drafting:
     max_draft_tokens: int
     base_tokens: float
     """What a step costs before its first token, in tokens; see ``drafting.drafter.break_even``."""
+    index_bytes: int
+    """Most memory of the index."""
     history: HistoryBinding
 
 
@@ -144,7 +146,9 @@ class Engine:
             if config.cpu and config.spec.max_lora_rank:
                 await engine._rpc("das_mend_adapters")
             if (drafting := config.drafting) is not None:
-                bound = await engine._rpc("das_bind", asdict(drafting.history), drafting.base_tokens)
+                bound = await engine._rpc(
+                    "das_bind", asdict(drafting.history), drafting.base_tokens, drafting.index_bytes
+                )
                 if not any(bound):
                     raise EngineError("no rank of the engine drafts: vLLM has no output rank")
         except BaseException:
@@ -220,6 +224,7 @@ class Engine:
                 min_tokens=sampling.min_tokens,
                 budget=0 if request.drafts is Drafts.OFF else request.draft_budget,
                 sources=SOURCES[request.drafts],
+                later_turn=request.turn > 0,
                 prefix=known,
             )
         # a step may bring a whole draft and one token more, with which there must not be more than *every*
@@ -382,12 +387,15 @@ class Engine:
             raise EngineError(f"{error}; the engine goes on with version {self.weight_version}") from error
         self._directory = new.directory
 
-    async def announce(self, problems: Sequence[str], generation: int, *, wait: float = 0.0) -> bool:
+    async def announce(
+        self, problems: Sequence[str], generation: int, *, wanted: Sequence[str] | None = None, wait: float = 0.0
+    ) -> bool:
         """Say which problems come next, so that their history is fetched in the background.
 
         Args:
             problems: problem ids.
             generation: the newest generation of the history.
+            wanted: those of *problems* whose rollouts are about to start; default: all.
             wait: seconds to wait, at most, until all of it can be drafted from.
 
         Returns:
@@ -395,7 +403,7 @@ class Engine:
         """
         if self.config.drafting is None:
             return True
-        await self._rpc("das_announce", list(problems), generation)
+        await self._rpc("das_announce", list(problems), generation, None if wanted is None else list(wanted))
         deadline = time.monotonic() + wait
         while not (ready := all(await self._rpc("das_ready"))) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rollout_worker.engine.compat import mend_draft_sampling
-from rollout_worker.engine.sampling import DraftScope
+from rollout_worker.engine.sampling import DraftScope, end_tokens
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -96,7 +96,16 @@ class HistoryProposer:
             length = int(num_tokens_no_spec[row])
             # a rollout that was preempted has lost its draft: nothing of it was verified in this step
             verified = bool(batch.spec_token_ids[row])
-            self._follow(drafter, scope, token_ids_cpu[row], prompt_length, length, len(sampled), verified)
+            self._follow(
+                drafter,
+                scope,
+                request.sampling_params,
+                token_ids_cpu[row],
+                prompt_length,
+                length,
+                len(sampled),
+                verified,
+            )
             if (budget := scope.limit(length - prompt_length, self.max_draft_tokens)) > 0:
                 rows.append(row)
                 keys.append(scope.key)
@@ -113,6 +122,7 @@ class HistoryProposer:
         self,
         drafter: Drafter,
         scope: DraftScope,
+        sampling: Any,
         tokens: NDArray[np.int32],
         prompt_length: int,
         length: int,
@@ -122,12 +132,19 @@ class HistoryProposer:
         """Bring the drafter's state of a rollout up to *length* tokens, from vLLM's own record of them."""
         known = self._length.get(scope.key)
         if known is None:
-            drafter.open(scope.key, scope.problem, tokens[:prompt_length].astype(np.uint32), scope.sources)
+            drafter.open(
+                scope.key,
+                scope.problem,
+                tokens[:prompt_length].astype(np.uint32),
+                scope.sources,
+                later_turn=scope.later_turn,
+                ends=end_tokens(sampling),
+            )
             known = prompt_length
         if length - new > known:  # sampled before this proposer saw the request
-            drafter.advance(scope.key, tokens[known : length - new].astype(np.uint32), new_step=False)
+            drafter.advance(scope.key, tokens[known : length - new].tolist(), new_step=False)
             known = length - new
-        drafter.advance(scope.key, tokens[known:length].astype(np.uint32), new_step=verified)
+        drafter.advance(scope.key, tokens[known:length].tolist(), new_step=verified)
         self._length[scope.key] = length
 
     def _close_absent(self, drafter: Drafter) -> None:

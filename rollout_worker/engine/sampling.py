@@ -14,7 +14,7 @@ from rollout_worker.engine.compat import streaming, top_p_for_drafts
 EXTRA_ARGS_KEY = "das"
 
 SOURCES: dict[Drafts, tuple[str, ...]] = {
-    Drafts.HISTORY: ("history", "self"),
+    Drafts.HISTORY: ("history", "self", "siblings", "foreign"),
     Drafts.OWN_TEXT: ("self",),
     Drafts.OFF: ("self",),  # the drafter follows every rollout; a budget of 0 keeps it from drafting
 }
@@ -39,6 +39,8 @@ class DraftScope:
     budget: int | None = None
     """Most tokens drafted a step; None: the job's ``maxDraftTokens``."""
     sources: Sequence[str] = SOURCES[Drafts.HISTORY]
+    later_turn: bool = False
+    """Whether the response goes on a trajectory: the end of the prompt is its context then."""
     prefix: int = 0
     """How many tokens at the end of what vLLM takes for the prompt are the response's own, sampled earlier."""
 
@@ -62,6 +64,7 @@ class DraftScope:
                 "min_tokens": self.min_tokens,
                 "budget": self.budget,
                 "sources": list(self.sources),
+                "later_turn": self.later_turn,
                 "prefix": self.prefix,
             }
         }
@@ -163,3 +166,12 @@ def vllm_sampling(
         extra_args=scope.as_extra_args() if scope else None,
         **streaming(interval),
     )
+
+
+def end_tokens(sampling: Any) -> list[int]:
+    """Tokens that end a response under these ``SamplingParams``, as vLLM holds them for a request that it has taken.
+
+    It adds the model's own to them when the request comes in.
+    """
+    ends = list(sampling.stop_token_ids or ())
+    return ends if sampling.eos_token_id is None else [*ends, sampling.eos_token_id]

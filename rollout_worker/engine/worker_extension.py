@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_MOST_DRAFTING_THREADS = 4
+_CORES_FOR_A_DRAFTING_THREAD = 4
+"""Of a machine with fewer, all are the model's."""
+
 
 @dataclass(frozen=True)
 class HistoryBinding:
@@ -124,7 +128,7 @@ class DraftingExtension(HostExtension):
     _das_index: Any = None
     _das_sync: HistorySync | None = None
 
-    def das_bind(self, binding: dict[str, Any], base_tokens: float) -> bool:
+    def das_bind(self, binding: dict[str, Any], base_tokens: float, index_bytes: int) -> bool:
         """Connect the proposer to its model runner, an index and, in the background, the history.
 
         Returns:
@@ -132,9 +136,9 @@ class DraftingExtension(HostExtension):
         """
         from rollout_api.keys import HistoryKeys
         from rollout_worker.drafting.drafter import Drafter
-        from rollout_worker.drafting.index import SuffixIndex
+        from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.compat import on_output_rank
-        from rollout_worker.history.connection import connect
+        from rollout_worker.history.connection import connect_history
         from rollout_worker.history.store import HistoryStore
         from rollout_worker.history.sync import HistorySync
 
@@ -142,19 +146,21 @@ class DraftingExtension(HostExtension):
             return False
         history = HistoryBinding(**binding)
         proposer: HistoryProposer = self.model_runner.drafter
-        self._das_index = SuffixIndex()
+        threads = max(1, min(_MOST_DRAFTING_THREADS, len(os.sched_getaffinity(0)) // _CORES_FOR_A_DRAFTING_THREAD))
+        self._das_index = SuffixIndex(threads=threads, max_bytes=index_bytes, pool_tokens=POOL_TOKENS)
         drafter = Drafter(self._das_index, max_draft_tokens=proposer.max_draft_tokens, base_tokens=base_tokens)
         proposer.bind(self.model_runner, drafter)
         keys = HistoryKeys(history.namespace, history.name)
-        store = HistoryStore(connect(history.redis_url), keys, window=history.window)
-        self._das_sync = HistorySync(store, self._das_index)
+        store = HistoryStore(connect_history(history.redis_url), keys, window=history.window)
+        vocabulary = self.model_runner.model_config.get_vocab_size()
+        self._das_sync = HistorySync(store, self._das_index, vocabulary=vocabulary)
         self._das_sync.start()
         return True
 
-    def das_announce(self, problems: list[str], generation: int) -> None:
+    def das_announce(self, problems: list[str], generation: int, wanted: list[str] | None) -> None:
         """Rollouts of *problems* are coming: fetch what the history has of them, in the background."""
         if self._das_sync is not None:
-            self._das_sync.announce(problems, generation)
+            self._das_sync.announce(problems, generation, wanted)
 
     def das_ready(self) -> bool:
         """Whether all that was announced is in the index."""

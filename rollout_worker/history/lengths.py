@@ -1,37 +1,47 @@
-"""How long the rollouts of a problem were."""
+"""How long a problem's rollouts are expected to be, for whoever decides which goes first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
 
-import redis.asyncio
+import redis
 
-from rollout_api.keys import HistoryKeys
-from rollout_worker.history.connection import async_server_function, patiently
+from rollout_worker.history.store import HistoryStore
 
-_AT_ONCE = 64
-"""Problems that are asked for together: a history keeps a thousand rollouts of each, and others wait meanwhile."""
+logger = logging.getLogger(__name__)
+
+_WAIT_S = 1.0
+"""For an answer: all requests of a job wait meanwhile."""
+_PAUSE_S = 30.0
+"""After a failure, until the history is asked again."""
 
 
-class MeanLengths:
+class ExpectedLengths:
     """Mean lengths of problems' rollouts in one history."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: HistoryKeys) -> None:
-        self._client, self._keys = client, keys
-        self._mean = async_server_function(client, __package__, "mean_length")
+    def __init__(self, store: HistoryStore) -> None:
+        self._store = store
+        self._not_before = 0.0
 
     async def of(self, problems: Iterable[str]) -> dict[str, float]:
-        """Problem → mean length in tokens; 0 if it has no rollouts. Waits for a Redis that is away."""
+        """Problem → mean length in tokens; 0 if nothing is known of it, or the history does not answer."""
         distinct = list(dict.fromkeys(problems))
-        found: dict[str, float] = {}
-        for at in range(0, len(distinct), _AT_ONCE):
-            some = distinct[at : at + _AT_ONCE]
-            found |= zip(some, await patiently(self._ask, some), strict=True)
-        return found
-
-    async def _ask(self, problems: Sequence[str]) -> list[float]:
-        # anew for each try: redis-py empties a pipeline that has failed
-        pipeline = self._client.pipeline(transaction=False)
-        for problem in problems:
-            await self._mean(keys=[self._keys.lengths(problem)], client=pipeline)
-        return [float(mean) for mean in await pipeline.execute()]
+        unknown = dict.fromkeys(distinct, 0.0)
+        if time.monotonic() < self._not_before:
+            return unknown
+        try:
+            asking = asyncio.to_thread(self._store.length_stats_of, distinct)
+            found = await asyncio.wait_for(asking, _WAIT_S)
+        except (redis.RedisError, TimeoutError) as error:
+            self._not_before = time.monotonic() + _PAUSE_S
+            logger.warning(
+                "The history does not tell how long rollouts are (%s: %s); they are taken in the order in which they "
+                "came.",
+                type(error).__name__,
+                error,
+            )
+            return unknown
+        return {problem: stats.mean for problem, stats in found.items()}

@@ -19,7 +19,8 @@ from typing import Any
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine
 from rollout_worker.engine.model_source import ModelError
-from rollout_worker.history.connection import connect, connect_async
+from rollout_worker.history.connection import connect, connect_history
+from rollout_worker.history.keeper import KeeperThread
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.fleet import Fleet
@@ -83,12 +84,14 @@ class CoordinatorActor:
 
 
 class RelayActor:
-    """Carries ended rollouts into the history."""
+    """Carries ended rollouts into the history, and looks after that where no service does."""
 
     def __init__(self, setup: JobSetup) -> None:
         _log_plainly()
         self._relay = Relay(connect(setup.redis_url), setup.keys, setup.store())
         self._relay.start()
+        self._keeper = KeeperThread(connect_history(setup.history_url or setup.redis_url), setup.history_keys)
+        self._keeper.start()
 
 
 class EngineActor:
@@ -114,8 +117,13 @@ class EngineActor:
 
 
 async def _coordinate(actor: CoordinatorActor, setup: JobSetup) -> None:
-    history = connect_async(setup.redis_url)
-    coordinator = Coordinator(setup.job, setup.plane(), history, vocabulary=setup.vocabulary)
+    coordinator = Coordinator(
+        setup.job,
+        setup.plane(),
+        setup.store(),
+        vocabulary=setup.vocabulary,
+        history_apart=bool(setup.history_url),
+    )
     coordinator.board.rollouts, coordinator.board.engine_errors = setup.rollouts, actor.fleet.errors
     server = StatusServer(coordinator.board)
     actor.http_port = await server.start(setup.http_host, setup.http_port)

@@ -10,10 +10,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import redis.asyncio
-
 from rollout_api.job import RolloutJob
-from rollout_api.keys import DATA, HistoryKeys, named
+from rollout_api.keys import DATA, named
 from rollout_api.messages import (
     SCHEMA_VERSION,
     Cancel,
@@ -30,7 +28,8 @@ from rollout_api.messages import (
 from rollout_api.quantity import parse_quantity
 from rollout_worker.engine.sampling import AdmissionError, admit
 from rollout_worker.history.connection import patiently
-from rollout_worker.history.lengths import MeanLengths
+from rollout_worker.history.lengths import ExpectedLengths
+from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, StaleCoordinatorError, arrival
 from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest, Scheduler
 from rollout_worker.job.status import JobStatus, StatusBoard
@@ -86,9 +85,10 @@ class Coordinator:
         self,
         job: RolloutJob,
         plane: MessagePlane,
-        history: redis.asyncio.Redis,
+        history: HistoryStore,
         *,
         vocabulary: int,
+        history_apart: bool = False,
         scheduler: Scheduler | None = None,
     ) -> None:
         """Take what a coordinator needs.
@@ -96,13 +96,18 @@ class Coordinator:
         Args:
             job: the manifest.
             plane: the job's messages.
-            history: server of the history, for the lengths of earlier rollouts.
+            history: for the lengths of earlier rollouts.
             vocabulary: number of token ids that the model knows.
+            history_apart: whether the history is on a server of its own.
             scheduler: who goes first; default: :class:`ProbeThenLongest`.
         """
         self.board = StatusBoard(job)
         self._job, self._plane = job, plane
-        self._lengths = MeanLengths(history, HistoryKeys(job.metadata.namespace, job.history_name))
+        self._lengths, self._history_name, self._history_apart = (
+            ExpectedLengths(history),
+            history.keys.full_name,
+            history_apart,
+        )
         self._vocabulary = vocabulary
         self._scheduler = scheduler or ProbeThenLongest()
         self._number = 0
@@ -208,6 +213,8 @@ class Coordinator:
             "max_model_len": spec.engine.max_model_len,
             "max_request_bytes": int(parse_quantity(spec.queue.max_request_bytes)),
             "max_rollouts": spec.queue.max_rollouts,
+            "history": self._history_name,
+            "history_redis": "own" if self._history_apart else "",
         }
         await client.hset(keys.job, mapping=about)
         await client.hsetnx(keys.job, "state", "running")

@@ -12,6 +12,7 @@ from typing import Any
 import redis
 
 from rollout_api.client import AsyncRolloutClient
+from rollout_api.history_lengths import rollout_key
 from rollout_api.job import RolloutJob
 from rollout_api.keys import MessageKeys
 from rollout_api.messages import Drafts, Purpose, Rollout, RolloutId, UpdateMode
@@ -171,7 +172,7 @@ class DatasetTrainer:
 
     async def _rows_of(self, done: dict[str, LedgerEntry]) -> list[RolloutRow]:
         problems = sorted({entry.problem_id for entry in done.values()})
-        rewards: dict[str, float] = {}
+        rewards: dict[bytes, float] = {}
         for problem in problems:
             rewards |= await asyncio.to_thread(persist, self._store.rewards, problem)
         return [
@@ -183,7 +184,7 @@ class DatasetTrainer:
                 entry.steps,
                 entry.drafted,
                 entry.accepted,
-                rewards.get(rollout_id),
+                rewards.get(rollout_key(rollout_id)),
                 started=None,
                 finished=None,
             )

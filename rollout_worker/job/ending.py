@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Literal
 
 import redis
@@ -10,6 +11,8 @@ from rollout_api.keys import MessageKeys, named
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import KEPT_S
 from rollout_worker.job.relay import Relay
+
+logger = logging.getLogger(__name__)
 
 _SAID_S = 600
 """How long clients of a deleted job are told so."""
@@ -37,8 +40,7 @@ def end_job(server: redis.Redis, keys: MessageKeys, store: HistoryStore, name: s
     Raises:
         redis.RedisError: if Redis fails; to be repeated then.
     """
-    relay = Relay(server, keys, store)
-    relay.drain()
+    carried = carry_the_rest(server, keys, store)
     known = bool(server.exists(keys.job))
     if known:
         server.hset(keys.job, mapping={"state": "failed", "reason": reason})
@@ -51,6 +53,22 @@ def end_job(server: redis.Redis, keys: MessageKeys, store: HistoryStore, name: s
             _let_go(server, keys, batch, state)
             batch = []
     _let_go(server, keys, batch, state)
+    return carried
+
+
+def carry_the_rest(server: redis.Redis, keys: MessageKeys, store: HistoryStore) -> int:
+    """Bring what a job has finished into its history, if that was not deleted; returns how many rollouts that were.
+
+    Raises:
+        redis.RedisError: if Redis fails; what is left stays in the outbox.
+    """
+    about = store.about()
+    if about is None or not about.tokenizer:
+        # whoever opens one of this name next would draft from ids that may mean something else there
+        logger.warning("History %s is not there any more; nothing comes into it.", store.keys.full_name)
+        return 0
+    relay = Relay(server, keys, store)
+    relay.drain()
     return relay.appended
 
 

@@ -7,9 +7,9 @@ import logging
 import os
 import secrets
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -30,12 +30,14 @@ logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
 _STATS = ("steps", "drafting_seconds", "index_bytes")
-_HISTORY_STATS = ("rollouts", "tokens", "corrupt", "failures")
+_HISTORY_STATS = ("rollouts", "tokens", "corrupt", "evictions", "failures")
 _HUNG_S = 300.0
 """Longer than loading the weights of any model takes, during which an engine answers nothing."""
 _INBOX_WAIT_S = 1.0
 _HISTORY_WAIT_S = 2.0
 """How long a rollout waits for its problem's history: drafts from the first token on are worth a little."""
+_GATHER_S = 1.0
+"""How long what is wanted of known problems waits to be announced together."""
 _HANDOVER_S = 4.0
 """Longer than keeping the partials of all rollouts takes."""
 _REQUESTS_KEPT = 512
@@ -110,7 +112,7 @@ class EngineWorker:
         self._leaving: asyncio.Task[None] | None = None
         self._running: dict[tuple[str, int], _Running] = {}
         self._requests: OrderedDict[str, asyncio.Task[RolloutRequest | None]] = OrderedDict()
-        self._history = _Announcer(engine, store)
+        self._history = _Announcer(engine, store, plane.keys.uid)
         self._partials: dict[tuple[str, int], tuple[RolloutRequest, Partial]] = {}
         self._partials_there = asyncio.Event()
         self._look_for_weights = asyncio.Event()
@@ -457,24 +459,25 @@ class EngineWorker:
             if pinned:
                 await asyncio.wait(pinned)
         gap = await load(self._engine)
-        generation = await patiently(
-            asyncio.to_thread, self._store.publish, self._plane.keys.uid, update.weight_version
-        )
-        await self._history.advance(generation)
+        self._history.publish(update.weight_version)
         return gap
 
 
 class _Announcer:
     """Tells the engine's drafter which problems are coming, many at a time, and waits a moment for their history."""
 
-    def __init__(self, engine: Engine, store: HistoryStore) -> None:
-        self._engine, self._store = engine, store
+    def __init__(self, engine: Engine, store: HistoryStore, run: str) -> None:
+        self._engine, self._store, self._run_uid = engine, store, run
         self._known: dict[str, asyncio.Event] = {}
+        """Problem → set once its history was waited for."""
+        self._wanted: set[str] = set()
         self._users: Counter[str] = Counter()
         self._left: OrderedDict[str, float] = OrderedDict()
         """Known problem without a rollout → since when."""
         self._new = asyncio.Event()
         self._generation: int | None = None
+        self._versions: deque[int] = deque()
+        """Weight versions that were served and not published yet."""
 
     @contextmanager
     def using(self, problem: str) -> Iterator[None]:
@@ -483,6 +486,8 @@ class _Announcer:
             yield
             return
         self._users[problem] += 1
+        while self._left and next(iter(self._left.values())) < time.monotonic() - _ANNOUNCED_FOR_S:
+            self._known.pop(self._left.popitem(last=False)[0], None)
         self._left.pop(problem, None)
         try:
             yield
@@ -493,38 +498,65 @@ class _Announcer:
                 self._left[problem] = time.monotonic()
 
     async def ready(self, problem: str) -> None:
-        """Return once *problem* can be drafted from, or has kept the rollout waiting for long enough."""
+        """Return once *problem* can be drafted from, or has kept the rollout waiting for long enough.
+
+        To be called within :meth:`using`. The first rollout of a problem wants its history; others find what it has.
+        """
         if self._engine.config.drafting is None:
             return
         known = self._known.get(problem)
         if known is None:
             known = self._known[problem] = asyncio.Event()
             self._new.set()
+        if self._users[problem] == 1:
+            self._wanted.add(problem)
         if not known.is_set():
             try:
                 await asyncio.wait_for(known.wait(), _HISTORY_WAIT_S)
             except TimeoutError:
                 known.set()
 
+    def publish(self, weight_version: int) -> None:
+        """The engine serves *weight_version* now. The history is told in its own time: a job goes on without it."""
+        self._versions.append(weight_version)
+        self._new.set()
+
     async def advance(self, generation: int) -> None:
-        """The history has a new generation: what has left the window is forgotten."""
+        """The history has a new generation: what has come to lie behind its horizon is forgotten."""
         self._generation = generation
         if self._engine.config.drafting is not None and self._known:
-            await self._engine.announce(list(self._known), generation)
+            await self._engine.announce(list(self._known), generation, wanted=())
+
+    async def _publish(self) -> None:
+        """Publish versions in the order in which they were served; what fails is tried again later."""
+        while self._versions:
+            try:
+                generation = await asyncio.to_thread(self._store.publish, self._run_uid, self._versions[0])
+            except redis.RedisError as error:
+                logger.info(
+                    "The history does not know of weight version %d yet: %s: %s",
+                    self._versions[0],
+                    type(error).__name__,
+                    error,
+                )
+                return
+            self._versions.popleft()
+            await self.advance(generation)
 
     async def run(self) -> None:
-        """Announce what is new, again and again."""
+        """Announce what is wanted, again and again."""
         while True:
-            await self._new.wait()
+            with suppress(TimeoutError):  # what is known has most likely all that it needs, and waits for company
+                await asyncio.wait_for(self._new.wait(), _GATHER_S)
             self._new.clear()
+            await self._publish()
+            if not self._wanted:
+                continue
             await asyncio.sleep(0.01)  # what came in the same moment goes together
             if self._generation is None:
                 generation: int = await patiently(asyncio.to_thread, self._store.generation)
                 self._generation = generation
-            while self._left and next(iter(self._left.values())) < time.monotonic() - _ANNOUNCED_FOR_S:
-                self._known.pop(self._left.popitem(last=False)[0], None)
-            problems = list(self._known)
-            await self._engine.announce(problems, self._generation, wait=_HISTORY_WAIT_S)
-            for problem in problems:
-                if problem in self._known:
-                    self._known[problem].set()
+            announced, wanted, self._wanted = dict(self._known), self._wanted, set()
+            await self._engine.announce(list(announced), self._generation, wanted=list(wanted), wait=_HISTORY_WAIT_S)
+            for known in announced.values():
+                known.set()

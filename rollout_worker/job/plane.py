@@ -25,8 +25,10 @@ from rollout_api.messages import (
     WeightUpdate,
     decode,
     encode,
+    pack_tokens,
 )
 from rollout_worker.history.connection import async_server_function
+from rollout_worker.history.records import CONTEXT_TOKENS
 from rollout_worker.job.ledger import META_FIELDS, LedgerEntry
 
 LEASE_S = 5.0
@@ -236,6 +238,7 @@ class MessagePlane:
     ) -> Any:
         keys, rollout_id = self.keys, RolloutId.parse(rollout.rollout_id)
         for_history = rollout.purpose is Purpose.TRAIN and bool(rollout.token_ids)
+        context = request.prompt_token_ids[-CONTEXT_TOKENS:] if request.turn else []
         return await self._functions["finish"](
             keys=[
                 keys.ledger(request.request_id),
@@ -265,6 +268,7 @@ class MessagePlane:
                 rollout.steps,
                 rollout.drafted,
                 rollout.accepted,
+                pack_tokens(context),
             ],
             client=client,
         )

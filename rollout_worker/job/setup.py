@@ -13,7 +13,7 @@ from rollout_api.quantity import parse_quantity
 from rollout_worker.engine.host import CPU_BASE_TOKENS, GPU_BASE_TOKENS, Drafting, EngineConfig
 from rollout_worker.engine.model_source import default_cache, resolve_model
 from rollout_worker.engine.worker_extension import HistoryBinding
-from rollout_worker.history.connection import connect, connect_async
+from rollout_worker.history.connection import connect_async, connect_history
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import MessagePlane
 from rollout_worker.job.weights import ByAddress, SharedFiles, TrainerMemory, WeightTransport
@@ -30,6 +30,8 @@ class JobSetup:
     uid: str
     redis_url: str
     vocabulary: int
+    tokenizer: str
+    """Fingerprint of the vocabulary, which a history is of."""
     engines_per_machine: int = 1
     """Engines among which a machine's cores are divided."""
     rollouts: int | None = None
@@ -40,6 +42,8 @@ class JobSetup:
     """Further vLLM engine arguments."""
     http_host: str = "127.0.0.1"
     http_port: int = 0
+    history_url: str = ""
+    """Of the server or cluster that keeps the history; empty: the job's own."""
 
     @property
     def job(self) -> RolloutJob:
@@ -62,7 +66,25 @@ class JobSetup:
 
     def store(self) -> HistoryStore:
         """The history."""
-        return HistoryStore(connect(self.redis_url), self.history_keys, window=self.job.spec.speculation.window)
+        client = connect_history(self.history_url or self.redis_url)
+        store = HistoryStore(client, self.history_keys, window=self.job.spec.speculation.window)
+        store.claim(self.tokenizer, self.job.spec.model.uri, max_bytes=self._history_bytes)
+        return store
+
+    def open_history(self) -> None:
+        """Claim the history for this job's tokenizer and model.
+
+        Raises:
+            HistoryMismatchError: if it holds rollouts of others.
+        """
+        spec = self.job.spec
+        allow = spec.history.allow_foreign_model
+        store = self.store()
+        store.open(self.tokenizer, spec.model.uri, allow_foreign_model=allow, max_bytes=self._history_bytes)
+
+    @property
+    def _history_bytes(self) -> int:
+        return int(parse_quantity(self.job.spec.history.max_bytes))
 
     def model(self) -> Path:
         """The model's directory on this machine; a Hugging Face model is downloaded if it is not there yet.
@@ -79,9 +101,13 @@ class JobSetup:
         drafting = None
         if not plain and job.spec.speculation.policy != "off":
             keys = self.history_keys
-            binding = HistoryBinding(self.redis_url, keys.namespace, keys.name, job.spec.speculation.window)
+            binding = HistoryBinding(
+                self.history_url or self.redis_url, keys.namespace, keys.name, job.spec.speculation.window
+            )
             base_tokens = CPU_BASE_TOKENS if cpu else GPU_BASE_TOKENS
-            drafting = Drafting(job.spec.speculation.max_draft_tokens, base_tokens, binding)
+            speculation = job.spec.speculation
+            index_bytes = int(parse_quantity(speculation.index_bytes))
+            drafting = Drafting(speculation.max_draft_tokens, base_tokens, index_bytes, binding)
         return EngineConfig(
             model=model,
             spec=job.spec.engine,

@@ -24,10 +24,12 @@ from rollout_api import (
     decode,
     encode,
 )
-from rollout_api.keys import MessageKeys, named
+from rollout_api.history_lengths import pack_entry, pack_recent
+from rollout_api.keys import HistoryKeys, MessageKeys, named
 from rollout_api.messages import Message
 
 VOCABULARY = 1000
+HISTORY = HistoryKeys("default", "math-history")
 
 
 class JobSide:
@@ -54,6 +56,7 @@ class JobSide:
             "max_model_len": 256,
             "max_request_bytes": 4096,
             "max_rollouts": max_rollouts,
+            "history": HISTORY.full_name,
             "state": "running",
         }
         self.redis.hset(self.keys.job, mapping=about)
@@ -209,6 +212,14 @@ class JobSide:
             stopping.set()
             thread.join(timeout=10)
             assert failures == []
+
+
+def remember(server: redis.Redis, problem: str, generation: int, lengths: list[tuple[int, bool]]) -> None:
+    """Write the lengths of ended rollouts, each with whether it was cut off, as the relay of a job does."""
+    entries = [pack_entry(f"{problem}/{index}", *one) for index, one in enumerate(lengths)]
+    server.hset(HISTORY.lengths(problem), str(generation), b"".join(entries))
+    server.lpush(HISTORY.recent(HISTORY.shard(problem)), *(pack_recent(generation, *one) for one in lengths))
+    server.hset(HISTORY.meta, "generation", generation)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:

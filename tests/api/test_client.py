@@ -163,7 +163,9 @@ def test_what_is_set_for_a_prompt_is_what_is_sent(client: RolloutClient, job: Jo
         first.half_logprobs,
     )
     assert {} == second.sampling.model_dump(exclude_unset=True)
-    assert {"job_uid", "request_id", "reply_to", "prompt_token_ids", "sampling"} == second.model_fields_set - {"kind"}
+    assert {"job_uid", "request_id", "reply_to", "prompt_token_ids", "sampling", "step"} == second.model_fields_set - {
+        "kind"
+    }
 
 
 def test_every_sampling_setting_can_be_given_as_a_keyword() -> None:
@@ -1269,7 +1271,7 @@ def test_settings_in_a_url_do_not_break_the_client(redis_url: str, job: JobSide)
     [
         ("http://:secret@x", r"'http://\*\*\*@x' is no Redis URL"),
         (17, "builtins.int cannot be taken over"),
-        (redis.sentinel.Sentinel([("x", 1)]).master_for("m"), "give the URL of the primary"),
+        (redis.sentinel.Sentinel([("x", 1)]).slave_for("m"), "make one by master_for"),
         (redis.Redis(redis_connect_func=print), "redis_connect_func of your client cannot be taken over"),
     ],
 )

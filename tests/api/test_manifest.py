@@ -74,6 +74,7 @@ def test_every_example_is_valid(example: Path) -> None:
         ("spec.engine.dtype", "int8", "spec.engine.dtype", "float32"),
         ("spec.engine.kvCacheMemory", "4Zi", "spec.engine.kvCacheMemory", "16Gi"),
         ("spec.engine.kvCacheMemory", "0", "spec.engine.kvCacheMemory", "more than 0"),
+        ("spec.speculation.indexBytes", "500m", "spec.speculation.indexBytes", "at least 1Mi"),
         ("spec.workers.gpusPerWorker", -1, "spec.workers.gpusPerWorker", "greater than or equal to 0"),
         ("spec.speculation.policy", "magic", "spec.speculation.policy", "'fixed' or 'off'"),
         ("spec.speculation.maxDraftTokens", 65, "spec.speculation.maxDraftTokens", "less than or equal to 64"),
@@ -99,6 +100,17 @@ def test_every_example_is_valid(example: Path) -> None:
         ),
         ("spec.redis.url", "redis://:secret@redis", "spec.redis.url", "ROLLOUT_REDIS_URL"),
         ("spec.redis.url", "redis://redis/0?password=secret", "spec.redis.url", "ROLLOUT_REDIS_URL"),
+        ("spec.redis.url", "redis+sentinel://a/m?sentinel_password=b", "spec.redis.url", "ROLLOUT_REDIS_URL"),
+        ("spec.redis.url", "redis+cluster://a,b", "spec.redis.url", "rediss+sentinel://"),
+        ("spec.history.redis.url", "http://redis", "spec.history.redis.url", "rediss+cluster://"),
+        ("spec.history.redis.url", "redis+cluster://:b@a", "spec.history.redis.url", "ROLLOUT_HISTORY_REDIS_URL"),
+        (
+            "spec.history.redis",
+            {"url": "redis://a", "urlFrom": {"secretKeyRef": {"name": "a", "key": "b"}}},
+            "spec.history.redis",
+            "either",
+        ),
+        ("spec.history.maxBytes", "1Ki", "spec.history.maxBytes", "at least 1Mi"),
         ("spec.engine.tensorParallelSize", 4, "spec.workers.gpusPerWorker", "no multiple of the 4 GPUs"),
         ("spec.weights.allowedRoots", ["models"], "spec.weights.allowedRoots", "absolute"),
         ("spec.source.dataset.epochs", 0, "spec.source.dataset.epochs", "greater than or equal to 1"),
@@ -112,6 +124,25 @@ def test_what_is_wrong_is_named_by_its_path(path: str, value: object, where: str
     errors = errors_of(changed(path, value))
     assert [where] == list(errors)
     assert says in errors[where]
+
+
+@pytest.mark.parametrize("url", ["redis+sentinel://a,b:1/main", "rediss+sentinel://a/main?ssl_ca_certs=/ca"])
+def test_a_redis_may_be_behind_sentinels(url: str) -> None:
+    assert url == parse_job(changed("spec.redis.url", url)).spec.redis.url
+    assert url == parse_job(changed("spec.history.redis.url", url)).spec.history.redis.url
+
+
+@pytest.mark.parametrize("url", ["redis+cluster://a,b", "rediss+cluster://a"])
+def test_a_history_may_be_on_a_cluster(url: str) -> None:
+    assert url == parse_job(changed("spec.history.redis.url", url)).spec.history.redis.url
+
+
+@pytest.mark.parametrize("field", ["spec.redis.url", "spec.history.redis.url"])
+def test_an_error_does_not_repeat_a_password(field: str) -> None:
+    with pytest.raises(ManifestError, match="must not hold credentials") as refused:
+        parse_job(changed(field, "redis://user:secret@redis/0"))
+    assert "secret@" not in str(refused.value)
+    assert "redis://user:***@redis/0" in str(refused.value)
 
 
 def test_all_errors_are_listed_at_once_those_across_sections_too() -> None:

@@ -69,6 +69,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"speculation": {"policy": "magic"}}, "spec.speculation.policy"),
     ({"speculation": {"maxDraftTokens": 65}}, "spec.speculation.maxDraftTokens"),
     ({"history": {"name": "UPPER"}}, "spec.history.name"),
+    ({"history": {"maxBytes": "1000k"}}, "at least 1Mi"),
+    ({"history": {"maxBytes": "64GB"}}, "spec.history.maxBytes"),
+    ({"history": {"redis": {"url": "http://redis"}}}, "spec.history.redis.url"),
+    ({"history": {"redis": {"url": "redis+cluster://:secret@redis"}}}, "spec.history.redis.url"),
+    (
+        {"history": {"redis": {"url": "redis+sentinel://redis/mymaster?sentinel_password=secret"}}},
+        "spec.history.redis.url",
+    ),
+    (
+        {"history": {"redis": {"url": "redis://a", "urlFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}}},
+        "url or urlFrom",
+    ),
+    (
+        {"history": {"redis": {"urlFrom": {"secretKeyRef": {"name": "a"}}}}},
+        "spec.history.redis.urlFrom.secretKeyRef.key",
+    ),
+    ({"redis": {"url": "redis+cluster://redis"}}, "spec.redis.url"),
     ({"redis": {"url": "http://redis"}}, "spec.redis.url"),
     ({"redis": {"url": "redis://:secret@redis"}}, "spec.redis.url"),
     ({"redis": {"url": "redis://redis/0?password=secret"}}, "spec.redis.url"),
@@ -81,10 +98,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "spec.lifecycle.failurePolicy.rules[0].action",
     ),
     ({"priorityClassName": "High!"}, "spec.priorityClassName"),
+    ({"speculation": {"indexBytes": "1000k"}}, "at least 1Mi"),
 ]
 
 ANSWERED: list[tuple[dict[str, Any], str]] = [
     ({"redis": {"url": "unix:///run/redis.sock"}}, "spec.redis.url"),
+    ({"history": {"redis": {"url": "unix:///run/redis.sock"}}}, "spec.history.redis.url"),
     ({"workers": {"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}}, "spec.workers.podTemplate"),
     ({"head": {"podTemplate": {"spec": {"volumes": ["x"]}}}}, "spec.head.podTemplate"),
 ]

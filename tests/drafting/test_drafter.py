@@ -11,6 +11,7 @@ from rollout_worker.drafting.drafter import Drafter, break_even
 from rollout_worker.drafting.index import SuffixIndex
 
 PROMPT = np.array([900, 901], dtype=np.uint32)
+END = 800
 
 
 def tokens(*ids: int) -> np.ndarray:
@@ -59,6 +60,29 @@ def test_tokens_from_before_are_context_and_count_as_nothing() -> None:
     assert [[4, 5]] == drafting.draft(["a"], [2])
     drafting.advance("a", tokens(4, 5, 6))
     assert (2, 2) == ((counts := drafting.close("a")).drafted, counts.accepted)
+
+
+def test_a_later_turn_goes_on_from_what_came_before_it() -> None:
+    index = SuffixIndex()
+    said, answered = [1, 2, 3, END], [700, 701, 702]
+    index.add("p", [("turn 0", 1, said), ("turn 1", 1, [50, 51, 52, END], answered)])
+    drafting = Drafter(index, max_draft_tokens=8, base_tokens=1e9)
+    prompt = np.array([900, 901, *said, *answered], dtype=np.uint32)
+    drafting.open("first", "p", PROMPT, ("history",))
+    drafting.open("later", "p", prompt, ("history",), later_turn=True)
+    first, later = drafting.draft(["first", "later"], [8, 8])
+    assert [1, 2, 3, END] == first
+    assert [50, 51, 52, END] == later
+
+
+def test_nothing_is_drafted_behind_the_end_of_a_turn() -> None:
+    drafting = Drafter(SuffixIndex(), max_draft_tokens=8, base_tokens=1e9)
+    prompt = np.array([900, 1, 2, END, 700, 701, 900, 1], dtype=np.uint32)  # an earlier turn, its answer, and a cue
+    for key, ends in (("open", ()), ("ends", (END, 5))):
+        drafting.open(key, "p", prompt, ("self",), ends=ends)
+    open_, ended = drafting.draft(["open", "ends"], [4, 4])
+    assert [2, END, 700, 701] == open_
+    assert [2, END] == ended
 
 
 def test_where_tokens_are_dear_less_is_drafted() -> None:

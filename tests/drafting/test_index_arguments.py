@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 from rollout_worker.drafting import Rollout, SuffixIndex
 
 
-@pytest.mark.parametrize("lengths", [(0, 1), (4, 5), (4, 0), (-1, 1)])
-def test_match_lengths(lengths: tuple[int, int]) -> None:
-    with pytest.raises(ValueError, match="1 <= min_match <= max_match"):
-        SuffixIndex(*lengths)
+@pytest.mark.parametrize("depth", [0, 256, 10_000])
+def test_depth(depth: int) -> None:
+    with pytest.raises(ValueError, match=f"contexts can be compared 1 to 255 tokens deep, not {depth}"):
+        SuffixIndex(depth)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,8 @@ def test_token_ids(tokens: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         index.add("p", [("good", 0, [1]), ("bad", 0, tokens)])
     with pytest.raises(error, match=re.escape(message)):
+        index.add("p", [("good", 0, [1], [2]), ("bad", 0, [1], tokens)])
+    with pytest.raises(error, match=re.escape(message)):
         index.open("p", tokens)
     with pytest.raises(error, match=re.escape(message)):
         index.extend(handle, tokens)
@@ -58,11 +61,12 @@ def test_the_message_names_the_rollout() -> None:
     ("rollout", "message"),
     [
         (5, "rollout 0 of problem 'p' must be (rollout_id, generation, tokens)"),
-        (("a", 0), "must be (rollout_id, generation, tokens)"),
+        (("a", 0), "must be (rollout_id, generation, tokens), with context and reward or without"),
         ((1, 0, [1]), "the rollout id must be a str"),
         (("a", "0", [1]), "the generation must be an int that fits 64 bits"),
         (("a", 0.5, [1]), "the generation must be an int that fits 64 bits"),
         (("a", 2**63, [1]), "the generation must be an int that fits 64 bits"),
+        (("a", 0, [1], [], "good"), "rollout 'a' of problem 'p': the reward must be a number or None"),
     ],
 )
 def test_rollouts(rollout: Any, message: str) -> None:
@@ -70,10 +74,39 @@ def test_rollouts(rollout: Any, message: str) -> None:
         SuffixIndex().add("p", [rollout])
 
 
+def test_rewards() -> None:
+    index = SuffixIndex()
+    index.add("p", [("a", 0, [1])])
+    for value in (math.nan, math.inf):
+        with pytest.raises(ValueError, match="rollout 'a' of problem 'p': the reward must be finite"):
+            index.reward("p", {"a": value})
+        with pytest.raises(ValueError, match="rollout 'b' of problem 'p': the reward must be finite"):
+            index.add("p", [("b", 0, [1], [], value)])
+    bad: dict[Any, Any] = {"a": "good"}
+    with pytest.raises(TypeError, match="rollout 'a' of problem 'p': the reward must be a number"):
+        index.reward("p", bad)
+    assert ["a"] == index.rollouts("p")
+    assert [None] == [one.reward for one in index.occurrences(index.open("p"))]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"max_bytes": 0}, "max_bytes must be 1 or more"), ({"pool_tokens": -1}, "pool_tokens must be 0 or more")],
+)
+def test_limits(arguments: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        SuffixIndex(**arguments)
+
+
 @pytest.mark.parametrize("sources", [(), ("pool",), ("history", "pool"), "history"])
 def test_sources(sources: Any) -> None:
-    with pytest.raises(ValueError, match="sources must be one or both of 'history' and 'self'"):
+    with pytest.raises(ValueError, match="sources must be some of 'history', 'self', 'siblings', 'foreign'"):
         SuffixIndex().open("p", sources=sources)
+
+
+def test_a_context_is_a_number_of_tokens() -> None:
+    with pytest.raises(ValueError, match="context is a number of tokens, 0 or more, got -1"):
+        SuffixIndex().open("p", [1], context=-1)
 
 
 def test_budgets_and_survival() -> None:
@@ -136,6 +169,9 @@ def test_draft_describes_itself() -> None:
     index = SuffixIndex()
     index.add("p", [("a", 0, [3])])
     handle = index.open("p")
-    text = "Draft(tokens=[3], probabilities=[0.25], source='history', match_length=1)"
-    assert text == repr(index.draft(handle, 2))
-    assert "Draft(tokens=[], probabilities=[], source='none', match_length=0)" == repr(index.draft(handle, 0))
+    draft = index.draft(handle, 2)
+    (probability,) = draft.probabilities
+    assert f"Draft(tokens=[3], probabilities=[{probability}], sources=['history'], ages=[0], match_length=1)" == repr(
+        draft
+    )
+    assert "Draft(tokens=[], probabilities=[], sources=[], ages=[], match_length=0)" == repr(index.draft(handle, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import pairwise
 
 import numpy as np
 
@@ -19,11 +20,12 @@ def token(problem: int, generation: int) -> int:
 
 
 def test_drafts_while_history_changes() -> None:
-    """Each draft is made from one published state: whole batches, of the right problem, none older than the last seen.
+    """Each draft is made from one published state: whole batches, of the right problem, of what is there then.
 
-    A batch holds rollouts of one generation only; the writer publishes it, then drops what is older.
+    A batch holds rollouts of one generation only; the writer publishes it, then drops what is older: two are there at
+    most, and either may be drafted from.
     """
-    index = SuffixIndex(max_match=16)
+    index = SuffixIndex(depth=16)
     done = threading.Event()
     errors: list[BaseException] = []
 
@@ -46,15 +48,15 @@ def test_drafts_while_history_changes() -> None:
         try:
             latest = [0] * PROBLEMS
             while not done.is_set():
-                handles = [index.open(f"p{problem}", prompt=[9, 9]) for problem in range(PROBLEMS)]
+                handles = [index.open(f"p{problem}", sources=("history",)) for problem in range(PROBLEMS)]
                 for _ in range(5):
                     drafts = index.draft_batch(handles, [6] * PROBLEMS)
                     for problem, made in enumerate(drafts):
-                        assert "history" == made.source
+                        assert {"history"} == set(made.sources)
                         assert 1 == len(set(made.tokens))
                         generation = made.tokens[0] - 1000 * problem
-                        assert latest[problem] <= generation <= GENERATIONS
-                        latest[problem] = generation
+                        assert latest[problem] - 1 <= generation <= GENERATIONS
+                        latest[problem] = max(latest[problem], generation)
                 for problem, handle in enumerate(handles):
                     index.extend(handle, [token(problem, latest[problem])] * 3)
                     index.draft(handle, 3)
@@ -120,3 +122,46 @@ def test_drafts_go_on_during_a_long_build() -> None:
     thread.join()
     assert during > 20
     assert [int(token) for token in text[:3]] == index.draft(handle, 3).tokens
+
+
+def test_siblings_draft_from_what_the_others_are_just_saying() -> None:
+    """Requests of one problem are extended and drafted in several threads; a draft is always part of what was said."""
+    index = SuffixIndex(threads=2)
+    rng = np.random.default_rng(0)
+    text = [int(token) for token in rng.integers(0, 5000, 3000)]
+    follows = set(pairwise(text))
+    errors: list[BaseException] = []
+
+    def speak(seed: int) -> None:
+        try:
+            steps = np.random.default_rng(seed)
+            handles = [index.open("p", text[:50], sources=("siblings", "self")) for _ in range(10)]
+            at = 50
+            while at < len(text) - 10:
+                step = int(steps.integers(1, 8))
+                index.extend_batch(handles, [text[at : at + step]] * len(handles))
+                at += step
+                for made in index.draft_batch(handles, [6] * len(handles)):
+                    assert set(zip([text[at - 1], *made.tokens], made.tokens, strict=False)) <= follows
+            for handle in handles:
+                index.close(handle)
+        except BaseException as error:
+            errors.append(error)
+
+    def learn() -> None:
+        try:
+            for number in range(60):
+                index.add("p", [(str(number), number, text[: 20 * number + 1])])
+                index.drop_before("p", number - 3)
+            index.drop_problem("p")
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=speak, args=(seed,)) for seed in range(3)] + [threading.Thread(target=learn)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    assert 0 == index.bytes()

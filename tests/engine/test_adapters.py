@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import KEYS, Bed, config
+from bed import KEYS, Bed, config
 from safetensors.torch import load_file, save_file
 from test_continuing import ENDLESS, so_far
 from testbed import Law, LoopThread, chi_square, make_adapter, make_model, merged_law

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from conftest import MAX_DRAFT_TOKENS, Bed
+from bed import MAX_DRAFT_TOKENS, Bed
 from test_lossless import LEAST_P, PROMPT, PROMPTS, SAMPLES, accepted_share, tokens
 from testbed import EOS, Law, chi_square
 

@@ -7,7 +7,7 @@ import signal
 import time
 
 import redis
-from conftest import MAX_DRAFT_TOKENS, Bed
+from bed import MAX_DRAFT_TOKENS, Bed
 from testbed import POSITIONS
 
 from rollout_api.job_spec import Sampling

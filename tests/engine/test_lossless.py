@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import Bed, config
+from bed import Bed, config
 from testbed import EOS, VOCABULARY, Law, LoopThread, chi_square
 
 from rollout_api.job_spec import Sampling

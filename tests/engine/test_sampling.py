@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from rollout_api.job_spec import Sampling
 from rollout_api.messages import Partial, WeightSpan
-from rollout_worker.engine.sampling import AdmissionError, DraftScope, admit, can_continue, vllm_sampling
+from rollout_worker.engine.sampling import AdmissionError, DraftScope, admit, can_continue, end_tokens, vllm_sampling
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,16 @@ def test_a_prefix_longer_than_the_response_may_be_is_refused() -> None:
     admit(Sampling(max_tokens=3), 10, max_model_len=2048, speculating=True, prefix=PREFIX)
     with pytest.raises(AdmissionError, match=r"3 tokens exceeds sampling\.maxTokens 2"):
         admit(Sampling(max_tokens=2), 10, max_model_len=2048, speculating=True, prefix=PREFIX)
+
+
+def test_the_drafter_is_told_what_ends_a_response() -> None:
+    """The job's own stop tokens, and the model's, which vLLM adds when a request comes in."""
+    params = vllm_sampling(Sampling(stop_token_ids=[7, 8]), "r", None)
+    params.update_from_generation_config({"eos_token_id": [2, 3]}, eos_token_id=2)
+    assert {2, 3, 7, 8} == set(end_tokens(params))
+    params = vllm_sampling(Sampling(), "r", None)
+    params.update_from_generation_config({}, eos_token_id=None)
+    assert [] == end_tokens(params)
 
 
 def test_vllm_is_asked_for_what_the_prefix_leaves() -> None:

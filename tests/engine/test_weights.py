@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import Bed, config
+from bed import Bed, config
 from safetensors.torch import load_file, save_file
 from testbed import EOS, Law, LoopThread, make_model
 

@@ -2,32 +2,146 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
 import msgpack
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.history.records import HistoryRecord, RecordError, decode_record, encode_record
+from rollout_worker.history.records import (
+    COMPACT,
+    RECORD_VERSION,
+    HistoryRecord,
+    RecordError,
+    decode_record,
+    decode_records,
+    encode_record,
+    encode_records,
+)
 
+token_ids = st.lists(st.integers(0, 2**32 - 2), max_size=50).map(lambda ids: np.array(ids, dtype=np.uint32))
 records = st.builds(
     HistoryRecord,
     rollout_id=st.text(max_size=40),
     run=st.text(max_size=40),
     weight_version=st.integers(0, 2**31),
     generation=st.integers(0, 2**31),
-    tokens=st.lists(st.integers(0, 2**32 - 2), max_size=50).map(lambda ids: np.array(ids, dtype=np.uint32)),
+    tokens=token_ids,
     finish_reason=st.sampled_from(["stop", "length"]),
+    context=token_ids,
+    step=st.integers(-1, 2**31),
 )
 
 
 def as_plain(record: HistoryRecord) -> dict[str, object]:
-    return vars(record) | {"tokens": record.tokens.tolist()}
+    return vars(record) | {"tokens": record.tokens.tolist(), "context": record.context.tolist()}
+
+
+def as_version_1(record: HistoryRecord) -> list[object]:
+    """What a record was written as before it had a context."""
+    tokens = record.tokens.astype("<u4").tobytes()
+    return [1, record.rollout_id, record.run, record.weight_version, record.generation, record.finish_reason, tokens]
+
+
+def as_version_2(record: HistoryRecord) -> list[object]:
+    """What a record was written as before it was compressed."""
+    return [2, *as_version_1(record)[1:], record.context.astype("<u4").tobytes()]
 
 
 @given(records)
 def test_what_is_encoded_comes_back(record: HistoryRecord) -> None:
-    assert as_plain(record) == as_plain(decode_record(encode_record(record)))
+    read = decode_record(encode_record(record))
+    assert as_plain(record) == as_plain(read)
+    assert (np.uint32, np.uint32) == (read.tokens.dtype, read.context.dtype)
+
+
+@given(st.lists(records, min_size=1, max_size=8), st.sampled_from([1, COMPACT]))
+def test_what_is_packed_together_comes_back_in_order(together: list[HistoryRecord], level: int) -> None:
+    read = decode_records(encode_records(together, level=level))
+    assert [as_plain(record) for record in together] == [as_plain(record) for record in read]
+
+
+@given(records)
+def test_records_of_versions_1_and_2_are_read(record: HistoryRecord) -> None:
+    first = decode_record(msgpack.packb(as_version_1(record)))
+    assert as_plain(record) | {"context": [], "step": -1} == as_plain(first)
+    second = decode_record(msgpack.packb(as_version_2(record)))
+    assert as_plain(record) | {"step": -1} == as_plain(second)
+
+
+def test_bytes_of_version_1_are_read() -> None:
+    data = bytes.fromhex("9701a96a6f622f722f302f30a36a6f620306a473746f70c40c07000000ffff0000feffffff")
+    read = decode_record(data)
+    assert ("job/r/0/0", "job", 3, 6, "stop") == (
+        read.rollout_id,
+        read.run,
+        read.weight_version,
+        read.generation,
+        read.finish_reason,
+    )
+    assert ([7, 65535, 2**32 - 2], []) == (read.tokens.tolist(), read.context.tolist())
+
+
+@given(records)
+def test_no_version_takes_the_others_fields(record: HistoryRecord) -> None:
+    first, second = as_version_1(record), as_version_2(record)
+    for body in ([2, *first[1:]], [1, *second[1:]], [3, *second[1:]], [4, *second[1:]]):
+        with pytest.raises(RecordError):
+            decode_record(msgpack.packb(body))
+
+
+@given(st.lists(records, min_size=1, max_size=4), st.data())
+def test_whatever_byte_is_changed_or_lost_it_is_noticed(together: list[HistoryRecord], data: st.DataObject) -> None:
+    whole = encode_records(together)
+    at = data.draw(st.integers(0, len(whole) - 1))
+    other = data.draw(st.integers(1, 255))
+    for damaged in (whole[:at] + bytes([whole[at] ^ other]) + whole[at + 1 :], whole[:at]):
+        with pytest.raises(RecordError):
+            decode_records(damaged)
+
+
+def packed(columns: object, body: bytes) -> bytes:
+    """What somebody else might write with a right checksum."""
+    meta = msgpack.packb(columns)
+    content = zstandard.ZstdCompressor().compress(struct.pack("<I", len(meta)) + meta + body)
+    return struct.pack("<BI", RECORD_VERSION, zlib.crc32(content)) + content
+
+
+COLUMNS: list[object] = [["r"], ["run", 1], [1], [1], ["stop", 1], [-1], [2], [0], 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("at", "other", "says"),
+    [
+        (0, ["r", "s"], "lengths"),
+        (0, [7], "no text"),
+        (0, None, "column"),
+        (1, ["run", 2], "run of equal"),
+        (1, ["run", -1], "run of equal"),
+        (2, ["one"], "number"),
+        (3, [-1], "generation"),
+        (3, [2**60], "generation"),
+        (6, [-2], "negative"),
+        (6, [3], "do not go together"),
+        (7, [1], "do not go together"),
+        (8, 3, "column"),
+        (8, 4, "do not go together"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(at: int, other: object, says: str) -> None:
+    ids = np.array([1, 2], dtype="<u2").tobytes()
+    assert [1, 2] == decode_record(packed(COLUMNS, ids)).tokens.tolist()
+    with pytest.raises(RecordError, match=says):
+        decode_record(packed([*COLUMNS[:at], other, *COLUMNS[at + 1 :]], ids))
+
+
+def test_a_reserved_id_is_refused() -> None:
+    with pytest.raises(RecordError, match="token id 4294967295"):
+        decode_record(packed([*COLUMNS[:6], [1], [0], 4, 2], b"\xff\xff\xff\xff"))
 
 
 @given(st.binary(max_size=100))
@@ -36,26 +150,32 @@ def test_any_other_bytes_are_refused(data: bytes) -> None:
         decode_record(data)
 
 
-@given(records, st.integers(0, 6), st.sampled_from([None, -1, "x", b"abc", [], {}]))
+@given(records, st.integers(0, 7), st.sampled_from([None, -1, "x", b"abc", [], {}]))
 def test_a_damaged_field_is_refused_or_changes_nothing_else(record: HistoryRecord, at: int, other: object) -> None:
-    body = msgpack.unpackb(encode_record(record))
+    body = as_version_2(record)
     body[at] = other
     try:
         read = decode_record(msgpack.packb(body))
     except RecordError:
         return
-    whole = as_plain(record)
+    whole = as_plain(record) | {"step": -1}
     differing = [name for name, value in as_plain(read).items() if whole[name] != value]
     assert len(differing) <= 1
 
 
 @pytest.mark.parametrize(
     ("at", "other", "says"),
-    [(6, b"\xff\xff\xff\xff", "token id 4294967295"), (4, 2**63, "generation"), (4, -1, "generation")],
+    [
+        (6, b"\xff\xff\xff\xff", "token id 4294967295"),
+        (7, b"\xff\xff\xff\xff", "token id 4294967295"),
+        (7, b"\0\0\0", "no whole number"),
+        (4, 2**63, "generation"),
+        (4, -1, "generation"),
+    ],
 )
 def test_what_the_index_would_refuse_is_refused_here(at: int, other: object, says: str) -> None:
     whole = HistoryRecord("r", "run", 1, 1, np.array([1, 2], dtype=np.uint32), "stop")
-    body = msgpack.unpackb(encode_record(whole))
+    body = as_version_2(whole)
     body[at] = other
     with pytest.raises(RecordError, match=says):
         decode_record(msgpack.packb(body))

@@ -55,7 +55,7 @@ def manifest(**spec: Any) -> RolloutJob:
 
 async def start_engine(model: Path, url: str, job: RolloutJob) -> Engine:
     keys = HistoryKeys("default", "live")
-    drafting = Drafting(4, 1000.0, HistoryBinding(url, keys.namespace, keys.name, window=16))
+    drafting = Drafting(4, 1000.0, 2**30, HistoryBinding(url, keys.namespace, keys.name, window=16))
     return await Engine.start(EngineConfig(model=model, spec=job.spec.engine, cpu=True, drafting=drafting))
 
 
@@ -77,7 +77,7 @@ class LiveJob:
         return MessagePlane(connect_async(self.url, block=BLOCK_S), self.keys)
 
     def start_coordinator(self) -> None:
-        self.coordinator = Coordinator(self.job, self.plane(), connect_async(self.url), vocabulary=self.vocabulary)
+        self.coordinator = Coordinator(self.job, self.plane(), self.store, vocabulary=self.vocabulary)
         self.tasks["coordinator"] = asyncio.ensure_future(self.coordinator.run())
 
     async def until_nothing_is_open(self) -> None:

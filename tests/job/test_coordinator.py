@@ -13,12 +13,13 @@ from typing import Any
 
 import aiohttp
 import pytest
+import redis
 from live import manifest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rollout_api.job import RolloutJob
 from rollout_api.job_spec import Sampling
-from rollout_api.keys import DATA, MessageKeys
+from rollout_api.keys import DATA, HistoryKeys, MessageKeys
 from rollout_api.messages import (
     Cancel,
     FinishReason,
@@ -34,6 +35,7 @@ from rollout_api.messages import (
 )
 from rollout_api.tasks import end
 from rollout_worker.history.connection import connect, connect_async
+from rollout_worker.history.store import HistoryStore
 from rollout_worker.job import coordinator as module
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.http import StatusServer
@@ -44,6 +46,12 @@ from rollout_worker.job.status import StatusBoard
 
 JOB = MessageKeys("uid")
 VOCABULARY = 10
+
+
+def history_of(server: redis.Redis) -> HistoryStore:
+    return HistoryStore(server, HistoryKeys("default", "live"), window=16)
+
+
 PATIENCE_S = 15.0
 
 
@@ -103,8 +111,8 @@ class Around:
 
     @asynccontextmanager
     async def coordinator(self, job: RolloutJob | None = None) -> AsyncIterator[Coordinator]:
-        plane, history = MessagePlane(connect_async(self.url, block=BLOCK_S), JOB), connect_async(self.url)
-        coordinator = Coordinator(job or manifest(), plane, history, vocabulary=VOCABULARY)
+        plane = MessagePlane(connect_async(self.url, block=BLOCK_S), JOB)
+        coordinator = Coordinator(job or manifest(), plane, history_of(self.redis), vocabulary=VOCABULARY)
         running = asyncio.ensure_future(coordinator.run())
         try:
             yield coordinator
@@ -112,7 +120,6 @@ class Around:
         finally:
             await end(running)
             await plane.client.aclose()
-            await history.aclose()
 
 
 Story = Callable[[Around], Coroutine[Any, Any, None]]
@@ -246,7 +253,7 @@ def test_engines_get_work_while_thousands_of_rollouts_are_cancelled(play: Callab
 def test_a_coordinator_that_was_replaced_ends_though_it_has_nothing_to_give_out(play: Callable[[Story], None]) -> None:
     async def story(around: Around) -> None:
         client = connect_async(around.url, block=BLOCK_S)
-        first = Coordinator(manifest(), MessagePlane(client, JOB), client, vocabulary=VOCABULARY)
+        first = Coordinator(manifest(), MessagePlane(client, JOB), history_of(around.redis), vocabulary=VOCABULARY)
         running = asyncio.ensure_future(first.run())
         await around.until(lambda: around.redis.exists(JOB.status))
         async with around.coordinator():

@@ -24,6 +24,7 @@ NAME = "default/math"
 def server(redis_url: str) -> redis.Redis:
     """A job with a finished rollout that no relay has carried, and somebody else's keys."""
     client = connect(redis_url)
+    store(client).open("tokenizer")
     sampling = '{"n": 1, "max_tokens": 4}'
     about = {"version": 1, "model": "m", "vocabulary": 9, "sampling": sampling, "max_model_len": 9}
     client.hset(JOB.job, mapping=about | {"max_request_bytes": 9999, "max_rollouts": 9, "state": "running"})
@@ -57,6 +58,13 @@ def test_what_was_finished_comes_into_the_history_and_clients_are_told(
 
     with pytest.raises(JobEndedError, match="no luck"):
         asyncio.run(ask())
+
+
+def test_nothing_comes_into_a_history_that_was_deleted(server: redis.Redis) -> None:
+    """Whoever opens one of its name next, perhaps with another tokenizer, begins with nothing."""
+    store(server).delete()
+    assert 0 == end_job(server, JOB, store(server), NAME, state="deleted", reason="no luck")
+    assert [] == server.keys("history:*")
 
 
 def test_a_failed_jobs_messages_go_after_a_day(server: redis.Redis) -> None:

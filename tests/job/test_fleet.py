@@ -73,7 +73,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def setup() -> Iterator[JobSetup]:
     """Of a job of its own, whose engines are ended after the test."""
-    made = JobSetup(MANIFEST, f"fleet-{secrets.token_hex(4)}", "redis://127.0.0.1:1/0", "", "", 100)
+    made = JobSetup(MANIFEST, f"fleet-{secrets.token_hex(4)}", "redis://127.0.0.1:1/0", 100, "fingerprint")
     yield made
     for number in range(2):
         with contextlib.suppress(ValueError):  # there is none, or the fleet has ended it

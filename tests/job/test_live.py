@@ -736,8 +736,13 @@ def test_turns_go_where_their_prefix_is_cached(stage: Stage) -> None:
         assert min(cached) >= 128  # the blocks of a CPU engine have so many
         # what the environment said is context, and never the model's own
         running.relay.drain()
-        lengths = [len(record.tokens) for record in running.store.read({"t0": "-"})["t0"].records]
-        assert [40] * 4 == lengths
+        records = running.store.read({"t0": "-"})["t0"].records
+        assert [40] * 4 == [len(record.tokens) for record in records]
+        before, contexts = starts[0], [[]]
+        for record in records[:-1]:
+            before = [*before, *record.tokens.tolist(), 3, 1, 4, 1, 5, 9, 2, 6]
+            contexts.append(before[-64:])
+        assert contexts == [record.context.tolist() for record in records]
 
     stage.play(story)
 

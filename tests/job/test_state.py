@@ -54,6 +54,8 @@ def test_what_changes_no_rollout_changes_no_job(tmp_path: Path, said: list[str])
 
 def test_jobs_that_were_given_up_lose_nothing_however_many(tmp_path: Path, said: list[str], redis_url: str) -> None:
     client: redis.Redis = connect(redis_url)
+    store = HistoryStore(client, HistoryKeys("default", "story"), window=16)
+    store.open("tokenizer")
     path = tmp_path / "job.json"
     uids = []
     for n in (1, 2, 3):
@@ -68,8 +70,8 @@ def test_jobs_that_were_given_up_lose_nothing_however_many(tmp_path: Path, said:
         client.xadd(MessageKeys(uids[-1]).outbox, {DATA: encode(left)})
         client.hset(MessageKeys(uids[-1]).ledger("r"), "0", "done")
     last = _JobState.open(path, job(4), said.append)
-    last.clear_previous(client, job(4))
-    history = HistoryStore(client, HistoryKeys("default", "story"), window=16).read({"p": START})["p"]
+    last.clear_previous(client, client, job(4))
+    history = store.read({"p": START})["p"]
     assert [f"{uid}/r/0/0" for uid in uids] == [record.rollout_id for record in history.records]
     assert [] == client.keys("rollout:*")
     assert ["The manifest has changed"] * 3 == [line.split(":")[0] for line in said]

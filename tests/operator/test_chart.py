@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
+from ports import free_port
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+
+from rollout_api.redis_access import service_rules
+from rollout_worker.history.service import ServiceState
+from rollout_worker.history_http import HistoryCollector
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "das-rollout"
@@ -39,7 +49,7 @@ def containers(objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict
 
 def test_all_pods_pass_the_restricted_profile() -> None:
     found = containers(render(redis={"users": True}))
-    assert 4 == len(found)
+    assert 5 == len(found)
     for pod, container in found:
         assert pod["securityContext"]["runAsNonRoot"]
         assert "RuntimeDefault" == pod["securityContext"]["seccompProfile"]["type"]
@@ -65,11 +75,14 @@ def test_the_bundled_redis_evicts_nothing_and_its_password_is_in_secrets_alone()
     secrets = {
         (one["metadata"]["namespace"], one["metadata"]["name"]): one for one in objects if one["kind"] == "Secret"
     }
-    assert {("rl", "das-redis-admin"), ("team-a", "rollout-redis"), ("team-b", "rollout-redis")} == set(secrets)
+    ours = {("rl", "das-redis-admin"), ("rl", "das-redis-history")}
+    assert ours | {("team-a", "rollout-redis"), ("team-b", "rollout-redis")} == set(secrets)
     password = secrets["rl", "das-redis-admin"]["stringData"]["password"]
     assert password in secrets["team-a", "rollout-redis"]["stringData"]["url"]
+    assert password not in secrets["rl", "das-redis-history"]["stringData"]["url"]
     rest = yaml.safe_dump([one for one in objects if one["kind"] != "Secret"])
-    assert password not in rest
+    for secret in secrets.values():
+        assert secret["stringData"].get("password", password) not in rest
     assert "noeviction" in rest
     assert not [one for one in render(redis={"bundled": False}) if one["kind"] in ("Secret", "StatefulSet")]
 
@@ -88,6 +101,78 @@ def test_only_who_makes_redis_users_has_the_admins_secret() -> None:
     assert "redis.users needs redis.adminSecret" in done.stderr
 
 
+def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
+    (found,) = [one for one in objects if one["kind"] == kind and one["metadata"]["name"] == name]
+    return found
+
+
+def test_the_history_service_runs_where_there_is_a_server_for_it_to_look_after() -> None:
+    def secret_of(**values: Any) -> dict[str, str] | None:
+        found = [container for _, container in containers(render(**values)) if container["name"] == "history"]
+        if not found:
+            return None
+        (container,) = found
+        variables = {one["name"]: one for one in container["env"]}
+        secret: dict[str, str] = variables["ROLLOUT_HISTORY_REDIS_URL"]["valueFrom"]["secretKeyRef"]
+        return secret
+
+    mine = {"redis": {"existingSecret": "histories", "key": "address"}}
+    assert {"name": "das-redis-history", "key": "url"} == secret_of()
+    assert {"name": "histories", "key": "address"} == secret_of(history=mine)
+    assert {"name": "histories", "key": "address"} == secret_of(history=mine, redis={"bundled": False})
+    assert secret_of(redis={"bundled": False}) is None
+    assert secret_of(history={"enabled": False}) is None
+    # no user of a server that the service does not look after
+    for history in (mine, {"enabled": False}):
+        assert "rollout-history on" not in yaml.safe_dump(render(history=history))
+
+
+def test_the_history_service_is_found_and_reached_by_its_labels() -> None:
+    objects = render(monitoring={"podMonitor": True})
+    service = named(objects, "Deployment", "das-history")["spec"]
+    labels = service["template"]["metadata"]["labels"]
+    assert service["selector"]["matchLabels"] == labels
+    assert named(objects, "Service", "das-history")["spec"]["selector"] == labels
+    assert named(objects, "PodMonitor", "das-history")["spec"]["selector"]["matchLabels"] == labels
+    assert named(objects, "NetworkPolicy", "das-history")["spec"]["podSelector"]["matchLabels"] == labels
+    (to_redis,) = named(objects, "NetworkPolicy", "das-redis")["spec"]["ingress"]
+    assert {"podSelector": {"matchLabels": labels}} in to_redis["from"]
+    # nothing of the operator's own is meant
+    assert named(objects, "Deployment", "das-operator")["spec"]["selector"]["matchLabels"] != labels
+
+
+def test_the_bundled_redis_starts_with_a_user_who_may_do_what_the_history_service_must(tmp_path: Path) -> None:
+    objects = render(redis={"namespaces": ["team-a"]})
+    ((_, container),) = [one for one in containers(objects) if one[1]["name"] == "redis"]
+    secrets = {
+        one["metadata"]["name"]: one["stringData"]
+        for one in objects
+        if one["kind"] == "Secret" and one["metadata"]["namespace"] == "rl"
+    }
+    environment = {
+        one["name"]: secrets[one["valueFrom"]["secretKeyRef"]["name"]][one["valueFrom"]["secretKeyRef"]["key"]]
+        for one in container["env"]
+    }
+    (script,) = container["args"]
+    words = shlex.split(script)
+    place = words.index("rollout-history")
+    assert ["on", ">$HISTORY_PASSWORD", *service_rules()] == words[place + 1 :]
+
+    port = free_port()
+    elsewhere = script.replace("--dir /data", f"--dir {tmp_path} --port {port}")
+    command = [*container["command"], elsewhere]
+    with subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL) as server:
+        try:
+            url = secrets["das-redis-history"]["url"].replace("das-redis.rl.svc:6379", f"127.0.0.1:{port}")
+            until_it_listens = Retry(ConstantBackoff(0.1), 100)
+            with redis.Redis.from_url(url, retry=until_it_listens) as client:
+                assert client.set("history:x", 1)
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    client.get("rollout:{uid}:results")
+        finally:
+            server.terminate()
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -96,6 +181,8 @@ def test_only_who_makes_redis_users_has_the_admins_secret() -> None:
         {"operator": {"logLevel": "loud"}},
         {"image": {"worker": ""}},
         {"redis": {"maxMemory": "much"}},
+        {"history": {"retention": "a month"}},
+        {"history": {"redis": {"url": "redis://h"}}},
         {"typo": 1},
     ],
 )
@@ -106,7 +193,7 @@ def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
 
 
 def leaves(values: Any, path: str = "") -> set[str]:
-    if isinstance(values, dict) and values and path not in ("operator.resources", "redis.resources"):
+    if isinstance(values, dict) and values and not path.endswith(".resources"):
         return {leaf for name, one in values.items() for leaf in leaves(one, f"{path}.{name}".lstrip("."))}
     return {path}
 
@@ -121,6 +208,17 @@ def test_the_readme_has_every_value() -> None:
     assert leaves(yaml.safe_load((CHART / "values.yaml").read_text())) == named
 
 
+def metrics_of_the_history_service() -> set[str]:
+    """As Prometheus names them."""
+    collector = HistoryCollector(ServiceState())
+    return {f"{one.name}_total" if one.type == "counter" else one.name for one in collector.collect()}
+
+
+def test_the_docs_have_every_metric_of_the_history_service() -> None:
+    text = (ROOT / "docs" / "history.md").read_text()
+    assert metrics_of_the_history_service() == set(re.findall(r"\brollout_history_[a-z_]+", text))
+
+
 def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
     dashboard = json.loads((CHART / "files" / "dashboard.json").read_text())
     asked = {
@@ -129,10 +227,13 @@ def test_the_dashboard_asks_for_metrics_that_there_are() -> None:
         for target in panel["targets"]
         for name in re.findall(r"\brollout_[a-z_]+", target["expr"])
     }
+    of_histories = {name for name in asked if name.startswith("rollout_history_")}
+    assert of_histories
+    assert of_histories <= metrics_of_the_history_service()
     sources = "".join(
         path.read_text()
         for path in (ROOT / "docs" / "cluster.md", ROOT / "operator" / "rollout_operator" / "service.py")
     )
-    for name in asked:
+    for name in asked - of_histories:
         bare = name.removeprefix("rollout_").removeprefix("engine_").removeprefix("operator_").removesuffix("_total")
         assert bare in sources, name

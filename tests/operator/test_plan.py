@@ -361,6 +361,7 @@ def test_a_job_that_another_controller_manages_is_left_alone() -> None:
     ("sections", "field"),
     [
         ({"redis": {"url": "unix:///run/redis.sock"}}, "spec.redis.url"),
+        ({"history": {"redis": {"url": "unix:///run/redis.sock"}}}, "spec.history.redis.url"),
         ({"workers": {"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}}, "spec.workers.podTemplate"),
         ({"source": {"dataset": {"tasks": []}}}, "spec.source"),
     ],

@@ -84,6 +84,35 @@ def test_credentials_come_by_reference_only(redis: dict[str, Any], expected: dic
         assert {"secretKeyRef": {"name": "hf", "key": "token"}} == variables["HF_TOKEN"]["valueFrom"]
 
 
+@pytest.mark.parametrize(
+    ("redis", "expected"),
+    [
+        (
+            {"urlFrom": {"secretKeyRef": {"name": "large", "key": "u"}}},
+            {"valueFrom": {"secretKeyRef": {"name": "large", "key": "u"}}},
+        ),
+        ({"url": "redis+cluster://a:6379,b:6379"}, {"value": "redis+cluster://a:6379,b:6379"}),
+    ],
+)
+def test_a_history_elsewhere_is_made_known_to_all_pods_and_not_by_the_manifest(
+    redis: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    about = identity(history={"name": "shared", "redis": redis})
+    for pod in all_pods(about):
+        variables = {one["name"]: one for one in pod["spec"]["containers"][0]["env"]}
+        assert {"name": "ROLLOUT_HISTORY_REDIS_URL", **expected} == variables["ROLLOUT_HISTORY_REDIS_URL"]
+        assert "rollout-redis" == variables["ROLLOUT_REDIS_URL"]["valueFrom"]["secretKeyRef"]["name"]
+    made = next(one for one in objects(about, Cluster()) if one["metadata"]["name"] == "math-manifest")
+    manifest = json.loads(made["data"]["job.yaml"])
+    assert {"name": "shared"} == manifest["spec"]["history"]
+    assert parse_job(manifest).spec.history.redis.url is None
+
+
+def test_a_history_beside_the_messages_needs_no_url_of_its_own() -> None:
+    for pod in all_pods(identity()):
+        assert "ROLLOUT_HISTORY_REDIS_URL" not in {one["name"] for one in pod["spec"]["containers"][0]["env"]}
+
+
 def test_a_template_adds_what_there_is_no_field_for_and_takes_nothing_that_pods_are_found_by() -> None:
     template = {
         "metadata": {"labels": {"team": "rl", "app.kubernetes.io/managed-by": "me"}, "annotations": {"note": "x"}},
@@ -128,3 +157,22 @@ def test_a_url_without_credentials_is_published_as_it_is() -> None:
     connection = next(one for one in objects(about, Cluster()) if one["metadata"]["name"] == "math-connection")
     assert "redis://redis.example:6379/0" == connection["data"]["url"]
     assert "secretName" not in connection["data"]
+
+
+@pytest.mark.parametrize(
+    ("history", "published"),
+    [
+        ({}, {}),
+        ({"url": "redis+cluster://n1.example"}, {"historyUrl": "redis+cluster://n1.example"}),
+        (
+            {"urlFrom": {"secretKeyRef": {"name": "history-redis", "key": "uri"}}},
+            {"historySecretName": "history-redis", "historySecretKey": "uri"},
+        ),
+    ],
+)
+def test_trainers_learn_where_the_history_is_if_not_with_the_messages(
+    history: dict[str, Any], published: dict[str, str]
+) -> None:
+    about = identity(history={"redis": history})
+    made = next(one for one in objects(about, Cluster()) if one["metadata"]["name"] == "math-connection")
+    assert published == {name: value for name, value in made["data"].items() if name.startswith("history")}

@@ -19,6 +19,36 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- printf "%s-redis" .Release.Name | trunc 50 | trimSuffix "-" -}}
 {{- end }}
 
+{{- define "das-rollout.history" -}}
+{{- printf "%s-history" .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- end }}
+
+{{- define "das-rollout.historySelector" -}}
+app.kubernetes.io/name: das-rollout-history
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{/* Whether the bundled Redis has a user for the history service: where that looks after this server. */}}
+{{- define "das-rollout.historyUser" -}}
+{{- if and .Values.history.enabled .Values.redis.bundled (not .Values.history.redis.existingSecret) -}}true{{- end -}}
+{{- end }}
+
+{{/* The Secret with the URL of the history service's Redis; empty where no service runs. */}}
+{{- define "das-rollout.historySecret" -}}
+{{- if .Values.history.enabled -}}
+{{- if .Values.history.redis.existingSecret -}}
+{{- .Values.history.redis.existingSecret -}}
+{{- else if .Values.redis.bundled -}}
+{{- printf "%s-history" (include "das-rollout.redis" .) -}}
+{{- end -}}
+{{- end -}}
+{{- end }}
+
+{{/* What that user may do: rollout_api.redis_access.service_rules(), quoted for a shell. */}}
+{{- define "das-rollout.historyRules" -}}
+resetkeys '~history:*' resetchannels +@all -@admin -@dangerous -function '-script|flush' '-script|kill' +info -scan -randomkey clearselectors
+{{- end }}
+
 {{/* Security of every pod here: Kubernetes' restricted profile. */}}
 {{- define "das-rollout.podSecurity" -}}
 runAsNonRoot: true

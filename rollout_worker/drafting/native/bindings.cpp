@@ -2,17 +2,21 @@
 // documents them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "suffix_index.hpp"
@@ -21,6 +25,7 @@ namespace nb = nanobind;
 
 namespace {
 
+using das::DraftToken;
 using das::Token;
 using TokenArray = nb::ndarray<const Token, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
@@ -40,12 +45,15 @@ std::optional<std::int64_t> integer_of(nb::handle object) {
 // Token ids given as a one-dimensional uint32 array, which is viewed, or as a sequence of integers, which is copied.
 class TokenArgument {
  public:
-  TokenArgument(nb::handle object, const std::string& name) {
+  // `name` makes what errors call it.
+  template <class Name>
+  TokenArgument(nb::handle object, Name name) {
+    if (PyList_CheckExact(object.ptr()) && copy_plain(object.ptr())) return;
     if (nb::try_cast<TokenArray>(object, array_, false)) {
       tokens_ = {array_.data(), array_.size()};
       const auto start = std::find(tokens_.begin(), tokens_.end(), das::kStart);
       if (start != tokens_.end()) {
-        throw nb::value_error((name + " has 4294967295 at position " + std::to_string(start - tokens_.begin()) +
+        throw nb::value_error((name() + " has 4294967295 at position " + std::to_string(start - tokens_.begin()) +
                                "; token ids are 0 to 4294967294")
                                   .c_str());
       }
@@ -54,11 +62,12 @@ class TokenArgument {
     if (nb::hasattr(object, "ndim")) {
       const std::string dimensions = nb::str(nb::object(object.attr("ndim"))).c_str();
       if (dimensions != "1") {
-        throw nb::value_error((name + " must be one-dimensional, got an array of " + dimensions + " dimensions").c_str());
+        const std::string message = " must be one-dimensional, got an array of " + dimensions + " dimensions";
+        throw nb::value_error((name() + message).c_str());
       }
     }
     if (!PySequence_Check(object.ptr()) || PyUnicode_Check(object.ptr()) || PyBytes_Check(object.ptr())) {
-      throw nb::type_error((name + " must be a one-dimensional uint32 array or a sequence of integers, got " +
+      throw nb::type_error((name() + " must be a one-dimensional uint32 array or a sequence of integers, got " +
                             nb::type_name(object.type()).c_str())
                                .c_str());
     }
@@ -67,7 +76,7 @@ class TokenArgument {
       const std::optional<std::int64_t> value = integer_of(item);
       if (!value || *value < 0 || *value >= das::kStart) {
         const bool integer = PyIndex_Check(item.ptr()) != 0;
-        const std::string message = name + " has " + nb::str(item).c_str() + " at position " + std::to_string(at) +
+        const std::string message = name() + " has " + nb::str(item).c_str() + " at position " + std::to_string(at) +
                                     (integer ? "; token ids are 0 to 4294967294" : ", which is not an integer");
         if (integer) throw nb::value_error(message.c_str());
         throw nb::type_error(message.c_str());
@@ -83,17 +92,37 @@ class TokenArgument {
   std::span<const Token> tokens() const { return tokens_; }
 
  private:
+  // Copies a list of ints that are all right; an engine gives one for each request in each step.
+  bool copy_plain(PyObject* list) {
+    const Py_ssize_t length = PyList_GET_SIZE(list);
+    copy_.reserve(static_cast<std::size_t>(length));
+    for (Py_ssize_t i = 0; i < length; ++i) {
+      PyObject* const item = PyList_GET_ITEM(list, i);
+      int overflow = 0;
+      const std::int64_t value = PyLong_CheckExact(item) ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
+      if (overflow != 0 || value < 0 || value >= das::kStart) {
+        copy_.clear();
+        return false;
+      }
+      copy_.push_back(static_cast<Token>(value));
+    }
+    tokens_ = copy_;
+    return true;
+  }
+
   TokenArray array_;
   std::vector<Token> copy_;
   std::span<const Token> tokens_;
 };
 
-const char* name_of(das::Source source) { return source == das::Source::history ? "history" : "self"; }
+const char* name_of(das::Source source) {
+  constexpr std::array<const char*, das::kSources> kNames{"history", "self", "siblings", "foreign"};
+  return kNames[static_cast<std::size_t>(source)];
+}
 
 void check_survival(double min_survival) {
   if (!(min_survival >= 0.0 && min_survival <= 1.0)) {
-    throw nb::value_error(
-        ("min_survival is a probability, from 0 to 1, got " + std::to_string(min_survival)).c_str());
+    throw nb::value_error(("min_survival is a probability, from 0 to 1, got " + std::to_string(min_survival)).c_str());
   }
 }
 
@@ -104,40 +133,97 @@ std::size_t check_budget(std::int64_t budget) {
   return static_cast<std::size_t>(budget);
 }
 
+// A finite number; `whose` it is.
+float reward_of(nb::handle object, const std::string& whose) {
+  double value = 0.0;
+  if (!nb::try_cast(object, value)) throw nb::type_error((whose + ": the reward must be a number or None").c_str());
+  const auto reward = static_cast<float>(value);
+  if (!std::isfinite(reward)) throw nb::value_error((whose + ": the reward must be finite").c_str());
+  return reward;
+}
+
+std::size_t set_rewards(das::SuffixIndex& index, const std::string& problem, nb::dict rewards) {
+  std::vector<std::string> ids;
+  std::vector<float> values;
+  for (const auto& [key, value] : rewards) {
+    std::string id;
+    if (!nb::try_cast(key, id)) throw nb::type_error("a rollout id must be a str");
+    values.push_back(reward_of(value, "rollout '" + id + "' of problem '" + problem + "'"));
+    ids.push_back(std::move(id));
+  }
+  const nb::gil_scoped_release released;
+  std::vector<std::pair<std::string_view, float>> batch;
+  batch.reserve(ids.size());
+  for (std::size_t i = 0; i < ids.size(); ++i) batch.emplace_back(ids[i], values[i]);
+  return index.set_rewards(problem, batch);
+}
+
 std::size_t add(das::SuffixIndex& index, const std::string& problem, nb::handle rollouts) {
   std::vector<std::string> ids;
   std::vector<std::int64_t> generations;
   std::vector<TokenArgument> tokens;
+  std::vector<TokenArgument> contexts;
+  std::vector<float> rewards;
   for (nb::handle item : nb::iter(rollouts)) {
     const std::string where = "rollout " + std::to_string(ids.size()) + " of problem '" + problem + "'";
-    if (!PySequence_Check(item.ptr()) || nb::len(item) != 3) {
-      throw nb::type_error((where + " must be (rollout_id, generation, tokens)").c_str());
+    const std::size_t length = PySequence_Check(item.ptr()) ? nb::len(item) : 0;
+    if (length < 3 || length > 5) {
+      const char* const shape = " must be (rollout_id, generation, tokens), with context and reward or without";
+      throw nb::type_error((where + shape).c_str());
     }
     std::string id;
     if (!nb::try_cast(item[0], id)) throw nb::type_error((where + ": the rollout id must be a str").c_str());
     const std::optional<std::int64_t> generation = integer_of(item[1]);
     if (!generation) throw nb::type_error((where + ": the generation must be an int that fits 64 bits").c_str());
-    tokens.emplace_back(item[2], "rollout '" + id + "' of problem '" + problem + "'");
+    const auto name = [&] { return "rollout '" + id + "' of problem '" + problem + "'"; };
+    tokens.emplace_back(item[2], name);
+    const nb::object context = length > 3 ? nb::object(item[3]) : nb::object(nb::make_tuple());
+    contexts.emplace_back(context, [&] { return "the context of " + name(); });
+    const nb::object reward = length > 4 ? nb::object(item[4]) : nb::none();
+    rewards.push_back(reward.is_none() ? das::kNoReward : reward_of(reward, name()));
     ids.push_back(std::move(id));
     generations.push_back(*generation);
   }
   const nb::gil_scoped_release released;
   std::vector<das::Rollout> batch;
   batch.reserve(ids.size());
-  for (std::size_t i = 0; i < ids.size(); ++i) batch.push_back({ids[i], generations[i], tokens[i].tokens()});
+  for (std::size_t i = 0; i < ids.size(); ++i) {
+    batch.push_back({ids[i], generations[i], contexts[i].tokens(), tokens[i].tokens(), rewards[i]});
+  }
   return index.add(problem, batch);
 }
 
-std::int64_t open(das::SuffixIndex& index, const std::string& problem, nb::handle prompt, bool history, bool self) {
-  const TokenArgument tokens(prompt, "the prompt");
+std::int64_t open(das::SuffixIndex& index, const std::string& problem, nb::handle prompt, std::size_t context,
+                  const das::Sources& sources, nb::handle ends) {
+  const TokenArgument tokens(prompt, [] { return std::string("the prompt"); });
+  const TokenArgument last(ends, [] { return std::string("ends"); });
   const nb::gil_scoped_release released;
-  return index.open(problem, tokens.tokens(), history, self);
+  return index.open(problem, {tokens.tokens(), context, sources, last.tokens()});
 }
 
 void extend(das::SuffixIndex& index, std::int64_t handle, nb::handle tokens) {
-  const TokenArgument argument(tokens, "tokens");
+  const TokenArgument argument(tokens, [] { return std::string("tokens"); });
   const nb::gil_scoped_release released;
-  index.extend(handle, argument.tokens());
+  const std::span<const Token> span = argument.tokens();
+  index.extend({&handle, 1}, {&span, 1});
+}
+
+void extend_batch(das::SuffixIndex& index, const std::vector<std::int64_t>& handles, nb::handle tokens) {
+  std::vector<TokenArgument> arguments;
+  arguments.reserve(handles.size());
+  for (nb::handle item : nb::iter(tokens)) {
+    arguments.emplace_back(item, [&] { return "tokens " + std::to_string(arguments.size()); });
+  }
+  if (handles.size() != arguments.size()) {
+    throw nb::value_error(("each handle needs its tokens, got " + std::to_string(handles.size()) + " handles and " +
+                           std::to_string(arguments.size()) + " lists of tokens")
+                              .c_str());
+  }
+  const nb::gil_scoped_release released;
+  std::vector<std::span<const Token>> spans;
+  spans.reserve(arguments.size());
+  for (const TokenArgument& argument : arguments) spans.push_back(argument.tokens());
+  index.extend(handles, spans);
 }
 
 std::vector<das::Draft> draft_batch(das::SuffixIndex& index, const std::vector<std::int64_t>& handles,
@@ -162,28 +248,55 @@ das::Draft draft(das::SuffixIndex& index, std::int64_t handle, std::int64_t budg
   return std::move(index.draft({&handle, 1}, {&limit, 1}, min_survival).front());
 }
 
-nb::list calibration(const das::SuffixIndex& index) {
+nb::list occurrences(das::SuffixIndex& index, std::int64_t handle, std::int64_t length) {
+  const std::size_t limit = check_budget(length);
+  std::vector<das::FoundText> found;
+  {
+    const nb::gil_scoped_release released;
+    found = index.occurrences(handle, limit);
+  }
   nb::list rows;
-  for (const das::CalibrationRow& row : index.calibration()) {
-    rows.append(nb::make_tuple(name_of(row.source), row.match_length, row.share, row.votes, row.accepted,
-                               row.rejected, row.probability));
+  for (const das::FoundText& one : found) {
+    const nb::object reward = std::isnan(one.reward) ? nb::none() : nb::object(nb::float_(one.reward));
+    rows.append(nb::make_tuple(name_of(one.source), one.match, one.generation, one.tokens, reward, one.anchored));
   }
   return rows;
 }
 
+// A property of a draft: what each of its tokens has.
+template <class Of>
+auto listed(Of of) {
+  return [of](const das::Draft& draft) {
+    nb::list values;
+    for (const DraftToken& one : draft.tokens) values.append(of(one));
+    return values;
+  };
+}
+
 nb::list counters(const das::SuffixIndex& index) {
   nb::list rows;
-  for (const das::Source source : {das::Source::history, das::Source::self}) {
+  for (std::size_t i = 0; i < das::kSources; ++i) {
+    const auto source = static_cast<das::Source>(i);
     const das::SourceCounts counts = index.counts(source);
-    rows.append(nb::make_tuple(name_of(source), counts.drafts, counts.drafted, counts.verified, counts.accepted));
+    rows.append(nb::make_tuple(name_of(source), counts.drafted, counts.verified, counts.accepted));
   }
   return rows;
+}
+
+nb::dict accepted_by_age(const das::SuffixIndex& index) {
+  nb::dict ages;
+  for (std::size_t age = 0; age < das::AgeCounts::kAges; ++age) {
+    const das::AgeCounts::Counts counts = index.counts_of_age(age);
+    if (counts.drafted > 0.0) ages[nb::int_(age)] = nb::make_tuple(counts.drafted, counts.accepted);
+  }
+  return ages;
 }
 
 }  // namespace
 
 NB_MODULE(_native, m) {
-  // Engine processes end by os._exit or a signal, with an index alive: nothing leaks that the system does not take back.
+  // Engine processes end by os._exit or a signal, with an index alive: nothing leaks that the system does not take
+  // back.
   nb::set_leak_warnings(false);
   m.doc() = "The suffix index behind rollout_worker.drafting.index.";
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
@@ -195,20 +308,33 @@ NB_MODULE(_native, m) {
   });
 
   nb::class_<das::Draft>(m, "Draft")
-      .def_ro("tokens", &das::Draft::tokens)
-      .def_ro("probabilities", &das::Draft::probabilities)
-      .def_prop_ro("source", [](const das::Draft& draft) { return draft.source ? name_of(*draft.source) : "none"; })
+      .def_prop_ro("tokens", listed([](const DraftToken& one) { return nb::int_(one.token); }))
+      .def_prop_ro("probabilities", listed([](const DraftToken& one) { return nb::float_(one.probability); }))
+      .def_prop_ro("sources", listed([](const DraftToken& one) { return nb::str(name_of(one.source)); }))
+      .def_prop_ro("ages", listed([](const DraftToken& one) {
+                     return one.age < 0 ? nb::none() : nb::object(nb::int_(one.age));
+                   }))
       .def_ro("match_length", &das::Draft::match_length)
       .def("__len__", [](const das::Draft& draft) { return draft.tokens.size(); })
       .def("__repr__", [](nb::handle_t<das::Draft> self) {
-        return nb::str("Draft(tokens={!r}, probabilities={!r}, source={!r}, match_length={!r})")
-            .format(self.attr("tokens"), self.attr("probabilities"), self.attr("source"), self.attr("match_length"));
+        return nb::str("Draft(tokens={!r}, probabilities={!r}, sources={!r}, ages={!r}, match_length={!r})")
+            .format(self.attr("tokens"), self.attr("probabilities"), self.attr("sources"), self.attr("ages"),
+                    self.attr("match_length"));
       });
 
   using released = nb::call_guard<nb::gil_scoped_release>;
   nb::class_<das::SuffixIndex>(m, "SuffixIndex")
-      .def(nb::init<std::size_t, std::size_t>(), nb::arg("max_match"), nb::arg("min_match"))
+      .def(
+          "__init__",
+          [](das::SuffixIndex* index, std::size_t depth, std::size_t threads, std::size_t bytes, std::size_t pool) {
+            new (index) das::SuffixIndex(depth, threads, {bytes, pool});
+          },
+          nb::arg("depth"), nb::arg("threads"), nb::arg("max_bytes"), nb::arg("pool_tokens"))
       .def("add", &add, nb::arg("problem"), nb::arg("rollouts"))
+      .def("set_rewards", &set_rewards, nb::arg("problem"), nb::arg("rewards"))
+      .def("take_evicted", &das::SuffixIndex::take_evicted, released())
+      .def("settle", &das::SuffixIndex::settle, released())
+      .def("pool_tokens", &das::SuffixIndex::pool_tokens, released())
       .def("drop_rollout", &das::SuffixIndex::drop_rollout, nb::arg("problem"), nb::arg("rollout_id"), released())
       .def("drop_before", &das::SuffixIndex::drop_before, nb::arg("problem"), nb::arg("generation"), released())
       .def("drop_problem", &das::SuffixIndex::drop_problem, nb::arg("problem"), released())
@@ -216,13 +342,22 @@ NB_MODULE(_native, m) {
       .def("rollouts", &das::SuffixIndex::rollouts, nb::arg("problem"), released())
       .def("tokens", &das::SuffixIndex::tokens, nb::arg("problem"), released())
       .def("total_bytes", [](const das::SuffixIndex& index) { return index.bytes(); })
-      .def("problem_bytes", [](das::SuffixIndex& index, std::string_view problem) { return index.bytes(problem); },
-           nb::arg("problem"), released())
-      .def("open", &open, nb::arg("problem"), nb::arg("prompt").none(), nb::arg("history"), nb::arg("self_text"))
+      .def(
+          "problem_bytes", [](das::SuffixIndex& index, std::string_view problem) { return index.bytes(problem); },
+          nb::arg("problem"), released())
+      .def(
+          "open",
+          [](das::SuffixIndex& index, const std::string& problem, nb::handle prompt, std::size_t context,
+             std::array<bool, das::kSources> from, nb::handle ends) {
+            return open(index, problem, prompt, context, {from[0], from[1], from[2], from[3]}, ends);
+          },
+          nb::arg("problem"), nb::arg("prompt").none(), nb::arg("context"), nb::arg("sources"), nb::arg("ends"))
       .def("extend", &extend, nb::arg("handle"), nb::arg("tokens").none())
+      .def("extend_batch", &extend_batch, nb::arg("handles"), nb::arg("tokens"))
       .def("close", &das::SuffixIndex::close, nb::arg("handle"), released())
       .def("draft", &draft, nb::arg("handle"), nb::arg("budget"), nb::arg("min_survival"))
       .def("draft_batch", &draft_batch, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survival"))
-      .def("calibration", &calibration)
-      .def("counters", &counters);
+      .def("occurrences", &occurrences, nb::arg("handle"), nb::arg("length"))
+      .def("counters", &counters)
+      .def("accepted_by_age", &accepted_by_age);
 }

@@ -1,87 +1,80 @@
-// An immutable, bulk-built index over some rollouts of one problem.
+// An immutable, bulk-built index over some rollouts.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <memory_resource>
+#include <optional>
 #include <span>
 #include <vector>
 
-#include "context_order.hpp"
 #include "memory.hpp"
+#include "occurrence.hpp"
+#include "text.hpp"
 
 namespace das {
 
-// How many occurrences of a match vote on a draft: the newest.
-inline constexpr std::size_t kMaxOccurrences = 64;
-
-// One rollout's response. `sequence` counts the rollouts added to a problem and identifies a rollout within it.
+// One rollout's text.
 struct Document {
-  std::int64_t generation;
-  std::uint64_t sequence;
+  std::int64_t generation = 0;
+  std::uint64_t number = 0;  // identifies it among all that are searched together
+  std::size_t context = 0;   // so many leading tokens are matched, and never drafted
   std::span<const Token> tokens;
-  bool reversed;  // tokens run from the newest to the oldest
+  float reward = kNoReward;
+  std::uint32_t origin = 0;  // tells problems apart where those of several are searched together
 };
 
-// Where a match continues: `next` is its next token, *(next - 1) the one after; kStart ends the document.
-struct Occurrence {
-  std::int64_t generation;
-  std::uint64_t sequence;
-  const Token* next;
-};
-
-// The longest match of a context in one segment, as an interval of its order.
-struct Match {
-  std::size_t length = 0;
-  std::size_t begin = 0;
-  std::size_t end = 0;
-};
-
+// Positions of all documents sorted by their contexts, with what neighbours have in common: a suffix array of the
+// reversed text with its longest common prefixes (Abouelhoda et al. 2004), cut off at a depth. Token ids are replaced
+// by their places among the segment's own, so that nearly always two bytes hold one. Only what is told about a document
+// later, its reward and that it is gone, changes in place.
 class Segment {
  public:
-  // Builds the segment; documents must not be empty. Throws std::length_error at 2^32 tokens.
-  Segment(std::shared_ptr<ByteCounter> counter, std::vector<Document> documents, std::size_t depth);
+  // Throws std::length_error at 2^32 tokens.
+  static std::shared_ptr<const Segment> build(const std::shared_ptr<ByteCounter>& counter,
+                                              std::span<const Document> documents, std::size_t depth);
 
-  // A copy without the documents for which `dropped` (by sequence, sorted) says so, in linear time.
-  Segment(std::shared_ptr<ByteCounter> counter, const Segment& source, std::span<const std::uint64_t> dropped);
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+  virtual ~Segment() = default;
 
-  std::size_t tokens() const { return order_.size(); }
-  std::size_t documents() const { return documents_.size(); }
-  bool contains_any(std::span<const std::uint64_t> sequences) const;
+  virtual std::size_t tokens() const = 0;           // that can be drafted
+  std::uint64_t serial() const { return serial_; }  // that no other segment has, nor will have
+  virtual bool contains_any(std::span<const std::uint64_t> numbers) const = 0;
 
-  // Appends views of the documents held, for building another segment.
-  void append_documents(std::vector<Document>& out) const;
+  // Of the document with this number; whether there is one.
+  virtual bool set_reward(std::uint64_t number, float reward) const = 0;
+  // Documents of an origin that are of earlier generations (none: of any), or have these numbers, are not to be found
+  // any more, and not to be built into another segment. `forgotten` is told their numbers.
+  virtual void forget(std::uint32_t origin, std::optional<std::int64_t> before, std::span<const std::uint64_t> numbers,
+                      std::vector<std::uint64_t>& forgotten) const = 0;
 
-  // The longest beginning of the reversed context that occurs, of at most context.size() <= depth tokens.
-  Match longest_match(std::span<const Token> context) const;
+  // Appends the documents held, to be built into another segment; their text goes to `text`.
+  virtual void copy_documents(std::vector<Document>& documents, std::vector<std::unique_ptr<Token[]>>& text) const = 0;
 
-  // Appends the newest occurrences of a match, at most kMaxOccurrences, newest first: higher generation, then higher
-  // sequence, then later position.
-  void append_newest(const Match& match, std::vector<Occurrence>& out) const;
+  // The same without some documents (by number, sorted), in linear time.
+  virtual std::shared_ptr<const Segment> without(std::span<const std::uint64_t> numbers) const = 0;
+
+  // Appends the `limit` occurrences with the longest matches of `context` (in reading order), at least one token long.
+  virtual void find_longest(std::span<const Token> context, std::size_t limit,
+                            std::vector<Occurrence>& found) const = 0;
+  // The same, with none in documents of `origin`, as far as a bounded search finds others.
+  virtual void find_foreign(std::span<const Token> context, std::uint32_t origin, std::size_t limit,
+                            std::vector<Occurrence>& found) const = 0;
+
+  // Where an occurrence stands, as the next takes it; none for what another segment found.
+  virtual std::optional<std::size_t> position_of(const Occurrence& occurrence) const = 0;
+  // The occurrence with the longest match in the document of a position, near where that is `since` tokens later; the
+  // nearest of equals.
+  virtual std::optional<Occurrence> find_near(std::size_t position, std::size_t since,
+                                              std::span<const Token> context) const = 0;
+
+ protected:
+  Segment() : serial_(next_serial()) {}
 
  private:
-  struct Entry {
-    std::uint32_t begin;  // where its newest token stands in reversed_
-    std::int64_t generation;
-    std::uint64_t sequence;
-  };
-
-  std::size_t end_of(std::size_t document) const;  // one past its START
-  void index_newest();
-  std::uint32_t newest_in_blocks(std::size_t first, std::size_t last) const;
-  void newest_positions(const Match& match, std::vector<std::uint32_t>& out) const;
-
-  Charge charge_;
-  // kStart, then each document reversed and followed by kStart, newest document first: the smaller a position, the
-  // newer the occurrence. One more kStart ends it, so that comparing two tokens at a time stays inside.
-  std::pmr::vector<Token> reversed_;
-  std::pmr::vector<Entry> documents_;
-  std::pmr::vector<std::uint32_t> order_;
-  // Sparse table over blocks of order_: level k, entry b is the index of the block with the smallest position among
-  // blocks b .. b + 2^k - 1. Absent in small segments.
-  std::pmr::vector<std::uint32_t> block_minimum_;
-  std::pmr::vector<std::uint32_t> newest_block_;
+  static std::uint64_t next_serial();
+  const std::uint64_t serial_;
 };
 
 }  // namespace das

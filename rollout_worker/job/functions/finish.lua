@@ -5,7 +5,7 @@
 -- ARGV: rollout id, sample, ledger entry, result, the rollout for its history (empty: it does not enter one),
 --   inbox entry (empty: it was in none), engine, request id, seconds that the ledger is kept after the request's end,
 --   seconds that a trajectory's engine is remembered (0: there is no trajectory), most events kept,
---   tokens, steps, drafted, accepted.
+--   tokens, steps, drafted, accepted, last tokens before the response for the history (empty: none).
 -- Returns 1 if this call did it, 0 if it was done before, -1 if nobody asked for it.
 local ledger, rollout, sample, engine = KEYS[1], ARGV[1], ARGV[2], ARGV[7]
 if ARGV[6] ~= '' then
@@ -20,7 +20,11 @@ if redis.call('HSETNX', ledger, sample, ARGV[3]) == 0 then
 end
 redis.call('XADD', KEYS[3], '*', 'd', ARGV[4])
 if ARGV[5] ~= '' then
-  redis.call('XADD', KEYS[4], '*', 'd', ARGV[5])
+  if ARGV[16] ~= '' then
+    redis.call('XADD', KEYS[4], '*', 'd', ARGV[5], 'c', ARGV[16])
+  else
+    redis.call('XADD', KEYS[4], '*', 'd', ARGV[5])
+  end
 end
 redis.call('HINCRBY', KEYS[10], 'rollouts', 1)
 redis.call('HINCRBY', KEYS[10], 'tokens', ARGV[12])

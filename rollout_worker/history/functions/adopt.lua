@@ -1,0 +1,15 @@
+#!lua
+-- Set what is not set yet in a history's meta hash: on a server that has come back empty, or from an archive. Its newest
+-- generation never falls.
+-- KEYS: meta.
+-- ARGV: a generation that was the newest one somewhere, then fields and their values, alternating.
+-- Returns the newest generation.
+for i = 2, #ARGV, 2 do
+  redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1])
+end
+local newest = tonumber(redis.call('HGET', KEYS[1], 'generation') or 0)
+if tonumber(ARGV[1]) > newest then
+  redis.call('HSET', KEYS[1], 'generation', ARGV[1])
+  newest = tonumber(ARGV[1])
+end
+return newest

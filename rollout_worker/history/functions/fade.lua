@@ -1,0 +1,19 @@
+#!lua flags=allow-oom
+-- Let counts of drafts by age fade, once for each new generation.
+-- KEYS: ages, meta (one slot).
+-- ARGV: newest generation, generations after which a count is worth half.
+-- Returns whether they faded.
+local newest = tonumber(ARGV[1])
+local passed = newest - (tonumber(redis.call('HGET', KEYS[2], 'faded') or newest - 1) or newest - 1)
+if passed <= 0 then
+  return 0
+end
+redis.call('HSET', KEYS[2], 'faded', ARGV[1])
+local counts = redis.call('HGETALL', KEYS[1])
+for i = 1, #counts, 2 do
+  local count = tonumber(counts[i + 1])
+  if count then
+    redis.call('HSET', KEYS[1], counts[i], string.format('%.6f', count * 0.5 ^ (passed / tonumber(ARGV[2]))))
+  end
+end
+return 1

@@ -1,0 +1,433 @@
+"""Redis servers, clusters and Sentinels of a test's own, to be killed, paused and failed over."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import signal
+import socket
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import redis
+
+_START_S = 20.0
+_PR_SET_PDEATHSIG = 1
+_SLOTS = 16384
+_libc = ctypes.CDLL(None)
+
+
+def until(true: Callable[[], Any], what: str, *, seconds: float = _START_S) -> None:
+    """Wait until something is true; Redis errors count as false."""
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(redis.RedisError):
+            if true():
+                return
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Certificates:
+    """A certificate for 127.0.0.1 and localhost that vouches for itself."""
+
+    certificate: Path
+    key: Path
+
+    @classmethod
+    def make(cls, directory: Path) -> Certificates:
+        directory.mkdir(parents=True, exist_ok=True)
+        made = cls(directory / "certificate.pem", directory / "key.pem")
+        subprocess.run(
+            [
+                *("openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
+                *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
+                *("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"),
+                *("-out", str(made.certificate), "-keyout", str(made.key)),
+            ],
+            check=True,
+            capture_output=True,
+        )
+        return made
+
+    @property
+    def query(self) -> str:
+        """Options of a URL for who trusts it, and shows it in turn."""
+        return f"ssl_ca_certs={self.certificate}&ssl_certfile={self.certificate}&ssl_keyfile={self.key}"
+
+
+class Closing(contextlib.AbstractContextManager["Closing"], ABC):
+    """Closed at the end of a ``with`` block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class Server(Closing):
+    """One ``redis-server`` on a port of its own; it ends with this process, however that ends."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        appendonly: bool = False,
+        password: str = "",
+        users: Sequence[str] = (),
+        maxmemory: str = "0",
+        certificates: Certificates | None = None,
+        settings: Mapping[str, str] | None = None,
+        sentinel: Sequence[str] | None = None,
+        program: str | Path = "redis-server",
+    ) -> None:
+        """Start it and wait until it answers.
+
+        Args:
+            directory: where its data, settings and log are; made if it is not there.
+            appendonly: whether it keeps what was written when it is killed.
+            password: of the default user.
+            users: ACL rules of further users, each as ``name on >password …``.
+            maxmemory: as in redis.conf.
+            certificates: for TLS, which is then the only way in.
+            settings: further lines of redis.conf, by name.
+            sentinel: lines of its configuration, for a Sentinel.
+            program: another server that does what Redis does.
+        """
+        self._program = program
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.port = free_port()
+        self.certificates = certificates
+        self.password = password
+        self._sentinel = sentinel is not None
+        lines = {"bind": "127.0.0.1", "dir": f'"{directory}"', "logfile": f'"{directory}/log"', "port": str(self.port)}
+        if certificates is not None:
+            lines |= {
+                "port": "0",
+                "tls-port": str(self.port),
+                "tls-cert-file": str(certificates.certificate),
+                "tls-key-file": str(certificates.key),
+                "tls-ca-cert-file": str(certificates.certificate),
+                "tls-replication": "yes",
+            }
+        if password:
+            lines["requirepass"] = password
+        if sentinel is None:
+            if certificates is not None:
+                lines["tls-cluster"] = "yes"
+            if password:
+                lines["masterauth"] = password
+            lines |= {
+                "appendonly": "yes" if appendonly else "no",
+                "appendfsync": "always",
+                "save": "''",
+                "maxmemory": maxmemory,
+                "repl-diskless-sync-delay": "0",
+            }
+        lines |= settings or {}
+        text = "".join(f"{name} {value}\n" for name, value in lines.items())
+        text += "".join(f"user {rules}\n" for rules in users) + "".join(f"{line}\n" for line in sentinel or ())
+        (directory / "redis.conf").write_text(text)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    @property
+    def url(self) -> str:
+        """Of the default user."""
+        scheme, query = ("redis", "") if self.certificates is None else ("rediss", f"?{self.certificates.query}")
+        return f"{scheme}://{self._login}127.0.0.1:{self.port}{query}"
+
+    @property
+    def _login(self) -> str:
+        return f":{self.password}@" if self.password else ""
+
+    def url_of(self, user: str, password: str) -> str:
+        """Of one of its users."""
+        return self.url.replace(f"://{self._login}", f"://{user}:{password}@")
+
+    def client(self) -> Any:
+        """A client of the default user, which sends each command once."""
+        return redis.Redis.from_url(self.url, socket_timeout=5, retry=None, decode_responses=True)
+
+    def start(self) -> None:
+        """Start it, if it does not run, and wait until it answers."""
+        if self._process is not None:
+            return
+        self._process = subprocess.Popen(
+            [self._program, str(self.directory / "redis.conf"), *(["--sentinel"] if self._sentinel else [])],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 – one system call, as in rollout_worker.child_process
+            process_group=0,
+        )
+        with contextlib.closing(self.client()) as client:
+            until(client.ping, f"redis-server answers, see {self.directory}/log")
+
+    def stop(self) -> None:
+        """End it in good order."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it at once (kill -9)."""
+        self._end(signal.SIGKILL)
+
+    def restart(self) -> None:
+        """Kill it and start it again, on the same port."""
+        self.kill()
+        self.start()
+
+    def pause(self) -> None:
+        """Let it answer no more, while its connections stay."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undo :meth:`pause`."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        """End it, whatever became of it."""
+        self._end(signal.SIGKILL)
+
+    def _end(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(timeout=30)
+            self._process = None
+
+
+class SlotMove:
+    """A slot on its way from one primary of a cluster to another."""
+
+    def __init__(self, cluster: Cluster, key: str) -> None:
+        """Begin it: from now on the keys that are not on the old node are asked for on the new one."""
+        nodes = cluster.node_ids()
+        owner = cluster.owner(key)
+        self.slot = int(owner.client().cluster("keyslot", key))
+        self.source = owner
+        self.target = next(server for server in cluster.servers if server is not owner)
+        self._cluster, self._nodes = cluster, nodes
+        self.target.client().execute_command("CLUSTER SETSLOT", self.slot, "IMPORTING", nodes[self.source.port])
+        self.source.client().execute_command("CLUSTER SETSLOT", self.slot, "MIGRATING", nodes[self.target.port])
+
+    def migrate(self, count: int = 1_000_000) -> None:
+        """Move up to *count* keys."""
+        source = self.source.client()
+        keys = source.execute_command("CLUSTER GETKEYSINSLOT", self.slot, count)
+        if keys:
+            login = ("AUTH", self._cluster.password) if self._cluster.password else ()
+            source.execute_command("MIGRATE", "127.0.0.1", self.target.port, "", 0, 5000, *login, "KEYS", *keys)
+
+    def finish(self) -> None:
+        """Give the slot to the new node, and say so to all."""
+        others = [server for server in self._cluster.servers if server not in (self.source, self.target)]
+        for server in (self.target, self.source, *others):
+            server.client().execute_command("CLUSTER SETSLOT", self.slot, "NODE", self._nodes[self.target.port])
+
+
+class Cluster(Closing):
+    """A Redis Cluster of three primaries without replicas."""
+
+    def __init__(
+        self, directory: Path, *, primaries: int = 3, empty: int = 0, password: str = "", **options: Any
+    ) -> None:
+        """Start it and wait until all its nodes serve all slots.
+
+        Args:
+            directory: where its servers' data are.
+            primaries: nodes that share the slots.
+            empty: further nodes, without slots.
+            password: of the default user of all nodes.
+            options: of each server, see :class:`Server`.
+        """
+        self.password = password
+        self.servers: list[Server] = []
+        try:
+            for number in range(primaries + empty):
+                bus = free_port()
+                settings = {
+                    "cluster-enabled": "yes",
+                    "cluster-port": str(bus),
+                    "cluster-node-timeout": "1000",
+                }
+                server = Server(directory / str(number), password=password, settings=settings, **options)
+                self.servers.append(server)
+                client = server.client()
+                client.execute_command("CLUSTER SET-CONFIG-EPOCH", number + 1)
+                if number < primaries:
+                    first, end = _SLOTS * number // primaries, _SLOTS * (number + 1) // primaries
+                    client.execute_command("CLUSTER ADDSLOTSRANGE", first, end - 1)
+                self.servers[0].client().execute_command("CLUSTER MEET", "127.0.0.1", server.port, bus)
+            self.wait_until_ok()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Names all its nodes."""
+        scheme, _, rest = self.servers[0].url.partition("://")
+        query = rest.partition("?")[2]
+        login = f":{self.password}@" if self.password else ""
+        hosts = ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
+        return f"{scheme}+cluster://{login}{hosts}{f'?{query}' if query else ''}"
+
+    def wait_until_ok(self) -> None:
+        """Wait until every node serves all slots and knows all others."""
+        for server in self.servers:
+            until(lambda server=server: self._is_ok(server), "every node serves all slots and knows all others")
+
+    def _is_ok(self, server: Server) -> bool:
+        with contextlib.closing(server.client()) as client:
+            state: Any = client.execute_command("CLUSTER INFO")
+            return state["cluster_state"] == "ok" and int(state["cluster_known_nodes"]) == len(self.servers)
+
+    def node_ids(self) -> dict[int, str]:
+        """Id of each node, by its port."""
+        return {server.port: server.client().execute_command("CLUSTER MYID") for server in self.servers}
+
+    def owner(self, key: str) -> Server:
+        """The node that has *key*."""
+        slot = int(self.servers[0].client().cluster("keyslot", key))
+        for first, last, primary, *_ in self._slots():
+            if first <= slot <= last:
+                return next(server for server in self.servers if server.port == primary)
+        raise AssertionError(f"slot {slot} has no node")
+
+    def _slots(self) -> list[tuple[int, int, int]]:
+        client = redis.Redis.from_url(self.servers[0].url)
+        client.set_response_callback("CLUSTER SLOTS", lambda reply, **_: reply)
+        said: Any = client.execute_command("CLUSTER SLOTS")
+        return [(int(first), int(last), int(primary[1])) for first, last, primary, *_ in said]
+
+    def begin_move(self, key: str) -> SlotMove:
+        """Begin to move the slot of *key* to another node."""
+        return SlotMove(self, key)
+
+    def move_slot(self, key: str) -> None:
+        """Move the slot of *key* to another node."""
+        move = self.begin_move(key)
+        move.migrate()
+        move.finish()
+
+    def close(self) -> None:
+        """End all nodes."""
+        for server in self.servers:
+            server.close()
+
+
+class Sentinels(Closing):
+    """A primary, a replica and the Sentinels that watch them."""
+
+    SERVICE = "mymaster"
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        sentinels: int = 3,
+        password: str = "",
+        sentinel_password: str = "",
+        certificates: Certificates | None = None,
+    ) -> None:
+        """Start them and wait until the Sentinels know the replica and each other.
+
+        Args:
+            directory: where their data are.
+            sentinels: how many; more than half of them must agree that the primary is gone.
+            password: of the primary and the replica.
+            sentinel_password: of the Sentinels.
+            certificates: for TLS.
+        """
+        self.password, self.sentinel_password = password, sentinel_password
+        self.servers: list[Server] = []
+        self.sentinels: list[Server] = []
+        tls: dict[str, Any] = {"certificates": certificates}
+        try:
+            self.primary = Server(directory / "first", password=password, **tls)
+            self.servers.append(self.primary)
+            replica = {"replicaof": f"127.0.0.1 {self.primary.port}"}
+            self.servers.append(Server(directory / "second", password=password, settings=replica, **tls))
+            with contextlib.closing(self.servers[1].client()) as client:
+                until(lambda: client.info("replication")["master_link_status"] == "up", "the replica follows")
+            lines = [
+                f"sentinel monitor {self.SERVICE} 127.0.0.1 {self.primary.port} {sentinels // 2 + 1}",
+                f"sentinel down-after-milliseconds {self.SERVICE} 500",
+                f"sentinel failover-timeout {self.SERVICE} 3000",
+            ]
+            if password:
+                lines.append(f"sentinel auth-pass {self.SERVICE} {password}")
+            if sentinel_password:
+                lines.append(f"sentinel sentinel-pass {sentinel_password}")
+            for number in range(sentinels):
+                where = directory / f"sentinel{number}"
+                self.sentinels.append(Server(where, password=sentinel_password, sentinel=lines, **tls))
+            for sentinel in self.sentinels:
+                until(lambda sentinel=sentinel: self._knows_all(sentinel), "the Sentinels know each other")
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Of the primary, through the Sentinels."""
+        scheme, _, rest = self.sentinels[0].url.partition("://")
+        query = [part for part in (rest.partition("?")[2],) if part]
+        if self.sentinel_password:
+            query.append(f"sentinel_password={self.sentinel_password}")
+        login = f":{self.password}@" if self.password else ""
+        hosts = ",".join(f"127.0.0.1:{sentinel.port}" for sentinel in self.sentinels)
+        return f"{scheme}+sentinel://{login}{hosts}/{self.SERVICE}{'?' if query else ''}{'&'.join(query)}"
+
+    def fail_over(self) -> None:
+        """Kill the primary (-9) and wait until the replica has taken its place and every Sentinel says so."""
+        gone = self.primary
+        gone.kill()
+        self.primary = next(server for server in self.servers if server is not gone)
+        with contextlib.closing(self.primary.client()) as client:
+            until(lambda: client.role()[0] == "master", "the replica is the primary", seconds=60)
+        for sentinel in self.sentinels:
+            until(lambda sentinel=sentinel: self._names(sentinel) == self.primary.port, "the Sentinels say so")
+
+    def _names(self, sentinel: Server) -> int:
+        with contextlib.closing(sentinel.client()) as client:
+            return int(client.sentinel_get_master_addr_by_name(self.SERVICE)[1])
+
+    def _knows_all(self, sentinel: Server) -> bool:
+        with contextlib.closing(sentinel.client()) as client:
+            state = client.sentinel_master(self.SERVICE)
+            others = len(self.sentinels) - 1
+            return bool(
+                state["num-slaves"] == 1 and state["num-other-sentinels"] == others and "down" not in state["flags"]
+            )
+
+    def close(self) -> None:
+        """End them all."""
+        for server in (*self.sentinels, *self.servers):
+            server.close()
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _end_with_parent() -> None:
+    # SIGKILL, since one that is paused would not take another
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

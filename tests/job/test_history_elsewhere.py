@@ -1,0 +1,119 @@
+"""A history that is not on the server of its job's messages: the command line finds it, and says where it does not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import yaml
+from ports import free_port
+from test_plane import JOB, request, rollout
+
+from rollout_api.exit_codes import EXIT_MANIFEST, EXIT_REDIS
+from rollout_api.keys import HistoryKeys
+from rollout_api.messages import encode
+from rollout_worker.cluster import _say_if_unusable
+from rollout_worker.embedded_redis import EmbeddedRedis
+from rollout_worker.history.connection import connect
+from rollout_worker.history.store import START, HistoryStore
+
+HISTORY = HistoryKeys("default", "shared")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[str]:
+    """URL of another server, with the history that the job opened there."""
+    lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+    server = EmbeddedRedis(tmp_path / "redis", keep_open=lock)
+    url = server.start()
+    HistoryStore(connect(url), HISTORY, window=16).open("tokenizer")
+    yield url
+    server.stop()
+    os.close(lock)
+
+
+@pytest.fixture
+def server(redis_url: str) -> redis.Redis:
+    """A job with a finished rollout that no relay has carried."""
+    client = connect(redis_url)
+    client.hset(JOB.job, "state", "running")
+    client.xadd(JOB.outbox, {"d": encode(rollout(request(), 0))})
+    return client
+
+
+def end(directory: Path, redis_url: str, *options: str, **history: Any) -> subprocess.CompletedProcess[str]:
+    """``rollout end`` of a job whose manifest says *history*."""
+    manifest = {
+        "apiVersion": "das.rollout.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "math"},
+        "spec": {
+            "source": {"trainer": {}},
+            "model": {"uri": "a/b"},
+            "history": {"name": HISTORY.name, **({"redis": history} if history else {})},
+        },
+    }
+    file = directory / "job.yaml"
+    file.write_text(yaml.safe_dump(manifest))
+    command = [sys.executable, "-m", "rollout_worker.cli", "end", "-f", str(file), "--uid", JOB.uid, *options]
+    return subprocess.run(command, env={**os.environ, "ROLLOUT_REDIS_URL": redis_url}, capture_output=True, text=True)
+
+
+def rollouts(url: str) -> int:
+    return len(HistoryStore(connect(url), HISTORY, window=16).read({"p": START})["p"].records)
+
+
+@pytest.mark.usefixtures("server")
+def test_what_was_finished_comes_into_the_history_on_its_own_server(
+    redis_url: str, elsewhere: str, tmp_path: Path
+) -> None:
+    secret = {"secretKeyRef": {"name": "histories", "key": "url"}}
+    done = end(tmp_path, redis_url, "--history-redis", elsewhere, urlFrom=secret)
+    assert 0 == done.returncode, done.stderr
+    assert (0, 1) == (rollouts(redis_url), rollouts(elsewhere))
+
+
+@pytest.mark.usefixtures("server")
+def test_the_url_in_the_manifest_is_taken_unless_another_is_given(
+    redis_url: str, elsewhere: str, tmp_path: Path
+) -> None:
+    # no credentials stand in a manifest: one that nobody listens on shows which was asked
+    nobody = f"redis://127.0.0.1:{free_port()}/0"
+    done = end(tmp_path, redis_url, url=nobody)
+    assert EXIT_REDIS == done.returncode
+    assert nobody.removeprefix("redis://").split("/")[0] in done.stderr
+    assert 0 == end(tmp_path, redis_url, "--history-redis", elsewhere, url=nobody).returncode
+    assert 1 == rollouts(elsewhere)
+
+
+def test_a_secret_that_only_a_cluster_can_read_is_refused_by_field(
+    server: redis.Redis, redis_url: str, tmp_path: Path
+) -> None:
+    done = end(tmp_path, redis_url, urlFrom={"secretKeyRef": {"name": "histories", "key": "url"}})
+    assert EXIT_MANIFEST == done.returncode
+    assert "spec.history.redis.urlFrom" in done.stderr
+    assert "ROLLOUT_HISTORY_REDIS_URL" in done.stderr
+    assert 1 == server.xlen(JOB.outbox)
+
+
+@pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
+def test_a_worker_that_cannot_reach_the_history_says_so_without_the_password(
+    scheme: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    _say_if_unusable(f"{scheme}://user:hunter2@127.0.0.1:{port}")
+    (said,) = caplog.messages
+    assert f"127.0.0.1:{port}" in said
+    assert "without the job's history" in said
+    assert "hunter2" not in said
+
+
+def test_a_worker_that_reaches_it_says_nothing(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    _say_if_unusable(redis_url)
+    assert [] == caplog.messages

@@ -6,19 +6,18 @@ import argparse
 import asyncio
 import logging
 import os
+import signal
 import socket
 import sys
 import uuid
 from collections.abc import Sequence
 
-import kopf
-
-from rollout_api.job import API_VERSION, PLURAL
 from rollout_api.tasks import end
-from rollout_operator import handlers, logs
-from rollout_operator.api import ApiError, KubernetesApi
+from rollout_operator import logs
+from rollout_operator.api import KubernetesApi
 from rollout_operator.cluster import Cluster
 from rollout_operator.informer import Informer
+from rollout_operator.job_watch import wait_until_served, watch_jobs
 from rollout_operator.leader import Leadership, LostLeaseError
 from rollout_operator.reconciler import Reconciler
 from rollout_operator.service import OperatorCollector, OperatorService
@@ -28,7 +27,6 @@ from rollout_operator.watched import watched
 logger = logging.getLogger("rollout_operator")
 
 _BUDGETS = ("policy/v1", "policy/v1beta1")
-_POLL_S = 2.0
 _FIRST = asyncio.FIRST_COMPLETED
 
 
@@ -50,18 +48,7 @@ def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 async def _discover(api: KubernetesApi, watchers: Sequence[str]) -> Cluster:
     """Wait for an API server that has RolloutJobs, and see what else it has."""
-    said = ""
-    while True:
-        try:
-            if await api.serves(API_VERSION, PLURAL):
-                break
-            problem = f"the cluster has no {PLURAL} of {API_VERSION}; install the CRD"
-        except ApiError as error:
-            problem = f"the API server cannot be reached: {error}"
-        if problem != said:
-            logger.warning("Waiting: %s", problem)
-            said = problem
-        await asyncio.sleep(_POLL_S)
+    await wait_until_served(api)
     budgets = None
     for version in _BUDGETS:
         if await api.serves(version, "poddisruptionbudgets"):
@@ -113,18 +100,14 @@ async def _work(
     # before any job is looked at: what it owns would be taken to be missing
     await asyncio.wait([*tasks, all_listed := asyncio.ensure_future(_listed(informers))], return_when=_FIRST)
     await end(all_listed)
-    operator = asyncio.ensure_future(
-        kopf.operator(
-            registry=handlers.registry(
-                lambda job: reconciler.queue.add(store.put_job(job)),
-                lambda job: reconciler.queue.forget(store.drop_job(job)),
-            ),
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=namespaces,
-        )
+    jobs = watch_jobs(
+        api,
+        lambda job: reconciler.queue.add(store.put_job(job)),
+        lambda job: reconciler.queue.forget(store.drop_job(job)),
+        namespaces,
     )
-    tasks += [operator, asyncio.ensure_future(reconciler.run())]
+    tasks += [asyncio.ensure_future(jobs), asyncio.ensure_future(reconciler.run())]
+    tasks.append(asyncio.ensure_future(_told_to_end()))
     done, _ = await asyncio.wait(tasks, return_when=_FIRST)
     error = next((task.exception() for task in done if not task.cancelled() and task.exception() is not None), None)
     if isinstance(error, LostLeaseError):
@@ -138,6 +121,13 @@ async def _work(
         return 1
     logger.info("The operator was told to end.")
     return 0
+
+
+async def _told_to_end() -> None:
+    told = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, told.set)
+    await told.wait()
 
 
 async def _listed(informers: Sequence[Informer]) -> None:

@@ -33,3 +33,5 @@ def configure(*, as_json: bool, level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # every watch event, twice
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
+    # they are heeded, outside its thread
+    logging.getLogger("kopf._core.reactor.running").addFilter(lambda line: "signals are ignored" not in line.msg)

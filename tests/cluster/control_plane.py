@@ -49,6 +49,7 @@ class ControlPlane:
         self.directory, self.host = directory, host
         self.binaries = build()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._group = ""
         self._commands: dict[str, tuple[list[str], dict[str, str] | None]] = {}
         (directory / "pki").mkdir(parents=True)
         (directory / "log").mkdir()
@@ -299,9 +300,22 @@ class ControlPlane:
                 "service": {"name": "crds", "namespace": "kube-system", "port": self.crd_port},
             },
         }
-        for manifest in (service, group):
-            self.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(service))
+        self._group = json.dumps(group)
+        self.serve_group()
+
+    def serve_group(self) -> None:
+        """Have the API server pass RolloutJobs on to their server; return when it does."""
+        self.kubectl("apply", "-f", "-", stdin=self._group)
         wait_for(lambda: self.kubectl("get", "rolloutjobs", check=False).returncode == 0, 60)
+
+    def withdraw_group(self) -> None:
+        """The API server knows no RolloutJobs any more (404), as for a while after it has started."""
+        self.kubectl("delete", "apiservice", f"{VERSION}.{GROUP}")
+        wait_for(lambda: self.kubectl("get", "rolloutjobs", check=False).returncode != 0, 60)
+        # watches that it passed on would go on
+        self.kill("crds")
+        self.spawn("crds")
 
     def stop(self) -> None:
         """End everything, in reverse."""

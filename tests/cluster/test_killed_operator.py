@@ -141,3 +141,18 @@ def test_the_api_server_may_be_restarted(
     jobs.wait(lambda: len(jobs.running("after")) == 3, 90)
     assert 3 == len(jobs.pods("before"))
     assert not operator.ended()
+
+
+def test_an_api_server_that_knows_no_rollout_jobs_for_a_while_is_waited_for(
+    cluster: ControlPlane, jobs: Jobs, nodes: VirtualNodes, operator: OperatorProcess
+) -> None:
+    """It answers 404 where its own caches are not filled, after a restart or an upgrade."""
+    jobs.make("kept")
+    jobs.wait(lambda: len(jobs.running("kept")) == 3)
+    cluster.withdraw_group()
+    jobs.wait(lambda: "404" in operator.log())
+    cluster.serve_group()
+    jobs.make("after")
+    jobs.wait(lambda: len(jobs.running("after")) == 3, 60)
+    assert 3 == len(jobs.pods("kept"))
+    assert 0 == operator.terminate()

@@ -124,7 +124,7 @@ def calibration(said: np.ndarray, seen: np.ndarray) -> Calibration:
 
 
 @dataclass
-class _Running:
+class Replayed:
     """A recorded rollout on its way."""
 
     trajectory: Trajectory
@@ -132,6 +132,11 @@ class _Running:
     at: int = 0
     tokens: Tokens = field(default_factory=lambda: np.empty(0, np.uint32))
     """Of this turn, with its end."""
+
+    @property
+    def over(self) -> bool:
+        """Whether it has said all, once :func:`next_turn` was asked for what comes next."""
+        return self.turn > len(self.trajectory.segments)
 
 
 def turn_tokens(tokens: Tokens) -> Tokens:
@@ -141,19 +146,19 @@ def turn_tokens(tokens: Tokens) -> Tokens:
 
 def replay(drafter: Drafter, problem: str, group: Iterable[Trajectory], budget: int, outcome: Outcome) -> None:
     """Run the rollouts of one problem, with drafts of at most *budget* tokens; adds to *outcome*."""
-    running = {key: _Running(trajectory) for key, trajectory in enumerate(group)}
+    running = {key: Replayed(trajectory) for key, trajectory in enumerate(group)}
     for key, one in running.items():
         drafter.begin(key, problem, one.trajectory.prompt)
-        _next_turn(drafter, key, one)
+        next_turn(drafter, key, one)
     while running:
-        for key in [key for key, one in running.items() if one.turn > len(one.trajectory.segments)]:
+        for key in [key for key, one in running.items() if one.over]:
             drafter.end(key)
             del running[key]
         keys = list(running)
         drafts = drafter.draft(keys, [budget] * len(keys)) if keys else ()
         for key, draft in zip(keys, drafts, strict=True):
             one = running[key]
-            draft = _until_end(draft)
+            draft = until_end(draft)
             accepted = _accepted(draft, one, outcome)
             outcome.steps += 1
             outcome.drafted += len(draft.tokens)
@@ -161,39 +166,46 @@ def replay(drafter: Drafter, problem: str, group: Iterable[Trajectory], budget: 
             drafter.accept(key, one.tokens[one.at : one.at + accepted + 1])
             one.at += accepted + 1
             if one.at >= len(one.tokens):
-                _next_turn(drafter, key, one)
+                next_turn(drafter, key, one)
     drafter.leave(problem)
 
 
-def _until_end(draft: Draft) -> Draft:
-    """Without what no engine needs to verify, as it is behind the end of a turn."""
+def until_end(draft: Draft) -> Draft:
+    """The draft without what no engine needs to verify, as it is behind the end of a turn."""
     tokens = list(draft.tokens)
     length = tokens.index(END_OF_TURN) + 1 if END_OF_TURN in tokens else len(tokens)
     return Draft(tokens[:length], list(draft.probabilities)[:length])
 
 
-def _accepted(draft: Draft, one: _Running, outcome: Outcome) -> int:
-    """How many tokens pass; the last token of a turn may be one of them."""
-    accepted = 0
-    for token, probability in zip(draft.tokens, draft.probabilities, strict=True):
-        place = one.at + accepted
-        hit = place < len(one.tokens) and int(one.tokens[place]) == token
-        outcome.probabilities.append(probability)
-        outcome.hits.append(hit)
-        if not hit:
+def passing(draft: Draft, one: Replayed) -> int:
+    """How many tokens pass; the last token of a turn may be one of them, and whatever is behind it is not."""
+    rest = one.tokens[one.at : one.at + len(draft.tokens)]
+    passed = 0
+    for token, said in zip(draft.tokens, rest.tolist(), strict=False):
+        if token != said:
             break
-        accepted += 1
-        if place + 1 == len(one.tokens):
-            break  # the turn is over, whatever was drafted behind its end
+        passed += 1
+    return passed
+
+
+def _accepted(draft: Draft, one: Replayed, outcome: Outcome) -> int:
+    accepted = passing(draft, one)
+    # and the first that did not pass, unless the turn was over
+    seen = accepted + (accepted < len(draft.tokens) and one.at + accepted < len(one.tokens))
+    outcome.probabilities += draft.probabilities[:seen]
+    outcome.hits += [True] * accepted + [False] * (seen - accepted)
     return accepted
 
 
-def _next_turn(drafter: Drafter, key: int, one: _Running) -> None:
-    """Pass over what the environment says to where the model speaks, or beyond the last segment."""
+def next_turn(drafter: Drafter, key: int, one: Replayed) -> int:
+    """Pass over what the environment says to where the model speaks, or beyond the last segment; how much it said."""
     segments = one.trajectory.segments
+    heard = 0
     while one.turn < len(segments) and not segments[one.turn].generated:
         drafter.observe(key, segments[one.turn].tokens)
+        heard += len(segments[one.turn].tokens)
         one.turn += 1
     if one.turn < len(segments):
         one.tokens, one.at = turn_tokens(segments[one.turn].tokens), 0
     one.turn += 1
+    return heard

@@ -32,14 +32,17 @@ NOTHING: Tokens = np.empty(0, np.uint32)
 class Ours:
     """A :class:`SuffixIndex`."""
 
-    def __init__(self, scope: Scope, *, min_survival: float) -> None:
+    def __init__(self, scope: Scope, *, min_survival: float = 0.0) -> None:
         """Draft from *scope*.
 
         Args:
             scope: beside a rollout's own text.
-            min_survival: a draft ends before the token whose probability of being reached and accepted is less.
+            min_survival: a draft ends before the token whose probability of being reached and accepted is less, unless
+                it is told another for a draft.
         """
         self._scope, self._min_survival = scope, min_survival
+        self.others: Sequence[Ours] = ()
+        """Indexes of other engines, into whose history comes what is said here."""
         self._index = SuffixIndex(pool_tokens=POOL_TOKENS if scope in ("foreign", "all") else 0)
         self._open: dict[int, _OpenTurn] = {}
         self._added = 0
@@ -86,7 +89,8 @@ class Ours:
             return
         said = np.concatenate(one.said)
         if self._scope != "self":
-            self._index.add(one.problem, [(self._new_id(), 1, said, one.before)])
+            for drafter in (self, *self.others):
+                drafter._index.add(one.problem, [(drafter._new_id(), 1, said, one.before)])
         one.before, one.said = np.concatenate([one.before, said]), []
 
     def accept(self, key: int, tokens: Tokens) -> None:
@@ -95,10 +99,13 @@ class Ours:
         self._index.extend(one.handle, tokens)
         one.said.append(tokens)
 
-    def draft(self, keys: Sequence[int], budgets: Sequence[int]) -> Sequence[Draft]:
+    def draft(
+        self, keys: Sequence[int], budgets: Sequence[int], min_survivals: Sequence[float] | None = None
+    ) -> Sequence[Draft]:
         """Ask for drafts."""
         handles = [self._open[key].handle for key in keys]
-        drafts = self._index.draft_batch(handles, list(budgets), self._min_survival)
+        least = self._min_survival if min_survivals is None else list(min_survivals)
+        drafts = self._index.draft_batch(handles, list(budgets), least)
         return [Draft(draft.tokens, draft.probabilities) for draft in drafts]
 
     def end(self, key: int) -> None:

@@ -273,11 +273,14 @@ class SuffixIndex:
         """Propose up to `budget` next tokens for one request; see `draft_batch`."""
         return self._native.draft(handle, budget, min_survival)
 
-    def draft_batch(self, handles: Sequence[int], budgets: Sequence[int], min_survival: float = 0.0) -> list[Draft]:
+    def draft_batch(
+        self, handles: Sequence[int], budgets: Sequence[int], min_survival: float | Sequence[float] = 0.0
+    ) -> list[Draft]:
         """Propose next tokens for many requests, in one call without the GIL.
 
         `budgets` holds the largest number of tokens for each handle; 0 gives an empty draft and costs nothing.
-        `min_survival` (0 to 1) ends a draft before the first token whose cumulative survival would be under it.
+        `min_survival` (0 to 1; one for all, or one for each) ends a draft before the first token whose cumulative
+        survival would be under it.
 
         A `Draft` has `tokens`, `probabilities` (of being accepted if those before are), `sources` (which speak most
         for each) and `ages` (how many weight versions ago the finished rollout that speaks was made; None where nothing

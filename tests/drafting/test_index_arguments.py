@@ -116,6 +116,10 @@ def test_budgets_and_survival() -> None:
         index.draft(handle, -1)
     with pytest.raises(ValueError, match="each handle needs one budget, got 1 handles and 2 budgets"):
         index.draft_batch([handle], [1, 2])
+    with pytest.raises(ValueError, match="each handle needs one min_survival, got 1 handles and 2 min_survivals"):
+        index.draft_batch([handle], [1], [0.5, 0.5])
+    with pytest.raises(ValueError, match="min_survival is a probability, from 0 to 1, got 2"):
+        index.draft_batch([handle, handle], [1, 1], [0.5, 2.0])
     for survival in (-0.1, 1.1, float("nan")):
         with pytest.raises(ValueError, match="min_survival is a probability, from 0 to 1"):
             index.draft(handle, 1, survival)

@@ -219,7 +219,11 @@ def test_the_threshold_itself_is_drafted() -> None:
     handle = index.open("p")
     first, second, _ = index.draft(handle, 3).probabilities
     assert len(index.draft(handle, 3, min_survival=first * second)) == 2
-    assert len(index.draft(handle, 3, min_survival=float(np.nextafter(first * second, 1.0)))) == 1
+    beyond = float(np.nextafter(first * second, 1.0))
+    assert len(index.draft(handle, 3, min_survival=beyond)) == 1
+    other = index.open("p", sources=("history",))
+    drafts = index.draft_batch([handle, other, handle], [3, 3, 3], [first * second, 1.0, beyond])
+    assert [2, 0, 1] == [len(draft) for draft in drafts]
 
 
 @settings(max_examples=20, deadline=None)

@@ -5,6 +5,7 @@
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -17,6 +18,7 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "suffix_index.hpp"
@@ -126,6 +128,13 @@ void check_survival(double min_survival) {
   }
 }
 
+void check_count(const char* what, std::size_t handles, std::size_t given) {
+  if (handles == given) return;
+  throw nb::value_error(("each handle needs one " + std::string(what) + ", got " + std::to_string(handles) +
+                         " handles and " + std::to_string(given) + " " + what + "s")
+                            .c_str());
+}
+
 std::size_t check_budget(std::int64_t budget) {
   if (budget < 0) {
     throw nb::value_error(("a budget is a number of tokens, 0 or more, got " + std::to_string(budget)).c_str());
@@ -227,25 +236,25 @@ void extend_batch(das::SuffixIndex& index, const std::vector<std::int64_t>& hand
 }
 
 std::vector<das::Draft> draft_batch(das::SuffixIndex& index, const std::vector<std::int64_t>& handles,
-                                    const std::vector<std::int64_t>& budgets, double min_survival) {
-  check_survival(min_survival);
-  if (handles.size() != budgets.size()) {
-    throw nb::value_error(("each handle needs one budget, got " + std::to_string(handles.size()) + " handles and " +
-                           std::to_string(budgets.size()) + " budgets")
-                              .c_str());
-  }
+                                    const std::vector<std::int64_t>& budgets,
+                                    std::variant<double, std::vector<double>> min_survival) {
+  check_count("budget", handles.size(), budgets.size());
+  if (const double* one = std::get_if<double>(&min_survival)) min_survival = std::vector(handles.size(), *one);
+  const auto& survivals = std::get<std::vector<double>>(min_survival);
+  check_count("min_survival", handles.size(), survivals.size());
+  for (const double survival : survivals) check_survival(survival);
   std::vector<std::size_t> limits;
   limits.reserve(budgets.size());
   for (const std::int64_t budget : budgets) limits.push_back(check_budget(budget));
   const nb::gil_scoped_release released;
-  return index.draft(handles, limits, min_survival);
+  return index.draft(handles, limits, survivals);
 }
 
 das::Draft draft(das::SuffixIndex& index, std::int64_t handle, std::int64_t budget, double min_survival) {
   check_survival(min_survival);
   const std::size_t limit = check_budget(budget);
   const nb::gil_scoped_release released;
-  return std::move(index.draft({&handle, 1}, {&limit, 1}, min_survival).front());
+  return std::move(index.draft({&handle, 1}, {&limit, 1}, {&min_survival, 1}).front());
 }
 
 nb::list occurrences(das::SuffixIndex& index, std::int64_t handle, std::int64_t length) {

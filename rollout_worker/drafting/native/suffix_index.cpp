@@ -630,10 +630,11 @@ Draft SuffixIndex::draft_one(Request& request, std::size_t budget, double min_su
 }
 
 std::vector<Draft> SuffixIndex::draft(std::span<const Handle> handles, std::span<const std::size_t> budgets,
-                                      double min_survival) {
+                                      std::span<const double> min_survivals) {
   const auto requests = find(handles);
   std::vector<Draft> drafts(requests.size());
-  workers_.run(requests.size(), [&](std::size_t i) { drafts[i] = draft_one(*requests[i], budgets[i], min_survival); });
+  workers_.run(requests.size(),
+               [&](std::size_t i) { drafts[i] = draft_one(*requests[i], budgets[i], min_survivals[i]); });
   return drafts;
 }
 

@@ -143,7 +143,8 @@ class SuffixIndex {
   Handle open(std::string_view problem, const Opening& opening);
   void extend(std::span<const Handle> handles, std::span<const std::span<const Token>> tokens);
   void close(Handle handle);
-  std::vector<Draft> draft(std::span<const Handle> handles, std::span<const std::size_t> budgets, double min_survival);
+  std::vector<Draft> draft(std::span<const Handle> handles, std::span<const std::size_t> budgets,
+                           std::span<const double> min_survivals);
 
   // What a draft is made of; `length` tokens of each at most.
   std::vector<FoundText> occurrences(Handle handle, std::size_t length);

@@ -1,0 +1,361 @@
+"""One training step's rollouts on simulated engines: recorded rollouts, real drafters and policies, a cost model.
+
+Each engine decodes a batch in verification steps, as :mod:`benchmarks.replay` takes them; what a step costs comes from
+a :class:`StepCost`. Prompts, and what the environment answers, cost ``c_tok`` a token in the step in which they are
+read. An engine holds so many tokens of keys and values; beyond that the rollout that came last leaves the batch and is
+read anew later, as vLLM preempts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from benchmarks.acceptance import Problem
+from benchmarks.replay import Draft, Drafter, Replayed, next_turn, passing, until_end
+from benchmarks.traces import Trajectory
+from rollout_api.length_stats import LengthStats
+from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest
+from rollout_worker.policy.budgets import BudgetPolicy, Waiting
+from rollout_worker.policy.step_cost import StepCost
+
+
+class Hardware(NamedTuple):
+    """What the engines run on."""
+
+    cost: StepCost
+    kv_tokens: int
+    """Tokens of keys and values that an engine holds."""
+
+
+class PolicyDrafter(Protocol):
+    """A :class:`benchmarks.replay.Drafter` that may be told where to end each draft."""
+
+    def draft(
+        self, keys: Sequence[int], budgets: Sequence[int], min_survivals: Sequence[float] | None = None
+    ) -> Sequence[Draft]:
+        """What may follow."""
+
+
+class Lengths:
+    """What is known of how long rollouts are: those of the history, and of this step those that have ended."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self._known = {problem.name: [(0, total_tokens(one), False) for one in problem.history] for problem in problems}
+        self._stats: dict[str, LengthStats] = {}
+        self._all: LengthStats | None = None
+
+    def of(self, problem: str) -> LengthStats:
+        """Of a problem's rollouts."""
+        if problem not in self._stats:
+            self._stats[problem] = LengthStats.of(self._known[problem])
+        return self._stats[problem]
+
+    def of_all(self) -> LengthStats:
+        """Of all rollouts that the step began with."""
+        if self._all is None:
+            self._all = LengthStats.of(one for known in self._known.values() for one in known)
+        return self._all
+
+    def add(self, problem: str, length: int) -> None:
+        """A rollout of this step ended."""
+        self._known[problem].append((1, length, False))
+        self._stats.pop(problem, None)
+
+
+def total_tokens(trajectory: Trajectory) -> int:
+    """Tokens that an engine samples for a rollout: those of the model's turns, and the end of each."""
+    return trajectory.generated + sum(segment.generated for segment in trajectory.segments)
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a step's rollouts are made."""
+
+    drafter: Callable[[], Drafter] | None
+    """For each engine; None: nothing is drafted."""
+    policy: Callable[[Lengths], BudgetPolicy] | None = None
+    """For each engine; None: the drafter decides, within *budget*."""
+    budget: int = 0
+    longest_first: bool = True
+    """As a job schedules; else in the order in which they come, as vLLM does."""
+    foresees: bool = False
+    """What would not pass is not drafted."""
+    true_lengths: bool = False
+    """Policy and scheduler know how long each rollout will be."""
+
+
+@dataclass
+class Step:
+    """What became of a step."""
+
+    seconds: float = 0.0
+    """Until its last rollout ended."""
+    tokens: int = 0
+    verifications: int = 0
+    """Verification steps of engines."""
+    rollout_steps: int = 0
+    """The same, counted for each rollout."""
+    drafted: int = 0
+    accepted: int = 0
+    preempted: int = 0
+    ends: list[float] = field(default_factory=list)
+    """When rollouts ended, in seconds, in order."""
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Draft tokens accepted in a verification step of a rollout."""
+        return self.accepted / max(self.rollout_steps, 1)
+
+    @property
+    def drafted_per_step(self) -> float:
+        """Draft tokens in a verification step of a rollout."""
+        return self.drafted / max(self.rollout_steps, 1)
+
+
+class _Rollout(Replayed):
+    """A recorded rollout on its way, with what it costs."""
+
+    key = 0
+    context = 0
+    """Tokens of which keys and values are held."""
+    unread = 0
+    """Tokens that are read in the next step, in which nothing is drafted."""
+
+
+@dataclass
+class _Engine:
+    drafter: Drafter | None
+    policy: BudgetPolicy | None
+    clock: float = 0.0
+    running: list[_Rollout] = field(default_factory=list)
+    """In the order in which they came."""
+    preempted: deque[_Rollout] = field(default_factory=deque)
+
+
+class _Queue:
+    """The rollouts that have not begun."""
+
+    def __init__(self, problems: Sequence[Problem], mode: Mode, lengths: Lengths) -> None:
+        self._scheduler = ProbeThenLongest()
+        self._rollouts: dict[tuple[str, int], Trajectory] = {}
+        self._lengths, self._mode = lengths, mode
+        self._tokens: float | None = None
+        arrival = 0
+        for problem in problems:
+            # whoever knows each rollout's length can order each for itself
+            alone = mode.true_lengths or not mode.longest_first
+            parts = [[one] for one in problem.running] if alone else [list(problem.running)]
+            for part in parts:
+                request = f"{problem.name}/{arrival}"
+                for sample, one in enumerate(part):
+                    self._rollouts[request, sample] = one
+                group = Group(request, "client", list(range(len(part))), arrival, probed=alone)
+                if mode.longest_first:
+                    group.predicted = total_tokens(part[0]) if mode.true_lengths else lengths.of(problem.name).mean
+                self._scheduler.add(group)
+                arrival += 1
+
+    def __len__(self) -> int:
+        return self._scheduler.waiting()
+
+    def tokens(self) -> float:
+        """That the waiting ones are expected to say."""
+        if self._tokens is None:
+            true = self._mode.true_lengths
+            self._tokens = float(
+                sum(
+                    (group.predicted if true else self._lengths.of(_problem_of(group.request_id)).mean)
+                    * len(group.samples)
+                    for group in self._scheduler.groups()
+                )
+            )
+        return self._tokens
+
+    def learned(self, problem: str) -> None:
+        """A rollout of the problem ended."""
+        self._tokens = None
+        if self._mode.longest_first and not self._mode.true_lengths:
+            for group in list(self._scheduler.groups()):
+                if _problem_of(group.request_id) == problem:
+                    self._scheduler.predict(group.request_id, self._lengths.of(problem).mean)
+
+    def take(self, engine: int, slots: int, assigned: int) -> list[Trajectory]:
+        """What an engine starts now."""
+        loads = [EngineLoad(str(engine), slots, assigned, 0)]
+        found: list[Trajectory] = []
+        self._tokens = None
+        while len(found) + assigned < slots and len(self):
+            placed = self._scheduler.place(loads, frozenset(), frozenset())
+            if not placed:
+                break
+            found += [self._rollouts.pop((one.request_id, one.sample)) for one in placed]
+            loads = [EngineLoad(str(engine), slots, assigned + len(found), 0)]
+        return found
+
+
+def _problem_of(request: str) -> str:
+    return request.rpartition("/")[0]
+
+
+class Simulation:
+    """One step of a mode."""
+
+    def __init__(
+        self, problems: Sequence[Problem], mode: Mode, hardware: Hardware, *, engines: int, batch: int
+    ) -> None:
+        """Make all rollouts of *problems*, at most *batch* at a time, spread evenly over *engines*."""
+        self._mode, self._hardware = mode, hardware
+        self._slots = [batch // engines + (number < batch % engines) for number in range(engines)]
+        self._lengths = Lengths(problems)
+        self._most = max(total_tokens(one) for problem in problems for one in (*problem.history, *problem.running))
+        self._true: dict[str, LengthStats] = {}
+        self._engines = [_Engine(mode.drafter() if mode.drafter else None, self._policy()) for _ in range(engines)]
+        for engine in self._engines:
+            if engine.drafter is not None:
+                for problem in problems:
+                    for one in problem.history:
+                        engine.drafter.learn(one)
+                if hasattr(engine.drafter, "others"):
+                    engine.drafter.others = [one.drafter for one in self._engines if one is not engine]
+        self._queue = _Queue(problems, mode, self._lengths)
+        self._begun = 0
+        self._step = Step()
+
+    def _policy(self) -> BudgetPolicy | None:
+        if self._mode.policy is None:
+            return None
+        return self._mode.policy(_TrueLengths(self._true) if self._mode.true_lengths else self._lengths)
+
+    def run(self) -> Step:
+        """What became of it."""
+        while True:
+            for number, engine in enumerate(self._engines):
+                self._admit(number, engine)
+            busy = [engine for engine in self._engines if engine.running]
+            if not busy:
+                return self._step
+            self._advance(min(busy, key=lambda engine: engine.clock))
+
+    def _admit(self, number: int, engine: _Engine) -> None:
+        slots = self._slots[number]
+        while engine.preempted and len(engine.running) < slots and self._holds(engine, engine.preempted[0].context):
+            one = engine.preempted.popleft()
+            one.unread += one.context
+            engine.running.append(one)
+        if len(engine.running) >= slots or not len(self._queue):
+            return
+        earliest = min((other.clock for other in self._engines if other.running), default=engine.clock)
+        if engine.running and engine.clock > earliest:
+            return  # others that are behind in time choose first
+        for trajectory in self._queue.take(number, slots, len(engine.running)):
+            one = _Rollout(trajectory)
+            one.key, self._begun = self._begun, self._begun + 1
+            one.unread = one.context = len(trajectory.prompt)
+            if engine.drafter is not None:
+                engine.drafter.begin(one.key, trajectory.problem, trajectory.prompt)
+                self._listen(engine, one)
+            else:
+                self._listen(engine, one)
+            if engine.policy is not None:
+                length = total_tokens(trajectory)
+                problem = trajectory.problem
+                if self._mode.true_lengths:
+                    problem = str(one.key)
+                    self._true[problem] = LengthStats.of([(0, length, False)])
+                prompt = len(trajectory.prompt)
+                engine.policy.open(str(one.key), problem, prompt=prompt, said=0, most=self._most)
+            engine.running.append(one)
+
+    def _holds(self, engine: _Engine, more: int = 0) -> bool:
+        return sum(one.context for one in engine.running) + more <= self._hardware.kv_tokens or not engine.running
+
+    def _listen(self, engine: _Engine, one: _Rollout) -> None:
+        heard = next_turn(engine.drafter or _NOBODY, one.key, one)
+        one.unread += heard
+        one.context += heard
+
+    def _advance(self, engine: _Engine) -> None:
+        while not self._holds(engine):
+            engine.preempted.appendleft(engine.running.pop())
+            self._step.preempted += 1
+        drafts = self._drafts(engine)
+        tokens = sum(one.unread or 1 + len(drafts.get(one.key, ())) for one in engine.running)
+        context = sum(one.context for one in engine.running)
+        engine.clock += self._hardware.cost.time(tokens, context)
+        self._step.verifications += 1
+        self._step.rollout_steps += len(engine.running)
+        for one in list(engine.running):
+            draft = drafts.get(one.key, ())
+            passed = passing(Draft(draft, ()), one)
+            self._step.drafted += len(draft)
+            self._step.accepted += passed
+            self._say(engine, one, passed, len(draft))
+
+    def _drafts(self, engine: _Engine) -> Mapping[int, Sequence[int]]:
+        """By key; of rollouts that read something in this step there is none."""
+        speaking = [one for one in engine.running if not one.unread]
+        if engine.drafter is None or not speaking:
+            return {}
+        keys = [one.key for one in speaking]
+        if engine.policy is None:
+            drafts = engine.drafter.draft(keys, [self._mode.budget] * len(keys))
+        else:
+            waiting = Waiting(0, 0.0)
+            if len(self._queue):
+                share = len(engine.running) / sum(len(one.running) for one in self._engines)
+                waiting = Waiting(max(1, round(len(self._queue) * share)), self._queue.tokens() * share)
+            allowed = engine.policy.allow([str(key) for key in keys], self._hardware.cost, waiting)
+            drafter: PolicyDrafter = engine.drafter  # type: ignore[assignment]
+            drafts = drafter.draft(keys, allowed.budgets, allowed.min_survivals)
+        found = {}
+        for one, draft in zip(speaking, drafts, strict=True):
+            draft = until_end(draft)
+            found[one.key] = draft.tokens[: passing(draft, one)] if self._mode.foresees else draft.tokens
+        return found
+
+    def _say(self, engine: _Engine, one: _Rollout, passed: int, drafted: int) -> None:
+        said = one.tokens[one.at : one.at + passed + 1]
+        one.unread = 0
+        one.at += len(said)
+        one.context += len(said)
+        self._step.tokens += len(said)
+        if engine.drafter is not None:
+            engine.drafter.accept(one.key, said)
+        if engine.policy is not None:
+            engine.policy.advance(str(one.key), len(said), drafted=drafted)
+        if one.at >= len(one.tokens):
+            self._listen(engine, one)
+        if one.over:
+            engine.running.remove(one)
+            if engine.drafter is not None:
+                engine.drafter.end(one.key)
+            if engine.policy is not None:
+                engine.policy.close(str(one.key))
+            self._lengths.add(one.trajectory.problem, total_tokens(one.trajectory))
+            self._queue.learned(one.trajectory.problem)
+            self._step.ends.append(engine.clock)
+            self._step.seconds = max(self._step.seconds, engine.clock)
+
+
+class _TrueLengths(Lengths):
+    def __init__(self, lengths: dict[str, LengthStats]) -> None:
+        self._true = lengths
+
+    def of(self, problem: str) -> LengthStats:
+        return self._true[problem]
+
+    def of_all(self) -> LengthStats:
+        raise NotImplementedError
+
+
+class _Nobody:
+    """Hears what the environment says."""
+
+    def observe(self, key: int, tokens: object) -> None:
+        pass
+
+
+_NOBODY: Drafter = _Nobody()  # type: ignore[assignment]

@@ -1,0 +1,118 @@
+"""What steps cost, learned from how long they take."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_worker.policy.step_cost import StepCost
+
+_KEPT = 64
+"""Newest steps of a kind that are kept: kinds that are seldom are not forgotten over those that are frequent."""
+_REFIT_EVERY = 32
+_ROUNDS = 4
+_HUBER = 1.5
+"""In scales of the typical error: beyond it a step counts less, the less the farther it is away."""
+_PRIOR_WEIGHT = 0.1
+"""Each coefficient's prior is worth as much as this share of one step that would tell it alone."""
+_KIND_PRIOR = 16
+"""Steps of a kind that count half of what is peculiar to it."""
+_LEAST_SCALE = 0.01
+
+_Floats = npt.NDArray[np.float64]
+
+
+class Step(NamedTuple):
+    """One verification step that was timed."""
+
+    tokens: int
+    """Verified: drafts, and one of each rollout."""
+    context: int
+    """Tokens of prompt and response of all its rollouts together."""
+    uniform: bool
+    """All its rollouts had as many tokens to verify: such steps run as full CUDA graphs, others in pieces."""
+    seconds: float
+
+
+class CostFit:
+    """Fits :class:`StepCost`, and how kinds of steps differ from it.
+
+    A kind is a power of two of tokens, about as CUDA graphs are captured, together with whether the step is uniform.
+    Of each the newest steps are kept and fitted anew now and then, by relative errors, since a long step errs by more,
+    and robustly (Huber), since now and then one waits for something else. No coefficient is negative, and one of which
+    the steps say nothing stays in the proportion to the others that it had in *prior*.
+    """
+
+    def __init__(self, prior: StepCost) -> None:
+        if min(prior) <= 0:
+            raise ValueError(f"no part of a prior may be free: {prior}")
+        self.cost = prior
+        self.error = 0.0
+        """Median relative error of the steps that are kept."""
+        self.steps = 0
+        """Steps that were observed."""
+        self._prior = np.array(prior)
+        self._kept: dict[tuple[int, bool], deque[Step]] = {}
+        self._peculiar: dict[tuple[int, bool], float] = {}
+
+    def observe(self, step: Step) -> None:
+        """A step ended. Some hundred microseconds every 32nd time."""
+        if step.seconds <= 0:
+            return
+        self._kept.setdefault(_kind(step.tokens, step.uniform), deque(maxlen=_KEPT)).append(step)
+        self.steps += 1
+        # at first of so few steps that each one tells much
+        if self.steps % _REFIT_EVERY == 0 or self.steps in (4, 8, 16):
+            self._fit()
+
+    def predict(self, tokens: int, context: int, *, uniform: bool) -> float:
+        """Seconds of such a step, by the cost and by what is peculiar to its kind."""
+        return self.cost.time(tokens, context) * self._peculiar.get(_kind(tokens, uniform), 1.0)
+
+    def _fit(self) -> None:
+        kinds = [(kind, len(steps)) for kind, steps in self._kept.items()]
+        steps = [step for kept in self._kept.values() for step in kept]
+        seconds = np.array([step.seconds for step in steps])
+        features = np.array([(1.0, step.tokens, step.context) for step in steps])
+        prior = self._prior * float(np.median(seconds / (features @ self._prior)))
+        # no step is taken for a hundred times cheaper than it was or is usual, or it would count for all others
+        least = np.maximum(seconds, features @ prior) / 100
+        expected = np.maximum(seconds, least)
+        weights = np.ones(len(steps))
+        for _ in range(_ROUNDS):
+            fitted = _solve(features / expected[:, None], seconds / expected, weights, prior)
+            expected = np.maximum(features @ fitted, least)
+            off = np.abs(seconds / expected - 1)
+            scale = max(_LEAST_SCALE, 1.48 * float(np.median(off)))
+            weights = np.minimum(1.0, _HUBER * scale / np.maximum(off, 1e-12))
+        self.cost = StepCost(*(float(one) for one in fitted))
+        self.error = float(np.median(np.abs(seconds / expected - 1)))
+        at = 0
+        for kind, count in kinds:
+            ratio = float(np.median(seconds[at : at + count] / expected[at : at + count]))
+            self._peculiar[kind] = (count * ratio + _KIND_PRIOR) / (count + _KIND_PRIOR)
+            at += count
+
+
+def _kind(tokens: int, uniform: bool) -> tuple[int, bool]:
+    return (max(0, tokens - 1).bit_length(), uniform)
+
+
+def _solve(features: _Floats, values: _Floats, weights: _Floats, prior: _Floats) -> _Floats:
+    """Least squares with a weak pull to the prior; no coefficient is negative."""
+    # in units of the prior, so that the pull is as strong on each
+    scaled = features * prior
+    left = (scaled * weights[:, None]).T @ scaled + _PRIOR_WEIGHT * np.eye(len(prior))
+    right = (scaled * weights[:, None]).T @ values + _PRIOR_WEIGHT
+    active = np.ones(len(prior), dtype=bool)
+    solution = np.zeros(len(prior))
+    while active.any():
+        solution[:] = 0.0
+        solution[active] = np.linalg.solve(left[np.ix_(active, active)], right[active])
+        if (solution >= 0).all():
+            break
+        active &= solution > 0
+    return np.asarray(solution * prior)

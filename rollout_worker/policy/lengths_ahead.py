@@ -1,0 +1,57 @@
+"""How many tokens a running rollout still has ahead, and which rollout will be the last."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_api.length_stats import LengthStats
+
+Floats = npt.NDArray[np.float64]
+
+
+def remaining(stats: LengthStats, *, so_far: int, most: int, points: int) -> Floats:
+    """Quantiles of what a rollout has ahead, given that it has not ended yet: the middles of *points* equal parts.
+
+    Args:
+        stats: lengths of its problem's rollouts.
+        so_far: tokens it has.
+        most: at which it is cut off; a quantile that lies beyond what was ever seen is taken to be that.
+        points: how many.
+
+    Returns:
+        Tokens, at least 1, ascending; shape (points,).
+    """
+    ends = [stats.quantile((point + 0.5) / points, so_far=so_far) for point in range(points)]
+    lengths = np.array([most if end is None else min(end, most) for end in ends], dtype=np.float64)
+    return np.maximum(lengths - so_far, 1.0)
+
+
+def last_probabilities(ends: Floats) -> Floats:
+    """The probability of each rollout that it is the last to end.
+
+    Args:
+        ends: when rollouts may end, shape (rollouts, points); the points of a row are equally probable, and rollouts
+            are independent. Of those that end at the same moment, the one that stands later here is taken for the last.
+
+    Returns:
+        Shape (rollouts,); they add up to 1. O(n log n) for n points.
+    """
+    rollouts, points = ends.shape
+    if rollouts == 0:
+        return np.zeros(0)
+    # in the order of time, ties by row; F_j is the share of j's points that have passed
+    order = np.argsort(ends, axis=None, kind="stable")
+    rows = order // points
+    passed = np.empty(rollouts * points)
+    by_row = np.argsort(rows, kind="stable")
+    passed[by_row] = np.tile(np.arange(1, points + 1), rollouts)
+    # the product of all F_j just behind each point: a factor of 0 for each row of which none has passed
+    growth = np.where(passed > 1, np.log(passed) - np.log(np.maximum(passed - 1, 1)), -np.log(points))
+    begun = np.cumsum(passed == 1)
+    product = np.where(begun == rollouts, np.exp(np.cumsum(growth)), 0.0)
+    # P(i ends here, and all others have): 1/points · Π F_j without F_i
+    shares = product / passed
+    found = np.bincount(rows, weights=shares, minlength=rollouts)
+    total = float(found.sum())
+    return found / total if total > 0 else np.full(rollouts, 1.0 / rollouts)

@@ -197,12 +197,13 @@ def _accepted(draft: Draft, one: Replayed, outcome: Outcome) -> int:
     return accepted
 
 
-def next_turn(drafter: Drafter, key: int, one: Replayed) -> int:
+def next_turn(drafter: Drafter | None, key: int, one: Replayed) -> int:
     """Pass over what the environment says to where the model speaks, or beyond the last segment; how much it said."""
     segments = one.trajectory.segments
     heard = 0
     while one.turn < len(segments) and not segments[one.turn].generated:
-        drafter.observe(key, segments[one.turn].tokens)
+        if drafter is not None:
+            drafter.observe(key, segments[one.turn].tokens)
         heard += len(segments[one.turn].tokens)
         one.turn += 1
     if one.turn < len(segments):

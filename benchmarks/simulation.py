@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from benchmarks.acceptance import Problem
 from benchmarks.replay import Draft, Drafter, Replayed, next_turn, passing, until_end
+from benchmarks.suffix_drafters import Ours
 from benchmarks.traces import Trajectory
 from rollout_api.length_stats import LengthStats
 from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest
@@ -28,15 +29,6 @@ class Hardware(NamedTuple):
     cost: StepCost
     kv_tokens: int
     """Tokens of keys and values that an engine holds."""
-
-
-class PolicyDrafter(Protocol):
-    """A :class:`benchmarks.replay.Drafter` that may be told where to end each draft."""
-
-    def draft(
-        self, keys: Sequence[int], budgets: Sequence[int], min_survivals: Sequence[float] | None = None
-    ) -> Sequence[Draft]:
-        """What may follow."""
 
 
 class Lengths:
@@ -59,6 +51,10 @@ class Lengths:
             self._all = LengthStats.of(one for known in self._known.values() for one in known)
         return self._all
 
+    def foretell(self, name: str, length: int) -> None:
+        """A rollout, asked for as if it were a problem of its own, will be so long."""
+        self._stats[name] = LengthStats.of([(0, length, False)])
+
     def add(self, problem: str, length: int) -> None:
         """A rollout of this step ended."""
         self._known[problem].append((1, length, False))
@@ -77,7 +73,7 @@ class Mode:
     drafter: Callable[[], Drafter] | None
     """For each engine; None: nothing is drafted."""
     policy: Callable[[Lengths], BudgetPolicy] | None = None
-    """For each engine; None: the drafter decides, within *budget*."""
+    """For each engine, whose drafter is ours; None: the drafter decides, within *budget*."""
     budget: int = 0
     longest_first: bool = True
     """As a job schedules; else in the order in which they come, as vLLM does."""
@@ -210,24 +206,26 @@ class Simulation:
         self._mode, self._hardware = mode, hardware
         self._slots = [batch // engines + (number < batch % engines) for number in range(engines)]
         self._lengths = Lengths(problems)
+        # what jobs set as maxTokens: no recorded rollout is longer
         self._most = max(total_tokens(one) for problem in problems for one in (*problem.history, *problem.running))
-        self._true: dict[str, LengthStats] = {}
-        self._engines = [_Engine(mode.drafter() if mode.drafter else None, self._policy()) for _ in range(engines)]
+        self._engines = [
+            _Engine(
+                mode.drafter() if mode.drafter is not None else None,
+                mode.policy(self._lengths) if mode.policy is not None else None,
+            )
+            for _ in range(engines)
+        ]
         for engine in self._engines:
             if engine.drafter is not None:
                 for problem in problems:
                     for one in problem.history:
                         engine.drafter.learn(one)
-                if hasattr(engine.drafter, "others"):
-                    engine.drafter.others = [one.drafter for one in self._engines if one is not engine]
+        ours = [engine.drafter for engine in self._engines if isinstance(engine.drafter, Ours)]
+        for drafter in ours:
+            drafter.others = [other for other in ours if other is not drafter]
         self._queue = _Queue(problems, mode, self._lengths)
         self._begun = 0
         self._step = Step()
-
-    def _policy(self) -> BudgetPolicy | None:
-        if self._mode.policy is None:
-            return None
-        return self._mode.policy(_TrueLengths(self._true) if self._mode.true_lengths else self._lengths)
 
     def run(self) -> Step:
         """What became of it."""
@@ -256,15 +254,12 @@ class Simulation:
             one.unread = one.context = len(trajectory.prompt)
             if engine.drafter is not None:
                 engine.drafter.begin(one.key, trajectory.problem, trajectory.prompt)
-                self._listen(engine, one)
-            else:
-                self._listen(engine, one)
+            self._listen(engine, one)
             if engine.policy is not None:
-                length = total_tokens(trajectory)
                 problem = trajectory.problem
                 if self._mode.true_lengths:
-                    problem = str(one.key)
-                    self._true[problem] = LengthStats.of([(0, length, False)])
+                    problem = f"rollout {one.key}"
+                    self._lengths.foretell(problem, total_tokens(trajectory))
                 prompt = len(trajectory.prompt)
                 engine.policy.open(str(one.key), problem, prompt=prompt, said=0, most=self._most)
             engine.running.append(one)
@@ -273,7 +268,7 @@ class Simulation:
         return sum(one.context for one in engine.running) + more <= self._hardware.kv_tokens or not engine.running
 
     def _listen(self, engine: _Engine, one: _Rollout) -> None:
-        heard = next_turn(engine.drafter or _NOBODY, one.key, one)
+        heard = next_turn(engine.drafter, one.key, one)
         one.unread += heard
         one.context += heard
 
@@ -308,8 +303,11 @@ class Simulation:
                 share = len(engine.running) / sum(len(one.running) for one in self._engines)
                 waiting = Waiting(max(1, round(len(self._queue) * share)), self._queue.tokens() * share)
             allowed = engine.policy.allow([str(key) for key in keys], self._hardware.cost, waiting)
-            drafter: PolicyDrafter = engine.drafter  # type: ignore[assignment]
-            drafts = drafter.draft(keys, allowed.budgets, allowed.min_survivals)
+            if not isinstance(engine.drafter, Ours):
+                raise TypeError(
+                    f"{type(engine.drafter).__name__} cannot be told where to end a draft: give it no policy"
+                )
+            drafts = engine.drafter.draft(keys, allowed.budgets, allowed.min_survivals)
         found = {}
         for one, draft in zip(speaking, drafts, strict=True):
             draft = until_end(draft)
@@ -338,24 +336,3 @@ class Simulation:
             self._queue.learned(one.trajectory.problem)
             self._step.ends.append(engine.clock)
             self._step.seconds = max(self._step.seconds, engine.clock)
-
-
-class _TrueLengths(Lengths):
-    def __init__(self, lengths: dict[str, LengthStats]) -> None:
-        self._true = lengths
-
-    def of(self, problem: str) -> LengthStats:
-        return self._true[problem]
-
-    def of_all(self) -> LengthStats:
-        raise NotImplementedError
-
-
-class _Nobody:
-    """Hears what the environment says."""
-
-    def observe(self, key: int, tokens: object) -> None:
-        pass
-
-
-_NOBODY: Drafter = _Nobody()  # type: ignore[assignment]

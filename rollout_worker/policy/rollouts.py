@@ -52,12 +52,12 @@ class RunningRollouts:
         """A rollout begins, or goes on after *said* tokens."""
         if not self._free:
             self._grow()
+        running = self.rows()
         row = self._free.pop()
         self._row[key] = row
         self._problems[row] = problem
         self.said[row], self.prompt[row], self.most[row] = said, prompt, max(most, said + 1)
-        running = self.rows()
-        self.rate[row] = float(self.rate[running].mean()) if len(running) > 1 else 1.0
+        self.rate[row] = float(self.rate[running].mean()) if len(running) else 1.0
         self._steps[row] = 0
         self._predicted_at[row] = -1
 

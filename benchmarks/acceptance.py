@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from benchmarks.figures import Figure, report
+from benchmarks.problems import Problem, add_trace_arguments, chosen_problems
 from benchmarks.replay import Drafter, Outcome, replay
 from benchmarks.suffix_drafters import PEER, Ours, Peer, Scope
-from benchmarks.traces import Trajectory, by_problem, checkpoints, load_tokenizer, read_trace
 
 MIN_SURVIVALS = (0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01)
 MIN_TOKEN_PROBS = (0.0, 0.03, 0.1, 0.3, 0.5)
@@ -30,14 +30,6 @@ DRAFTED = (2, 4, 8)
 PEERS_BUDGET = 32
 """Of its default setting here, with a factor of 1 and a least probability of 0.1."""
 LEAST_IN_DECILE = 200
-
-
-class Problem(NamedTuple):
-    """One problem of a trace."""
-
-    name: str
-    history: list[Trajectory]
-    running: list[Trajectory]
 
 
 @dataclass(frozen=True)
@@ -56,42 +48,6 @@ class Setting:
         if self.ours:
             return Ours(self.scope, min_survival=self.min_survival)
         return Peer(self.scope, max_spec_factor=self.max_spec_factor, min_token_prob=self.min_token_prob)
-
-
-def problems_of(
-    trajectories: list[Trajectory], train: str | None, evaluated: str | None, history: int | None
-) -> list[Problem]:
-    """Tell history and what is generated apart.
-
-    Args:
-        trajectories: of the trace.
-        train: checkpoint of the history; None: the last but one, or the only one.
-        evaluated: checkpoint of what is generated; None: the last.
-        history: rollouts of a problem; None: all, or half of its samples where both are of one checkpoint.
-
-    Raises:
-        ValueError: for a checkpoint that is not there, or if nothing is left to generate.
-    """
-    known = checkpoints(trajectories)
-    for name in (train, evaluated):
-        if name is not None and name not in known:
-            raise ValueError(f"the trace has no checkpoint {name!r}; it has {', '.join(known)}")
-    evaluated = known[-1] if evaluated is None else evaluated
-    train = known[max(0, len(known) - 2)] if train is None else train
-    found = []
-    for name, group in by_problem(trajectories).items():
-        before = [one for one in group if one.checkpoint == train]
-        running = [one for one in group if one.checkpoint == evaluated]
-        if train == evaluated:
-            half = len(group) // 2 if history is None else history
-            before, running = before[:half], running[half:]
-        elif history is not None:
-            before = before[:history]
-        if running:
-            found.append(Problem(name, before, running))
-    if not found:
-        raise ValueError("no rollout is left to generate; ask for less --history")
-    return found
 
 
 _problems: list[Problem] = []
@@ -233,27 +189,23 @@ def row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, gzip or not")
-    parser.add_argument("--train-checkpoint", help="of the history [default: the last but one]")
-    parser.add_argument("--eval-checkpoint", help="of what is generated [default: the last]")
+    add_trace_arguments(parser)
     parser.add_argument("--history", type=int, help="rollouts of a problem [default: all, or half its samples]")
     parser.add_argument("--budget", default="4,8,16,32", help="most tokens of a draft, each is run")
     parser.add_argument("--scope", default="problem", help="of problem, foreign, self, all")
-    parser.add_argument("--problems", type=int, help="the first so many")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     budgets = [int(one) for one in options.budget.split(",")]
     scopes: list[Scope] = options.scope.split(",")
     if unknown := set(scopes) - set(get_args(Scope)):
         parser.error(f"--scope knows {', '.join(get_args(Scope))}, not {', '.join(sorted(unknown))}")
-    trajectories = read_trace(options.trace, load_tokenizer(options.tokenizer))
-    try:
-        chosen = problems_of(trajectories, options.train_checkpoint, options.eval_checkpoint, options.history)
-    except ValueError as error:
-        parser.error(str(error))
-    _problems.extend(chosen[: options.problems])
-    multi_turn = any(not segment.generated for one in trajectories for segment in one.segments)
+    _problems.extend(chosen_problems(parser, options, history=options.history))
+    multi_turn = any(
+        not segment.generated
+        for problem in _problems
+        for one in (*problem.history, *problem.running)
+        for segment in one.segments
+    )
     wanted = [setting for scope in scopes for setting in settings(scope, budgets)]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         outcomes = dict(zip(wanted, pool.imap(run, wanted), strict=True))

@@ -19,12 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.acceptance import Problem, problems_of
 from benchmarks.figures import Figure, report
 from benchmarks.ngram_drafter import Ngram
+from benchmarks.problems import Problem, add_trace_arguments, chosen_problems
 from benchmarks.simulation import Hardware, Lengths, Mode, Simulation, Step
 from benchmarks.suffix_drafters import Ours, Peer
-from benchmarks.traces import load_tokenizer, read_trace
 from rollout_worker.policy.budgets import BudgetPolicy, DasClasses, DasOptimal, Fixed, Marginal, Pool
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 
@@ -200,25 +199,19 @@ def plot(file: Path, steps: Mapping[Case, Step]) -> None:
 def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, gzip or not")
-    parser.add_argument("--train-checkpoint", help="of the history [default: the last but one]")
-    parser.add_argument("--eval-checkpoint", help="of what is generated [default: the last]")
+    add_trace_arguments(parser)
     parser.add_argument("--cost-model", default="h100-7b", help="h100-7b, or a JSON file")
     parser.add_argument("--workers", default="1", help="engines, each is run: 1,8")
     parser.add_argument("--batch", default="128", help="rollouts at a time on all engines, each is run: 16,64,128")
     parser.add_argument("--policies", default=",".join(MODES), help="some of: %(default)s")
-    parser.add_argument("--problems", type=int, help="the first so many")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG of how many rollouts run over time")
     options = parser.parse_args()
-    trajectories = read_trace(options.trace, load_tokenizer(options.tokenizer))
     try:
         _hardware.append(hardware_of(options.cost_model))
-        chosen = problems_of(trajectories, options.train_checkpoint, options.eval_checkpoint, None)
     except ValueError as error:
         parser.error(str(error))
-    _problems.extend(chosen[: options.problems])
+    _problems.extend(chosen_problems(parser, options))
     modes = options.policies.split(",")
     if unknown := set(modes) - set(MODES):
         parser.error(f"--policies knows {', '.join(MODES)}, not {', '.join(sorted(unknown))}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from benchmarks.acceptance import Problem
+from benchmarks.problems import Problem
 from benchmarks.replay import Draft, Drafter, Replayed, next_turn, passing, until_end
 from benchmarks.suffix_drafters import Ours
 from benchmarks.traces import Trajectory

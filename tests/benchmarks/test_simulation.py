@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.acceptance import Problem
 from benchmarks.makespan import MODES, Case, figures_of, hardware_of
+from benchmarks.problems import Problem
 from benchmarks.simulation import Hardware, Mode, Simulation, Step
 from benchmarks.traces import Segment, Trajectory
 from rollout_worker.policy.step_cost import H100_7B, StepCost

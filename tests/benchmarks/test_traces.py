@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from benchmarks.acceptance import problems_of
+from benchmarks.problems import problems_of
 from benchmarks.traces import Trajectory, checkpoints, read_trace
 
 

@@ -285,12 +285,19 @@ def _off_in_yaml(value: object) -> object:
 class Speculation(Part):
     """How drafts are made."""
 
-    policy: Annotated[Literal["fixed", "off"], BeforeValidator(_off_in_yaml)] = Field(
-        default="fixed",
-        description="fixed: up to maxDraftTokens for every rollout, fewer where acceptance is unlikely. off: none "
-        '(write "off" with quotes: without, kubectl takes it for false).',
+    policy: Annotated[
+        Literal["marginal", "das-optimal", "das-classes", "fixed", "unlimited", "off"], BeforeValidator(_off_in_yaml)
+    ] = Field(
+        default="marginal",
+        description="How much is drafted for which rollout. marginal: each token that saves the batch more time than "
+        "verifying it costs, so most for the rollouts that hold it up. das-optimal, das-classes: as DAS does, by its "
+        "optimum or by three classes of length. fixed: maxDraftTokens for every rollout, unlimited: 64. Under all of "
+        'these, drafting that does not pay is stopped. off: none (write "off" with quotes: without, kubectl takes it '
+        "for false).",
     )
-    max_draft_tokens: int = Field(default=16, ge=1, le=64, description="Most tokens drafted in one step.")
+    max_draft_tokens: int = Field(
+        default=16, ge=1, le=64, description="Most tokens drafted for one rollout in one step."
+    )
     window: int = Field(
         default=16,
         ge=1,

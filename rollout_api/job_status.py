@@ -128,6 +128,9 @@ class RolloutJobStatus(Part):
     ] = Field(default_factory=list)
     workers: WorkersStatus = Field(default_factory=WorkersStatus)
     progress: ProgressStatus = Field(default_factory=ProgressStatus)
+    saved: str | None = Field(
+        default=None, description="Share of decoding time that drafts saved, against none: 38%; -1% if they cost time."
+    )
     failed_pods: int = Field(default=0, ge=0, description="Pods that failed and count towards backoffLimit.")
     failures: list[Failure] = Field(default_factory=list, description="The newest.")
     connection: Connection | None = None

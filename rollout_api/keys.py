@@ -86,6 +86,11 @@ class MessageKeys:
         return self._key("status")
 
     @property
+    def waiting(self) -> str:
+        """Hash: rollouts, tokens: for each engine, what waits and may come to it, as expected; expires."""
+        return self._key("waiting")
+
+    @property
     def dead(self) -> str:
         """Stream of messages that could not be read or carried out, each with the reason."""
         return self._key("dead")

@@ -28,6 +28,7 @@ _COLUMNS = (
     ("Progress", "string", ".status.progress.summary", 0),
     ("Tok/s", "integer", ".status.progress.tokensPerSecond", 0),
     ("Accepted", "string", ".status.progress.acceptedPerStep", 0),
+    ("Saved", "string", ".status.saved", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
     ("Left", "integer", ".status.progress.secondsLeft", 1),
     ("Failed", "integer", ".status.failedPods", 1),

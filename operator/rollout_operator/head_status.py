@@ -37,6 +37,8 @@ class HeadStatus(BaseModel):
     tokens: int = 0
     accepted_per_step: float = 0.0
     steps: int = 0
+    saved: float | None = None
+    """Share of decoding time that drafts saved; negative if they cost time."""
     tokens_per_second: float = 0.0
     seconds_left: float | None = None
     redis_away: str | None = None

@@ -251,7 +251,7 @@ class _Pass:
         elif done := [pod for pod in self.seen.of(names.HEAD) if pod.phase == "Succeeded"]:
             last = HeadStatus.of_message(done[-1].message)
             if last is not None:
-                self._set(progress=_progress_of(last))
+                self._set(progress=_progress_of(last), saved=_saved(last))
             self._end(ConditionType.SUCCEEDED, "Closed", "the job was closed, and all that was asked for is answered")
         elif self.job.spec.lifecycle.suspend:
             self._suspend()
@@ -459,7 +459,7 @@ class _Pass:
             quiet = self.status.progress.model_copy(update={"tokens_per_second": 0, "seconds_left": None})
             self._set(progress=quiet)
             return
-        self._set(progress=_progress_of(head))
+        self._set(progress=_progress_of(head), saved=_saved(head))
 
     def _say_how_it_goes(self, count: int, live: list[PodView]) -> None:
         gated = [pod for pod in self.seen.pods if pod.gated and pod.deleting is None]
@@ -530,6 +530,10 @@ class _Pass:
                 if pod.unschedulable:
                     return "Unschedulable", f"{pod.name}: {pod.unschedulable}"
         return "HeadNotReady", "the head does not answer yet"
+
+
+def _saved(head: HeadStatus) -> str | None:
+    return None if head.saved is None else f"{round(100 * head.saved)}%"
 
 
 def _progress_of(head: HeadStatus) -> ProgressStatus:

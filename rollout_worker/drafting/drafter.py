@@ -8,20 +8,6 @@ from dataclasses import dataclass
 from rollout_worker.drafting.index import Draft, SuffixIndex, TokenArray, TokenIds
 
 
-def break_even(running: int, base_tokens: float) -> float:
-    """Least probability of being accepted at which drafting a token makes a batch faster.
-
-    A step costs ``c_base + c_tok · tokens`` (DAS, arXiv 2511.13841). Verifying one more token costs c_tok; if it is
-    accepted, one rollout needs one step less, which is worth its share of the base, ``c_base / running``, and the
-    token itself, c_tok. So the token pays if its probability is above ``running / (running + c_base / c_tok)``.
-
-    Args:
-        running: rollouts in the batch.
-        base_tokens: ``c_base / c_tok``: how many tokens cost as much as a step has before the first.
-    """
-    return running / (running + base_tokens)
-
-
 @dataclass
 class DraftCounts:
     """What was drafted for one rollout, or for many."""
@@ -41,17 +27,9 @@ class Drafter:
     at any time.
     """
 
-    def __init__(self, index: SuffixIndex, *, max_draft_tokens: int, base_tokens: float) -> None:
-        """Draft from *index*.
-
-        Args:
-            index: history and running rollouts.
-            max_draft_tokens: most tokens of one draft.
-            base_tokens: see :func:`break_even`.
-        """
-        self.max_draft_tokens = max_draft_tokens
+    def __init__(self, index: SuffixIndex) -> None:
+        """Draft from *index*, which has history and running rollouts."""
         self._index = index
-        self._base_tokens = base_tokens
         self._running: dict[str, _Running] = {}
         self._said: list[tuple[int, TokenIds]] = []
         """What the index has not been told yet; one call tells it all of a step."""
@@ -80,18 +58,16 @@ class Drafter:
         handle = self._index.open(problem, prompt, sources=tuple(sources), context=context, ends=list(ends))
         self._running[key] = _Running(handle)
 
-    def advance(self, key: str, tokens: TokenIds, *, new_step: bool = True) -> None:
-        """Tokens that the model sampled since the last call, in one verification step; a list is taken fastest.
+    def advance(self, key: str, tokens: TokenIds, *, drafted: int = 0) -> None:
+        """Tokens that the model sampled since the last call; a list is taken fastest.
 
-        All but the last of them are draft tokens that were accepted; *new_step* is false for tokens that were
-        sampled before this drafter saw the rollout.
+        If *drafted* tokens of the last draft were verified, all but the last of *tokens* are those of them that were
+        accepted.
         """
         state = self._running[key]
-        if new_step:
-            state.counts.drafted += state.pending
-            state.counts.accepted += min(max(len(tokens) - 1, 0), state.pending)
+        state.counts.drafted += drafted
+        state.counts.accepted += min(max(len(tokens) - 1, 0), drafted)
         state.counts.produced += len(tokens)
-        state.pending = 0
         self._said.append((state.handle, tokens))
 
     def _tell(self) -> None:
@@ -100,21 +76,14 @@ class Drafter:
             self._said = []
             self._index.extend_batch(handles, tokens)
 
-    def draft(self, keys: Sequence[str], budgets: Sequence[int]) -> list[list[int]]:
-        """At most ``budgets[i]`` tokens (and never more than ``max_draft_tokens``) that may follow rollout i.
+    def draft(self, keys: Sequence[str], budgets: Sequence[int], min_survivals: Sequence[float]) -> list[Draft]:
+        """At most ``budgets[i]`` tokens that may follow rollout i.
 
-        A draft ends before the token whose probability of being reached and accepted no longer pays.
+        A draft ends before the token whose probability of being reached and accepted is under ``min_survivals[i]``.
         """
         self._tell()
-        states = [self._running[key] for key in keys]
-        drafts: list[Draft] = self._index.draft_batch(
-            [state.handle for state in states],
-            [max(0, min(budget, self.max_draft_tokens)) for budget in budgets],
-            min_survival=break_even(len(self._running), self._base_tokens),
-        )
-        for state, draft in zip(states, drafts, strict=True):
-            state.pending = len(draft)  # counted once it is verified
-        return [draft.tokens for draft in drafts]
+        handles = [self._running[key].handle for key in keys]
+        return self._index.draft_batch(handles, budgets, min_survivals)
 
     def close(self, key: str) -> DraftCounts:
         """Forget a rollout; what was drafted and accepted for it."""
@@ -129,9 +98,8 @@ class Drafter:
 
 
 class _Running:
-    __slots__ = ("counts", "handle", "pending")
+    __slots__ = ("counts", "handle")
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
         self.counts = DraftCounts()
-        self.pending = 0

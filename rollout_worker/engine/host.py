@@ -23,7 +23,7 @@ from rollout_worker.engine.model_source import ModelError, max_positions
 from rollout_worker.engine.response import Generated, Response
 from rollout_worker.engine.sampling import SOURCES, AdmissionError, DraftScope, admit, vllm_sampling
 from rollout_worker.engine.weights import Incoming, check_incoming, check_weights
-from rollout_worker.engine.worker_extension import HistoryBinding
+from rollout_worker.engine.worker_extension import Drafting
 
 __all__ = ["Drafting", "Engine", "EngineConfig", "Generated"]
 
@@ -34,23 +34,6 @@ _ABORT_SECONDS = 0.02
 """How long an abort may take before it is asked for again."""
 _LOOK_S = 0.5
 """How often to look whether vLLM is still there, while it is waited for."""
-
-CPU_BASE_TOKENS = 24.0
-"""``c_base / c_tok`` on two CPU cores: 2.5 ms a step at batch 1 and 5.6 ms at 32 with 3M parameters; 14 with 267M."""
-GPU_BASE_TOKENS = 300.0
-"""``c_base / c_tok`` of a 7B model on an H100-class GPU: 8 ms and 0.026 ms (DAS, arXiv 2511.13841)."""
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """How an engine drafts."""
-
-    max_draft_tokens: int
-    base_tokens: float
-    """What a step costs before its first token, in tokens; see ``drafting.drafter.break_even``."""
-    index_bytes: int
-    """Most memory of the index."""
-    history: HistoryBinding
 
 
 @dataclass(frozen=True)
@@ -145,12 +128,8 @@ class Engine:
             await engine._labels.change(config.weight_version)
             if config.cpu and config.spec.max_lora_rank:
                 await engine._rpc("das_mend_adapters")
-            if (drafting := config.drafting) is not None:
-                bound = await engine._rpc(
-                    "das_bind", asdict(drafting.history), drafting.base_tokens, drafting.index_bytes
-                )
-                if not any(bound):
-                    raise EngineError("no rank of the engine drafts: vLLM has no output rank")
+            if config.drafting is not None and not any(await engine._rpc("das_bind", asdict(config.drafting))):
+                raise EngineError("no rank of the engine drafts: vLLM has no output rank")
         except BaseException:
             engine.close()
             raise
@@ -408,6 +387,16 @@ class Engine:
         while not (ready := all(await self._rpc("das_ready"))) and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         return ready
+
+    async def tell_waiting(self, rollouts: int, tokens: float) -> None:
+        """Say what waits for a place in this engine's batch: who holds the batch up depends on it.
+
+        Args:
+            rollouts: how many.
+            tokens: that they will say, all together, as far as is known.
+        """
+        if self.config.drafting is not None:
+            await self._rpc("das_waiting", rollouts, tokens)
 
     async def stats(self) -> dict[str, Any]:
         """Sizes and times of the drafter (see ``das_stats`` of the extensions); empty for a plain engine."""

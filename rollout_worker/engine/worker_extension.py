@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollout_worker.engine.proposer import HistoryProposer
     from rollout_worker.history.sync import HistorySync
+    from rollout_worker.policy.controller import DraftController
+    from rollout_worker.policy.policies import PolicyName
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +34,25 @@ class HistoryBinding:
     name: str
     window: int
     """Generations that are drafted from."""
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """How an engine drafts."""
+
+    policy: PolicyName
+    max_draft_tokens: int
+    """Of one draft."""
+    index_bytes: int
+    """Most memory of the index."""
+    history: HistoryBinding
+    governed: bool = True
+    """Whether drafting that does not pay is stopped; without, it can be looked at alone."""
+
+    @classmethod
+    def read(cls, plain: dict[str, Any]) -> Drafting:
+        """From what ``dataclasses.asdict`` makes of it: collective calls carry nothing else."""
+        return cls(**{**plain, "history": HistoryBinding(**plain["history"])})
 
 
 class HostExtension:
@@ -109,6 +130,7 @@ class HostExtension:
     def _das_reload(self, **source: Any) -> None:
         from rollout_worker.engine.compat import abandon_reload, renew_packed_output
 
+        self.das_interrupt()
         try:
             self.reload_weights(**source)
         except BaseException:
@@ -116,6 +138,9 @@ class HostExtension:
             raise
         if renew_packed_output(self.model_runner.get_model()):
             logger.info("Packed the output projection anew: vLLM's reload leaves it stale.")
+
+    def das_interrupt(self) -> None:
+        """The time until the next step is no step's."""
 
     def das_stats(self) -> dict[str, Any]:
         """Nothing; but it answers."""
@@ -127,9 +152,13 @@ class DraftingExtension(HostExtension):
 
     _das_index: Any = None
     _das_sync: HistorySync | None = None
+    _das_controller: DraftController
 
-    def das_bind(self, binding: dict[str, Any], base_tokens: float, index_bytes: int) -> bool:
-        """Connect the proposer to its model runner, an index and, in the background, the history.
+    def das_bind(self, drafting: dict[str, Any]) -> bool:
+        """Connect the proposer to its model runner, an index, a policy and, in the background, the history.
+
+        Args:
+            drafting: :class:`Drafting`, as a dictionary.
 
         Returns:
             Whether this rank drafts.
@@ -141,19 +170,28 @@ class DraftingExtension(HostExtension):
         from rollout_worker.history.connection import connect_history
         from rollout_worker.history.store import HistoryStore
         from rollout_worker.history.sync import HistorySync
+        from rollout_worker.policy.budgets import Pool
+        from rollout_worker.policy.controller import DraftController
+        from rollout_worker.policy.policies import make_policy
+        from rollout_worker.policy.step_cost import CPU, H100_7B
 
         if not on_output_rank():
             return False
-        history = HistoryBinding(**binding)
+        settings = Drafting.read(drafting)
+        history = settings.history
         proposer: HistoryProposer = self.model_runner.drafter
         threads = max(1, min(_MOST_DRAFTING_THREADS, len(os.sched_getaffinity(0)) // _CORES_FOR_A_DRAFTING_THREAD))
-        self._das_index = SuffixIndex(threads=threads, max_bytes=index_bytes, pool_tokens=POOL_TOKENS)
-        drafter = Drafter(self._das_index, max_draft_tokens=proposer.max_draft_tokens, base_tokens=base_tokens)
-        proposer.bind(self.model_runner, drafter)
+        self._das_index = SuffixIndex(threads=threads, max_bytes=settings.index_bytes, pool_tokens=POOL_TOKENS)
         keys = HistoryKeys(history.namespace, history.name)
         store = HistoryStore(connect_history(history.redis_url), keys, window=history.window)
         vocabulary = self.model_runner.model_config.get_vocab_size()
         self._das_sync = HistorySync(store, self._das_index, vocabulary=vocabulary)
+        scheduled = self.model_runner.scheduler_config
+        pool = Pool(settings.max_draft_tokens, max(0, scheduled.max_num_batched_tokens - scheduled.max_num_seqs))
+        policy = make_policy(settings.policy, pool, self._das_sync.expected_lengths, self._das_sync.length_stats)
+        prior = CPU if self.device.type == "cpu" else H100_7B
+        self._das_controller = DraftController(policy, prior, governed=settings.governed)
+        proposer.bind(self.model_runner, Drafter(self._das_index), self._das_controller)
         self._das_sync.start()
         return True
 
@@ -165,6 +203,16 @@ class DraftingExtension(HostExtension):
     def das_ready(self) -> bool:
         """Whether all that was announced is in the index."""
         return self._das_sync is None or self._das_sync.wait_ready(timeout=0)
+
+    def das_interrupt(self) -> None:
+        """See :meth:`HostExtension.das_interrupt`."""
+        self.model_runner.drafter.interrupt()
+
+    def das_waiting(self, rollouts: int, tokens: float) -> None:
+        """So many rollouts, which are expected to say so many tokens, wait for a place in this engine's batch."""
+        from rollout_worker.policy.budgets import Waiting
+
+        self.model_runner.drafter.waiting = Waiting(rollouts, tokens)
 
     def das_take_counts(self, keys: list[str]) -> dict[str, tuple[int, int, int]]:
         """Draft tokens (drafted, accepted) and tokens produced of rollouts that have ended, by key."""
@@ -179,11 +227,22 @@ class DraftingExtension(HostExtension):
         if self._das_sync is None:
             return {}
         proposer: HistoryProposer = self.model_runner.drafter
+        controller = self._das_controller
+        cost = controller.fit.cost
         return {
             "steps": proposer.steps,
             "following": proposer.following,
             "drafting_seconds": proposer.seconds,
             "sampling_mended": proposer.sampling_mended,
             "index_bytes": self._das_index.bytes(),
+            "cost_base_seconds": cost.base,
+            "cost_token_seconds": cost.per_token,
+            "cost_context_token_seconds": cost.per_context,
+            "cost_error_ratio": controller.fit.error,
+            "timed_seconds": controller.seconds,
+            "timed_seconds_without_drafts": controller.seconds_without,
+            "drafting_stopped": float(controller.governor.stopped),
+            "drafting_stops": controller.governor.stops,
+            "explored_tokens": controller.governor.explored,
             "history": asdict(self._das_sync.counters),
         }

@@ -166,6 +166,11 @@ class HistorySync:
             return self._all_lengths
         return self._lengths.get(problem, _NOTHING_KNOWN)
 
+    def expected_lengths(self, problem: str) -> LengthStats:
+        """How long rollouts of a problem are; of one without rollouts, how long those of all problems are."""
+        found = self.length_stats(problem)
+        return found if found.count else self._all_lengths
+
     def _run(self) -> None:
         backoff = _POLL_S
         while not self._stopping:

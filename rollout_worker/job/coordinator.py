@@ -708,6 +708,10 @@ class Coordinator:
             closing=self._closing,
         )
         await patiently(self._plane.set_status, json.dumps(status).encode())
+        engines = max(1, len(self._engines))
+        waiting = [(len(group.samples), group.predicted) for group in self._scheduler.groups()]
+        rollouts, tokens = sum(count for count, _ in waiting), sum(count * length for count, length in waiting)
+        await patiently(self._plane.set_waiting, round(rollouts / engines), tokens / engines)
 
     async def _ended(self) -> bool:
         if not self._closing or self._open:

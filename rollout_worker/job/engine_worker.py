@@ -29,7 +29,20 @@ from rollout_worker.job.weights import WeightsError, WeightTransport
 logger = logging.getLogger(__name__)
 
 _HEARTBEAT_S = 1.0
-_STATS = ("steps", "drafting_seconds", "index_bytes")
+_STATS = (
+    "steps",
+    "drafting_seconds",
+    "index_bytes",
+    "cost_base_seconds",
+    "cost_token_seconds",
+    "cost_context_token_seconds",
+    "cost_error_ratio",
+    "timed_seconds",
+    "timed_seconds_without_drafts",
+    "drafting_stopped",
+    "drafting_stops",
+    "explored_tokens",
+)
 _HISTORY_STATS = ("rollouts", "tokens", "corrupt", "evictions", "failures")
 _HUNG_S = 300.0
 """Longer than loading the weights of any model takes, during which an engine answers nothing."""
@@ -183,9 +196,13 @@ class EngineWorker:
         await patiently(lambda: self._plane.heartbeat(self._id, self._report, begin=True))
 
     async def _beat(self) -> None:
+        told = (0, 0.0)
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             await self._tell()
+            if (waiting := await patiently(self._plane.waiting)) != told:
+                await self._engine.tell_waiting(*waiting)
+                told = waiting
             if self._report.draining:
                 continue
             grace = await patiently(self._plane.asked_to_leave, self._report.worker)

@@ -394,6 +394,18 @@ class MessagePlane:
         """Publish the coordinator's status."""
         await self.client.set(self.keys.status, status, ex=_STATUS_EXPIRES_S)
 
+    async def set_waiting(self, rollouts: int, tokens: float) -> None:
+        """Tell engines what waits for them, for each of them: how many rollouts, and tokens of all of these."""
+        batch = self.client.pipeline(transaction=False)
+        batch.hset(self.keys.waiting, mapping={"rollouts": rollouts, "tokens": tokens})
+        batch.expire(self.keys.waiting, _STATUS_EXPIRES_S)
+        await batch.execute()
+
+    async def waiting(self) -> tuple[int, float]:
+        """What :meth:`set_waiting` said last; nothing if no coordinator has said so for a while."""
+        rollouts, tokens = await self.client.hmget(self.keys.waiting, "rollouts", "tokens")
+        return int(rollouts or 0), float(tokens or 0)
+
     async def totals(self) -> dict[str, int]:
         """Since the job began: rollouts, tokens, steps, drafted, accepted."""
         return {_text(key): int(value) for key, value in (await self.client.hgetall(self.keys.totals)).items()}

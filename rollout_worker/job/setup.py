@@ -10,13 +10,14 @@ from typing import Any
 from rollout_api.job import RolloutJob, parse_job
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.quantity import parse_quantity
-from rollout_worker.engine.host import CPU_BASE_TOKENS, GPU_BASE_TOKENS, Drafting, EngineConfig
+from rollout_worker.engine.host import Drafting, EngineConfig
 from rollout_worker.engine.model_source import default_cache, resolve_model
 from rollout_worker.engine.worker_extension import HistoryBinding
 from rollout_worker.history.connection import connect_async, connect_history
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import MessagePlane
 from rollout_worker.job.weights import ByAddress, SharedFiles, TrainerMemory, WeightTransport
+from rollout_worker.policy.policies import longest_draft
 
 BLOCK_S = 1.0
 """How long a read may wait in Redis for something to come."""
@@ -99,15 +100,16 @@ class JobSetup:
         job = self.job
         cpu = job.spec.workers.gpus_per_worker == 0
         drafting = None
-        if not plain and job.spec.speculation.policy != "off":
+        speculation = job.spec.speculation
+        if not plain and speculation.policy != "off":
             keys = self.history_keys
-            binding = HistoryBinding(
-                self.history_url or self.redis_url, keys.namespace, keys.name, job.spec.speculation.window
+            url = self.history_url or self.redis_url
+            drafting = Drafting(
+                policy=speculation.policy,
+                max_draft_tokens=longest_draft(speculation.policy, speculation.max_draft_tokens),
+                index_bytes=int(parse_quantity(speculation.index_bytes)),
+                history=HistoryBinding(url, keys.namespace, keys.name, speculation.window),
             )
-            base_tokens = CPU_BASE_TOKENS if cpu else GPU_BASE_TOKENS
-            speculation = job.spec.speculation
-            index_bytes = int(parse_quantity(speculation.index_bytes))
-            drafting = Drafting(speculation.max_draft_tokens, base_tokens, index_bytes, binding)
         return EngineConfig(
             model=model,
             spec=job.spec.engine,

@@ -59,6 +59,8 @@ class JobStatus(TypedDict):
     drafted: int
     accepted: int
     accepted_per_step: float
+    saved: float | None
+    """Share of decoding time that drafts saved, by what steps without drafts would have cost; None if unknown."""
     tokens_per_second: float
     seconds_left: float | None
     """Until all open requests are answered, at the speed of the last seconds; None if there is no telling."""
@@ -88,6 +90,8 @@ class StatusBoard:
         self._marks: deque[tuple[float, float]] = deque()
         self._sampled: dict[str, float] = {}
         self._tokens = 0.0
+        self._timed: dict[str, tuple[float, float]] = {}
+        """Engine → seconds of its steps that were timed, and what they would have taken without drafts."""
         self._busy: dict[str, float] = {}
         """Engine → when it had a rollout last, or came."""
         self._made = 0.0
@@ -139,6 +143,7 @@ class StatusBoard:
             "drafted": totals.get("drafted", 0),
             "accepted": accepted,
             "accepted_per_step": accepted / steps if steps else 0.0,
+            "saved": self._saved(engines),
             "tokens_per_second": speed,
             "seconds_left": left,
             "engines": [
@@ -164,6 +169,15 @@ class StatusBoard:
             "slow_clients": slow,
         }
         return self.last
+
+    def _saved(self, engines: Mapping[str, EngineReport]) -> float | None:
+        """Over the whole life of all engines that this coordinator has known."""
+        for engine, report in engines.items():
+            if "timed_seconds" in report.counters:
+                without = report.counters["timed_seconds_without_drafts"]
+                self._timed[engine] = report.counters["timed_seconds"], without
+        seconds, without = (sum(one) for one in zip(*self._timed.values(), strict=True)) if self._timed else (0.0, 0.0)
+        return 1 - seconds / without if without else None
 
     def _speed(self, engines: Mapping[str, EngineReport]) -> float:
         """Tokens a second that all engines sampled over the last seconds."""
@@ -201,6 +215,8 @@ class StatusCollector:
             "weight_version": ("The weight version to be served.", status["weight_version"]),
             "tokens_per_second": ("Response tokens a second, lately.", status["tokens_per_second"]),
         }
+        if status["saved"] is not None:
+            gauges["saved_ratio"] = ("Share of decoding time that drafts saved.", status["saved"])
         if status["seconds_left"] is not None:
             gauges["left_seconds"] = ("Until all open requests are answered.", status["seconds_left"])
         for name, (text, value) in gauges.items():

@@ -27,14 +27,24 @@ class Outcome(NamedTuple):
 class DraftController:
     """A policy, the cost that it goes by, and the governor over it."""
 
-    def __init__(self, policy: BudgetPolicy, prior: StepCost, *, exploration: float = EXPLORATION) -> None:
+    def __init__(
+        self, policy: BudgetPolicy, prior: StepCost, *, exploration: float = EXPLORATION, governed: bool = True
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            policy: says what is to be drafted.
+            prior: what steps cost, until they were seen.
+            exploration: share of all tokens that may be drafted where drafting does not pay.
+            governed: whether drafting that does not pay is stopped.
+        """
         self.fit = CostFit(prior)
         self.governor = Governor(exploration=exploration)
         self.seconds = 0.0
         """Of all steps that were timed."""
         self.seconds_without = 0.0
         """That the same tokens would have taken without drafts, by the cost of steps."""
-        self._policy = policy
+        self._policy, self._governed = policy, governed
         self._worth: dict[str, float] = {}
 
     def open(self, key: str, problem: str, *, prompt: int, said: int, most: int) -> None:
@@ -55,7 +65,7 @@ class DraftController:
         """What may be drafted for these rollouts now."""
         allowed = self._policy.allow(keys, self.fit.cost, waiting)
         self._worth.update(zip(keys, allowed.worths, strict=True))
-        return self.governor.limit(keys, allowed)
+        return self.governor.limit(keys, allowed) if self._governed else allowed
 
     def verified(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
         """A step ended.

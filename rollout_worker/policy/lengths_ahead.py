@@ -16,15 +16,18 @@ def remaining(stats: LengthStats, *, so_far: int, most: int, points: int) -> Flo
     Args:
         stats: lengths of its problem's rollouts.
         so_far: tokens it has.
-        most: at which it is cut off; a quantile that lies beyond what was ever seen is taken to be that.
+        most: at which it is cut off; quantiles that lie beyond what was ever seen are spread evenly up to it.
         points: how many.
 
     Returns:
         Tokens, at least 1, ascending; shape (points,).
     """
     ends = [stats.quantile((point + 0.5) / points, so_far=so_far) for point in range(points)]
-    lengths = np.array([most if end is None else min(end, most) for end in ends], dtype=np.float64)
-    return np.maximum(lengths - so_far, 1.0)
+    known = [end for end in ends if end is not None]
+    beyond = points - len(known)
+    since = min(max(so_far, known[-1] if known else 0, stats.longest), most)
+    unknown = since + (most - since) * (np.arange(beyond) + 0.5) / max(beyond, 1)
+    return np.asarray(np.maximum(np.minimum(np.concatenate([known, unknown]), most) - so_far, 1.0))
 
 
 def last_probabilities(ends: Floats) -> Floats:

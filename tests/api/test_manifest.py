@@ -45,7 +45,7 @@ def errors_of(manifest: object) -> dict[str, str]:
 def test_the_shortest_manifest_has_defaults_for_everything_else() -> None:
     job = parse_job(SHORTEST)
     assert (job.metadata.namespace, job.history_name) == ("default", "math")
-    assert (job.spec.speculation.policy, job.spec.speculation.max_draft_tokens) == ("fixed", 16)
+    assert (job.spec.speculation.policy, job.spec.speculation.max_draft_tokens) == ("marginal", 16)
     assert (job.spec.source.dataset.epochs, job.spec.sampling.n) == (1, 8)
 
 
@@ -76,7 +76,7 @@ def test_every_example_is_valid(example: Path) -> None:
         ("spec.engine.kvCacheMemory", "0", "spec.engine.kvCacheMemory", "more than 0"),
         ("spec.speculation.indexBytes", "500m", "spec.speculation.indexBytes", "at least 1Mi"),
         ("spec.workers.gpusPerWorker", -1, "spec.workers.gpusPerWorker", "greater than or equal to 0"),
-        ("spec.speculation.policy", "magic", "spec.speculation.policy", "'fixed' or 'off'"),
+        ("spec.speculation.policy", "magic", "spec.speculation.policy", "'unlimited' or 'off'"),
         ("spec.speculation.maxDraftTokens", 65, "spec.speculation.maxDraftTokens", "less than or equal to 64"),
         ("spec.history.name", "UPPER", "spec.history.name", "pattern"),
         ("spec.redis.url", "http://redis", "spec.redis.url", "redis://"),
@@ -170,7 +170,7 @@ def test_min_p_is_accepted_where_nothing_is_drafted() -> None:
     assert parse_job(manifest).spec.sampling.min_p == 0.1
 
 
-@pytest.mark.parametrize("policy", ["fixed", "off"])
+@pytest.mark.parametrize("policy", ["marginal", "fixed", "off"])
 def test_a_policy_needs_no_quotes(tmp_path: Path, policy: str) -> None:
     """``off`` is false in YAML 1.1."""
     file = tmp_path / "job.yaml"

@@ -175,7 +175,7 @@ def test_the_shortest_manifest_has_all_defaults(refusing: Jobs) -> None:
     made = refusing.get("short")
     assert made is not None
     assert parse_job(manifest).spec == parse_job({**manifest, "spec": made["spec"]}).spec
-    assert (1, 4096, "fixed") == (
+    assert (1, 4096, "marginal") == (
         made["spec"]["workers"]["replicas"],
         made["spec"]["engine"]["maxModelLen"],
         made["spec"]["speculation"]["policy"],
@@ -191,4 +191,4 @@ def test_scale_and_printed_columns(refusing: Jobs) -> None:
     assert job is not None
     assert 5 == job["spec"]["workers"]["replicas"]
     head = kubectl("-n", refusing.namespace, "get", "rj").stdout.splitlines()[0].split()
-    assert ["NAME", "STATE", "WORKERS", "PROGRESS", "TOK/S", "ACCEPTED", "AGE"] == head
+    assert ["NAME", "STATE", "WORKERS", "PROGRESS", "TOK/S", "ACCEPTED", "SAVED", "AGE"] == head

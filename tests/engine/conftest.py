@@ -35,7 +35,8 @@ def loop() -> Iterator[LoopThread]:
 @pytest.fixture(scope="session")
 def drafting(redis_server: str) -> Drafting:
     # as if a token cost next to nothing, so that much is drafted
-    return Drafting(MAX_DRAFT_TOKENS, 1000.0, 2**30, HistoryBinding(redis_server, KEYS.namespace, KEYS.name, window=16))
+    binding = HistoryBinding(redis_server, KEYS.namespace, KEYS.name, window=16)
+    return Drafting("fixed", MAX_DRAFT_TOKENS, 2**30, binding, governed=False)
 
 
 @pytest.fixture(scope="session")

@@ -55,7 +55,8 @@ def manifest(**spec: Any) -> RolloutJob:
 
 async def start_engine(model: Path, url: str, job: RolloutJob) -> Engine:
     keys = HistoryKeys("default", "live")
-    drafting = Drafting(4, 1000.0, 2**30, HistoryBinding(url, keys.namespace, keys.name, window=16))
+    binding = HistoryBinding(url, keys.namespace, keys.name, window=16)
+    drafting = Drafting("fixed", 4, 2**30, binding, governed=False)
     return await Engine.start(EngineConfig(model=model, spec=job.spec.engine, cpu=True, drafting=drafting))
 
 

@@ -95,12 +95,12 @@ class Around:
         return orders
 
     @asynccontextmanager
-    async def engine(self, name: str, slots: int = 4) -> AsyncIterator[str]:
+    async def engine(self, name: str, slots: int = 4, counters: dict[str, float] | None = None) -> AsyncIterator[str]:
         """An engine that is alive, and does nothing."""
 
         async def beat() -> None:
             while True:
-                await self.plane.heartbeat(name, EngineReport(name, slots=slots), begin=True)
+                await self.plane.heartbeat(name, EngineReport(name, slots=slots, counters=counters or {}), begin=True)
                 await asyncio.sleep(0.5)
 
         beating = asyncio.ensure_future(beat())
@@ -372,7 +372,8 @@ def test_status_and_metrics_are_served_and_agree(play: Callable[[Story], None]) 
         assert 503 == code and "still reading" in json.loads(body)["error"]
         await waiting.stop()
 
-        async with around.coordinator() as coordinator, around.engine("a", slots=4) as engine:
+        timed = {"timed_seconds": 6.0, "timed_seconds_without_drafts": 8.0}
+        async with around.coordinator() as coordinator, around.engine("a", slots=4, counters=timed) as engine:
             server = StatusServer(coordinator.board)
             url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
             asked = request("r", n=7)
@@ -388,12 +389,14 @@ def test_status_and_metrics_are_served_and_agree(play: Callable[[Story], None]) 
                     await asyncio.sleep(0.1)
                     code, body = await get(f"{url}/status")
                     status = json.loads(body)
+            waits = await around.plane.waiting()
             _, body = await get(f"{url}/metrics")
             assert (200, "ok\n") == await get(f"{url}/healthz")
             await server.stop()
         assert ("default/live", 1, 1, 9, 4, 8, 5) == tuple(
             status[name] for name in ("job", "requests", "dead_letters", "tokens", "steps", "drafted", "accepted")
         )
+        assert (status["waiting"], 0.25) == (waits[0], status["saved"])
         assert 6 == status["waiting"] + status["assigned"]
         assert ["a"] == [one["name"] for one in status["engines"]]
         assert status["assigned"] == sum(one["assigned"] for one in status["engines"])
@@ -407,6 +410,7 @@ def test_status_and_metrics_are_served_and_agree(play: Callable[[Story], None]) 
             ("rollout_requests_open", "requests"),
             ("rollout_rollouts_waiting", "waiting"),
             ("rollout_rollouts_assigned", "assigned"),
+            ("rollout_saved_ratio", "saved"),
             ("rollout_weight_version", "weight_version"),
             ("rollout_rollouts_total", "done"),
             ("rollout_tokens_total", "tokens"),
@@ -419,6 +423,7 @@ def test_status_and_metrics_are_served_and_agree(play: Callable[[Story], None]) 
             assert status[name] == values[metric], metric
         assert 1 == values["rollout_engines"]
         page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
-        assert [] == [one.name for one in samples if f"`{one.name}`" not in page]
+        names = [one.name.replace("rollout_engine_", "…_") for one in samples]
+        assert [] == [name for name in names if f"`{name}`" not in page]
 
     play(story)

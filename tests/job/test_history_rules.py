@@ -108,12 +108,12 @@ class Job:
 
 def draft(index: SuffixIndex, said: Sequence[int]) -> list[int]:
     """What a new rollout of the problem that has said so much is given to verify, from its history alone."""
-    drafter = Drafter(index, max_draft_tokens=4, base_tokens=1e9)
+    drafter = Drafter(index)
     drafter.open("new", "p", np.array([1], dtype=np.uint32), ["history"])
     drafter.advance("new", list(said))
-    (tokens,) = drafter.draft(["new"], [4])
+    (found,) = drafter.draft(["new"], [4], [0.0])
     drafter.close("new")
-    return tokens
+    return found.tokens
 
 
 @pytest.fixture

@@ -71,11 +71,14 @@ def test_a_head_that_ends_well_is_the_end_of_the_job() -> None:
     cluster.head = cluster.head.model_copy(update={"done": 90})
     cluster.settle()
     assert "90" == cluster.status["progress"]["summary"]
-    cluster.end("math-head", 0, message='{"done": 128, "tokens": 1000, "steps": 400, "accepted_per_step": 1.5}')
+    cluster.end(
+        "math-head", 0, message='{"done": 128, "tokens": 1000, "steps": 400, "accepted_per_step": 1.5, "saved": 0.381}'
+    )
     cluster.settle()
     assert "Succeeded" == cluster.status["state"]
     last = {"summary": "128", "tokens": 1000, "acceptedPerStep": "1.50", "tokensPerSecond": 0}
     assert last.items() <= cluster.status["progress"].items()
+    assert "38%" == cluster.status["saved"]
     for name in cluster.workers():
         cluster.vanish(name)
     cluster.settle()

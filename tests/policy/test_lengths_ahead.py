@@ -41,13 +41,13 @@ def test_what_is_ahead_follows_the_lengths_of_the_problem() -> None:
     assert [100, 200, 300, 400] == remaining(stats, so_far=0, most=1000, points=4).tolist()
     assert [50, 50, 150, 150] == remaining(stats, so_far=250, most=1000, points=4).tolist()
     # longer than any before: nothing is known but the cap
-    assert [600] * 4 == remaining(stats, so_far=400, most=1000, points=4).tolist()
+    assert [75, 225, 375, 525] == remaining(stats, so_far=400, most=1000, points=4).tolist()
     assert [1, 1] == remaining(stats, so_far=350, most=351, points=2).tolist()
 
 
-def test_what_was_cut_off_may_be_as_long_as_the_cap() -> None:
+def test_what_was_cut_off_may_be_longer_up_to_the_cap() -> None:
     stats = LengthStats.of([(0, 100, False), (0, 200, True)])
-    assert [100, 1000] == remaining(stats, so_far=0, most=1000, points=2).tolist()
+    assert [100, 600] == remaining(stats, so_far=0, most=1000, points=2).tolist()
 
 
 @settings(deadline=None)

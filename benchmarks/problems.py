@@ -53,10 +53,10 @@ def problems_of(
     return found
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser) -> None:
+def add_trace_arguments(parser: argparse.ArgumentParser, *, flag: str = "--trace", required: bool = True) -> None:
     """Have a command take a trace, and what of it is history."""
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, gzip or not")
+    parser.add_argument(flag, dest="trace", type=Path, required=required)
+    parser.add_argument("--tokenizer", type=Path, required=required, help="tokenizer.json, gzip or not")
     parser.add_argument("--train-checkpoint", help="of the history [default: the last but one]")
     parser.add_argument("--eval-checkpoint", help="of what is generated [default: the last]")
     parser.add_argument("--problems", type=int, help="the first so many")

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from benchmarks.problems import Problem
 from benchmarks.replay import Draft, Drafter, Replayed, next_turn, passing, until_end
 from benchmarks.suffix_drafters import Ours
@@ -115,6 +117,8 @@ class _Rollout(Replayed):
     """A recorded rollout on its way, with what it costs."""
 
     key = 0
+    row = 0
+    """The policy's."""
     context = 0
     """Tokens of which keys and values are held."""
     unread = 0
@@ -261,7 +265,7 @@ class Simulation:
                     problem = f"rollout {one.key}"
                     self._lengths.foretell(problem, total_tokens(trajectory))
                 prompt = len(trajectory.prompt)
-                engine.policy.open(str(one.key), problem, prompt=prompt, said=0, most=self._most)
+                one.row = engine.policy.open(problem, prompt=prompt, said=0, most=self._most)
             engine.running.append(one)
 
     def _holds(self, engine: _Engine, more: int = 0) -> bool:
@@ -302,12 +306,13 @@ class Simulation:
             if len(self._queue):
                 share = len(engine.running) / sum(len(one.running) for one in self._engines)
                 waiting = Waiting(max(1, round(len(self._queue) * share)), self._queue.tokens() * share)
-            allowed = engine.policy.allow([str(key) for key in keys], self._hardware.cost, waiting)
+            rows = np.array([one.row for one in speaking])
+            allowed = engine.policy.allow(rows, self._hardware.cost, waiting)
             if not isinstance(engine.drafter, Ours):
                 raise TypeError(
                     f"{type(engine.drafter).__name__} cannot be told where to end a draft: give it no policy"
                 )
-            drafts = engine.drafter.draft(keys, allowed.budgets, allowed.min_survivals)
+            drafts = engine.drafter.draft(keys, allowed.budgets.tolist(), allowed.min_survivals.tolist())
         found = {}
         for one, draft in zip(speaking, drafts, strict=True):
             draft = until_end(draft)
@@ -323,7 +328,7 @@ class Simulation:
         if engine.drafter is not None:
             engine.drafter.accept(one.key, said)
         if engine.policy is not None:
-            engine.policy.advance(str(one.key), len(said), drafted=drafted)
+            engine.policy.advance(np.array([one.row]), np.array([len(said)]), np.array([drafted]))
         if one.at >= len(one.tokens):
             self._listen(engine, one)
         if one.over:
@@ -331,7 +336,7 @@ class Simulation:
             if engine.drafter is not None:
                 engine.drafter.end(one.key)
             if engine.policy is not None:
-                engine.policy.close(str(one.key))
+                engine.policy.close(one.row)
             self._lengths.add(one.trajectory.problem, total_tokens(one.trajectory))
             self._queue.learned(one.trajectory.problem)
             self._step.ends.append(engine.clock)

@@ -3,40 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from rollout_worker.drafting.index import Draft, SuffixIndex, TokenArray, TokenIds
 
+Integers = npt.NDArray[np.int64]
 
-@dataclass
-class DraftCounts:
-    """What was drafted for one rollout, or for many."""
 
-    drafted: int = 0
+class DraftCounts(NamedTuple):
+    """What was drafted for one rollout."""
+
+    drafted: int
     """Draft tokens given to verification."""
-    accepted: int = 0
+    accepted: int
     """Draft tokens that the model accepted."""
-    produced: int = 0
+    produced: int
     """Response tokens seen."""
 
 
 class Drafter:
     """Keeps the match state of every running rollout and drafts for all of them at once.
 
-    Rollouts are known by a key of the caller's. Not safe for several threads; the index may be written by others
-    at any time.
+    Rollouts are known by small numbers of the caller's, their rows. Not safe for several threads; the index may be
+    written by others at any time.
     """
 
     def __init__(self, index: SuffixIndex) -> None:
         """Draft from *index*, which has history and running rollouts."""
         self._index = index
-        self._running: dict[str, _Running] = {}
-        self._said: list[tuple[int, TokenIds]] = []
-        """What the index has not been told yet; one call tells it all of a step."""
+        self._handles = np.zeros(0, np.int64)
+        self._counts = np.zeros((0, 3), np.int64)
+        """Of each row: drafted, accepted and produced tokens."""
 
     def open(
         self,
-        key: str,
+        row: int,
         problem: str,
         prompt: TokenArray,
         sources: Sequence[str],
@@ -47,7 +51,7 @@ class Drafter:
         """Begin a rollout of *problem*.
 
         Args:
-            key: names it from now on.
+            row: names it from now on; none that is open.
             problem: its problem's id.
             prompt: token ids, shape (length,), uint32.
             sources: of its drafts, as the index names them.
@@ -56,50 +60,34 @@ class Drafter:
         """
         context = len(prompt) if later_turn else 0
         handle = self._index.open(problem, prompt, sources=tuple(sources), context=context, ends=list(ends))
-        self._running[key] = _Running(handle)
+        if row >= len(self._handles):
+            more = max(16, 2 * row) - len(self._handles)
+            self._handles = np.concatenate([self._handles, np.zeros(more, np.int64)])
+            self._counts = np.concatenate([self._counts, np.zeros((more, 3), np.int64)])
+        self._handles[row], self._counts[row] = handle, 0
 
-    def advance(self, key: str, tokens: TokenIds, *, drafted: int = 0) -> None:
-        """Tokens that the model sampled since the last call; a list is taken fastest.
+    def advance(self, rows: Integers, tokens: Sequence[TokenIds], drafted: Integers) -> None:
+        """Tokens that the model sampled since the last call.
 
-        If *drafted* tokens of the last draft were verified, all but the last of *tokens* are those of them that were
-        accepted.
+        Args:
+            rows: of rollouts, shape (rollouts,), no row twice.
+            tokens: of each; lists are taken fastest.
+            drafted: how many tokens of the last draft of each were verified; if any were, all but the last of its
+                tokens are those that were accepted.
         """
-        state = self._running[key]
-        state.counts.drafted += drafted
-        state.counts.accepted += min(max(len(tokens) - 1, 0), drafted)
-        state.counts.produced += len(tokens)
-        self._said.append((state.handle, tokens))
+        produced = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        accepted = np.minimum(np.maximum(produced - 1, 0), drafted)
+        self._counts[rows] += np.stack([drafted, accepted, produced], axis=1)
+        self._index.extend_batch(self._handles[rows].tolist(), tokens)
 
-    def _tell(self) -> None:
-        if self._said:
-            handles, tokens = zip(*self._said, strict=True)
-            self._said = []
-            self._index.extend_batch(handles, tokens)
-
-    def draft(self, keys: Sequence[str], budgets: Sequence[int], min_survivals: Sequence[float]) -> list[Draft]:
-        """At most ``budgets[i]`` tokens that may follow rollout i.
+    def draft(self, rows: Integers, budgets: Integers, min_survivals: npt.NDArray[np.float64]) -> list[Draft]:
+        """At most ``budgets[i]`` tokens that may follow the rollout of ``rows[i]``.
 
         A draft ends before the token whose probability of being reached and accepted is under ``min_survivals[i]``.
         """
-        self._tell()
-        handles = [self._running[key].handle for key in keys]
-        return self._index.draft_batch(handles, budgets, min_survivals)
+        return self._index.draft_batch(self._handles[rows].tolist(), budgets.tolist(), min_survivals.tolist())
 
-    def close(self, key: str) -> DraftCounts:
+    def close(self, row: int) -> DraftCounts:
         """Forget a rollout; what was drafted and accepted for it."""
-        self._tell()
-        state = self._running.pop(key)
-        self._index.close(state.handle)
-        return state.counts
-
-    def running(self) -> set[str]:
-        """Keys of the rollouts that were begun and not closed."""
-        return set(self._running)
-
-
-class _Running:
-    __slots__ = ("counts", "handle")
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-        self.counts = DraftCounts()
+        self._index.close(int(self._handles[row]))
+        return DraftCounts(*self._counts[row].tolist())

@@ -284,7 +284,8 @@ class SuffixIndex:
 
         A `Draft` has `tokens`, `probabilities` (of being accepted if those before are), `sources` (which speak most
         for each) and `ages` (how many weight versions ago the finished rollout that speaks was made; None where nothing
-        finished does), lists of equal length; and `match_length`, the longest match in tokens, 0 for an empty draft.
+        finished does), lists of equal length; `expected`, how many of them are to be accepted by these probabilities;
+        and `match_length`, the longest match in tokens, 0 for an empty draft.
 
         Raises KeyError for a handle that is not open, ValueError for a negative budget, a `min_survival` outside 0
         to 1, or lists of different lengths; no draft is made then.

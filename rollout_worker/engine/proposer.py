@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from itertools import accumulate
-from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollout_worker.engine.compat import mend_draft_sampling
-from rollout_worker.engine.sampling import DraftScope, end_tokens
+from rollout_worker.engine.sampling import DraftScope, draft_limits, end_tokens
 from rollout_worker.policy.budgets import NOTHING_WAITS, Waiting
-from rollout_worker.policy.controller import Outcome
+from rollout_worker.policy.controller import Outcomes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rollout_worker.drafting.drafter import DraftCounts, Drafter
     from rollout_worker.policy.controller import DraftController
+
+_NOBODY = -1
+_FOLLOWED = np.dtype(
+    [
+        ("prompt", np.int64),
+        ("length", np.int64),  # of prompt and response, as far as the drafter has been told
+        ("step", np.int64),  # in which it was last
+        ("expected", np.float64),  # of its last draft, the tokens that are to be accepted by their probabilities
+        ("min_tokens", np.int64),
+        ("max_tokens", np.int64),
+        ("most", np.int64),  # tokens of a draft
+    ]
+)
+"""What is known of a request, in the row that its rollout has."""
 
 
 class HistoryProposer:
@@ -40,8 +52,11 @@ class HistoryProposer:
         self._runner: Any = None
         self._drafter: Drafter | None = None
         self._controller: DraftController | None = None
-        self._followed: dict[str, _Followed] = {}
-        """By vLLM's name of the request."""
+        self._rows: dict[str, int] = {}
+        """vLLM's name of a request → the row of its rollout."""
+        self._keys: dict[int, str] = {}
+        """Row → the rollout's key."""
+        self._followed = np.zeros(0, _FOLLOWED)
         self._finished: dict[str, DraftCounts] = {}
         self._last_call: float | None = None
 
@@ -60,12 +75,12 @@ class HistoryProposer:
     @property
     def following(self) -> int:
         """Rollouts that are drafted for, or whose counts have not been taken."""
-        return len(self._followed) + len(self._finished)
+        return len(self._rows) + len(self._finished)
 
     def take_counts(self, keys: list[str]) -> dict[str, DraftCounts]:
         """What was drafted for rollouts that have ended, by key; each is handed out once."""
         taken = set(keys)
-        self._close([request_id for request_id, one in self._followed.items() if one.scope.key in taken])
+        self._close([request_id for request_id, row in self._rows.items() if self._keys[row] in taken])
         return {key: self._finished.pop(key) for key in keys if key in self._finished}
 
     def propose(
@@ -93,48 +108,48 @@ class HistoryProposer:
             return drafts
         started = time.perf_counter()
         batch = self._runner.input_batch
-        request_ids, verified = batch.req_ids, batch.spec_token_ids
-        rows: list[int] = []
-        running: list[_Followed] = []
-        outcomes: list[Outcome] = []
-        # whether the step did nothing but decode one token, and verify drafts, of rollouts that were in the last one
-        timed = self._last_call is not None
-        for row, sampled in enumerate(sampled_token_ids):
-            one = self._followed.get(request_ids[row]) if sampled else None
-            if sampled and one is None:
-                one = self._follow(drafter, controller, request_ids[row], token_ids_cpu[row])
-            if one is None:
-                timed = False
-                continue
-            # what was not followed yet, or has just been read anew: a rollout that was preempted has lost its draft
-            timed = timed and one.step == self.steps
-            one.step = self.steps + 1
-            length, new = int(num_tokens_no_spec[row]), len(sampled)
-            tokens = token_ids_cpu[row, one.length : length].tolist()
-            if missed := length - new - one.length:  # sampled before this proposer saw the request
-                drafter.advance(one.scope.key, tokens[:missed])
-                controller.missed(one.scope.key, missed)
-                tokens = tokens[missed:]
-            drafted = len(verified[row])
-            drafter.advance(one.scope.key, tokens, drafted=drafted)
-            outcomes.append(Outcome(one.scope.key, new, drafted, one.expected if drafted else 0.0, one.length))
-            one.length = length
-            rows.append(row)
-            running.append(one)
-        controller.verified(outcomes, started - self._last_call if timed and self._last_call is not None else None)
-        if len(self._followed) > len(request_ids):
+        sampled = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
+        for place in np.flatnonzero(sampled):
+            if batch.req_ids[place] not in self._rows:
+                self._follow(drafter, controller, batch.req_ids[place], token_ids_cpu[place])
+        rows = np.fromiter((self._rows.get(request_id, _NOBODY) for request_id in batch.req_ids), np.int64, len(drafts))
+        places = np.flatnonzero((sampled > 0) & (rows != _NOBODY))
+        if len(places) < len(drafts):  # else all are as they were, mostly
+            rows, sampled = rows[places], sampled[places]
+            tokens = [sampled_token_ids[place] for place in places]
+        else:
+            tokens = sampled_token_ids
+        # whether the step did nothing but decode a token, and verify drafts, of rollouts that were in the last one;
+        # what is new, or was preempted, was read in it
+        followed = self._followed
+        timed = len(places) == len(drafts) and bool((followed["step"][rows] == self.steps).all())
+        followed["step"][rows] = self.steps + 1
+        lengths = num_tokens_no_spec[places].astype(np.int64)
+        before = lengths - sampled
+        for place in np.flatnonzero(before > followed["length"][rows]):
+            self._catch_up(drafter, controller, int(rows[place]), token_ids_cpu[places[place]], int(before[place]))
+        # a rollout that was preempted has lost its draft: nothing of it was verified in this step
+        drafted = np.fromiter((len(batch.spec_token_ids[place]) for place in places), np.int64, len(places))
+        drafter.advance(rows, tokens, drafted)
+        expected = np.where(drafted > 0, followed["expected"][rows], 0.0)
+        seconds = started - self._last_call if timed and self._last_call is not None else None
+        controller.verified(Outcomes(rows, sampled, drafted, expected, before), seconds)
+        followed["length"][rows] = lengths
+        if len(self._rows) > len(batch.req_ids):
             # what vLLM has finished; a preempted request is still among its requests, and is kept
-            self._close(self._followed.keys() - self._runner.requests.keys())
-        if running:
-            keys = [one.scope.key for one in running]
-            allowed = controller.allow(keys, self.waiting)
-            budgets = [
-                min(budget, one.scope.limit(one.length - one.prompt, self.max_draft_tokens))
-                for one, budget in zip(running, allowed.budgets, strict=True)
-            ]
-            for row, one, draft in zip(rows, running, drafter.draft(keys, budgets, allowed.min_survivals), strict=True):
-                drafts[row] = draft.tokens
-                one.expected = sum(accumulate(draft.probabilities, mul))
+            self._close(self._rows.keys() - self._runner.requests.keys())
+        if len(places):
+            allowed = controller.allow(rows, self.waiting)
+            limits = draft_limits(
+                lengths - followed["prompt"][rows],
+                min_tokens=followed["min_tokens"][rows],
+                max_tokens=followed["max_tokens"][rows],
+                most=followed["most"][rows],
+            )
+            found = drafter.draft(rows, np.minimum(allowed.budgets, limits), allowed.min_survivals)
+            for place, draft in zip(places.tolist(), found, strict=True):
+                drafts[place] = draft.tokens
+            followed["expected"][rows] = np.fromiter((draft.expected for draft in found), np.float64, len(found))
         self.steps += 1
         self._last_call = started
         self.seconds += time.perf_counter() - started
@@ -142,48 +157,43 @@ class HistoryProposer:
 
     def _follow(
         self, drafter: Drafter, controller: DraftController, request_id: str, tokens: NDArray[np.int32]
-    ) -> _Followed | None:
-        """Begin to follow a request, from vLLM's own record of it; None if it is none of ours."""
+    ) -> None:
+        """Begin to follow a request, if it is one of ours, from vLLM's own record of it."""
         request = self._runner.requests[request_id]
         scope = DraftScope.from_extra_args(request.sampling_params.extra_args)
         if scope is None:
-            return None
+            return
         # what the response goes on from is the response's own, though vLLM takes it for prompt
         prompt = len(request.prompt_token_ids) - scope.prefix
+        row = controller.open(scope.problem, prompt=prompt, said=0, most=scope.max_tokens)
         drafter.open(
-            scope.key,
+            row,
             scope.problem,
             tokens[:prompt].astype(np.uint32),
             scope.sources,
             later_turn=scope.later_turn,
             ends=end_tokens(request.sampling_params),
         )
-        controller.open(scope.key, scope.problem, prompt=prompt, said=0, most=scope.max_tokens)
-        self._followed[request_id] = followed = _Followed(scope, prompt)
-        return followed
+        if row >= len(self._followed):
+            more = np.zeros(max(16, 2 * row) - len(self._followed), _FOLLOWED)
+            self._followed = np.concatenate([self._followed, more])
+        most = self.max_draft_tokens if scope.budget is None else min(scope.budget, self.max_draft_tokens)
+        self._followed[row] = (prompt, prompt, _NOBODY, 0.0, scope.min_tokens, scope.max_tokens, most)
+        self._rows[request_id], self._keys[row] = row, scope.key
+
+    def _catch_up(
+        self, drafter: Drafter, controller: DraftController, row: int, tokens: NDArray[np.int32], until: int
+    ) -> None:
+        """Tokens were sampled before this proposer saw the request."""
+        missed = tokens[int(self._followed["length"][row]) : until].tolist()
+        drafter.advance(np.array([row]), [missed], np.zeros(1, np.int64))
+        controller.miss(row, len(missed))
 
     def _close(self, request_ids: Iterable[str]) -> None:
         drafter, controller = self._drafter, self._controller
         if drafter is None or controller is None:
             return
         for request_id in request_ids:
-            key = self._followed.pop(request_id).scope.key
-            controller.close(key)
-            self._finished[key] = drafter.close(key)
-
-
-class _Followed:
-    """A request of vLLM's that is drafted for."""
-
-    __slots__ = ("expected", "length", "prompt", "scope", "step")
-
-    def __init__(self, scope: DraftScope, prompt: int) -> None:
-        self.scope = scope
-        self.prompt = prompt
-        """Its tokens."""
-        self.length = prompt
-        """Tokens of prompt and response that are known of it."""
-        self.expected = 0.0
-        """Of its last draft, the tokens that are to be accepted by their probabilities."""
-        self.step = -1
-        """In which it was last."""
+            row = self._rows.pop(request_id)
+            controller.close(row)
+            self._finished[self._keys.pop(row)] = drafter.close(row)

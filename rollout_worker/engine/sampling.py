@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from rollout_api.job_spec import Sampling
 from rollout_api.messages import Drafts, Partial
 from rollout_worker.engine.compat import streaming, top_p_for_drafts
 
 EXTRA_ARGS_KEY = "das"
+
+Integers = npt.NDArray[np.int64]
 
 SOURCES: dict[Drafts, tuple[str, ...]] = {
     Drafts.HISTORY: ("history", "self", "siblings", "foreign"),
@@ -35,7 +40,7 @@ class DraftScope:
     max_tokens: int
     """No draft reaches beyond this many response tokens."""
     min_tokens: int = 0
-    """No draft reaches across this many response tokens; see :meth:`limit`."""
+    """No draft reaches across this many response tokens; see :func:`draft_limits`."""
     budget: int | None = None
     """Most tokens drafted a step; None: the job's ``maxDraftTokens``."""
     sources: Sequence[str] = SOURCES[Drafts.HISTORY]
@@ -43,16 +48,6 @@ class DraftScope:
     """Whether the response goes on a trajectory: the end of the prompt is its context then."""
     prefix: int = 0
     """How many tokens at the end of what vLLM takes for the prompt are the response's own, sampled earlier."""
-
-    def limit(self, produced: int, most: int) -> int:
-        """How many tokens to draft at most for a response of *produced* tokens, where *most* fit in a step.
-
-        The token after the last draft is sampled as well, so one position is left to it. While a response is shorter
-        than ``min_tokens``, vLLM bars its end one position too far in a step with drafts, and for the token after
-        them however far they reach (vllm#41768, seen in 0.32): a step that stays below ``min_tokens`` is exact.
-        """
-        end = self.min_tokens if produced < self.min_tokens else self.max_tokens
-        return max(0, min(most if self.budget is None else min(most, self.budget), end - produced - 1))
 
     def as_extra_args(self) -> dict[str, Any]:
         """The value for ``SamplingParams.extra_args``."""
@@ -75,6 +70,17 @@ class DraftScope:
         if not extra_args or EXTRA_ARGS_KEY not in extra_args:
             return None
         return cls(**extra_args[EXTRA_ARGS_KEY])
+
+
+def draft_limits(produced: Integers, *, min_tokens: Integers, max_tokens: Integers, most: Integers) -> Integers:
+    """How many tokens to draft at most for responses of *produced* tokens; arrays of shape (responses,).
+
+    The token after the last draft is sampled as well, so one position is left to it. While a response is shorter than
+    ``min_tokens``, vLLM bars its end one position too far in a step with drafts, and for the token after them however
+    far they reach (vllm#41768, seen in 0.32): a step that stays below ``min_tokens`` is exact.
+    """
+    ends = np.where(produced < min_tokens, min_tokens, max_tokens)
+    return np.asarray(np.maximum(np.minimum(most, ends - produced - 1), 0))
 
 
 def can_continue(sampling: Sampling) -> bool:

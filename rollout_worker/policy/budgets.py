@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import ClassVar, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from rollout_api.length_stats import LengthClass, LengthStats
 from rollout_worker.policy.acceptance_curve import AcceptanceCurve, DasAcceptance
 from rollout_worker.policy.das_optimal import optimal_budgets
 from rollout_worker.policy.lengths_ahead import last_probabilities
-from rollout_worker.policy.rollouts import Lengths, RunningRollouts
+from rollout_worker.policy.rollouts import Column, Floats, Integers, Lengths, RunningRollouts
 from rollout_worker.policy.step_cost import StepCost
 
 PLAN_EVERY = 16
 """Steps after which it is worked out anew which rollouts hold the batch up."""
 _PLAN_SOONEST = 4
 """Steps between, where rollouts come and go."""
-
-Floats = npt.NDArray[np.float64]
 
 
 class Waiting(NamedTuple):
@@ -35,29 +33,36 @@ NOTHING_WAITS = Waiting()
 
 
 class Allowance(NamedTuple):
-    """What may be drafted for some rollouts."""
+    """What may be drafted for some rollouts; arrays of shape (rollouts,)."""
 
-    budgets: list[int]
+    budgets: Integers
     """Most tokens for each."""
-    min_survivals: list[float]
+    min_survivals: Floats
     """A draft ends before the token that is reached and accepted with less probability than this."""
-    worths: list[float]
+    worths: Floats
     """Seconds that one accepted token saves the batch, the ``c_tok`` of a later step not counted."""
 
 
 class BudgetPolicy(Protocol):
-    """Decides what may be drafted; is told what runs. Rollouts are known by keys of the caller's."""
+    """Decides what may be drafted; is told what runs. A rollout is known by the row that it is given."""
 
-    def open(self, key: str, problem: str, *, prompt: int, said: int, most: int) -> None:
-        """A rollout begins, of *prompt* tokens, or goes on after *said*; it is cut off at *most* response tokens."""
+    def open(self, problem: str, *, prompt: int, said: int, most: int) -> int:
+        """A rollout begins, of *prompt* tokens, or goes on after *said*; it is cut off at *most* response tokens.
 
-    def advance(self, key: str, tokens: int, *, drafted: int = 0, step: bool = True) -> None:
-        """A rollout said so many tokens; *step*: in one verification step, in which so many were *drafted*."""
+        Returns:
+            Its row until it is closed: a small number, which another may have later.
+        """
 
-    def allow(self, keys: Sequence[str], cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
+    def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
+        """Rollouts said so many tokens in one verification step, for which so many were drafted; no row twice."""
+
+    def miss(self, row: int, tokens: int) -> None:
+        """A rollout said tokens in steps that were not seen."""
+
+    def allow(self, rows: Integers, cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
         """What may be drafted for these rollouts now, all of which run."""
 
-    def close(self, key: str) -> None:
+    def close(self, row: int) -> None:
         """A rollout ended."""
 
 
@@ -77,54 +82,62 @@ class _Bounded:
         self._pool = pool
         self._rollouts = RunningRollouts(lengths)
 
-    def open(self, key: str, problem: str, *, prompt: int, said: int, most: int) -> None:
+    def open(self, problem: str, *, prompt: int, said: int, most: int) -> int:
         """See :class:`BudgetPolicy`."""
-        self._rollouts.open(key, problem, prompt=prompt, said=said, most=most)
+        return self._rollouts.open(problem, prompt=prompt, said=said, most=most)
 
-    def advance(self, key: str, tokens: int, *, drafted: int = 0, step: bool = True) -> None:
+    def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
         """See :class:`BudgetPolicy`."""
-        self._rollouts.advance(key, tokens, step=step)
+        self._rollouts.advance(rows, tokens)
 
-    def close(self, key: str) -> None:
+    def miss(self, row: int, tokens: int) -> None:
         """See :class:`BudgetPolicy`."""
-        self._rollouts.close(key)
+        self._rollouts.miss(row, tokens)
 
-    def _most(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def close(self, row: int) -> None:
+        """See :class:`BudgetPolicy`."""
+        self._rollouts.close(row)
+
+    def _most(self, rows: Integers) -> Integers:
         """As much as a rollout may have accepted: one more token comes with each step."""
         left = self._rollouts.most[rows] - self._rollouts.said[rows] - 1
-        return np.clip(left, 0, self._pool.draft)
+        return np.asarray(np.minimum(np.maximum(left, 0), self._pool.draft))
 
-    def _even_worths(self, rows: npt.NDArray[np.int64], cost: StepCost) -> list[float]:
-        """Where nothing is known of who holds the batch up: a step less of one rollout is its share of a step."""
-        context = self._rollouts.prompt[rows] + self._rollouts.said[rows]
-        worths: list[float] = (cost.base / max(len(rows), 1) + context * cost.per_context).tolist()
-        return worths
+    def _context(self, rows: Integers) -> Integers:
+        return self._rollouts.prompt[rows] + self._rollouts.said[rows]
 
-    def _within(self, wanted: npt.NDArray[np.int64], first: Floats | None = None) -> list[int]:
+    def _unbounded(self, rows: Integers, cost: StepCost, budgets: Integers) -> Allowance:
+        """Where drafts end with their budgets, and nothing is known of who holds the batch up.
+
+        A step less of one rollout is then its share of a step.
+        """
+        worths = np.full(len(rows), cost.base / max(len(rows), 1)) + self._context(rows) * cost.per_context
+        return Allowance(budgets, np.zeros(len(rows)), worths)
+
+    def _within(self, wanted: Integers, first: Floats | None = None) -> Integers:
         """Bounded by what the step may have altogether; those with the largest *first* get theirs before others."""
         if int(wanted.sum()) > self._pool.step:
             order = np.arange(len(wanted)) if first is None else np.argsort(-first, kind="stable")
             passed = np.cumsum(wanted[order])
             wanted = wanted.copy()
             wanted[order] = np.clip(self._pool.step - passed + wanted[order], 0, wanted[order])
-        return [int(one) for one in wanted]
+        return wanted
 
 
 class Off(_Bounded):
     """Nothing is drafted."""
 
-    def allow(self, keys: Sequence[str], cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
+    def allow(self, rows: Integers, cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
         """See :class:`BudgetPolicy`."""
-        return Allowance([0] * len(keys), [0.0] * len(keys), [0.0] * len(keys))
+        return Allowance(np.zeros(len(rows), np.int64), np.zeros(len(rows)), np.zeros(len(rows)))
 
 
 class Fixed(_Bounded):
     """As many tokens for every rollout in each step, whatever they cost and however probable they are."""
 
-    def allow(self, keys: Sequence[str], cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
+    def allow(self, rows: Integers, cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
         """See :class:`BudgetPolicy`."""
-        rows = self._rollouts.rows(keys)
-        return Allowance(self._within(self._most(rows)), [0.0] * len(keys), self._even_worths(rows, cost))
+        return self._unbounded(rows, cost, self._within(self._most(rows)))
 
 
 class DasClasses(_Bounded):
@@ -137,29 +150,26 @@ class DasClasses(_Bounded):
     def __init__(self, pool: Pool, lengths: Lengths, of_all: Callable[[], LengthStats]) -> None:
         super().__init__(pool, lengths)
         self._of_all, self._lengths = of_all, lengths
-        self._shares: dict[str, tuple[int, float]] = {}
+        self._share, self._again = Column(), Column()
 
-    def allow(self, keys: Sequence[str], cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
+    def open(self, problem: str, *, prompt: int, said: int, most: int) -> int:
         """See :class:`BudgetPolicy`."""
-        rows = self._rollouts.rows(keys)
-        shares = np.array(
-            [self._share(key, int(said)) for key, said in zip(keys, self._rollouts.said[rows], strict=True)]
-        )
+        row = super().open(problem, prompt=prompt, said=said, most=most)
+        self._share.begin(row, 0.0)
+        self._again.begin(row, 0.0)
+        return row
+
+    def allow(self, rows: Integers, cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
+        """See :class:`BudgetPolicy`."""
+        said = self._rollouts.said[rows]
+        for place in np.flatnonzero(said >= self._again[rows]):
+            stats = self._lengths(self._rollouts.problem(int(rows[place])))
+            found = stats.length_class(self._of_all(), so_far=int(said[place]))
+            self._share.begin(int(rows[place]), self._SHARES[found])
+            self._again.begin(int(rows[place]), float(said[place] + self._STEPS))
+        shares = self._share[rows]
         wanted = np.ceil(self._most(rows) * shares).astype(np.int64)
-        return Allowance(self._within(wanted, shares), [0.0] * len(keys), self._even_worths(rows, cost))
-
-    def _share(self, key: str, said: int) -> float:
-        at, share = self._shares.get(key, (-self._STEPS, 0.0))
-        if said - at >= self._STEPS:
-            stats = self._lengths(self._rollouts.problem(key))
-            share = self._SHARES[stats.length_class(self._of_all(), so_far=said)]
-            self._shares[key] = (said, share)
-        return share
-
-    def close(self, key: str) -> None:
-        """See :class:`BudgetPolicy`."""
-        super().close(key)
-        self._shares.pop(key, None)
+        return self._unbounded(rows, cost, self._within(wanted, shares))
 
 
 class DasOptimal(_Bounded):
@@ -174,59 +184,52 @@ class DasOptimal(_Bounded):
         self._of: dict[str, tuple[int, AcceptanceCurve]] = {}
         """Problem → its running rollouts, and what their drafts have accepted."""
         self._plans = _Plans()
-        self._a_step: dict[str, float] = {}
-        self._credit: dict[str, float] = {}
+        self._a_step, self._credit = Column(), Column()
 
-    def open(self, key: str, problem: str, *, prompt: int, said: int, most: int) -> None:
+    def open(self, problem: str, *, prompt: int, said: int, most: int) -> int:
         """See :class:`BudgetPolicy`."""
-        super().open(key, problem, prompt=prompt, said=said, most=most)
+        row = super().open(problem, prompt=prompt, said=said, most=most)
         running, curve = self._of.get(problem) or (0, AcceptanceCurve(self._pool.draft, prior=self._of_all))
         self._of[problem] = (running + 1, curve)
-        self._credit[key] = 0.0
+        self._a_step.begin(row, 0.0)
+        self._credit.begin(row, 0.0)
         self._plans.disturb()
+        return row
 
-    def advance(self, key: str, tokens: int, *, drafted: int = 0, step: bool = True) -> None:
+    def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
         """See :class:`BudgetPolicy`."""
-        super().advance(key, tokens, step=step)
-        if step and drafted:
-            accepted = min(tokens - 1, drafted)
-            self._of_all.observe(drafted, accepted)
-            self._of[self._rollouts.problem(key)][1].observe(drafted, accepted)
-            self._credit[key] -= drafted
+        super().advance(rows, tokens, drafted)
+        self._credit[rows] -= drafted
+        for row, said, verified in zip(rows.tolist(), tokens.tolist(), drafted.tolist(), strict=True):
+            if verified:
+                accepted = min(said - 1, verified)
+                self._of_all.observe(verified, accepted)
+                self._of[self._rollouts.problem(row)][1].observe(verified, accepted)
 
-    def close(self, key: str) -> None:
+    def close(self, row: int) -> None:
         """See :class:`BudgetPolicy`."""
-        problem = self._rollouts.problem(key)
-        super().close(key)
+        problem = self._rollouts.problem(row)
+        super().close(row)
         running, curve = self._of.pop(problem)
         if running > 1:
             self._of[problem] = (running - 1, curve)
-        del self._credit[key]
-        self._a_step.pop(key, None)
         self._plans.disturb()
 
-    def allow(self, keys: Sequence[str], cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
+    def allow(self, rows: Integers, cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
         """See :class:`BudgetPolicy`."""
-        rows = self._rollouts.rows(keys)
         if self._plans.due():
-            das: dict[str, DasAcceptance] = {}
-            for problem in {self._rollouts.problem(key) for key in keys}:
-                das[problem] = self._of[problem][1].das()
-            of_rollouts = [das[self._rollouts.problem(key)] for key in keys]
+            problems = [self._rollouts.problem(row) for row in rows.tolist()]
+            das: dict[str, DasAcceptance] = {problem: self._of[problem][1].das() for problem in set(problems)}
             best = optimal_budgets(
                 self._rollouts.ahead(rows).mean(axis=1),
-                np.array([one.share for one in of_rollouts]),
-                np.array([one.efficiency for one in of_rollouts]),
+                np.array([das[problem].share for problem in problems]),
+                np.array([das[problem].efficiency for problem in problems]),
                 cost,
             )
-            self._a_step = dict(zip(keys, (best.drafts / max(best.steps, 1.0)).tolist(), strict=True))
-        wanted = np.zeros(len(keys), np.int64)
-        for place, key in enumerate(keys):
-            most = 2.0 * self._pool.draft
-            self._credit[key] = min(self._credit[key] + self._a_step.get(key, 0.0), most)
-            wanted[place] = max(0, int(self._credit[key]))
-        budgets = self._within(np.minimum(wanted, self._most(rows)))
-        return Allowance(budgets, [0.0] * len(keys), self._even_worths(rows, cost))
+            self._a_step[rows] = best.drafts / max(best.steps, 1.0)
+        self._credit[rows] = np.minimum(self._credit[rows] + self._a_step[rows], 2.0 * self._pool.draft)
+        wanted = np.maximum(self._credit[rows], 0.0).astype(np.int64)
+        return self._unbounded(rows, cost, self._within(np.minimum(wanted, self._most(rows))))
 
 
 class Marginal(_Bounded):
@@ -245,37 +248,37 @@ class Marginal(_Bounded):
     def __init__(self, pool: Pool, lengths: Lengths) -> None:
         super().__init__(pool, lengths)
         self._plans = _Plans()
-        self._last: dict[str, float] = {}
+        self._last = Column()
+        """P(last); not a number for those that have come since it was worked out."""
 
-    def open(self, key: str, problem: str, *, prompt: int, said: int, most: int) -> None:
+    def open(self, problem: str, *, prompt: int, said: int, most: int) -> int:
         """See :class:`BudgetPolicy`."""
-        super().open(key, problem, prompt=prompt, said=said, most=most)
+        row = super().open(problem, prompt=prompt, said=said, most=most)
+        self._last.begin(row, math.nan)
+        self._plans.disturb()
+        return row
+
+    def close(self, row: int) -> None:
+        """See :class:`BudgetPolicy`."""
+        super().close(row)
         self._plans.disturb()
 
-    def close(self, key: str) -> None:
+    def allow(self, rows: Integers, cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
         """See :class:`BudgetPolicy`."""
-        super().close(key)
-        self._last.pop(key, None)
-        self._plans.disturb()
-
-    def allow(self, keys: Sequence[str], cost: StepCost, waiting: Waiting = NOTHING_WAITS) -> Allowance:
-        """See :class:`BudgetPolicy`."""
-        rows = self._rollouts.rows(keys)
         if self._plans.due():
-            self._last = dict(zip(keys, self._probabilities(rows, waiting).tolist(), strict=True))
-        share = 1.0 / max(len(keys), 1)
-        last = np.array([self._last.get(key, share) for key in keys])
-        context = self._rollouts.prompt[rows] + self._rollouts.said[rows]
-        worth = last * cost.base + context * cost.per_context
-        survivals = cost.per_token / (cost.per_token + worth) if cost.per_token > 0 else np.zeros(len(keys))
-        return Allowance(self._within(self._most(rows), worth), survivals.tolist(), worth.tolist())
+            self._last[rows] = self._probabilities(rows, waiting)
+        last = self._last[rows]
+        last[np.isnan(last)] = 1.0 / max(len(rows), 1)
+        worths = last * cost.base + self._context(rows) * cost.per_context
+        survivals = cost.per_token / (cost.per_token + worths) if cost.per_token > 0 else np.zeros(len(rows))
+        return Allowance(self._within(self._most(rows), worths), survivals, worths)
 
-    def _probabilities(self, rows: npt.NDArray[np.int64], waiting: Waiting) -> Floats:
-        rate = self._rollouts.rate[rows][:, None]
-        steps = self._rollouts.ahead(rows) / np.maximum(rate, 1.0)
+    def _probabilities(self, rows: Integers, waiting: Waiting) -> Floats:
+        rate = np.maximum(self._rollouts.rate[rows], 1.0)[:, None]
+        steps = self._rollouts.ahead(rows) / rate
         if not waiting.rollouts or not len(rows):
             return last_probabilities(steps)
-        usual = float(np.maximum(rate, 1.0).mean())
+        usual = float(rate.mean())
         done = (steps.mean(axis=1).sum() + waiting.tokens / usual) / len(rows)
         # the last to begin ends some time behind that
         own = waiting.tokens / waiting.rollouts / usual

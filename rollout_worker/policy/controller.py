@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from rollout_worker.policy.budgets import NOTHING_WAITS, Allowance, BudgetPolicy, Waiting
 from rollout_worker.policy.cost_fit import CostFit, Step
-from rollout_worker.policy.governor import EXPLORATION, Governor, Verified
+from rollout_worker.policy.governor import EXPLORATION, Governor
+from rollout_worker.policy.rollouts import Column, Floats, Integers
 from rollout_worker.policy.step_cost import StepCost
 
 
-class Outcome(NamedTuple):
-    """What one verification step brought a rollout."""
+class Outcomes(NamedTuple):
+    """What one verification step brought its rollouts; arrays of shape (rollouts,)."""
 
-    key: str
-    said: int
+    rows: Integers
+    """Each once."""
+    said: Integers
     """Tokens, accepted drafts among them."""
-    drafted: int
-    expected: float
+    drafted: Integers
+    expected: Floats
     """Tokens of the draft that were to be accepted, by their probabilities."""
-    context: int
+    context: Integers
     """Tokens of prompt and response that attention read."""
 
 
@@ -45,57 +48,57 @@ class DraftController:
         self.seconds_without = 0.0
         """That the same tokens would have taken without drafts, by the cost of steps."""
         self._policy, self._governed = policy, governed
-        self._worth: dict[str, float] = {}
+        self._worth = Column()
 
-    def open(self, key: str, problem: str, *, prompt: int, said: int, most: int) -> None:
+    def open(self, problem: str, *, prompt: int, said: int, most: int) -> int:
         """As :meth:`BudgetPolicy.open`."""
-        self._policy.open(key, problem, prompt=prompt, said=said, most=most)
+        row = self._policy.open(problem, prompt=prompt, said=said, most=most)
+        self.governor.open(row)
+        self._worth.begin(row, 0.0)
+        return row
 
-    def missed(self, key: str, tokens: int) -> None:
+    def miss(self, row: int, tokens: int) -> None:
         """A rollout said tokens in steps that were not seen."""
-        self._policy.advance(key, tokens, step=False)
+        self._policy.miss(row, tokens)
 
-    def close(self, key: str) -> None:
+    def close(self, row: int) -> None:
         """A rollout ended."""
-        self._policy.close(key)
-        self.governor.close(key)
-        self._worth.pop(key, None)
+        self._policy.close(row)
 
-    def allow(self, keys: Sequence[str], waiting: Waiting = NOTHING_WAITS) -> Allowance:
+    def allow(self, rows: Integers, waiting: Waiting = NOTHING_WAITS) -> Allowance:
         """What may be drafted for these rollouts now."""
-        allowed = self._policy.allow(keys, self.fit.cost, waiting)
-        self._worth.update(zip(keys, allowed.worths, strict=True))
-        return self.governor.limit(keys, allowed) if self._governed else allowed
+        allowed = self._policy.allow(rows, self.fit.cost, waiting)
+        self._worth[rows] = allowed.worths
+        return self.governor.limit(rows, allowed) if self._governed else allowed
 
-    def verified(self, outcomes: Sequence[Outcome], seconds: float | None) -> None:
+    def verified(self, step: Outcomes, seconds: float | None) -> None:
         """A step ended.
 
         Args:
-            outcomes: of all rollouts that were in it.
+            step: what it brought.
             seconds: that it took; None if it also did something else, such as read a prompt.
         """
-        for one in outcomes:
-            self._policy.advance(one.key, one.said, drafted=one.drafted)
-        said = sum(one.said for one in outcomes)
-        self.governor.verified(
-            [Verified(one.key, one.drafted, one.expected, min(one.said - 1, one.drafted)) for one in outcomes], said
-        )
-        if seconds is None or not outcomes:
+        rollouts = len(step.rows)
+        if not rollouts:
             return
-        rollouts, drafted = len(outcomes), sum(one.drafted for one in outcomes)
-        context = sum(one.context for one in outcomes)
-        lengths = {one.drafted for one in outcomes}
-        self.fit.observe(Step(rollouts + drafted, context, len(lengths) == 1, seconds))
+        self._policy.advance(step.rows, step.said, step.drafted)
+        accepted = np.minimum(step.said - 1, step.drafted)
+        self.governor.verified(
+            step.rows, said=step.said, drafted=step.drafted, expected=step.expected, accepted=accepted
+        )
+        if seconds is None:
+            return
+        drafted, context = int(step.drafted.sum()), int(step.context.sum())
+        uniform = bool((step.drafted == step.drafted[0]).all())
+        self.fit.observe(Step(rollouts + drafted, context, uniform, seconds))
         without = self.fit.predict(rollouts, context, uniform=True)
         self.seconds += seconds
-        self.seconds_without += without * said / rollouts
+        self.seconds_without += without * float(step.said.sum()) / rollouts
         if drafted:
-            cost = self.fit.cost
-            saved = sum(
-                min(one.said - 1, one.drafted) * (self._worth.get(one.key, 0.0) + cost.per_token) for one in outcomes
-            )
+            token = self.fit.cost.per_token
+            saved = float((accepted * (self._worth[step.rows] + token)).sum())
             # what a few exploring tokens cost drowns in what steps differ by anyway
-            extra = cost.per_token * drafted if self.governor.stopped else seconds - without
+            extra = token * drafted if self.governor.stopped else seconds - without
             self.governor.timed(without=without, extra=extra, saved=saved)
 
     @property

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import numpy as np
 
 from rollout_worker.policy.budgets import Allowance
+from rollout_worker.policy.rollouts import Column, Floats, Integers
 
 EXPLORATION = 0.005
 """Share of all tokens that may be drafted where drafting does not pay, to see whether that is still so."""
@@ -29,36 +29,6 @@ _LEAST_STEPS = 24
 _LEAST_PROBES = 16
 
 
-class Verified(NamedTuple):
-    """What became of one draft."""
-
-    key: str
-    drafted: int
-    expected: float
-    """Tokens that were to be accepted by the probabilities said: the sum of their cumulative products."""
-    accepted: int
-
-
-class _Record:
-    """Expected and accepted draft tokens, older ones counting less."""
-
-    __slots__ = ("_kept", "accepted", "expected")
-
-    def __init__(self, kept: float) -> None:
-        self._kept = kept
-        self.expected = self.accepted = 0.0
-
-    def add(self, expected: float, accepted: float) -> None:
-        self.expected += expected
-        self.accepted += accepted
-        if self.expected > self._kept:
-            self.expected /= 2
-            self.accepted /= 2
-
-    def ratio(self, prior: float) -> float:
-        return (self.accepted + _PRIOR * prior) / (self.expected + _PRIOR)
-
-
 class Governor:
     """Stands between a policy and the drafter.
 
@@ -78,52 +48,71 @@ class Governor:
         """Tokens drafted to explore."""
         self._exploration = exploration
         self._bank = 0.0
-        self._all = _Record(_KEPT_OF_ALL)
-        self._of: dict[str, _Record] = {}
+        self._expected_of_all = self._accepted_of_all = 0.0
+        self._expected, self._accepted = Column(), Column()
+        """Of each rollout's drafts, older ones counting less."""
         self._gain, self._steps = 0.0, 0
         self._probes, self._probed_gain = 0, 0.0
-        self._exploring: str | None = None
+        self._exploring: int | None = None
         self._turn = 0
 
-    def close(self, key: str) -> None:
-        """A rollout ended."""
-        self._of.pop(key, None)
+    def open(self, row: int) -> None:
+        """A rollout begins."""
+        self._expected.begin(row, 0.0)
+        self._accepted.begin(row, 0.0)
 
-    def limit(self, keys: Sequence[str], allowed: Allowance) -> Allowance:
+    def limit(self, rows: Integers, allowed: Allowance) -> Allowance:
         """What of an allowance is left."""
-        budgets, survivals = [], []
-        doubted = []
-        prior = min(1.0, self._all.ratio(1.0))
-        for place, (key, budget, survival) in enumerate(zip(keys, allowed.budgets, allowed.min_survivals, strict=True)):
-            record = self._of.get(key)
-            ratio = (prior if record is None else record.ratio(prior)) / _DOUBT
-            raised = survival if ratio >= 1 else max(survival, _LEAST_SURVIVAL) / ratio
-            if budget and (self.stopped or ratio < 1):
-                doubted.append(place)
-            if self.stopped or raised > 1:
-                budget = 0
-            budgets.append(budget)
-            survivals.append(min(raised, 1.0))
+        prior = min(1.0, (self._accepted_of_all + _PRIOR) / (self._expected_of_all + _PRIOR))
+        ratios = (self._accepted[rows] + _PRIOR * prior) / (self._expected[rows] + _PRIOR) / _DOUBT
+        doubted = ratios < 1
         self._exploring = None
-        if doubted and self._bank >= _PROBE:
-            self._turn += 1
-            place = doubted[self._turn % len(doubted)]
-            self._exploring = keys[place]
-            budgets[place] = min(allowed.budgets[place], _PROBE)
-            survivals[place] = allowed.min_survivals[place]
+        if not self.stopped and not doubted.any():
+            return allowed
+        raised = np.maximum(allowed.min_survivals, _LEAST_SURVIVAL) / np.maximum(ratios, 1e-9)
+        survivals = np.where(doubted, raised, allowed.min_survivals)
+        budgets = np.zeros_like(allowed.budgets) if self.stopped else np.where(survivals > 1, 0, allowed.budgets)
+        survivals = np.minimum(survivals, 1.0)
+        if self._bank >= _PROBE:
+            places = np.flatnonzero((allowed.budgets > 0) & (doubted | self.stopped))
+            if len(places):
+                self._turn += 1
+                place = int(places[self._turn % len(places)])
+                self._exploring = int(rows[place])
+                budgets[place] = min(int(allowed.budgets[place]), _PROBE)
+                survivals[place] = allowed.min_survivals[place]
         return Allowance(budgets, survivals, allowed.worths)
 
-    def verified(self, drafts: Sequence[Verified], said: int) -> None:
-        """A step verified these drafts (those of no tokens may be left out), and rollouts said so many tokens in it."""
+    def verified(
+        self, rows: Integers, *, said: Integers, drafted: Integers, expected: Floats, accepted: Integers
+    ) -> None:
+        """A step verified drafts.
+
+        Args:
+            rows: of all rollouts that were in it, no row twice.
+            said: tokens of each, those accepted among them.
+            drafted: tokens that were verified.
+            expected: of these, tokens that were to be accepted by the probabilities said: the sum of their cumulative
+                products.
+            accepted: of these.
+        """
         # never more saved up than some probes, lest a long rest is followed by a burst
-        self._bank = min(self._bank + self._exploration * said, 4.0 * _PROBE)
-        for one in drafts:
-            if one.drafted:
-                self._all.add(one.expected, one.accepted)
-                self._of.setdefault(one.key, _Record(_KEPT)).add(one.expected, one.accepted)
-            if one.key == self._exploring:
-                self._bank -= one.drafted
-                self.explored += one.drafted
+        self._bank = min(self._bank + self._exploration * int(said.sum()), 4.0 * _PROBE)
+        if not drafted.any():
+            return
+        self._expected_of_all += float(expected.sum())
+        self._accepted_of_all += float(accepted.sum())
+        if self._expected_of_all > _KEPT_OF_ALL:
+            self._expected_of_all /= 2
+            self._accepted_of_all /= 2
+        promised = self._expected[rows] + expected
+        kept = np.where(promised > _KEPT, 0.5, 1.0)
+        self._expected[rows] = promised * kept
+        self._accepted[rows] = (self._accepted[rows] + accepted) * kept
+        if self._exploring is not None:
+            explored = int(drafted[rows == self._exploring].sum())
+            self._bank -= explored
+            self.explored += explored
 
     def timed(self, *, without: float, extra: float, saved: float) -> None:
         """A step took *extra* seconds more than the *without* that it would have taken without drafts.

@@ -1,8 +1,8 @@
-"""The running rollouts of an engine, as budgets are made from them."""
+"""The running rollouts of an engine, as budgets are made from them: in rows of arrays, since a step has no time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,27 @@ Lengths = Callable[[str], LengthStats]
 """What is known of the lengths of a problem's rollouts now."""
 
 
+class Column:
+    """A number for each row."""
+
+    def __init__(self) -> None:
+        self._values = np.zeros(0)
+
+    def begin(self, row: int, value: float) -> None:
+        """Of a rollout that begins, in a row that may be new."""
+        if row >= len(self._values):
+            self._values = np.concatenate([self._values, np.zeros(max(16, 2 * row) - len(self._values))])
+        self._values[row] = value
+
+    def __getitem__(self, rows: Integers) -> Floats:
+        return self._values[rows]
+
+    def __setitem__(self, rows: Integers, values: Floats) -> None:
+        self._values[rows] = values
+
+
 class RunningRollouts:
-    """Rows of arrays; a rollout keeps its row while it runs."""
+    """A rollout keeps its row while it runs; another has it later."""
 
     def __init__(self, lengths: Lengths) -> None:
         self.said = np.zeros(0, np.int64)
@@ -42,24 +61,22 @@ class RunningRollouts:
         self._predicted_at = np.zeros(0, np.int64)
         self._steps = np.zeros(0, np.int64)
         self._problems: list[str] = []
-        self._row: dict[str, int] = {}
+        self._running: set[int] = set()
         self._free: list[int] = []
 
-    def __len__(self) -> int:
-        return len(self._row)
-
-    def open(self, key: str, problem: str, *, prompt: int, said: int, most: int) -> None:
-        """A rollout begins, or goes on after *said* tokens."""
+    def open(self, problem: str, *, prompt: int, said: int, most: int) -> int:
+        """A rollout begins, or goes on after *said* tokens; its row."""
         if not self._free:
             self._grow()
-        running = self.rows()
+        running = np.array([*self._running], dtype=np.int64)
         row = self._free.pop()
-        self._row[key] = row
+        self._running.add(row)
         self._problems[row] = problem
         self.said[row], self.prompt[row], self.most[row] = said, prompt, max(most, said + 1)
         self.rate[row] = float(self.rate[running].mean()) if len(running) else 1.0
         self._steps[row] = 0
         self._predicted_at[row] = -1
+        return row
 
     def _grow(self) -> None:
         held = len(self.said)
@@ -71,25 +88,26 @@ class RunningRollouts:
         self._problems += [""] * more
         self._free += range(held + more - 1, held - 1, -1)
 
-    def advance(self, key: str, tokens: int, *, step: bool = True) -> None:
-        """A rollout said so many tokens; *step*: in one verification step."""
-        row = self._row[key]
+    def advance(self, rows: Integers, tokens: Integers) -> None:
+        """Rollouts said so many tokens in one verification step; no row twice."""
+        self.said[rows] += tokens
+        steps = self._steps[rows] + 1
+        self._steps[rows] = steps
+        rate = self.rate[rows]
+        self.rate[rows] = rate + (tokens - rate) / np.minimum(steps + 4, _RATE_STEPS)
+
+    def miss(self, row: int, tokens: int) -> None:
+        """A rollout said tokens in steps that were not seen."""
         self.said[row] += tokens
-        if step:
-            self._steps[row] += 1
-            self.rate[row] += (tokens - self.rate[row]) / min(int(self._steps[row]) + 4, _RATE_STEPS)
 
-    def close(self, key: str) -> None:
+    def close(self, row: int) -> None:
         """A rollout ended."""
-        self._free.append(self._row.pop(key))
+        self._running.remove(row)
+        self._free.append(row)
 
-    def problem(self, key: str) -> str:
+    def problem(self, row: int) -> str:
         """Of a rollout."""
-        return self._problems[self._row[key]]
-
-    def rows(self, keys: Sequence[str] | None = None) -> Integers:
-        """Rows of some rollouts, or of all."""
-        return np.array([*self._row.values()] if keys is None else [self._row[key] for key in keys], dtype=np.int64)
+        return self._problems[row]
 
     def ahead(self, rows: Integers) -> Floats:
         """Quantiles of the tokens that rollouts still have to say, at least 1; shape (rows, POINTS)."""

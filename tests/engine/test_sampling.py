@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_api.job_spec import Sampling
 from rollout_api.messages import Partial, WeightSpan
-from rollout_worker.engine.sampling import AdmissionError, DraftScope, admit, can_continue, end_tokens, vllm_sampling
+from rollout_worker.engine.sampling import (
+    AdmissionError,
+    DraftScope,
+    admit,
+    can_continue,
+    draft_limits,
+    end_tokens,
+    vllm_sampling,
+)
 
 
 @pytest.mark.parametrize(
@@ -71,28 +80,20 @@ def test_vllm_is_asked_for_what_the_prefix_leaves() -> None:
 lengths = st.integers(0, 200)
 
 
-@given(
-    st.builds(
-        DraftScope,
-        key=st.just("k"),
-        problem=st.just("p"),
-        max_tokens=st.integers(1, 100),
-        min_tokens=st.integers(0, 100),
-        budget=st.none() | st.integers(0, 50),
-    ),
-    lengths,
-    st.integers(0, 64),
-)
-def test_no_draft_passes_a_limit(scope: DraftScope, produced: int, most: int) -> None:
-    limit = scope.limit(produced, most)
+@given(st.integers(0, 100), st.integers(1, 100), lengths, st.integers(0, 64))
+def test_no_draft_passes_a_limit(min_tokens: int, max_tokens: int, produced: int, most: int) -> None:
+    (limit,) = draft_limits(
+        np.array([produced]),
+        min_tokens=np.array([min_tokens]),
+        max_tokens=np.array([max_tokens]),
+        most=np.array([most]),
+    ).tolist()
     assert 0 <= limit <= most
-    if scope.budget is not None:
-        assert limit <= scope.budget
     last = produced + limit + 1  # the model adds one token of its own
     if limit:
-        assert last <= scope.max_tokens or produced < scope.min_tokens
-        if produced < scope.min_tokens:
-            assert last <= scope.min_tokens
+        assert last <= max_tokens or produced < min_tokens
+        if produced < min_tokens:
+            assert last <= min_tokens
 
 
 def test_the_scope_survives_the_way_through_extra_args() -> None:

@@ -109,10 +109,11 @@ class Job:
 def draft(index: SuffixIndex, said: Sequence[int]) -> list[int]:
     """What a new rollout of the problem that has said so much is given to verify, from its history alone."""
     drafter = Drafter(index)
-    drafter.open("new", "p", np.array([1], dtype=np.uint32), ["history"])
-    drafter.advance("new", list(said))
-    (found,) = drafter.draft(["new"], [4], [0.0])
-    drafter.close("new")
+    drafter.open(0, "p", np.array([1], dtype=np.uint32), ["history"])
+    row = np.zeros(1, np.int64)
+    drafter.advance(row, [list(said)], row)
+    (found,) = drafter.draft(row, row + 4, np.zeros(1))
+    drafter.close(0)
     return found.tokens
 
 

@@ -323,6 +323,12 @@ NB_MODULE(_native, m) {
       .def_prop_ro("ages", listed([](const DraftToken& one) {
                      return one.age < 0 ? nb::none() : nb::object(nb::int_(one.age));
                    }))
+      .def_prop_ro("expected",
+                   [](const das::Draft& draft) {
+                     double survival = 1.0, expected = 0.0;
+                     for (const DraftToken& one : draft.tokens) expected += survival *= one.probability;
+                     return expected;
+                   })
       .def_ro("match_length", &das::Draft::match_length)
       .def("__len__", [](const das::Draft& draft) { return draft.tokens.size(); })
       .def("__repr__", [](nb::handle_t<das::Draft> self) {

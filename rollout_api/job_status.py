@@ -26,6 +26,8 @@ class ConditionType(StrEnum):
     """At least one engine samples."""
     PROGRESSING = "Progressing"
     """Rollouts are being made."""
+    DRAFTS_HEALTHY = "DraftsHealthy"
+    """Drafts reach the model, and change nothing of what it samples."""
     SUSPENDED = "Suspended"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"

@@ -91,6 +91,11 @@ class MessageKeys:
         return self._key("waiting")
 
     @property
+    def canaries(self) -> str:
+        """String: what the test of rollouts without drafts beside their siblings has come to, as JSON."""
+        return self._key("canaries")
+
+    @property
     def dead(self) -> str:
         """Stream of messages that could not be read or carried out, each with the reason."""
         return self._key("dead")

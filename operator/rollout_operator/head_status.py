@@ -37,6 +37,12 @@ class HeadStatus(BaseModel):
     tokens: int = 0
     accepted_per_step: float = 0.0
     steps: int = 0
+    canaries: int = 0
+    """Rollouts without drafts that were compared with their siblings."""
+    law_drifted: bool = False
+    """Whether drafts change what is sampled."""
+    unverified: tuple[str, ...] = ()
+    """Engines whose drafts do not reach the model as they are made."""
     saved: float | None = None
     """Share of decoding time that drafts saved; negative if they cost time."""
     tokens_per_second: float = 0.0

@@ -30,6 +30,15 @@ STATUS_PERIOD_S = 10.0
 
 _KEPT_FAILURES = 10
 _LONGEST_TEXT = 1000
+_TELLING_CANARIES = 20
+_DRIFTED = (
+    "rollouts without drafts differ from their siblings: drafts change what is sampled, which they must never do. Set "
+    'speculation.policy to "off" in a new job, and report it with the versions of vLLM and of this project'
+)
+_UNVERIFIED = (
+    "vLLM does not verify the drafts that are proposed, so that they cost time and save none; look for warnings about "
+    "speculation in the log of engines "
+)
 _END_PATIENCE_S = 120.0
 _STUCK_PATIENCE_S = 20.0
 _STUCK = frozenset({"CreateContainerConfigError", "ErrImageNeverPull", "InvalidImageName"})
@@ -494,6 +503,7 @@ class _Pass:
                 self._warn("EngineFailed", errors)
         else:
             self.conditions.say(ConditionType.ENGINE_READY, "False", "Loading", "no engine has loaded the model yet")
+        self._say_how_drafts_are(head)
         if head.redis_away:
             self.conditions.say(ConditionType.PROGRESSING, "False", "RedisUnreachable", head.redis_away)
             if self.conditions.news(ConditionType.PROGRESSING):
@@ -504,6 +514,22 @@ class _Pass:
             self.conditions.say(ConditionType.PROGRESSING, "False", "NoEngine", "rollouts wait for an engine")
         else:
             self.conditions.say(ConditionType.PROGRESSING, "False", "Idle", "nothing is asked for")
+
+    def _say_how_drafts_are(self, head: HeadStatus) -> None:
+        kind = ConditionType.DRAFTS_HEALTHY
+        if self.job.spec.speculation.policy == "off":
+            self.conditions.say(kind, "Unknown", "Off", "speculation.policy is off")
+        elif head.law_drifted:
+            self.conditions.say(kind, "False", "LawDrifted", _DRIFTED)
+        elif head.unverified:
+            self.conditions.say(kind, "False", "NotVerified", _UNVERIFIED + ", ".join(head.unverified)[:_LONGEST_TEXT])
+        elif head.canaries < _TELLING_CANARIES:
+            self.conditions.say(kind, "Unknown", "NotCheckedYet", "too few rollouts without drafts have ended")
+        else:
+            self.conditions.say(kind, "True", "Checked")
+        news = self.conditions.news(kind)
+        if news is not None and news.status == "False":
+            self._warn(news.reason, news.message)
 
     def _why_not_ready(self, live: list[PodView]) -> tuple[str, str]:
         """The worst of what keeps workers from being ready."""

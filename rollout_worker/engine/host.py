@@ -24,6 +24,7 @@ from rollout_worker.engine.response import Generated, Response
 from rollout_worker.engine.sampling import SOURCES, AdmissionError, DraftScope, admit, vllm_sampling
 from rollout_worker.engine.weights import Incoming, check_incoming, check_weights
 from rollout_worker.engine.worker_extension import Drafting
+from rollout_worker.policy.canary import CANARY_TOKENS, canary_of
 
 __all__ = ["Drafting", "Engine", "EngineConfig", "Generated"]
 
@@ -204,6 +205,7 @@ class Engine:
                 budget=0 if request.drafts is Drafts.OFF else request.draft_budget,
                 sources=SOURCES[request.drafts],
                 later_turn=request.turn > 0,
+                undrafted=CANARY_TOKENS if canary_of(request.request_id, sampling.n) == sample else 0,
                 prefix=known,
             )
         # a step may bring a whole draft and one token more, with which there must not be more than *every*

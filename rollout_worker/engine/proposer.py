@@ -26,6 +26,7 @@ _FOLLOWED = np.dtype(
         ("length", np.int64),  # of prompt and response, as far as the drafter has been told
         ("step", np.int64),  # in which it was last
         ("expected", np.float64),  # of its last draft, the tokens that are to be accepted by their probabilities
+        ("undrafted", np.int64),
         ("min_tokens", np.int64),
         ("max_tokens", np.int64),
         ("most", np.int64),  # tokens of a draft
@@ -49,6 +50,8 @@ class HistoryProposer:
         """Calls of :meth:`propose`, one for each step of the engine."""
         self.seconds = 0.0
         """Time spent in :meth:`propose`."""
+        self.proposed = 0
+        """Tokens of all drafts."""
         self._runner: Any = None
         self._drafter: Drafter | None = None
         self._controller: DraftController | None = None
@@ -142,6 +145,7 @@ class HistoryProposer:
             allowed = controller.allow(rows, self.waiting)
             limits = draft_limits(
                 lengths - followed["prompt"][rows],
+                undrafted=followed["undrafted"][rows],
                 min_tokens=followed["min_tokens"][rows],
                 max_tokens=followed["max_tokens"][rows],
                 most=followed["most"][rows],
@@ -149,6 +153,7 @@ class HistoryProposer:
             found = drafter.draft(rows, np.minimum(allowed.budgets, limits), allowed.min_survivals)
             for place, draft in zip(places.tolist(), found, strict=True):
                 drafts[place] = draft.tokens
+            self.proposed += sum(map(len, found))
             followed["expected"][rows] = np.fromiter((draft.expected for draft in found), np.float64, len(found))
         self.steps += 1
         self._last_call = started
@@ -178,7 +183,8 @@ class HistoryProposer:
             more = np.zeros(max(16, 2 * row) - len(self._followed), _FOLLOWED)
             self._followed = np.concatenate([self._followed, more])
         most = self.max_draft_tokens if scope.budget is None else min(scope.budget, self.max_draft_tokens)
-        self._followed[row] = (prompt, prompt, _NOBODY, 0.0, scope.min_tokens, scope.max_tokens, most)
+        bounds = (scope.undrafted, scope.min_tokens, scope.max_tokens, most)
+        self._followed[row] = (prompt, prompt, _NOBODY, 0.0, *bounds)
         self._rows[request_id], self._keys[row] = row, scope.key
 
     def _catch_up(

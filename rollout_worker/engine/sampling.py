@@ -46,6 +46,8 @@ class DraftScope:
     sources: Sequence[str] = SOURCES[Drafts.HISTORY]
     later_turn: bool = False
     """Whether the response goes on a trajectory: the end of the prompt is its context then."""
+    undrafted: int = 0
+    """For so many of the response's first tokens nothing is drafted."""
     prefix: int = 0
     """How many tokens at the end of what vLLM takes for the prompt are the response's own, sampled earlier."""
 
@@ -60,6 +62,7 @@ class DraftScope:
                 "budget": self.budget,
                 "sources": list(self.sources),
                 "later_turn": self.later_turn,
+                "undrafted": self.undrafted,
                 "prefix": self.prefix,
             }
         }
@@ -72,7 +75,9 @@ class DraftScope:
         return cls(**extra_args[EXTRA_ARGS_KEY])
 
 
-def draft_limits(produced: Integers, *, min_tokens: Integers, max_tokens: Integers, most: Integers) -> Integers:
+def draft_limits(
+    produced: Integers, *, undrafted: Integers, min_tokens: Integers, max_tokens: Integers, most: Integers
+) -> Integers:
     """How many tokens to draft at most for responses of *produced* tokens; arrays of shape (responses,).
 
     The token after the last draft is sampled as well, so one position is left to it. While a response is shorter than
@@ -80,7 +85,8 @@ def draft_limits(produced: Integers, *, min_tokens: Integers, max_tokens: Intege
     far they reach (vllm#41768, seen in 0.32): a step that stays below ``min_tokens`` is exact.
     """
     ends = np.where(produced < min_tokens, min_tokens, max_tokens)
-    return np.asarray(np.maximum(np.minimum(most, ends - produced - 1), 0))
+    limits = np.maximum(np.minimum(most, ends - produced - 1), 0)
+    return np.asarray(np.where(produced < undrafted, 0, limits))
 
 
 def can_continue(sampling: Sampling) -> bool:

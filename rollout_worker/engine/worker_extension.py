@@ -232,6 +232,7 @@ class DraftingExtension(HostExtension):
         return {
             "steps": proposer.steps,
             "following": proposer.following,
+            "proposed_tokens": proposer.proposed,
             "drafting_seconds": proposer.seconds,
             "sampling_mended": proposer.sampling_mended,
             "index_bytes": self._das_index.bytes(),

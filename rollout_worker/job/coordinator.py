@@ -30,6 +30,7 @@ from rollout_worker.engine.sampling import AdmissionError, admit
 from rollout_worker.history.connection import patiently
 from rollout_worker.history.lengths import ExpectedLengths
 from rollout_worker.history.store import HistoryStore
+from rollout_worker.job.canaries import Canaries
 from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, StaleCoordinatorError, arrival
 from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest, Scheduler
 from rollout_worker.job.status import JobStatus, StatusBoard
@@ -135,6 +136,7 @@ class Coordinator:
         """All such entries, which stay until their requests are known."""
         self._without_order: set[tuple[str, str, int]] = set()
         """Engine, request and sample of what an engine was given and did not have when that was looked at last."""
+        self._canaries, self._canaries_kept = Canaries(), 0
         self._updates: list[WeightUpdate] = []
         self._cursors: dict[str, str] = {}
         self._closing = False
@@ -176,6 +178,9 @@ class Coordinator:
         self._updates = await patiently(plane.weights)
         self._attempts = await patiently(plane.attempts)
         self._resumable = await patiently(plane.partial_ids)
+        if (kept := await patiently(plane.canaries)) is not None:
+            self._canaries.unpack(kept)
+            self._canaries_kept = self._canaries.test.canaries
         reports = await patiently(plane.engines)
         held: dict[tuple[str, int], str] = {}
         for engine in reports:
@@ -448,6 +453,7 @@ class Coordinator:
         self._resumable.discard(rollout_id)
         if sample not in one.done:
             one.done.add(sample)
+            self._canaries.note(one.request, sample, fields.get(b"c", b""))
             if b"l" in fields:  # not in what was learned from the ledger
                 one.lengths.append(int(fields[b"l"]))
             self._scheduler.predict(request_id, one.predicted)
@@ -470,6 +476,7 @@ class Coordinator:
         for sample in list(one.assigned):
             self._unassign(request_id, sample)
         del self._open[request_id]
+        self._canaries.forget(request_id)
         self._open_rollouts -= one.request.sampling.n
         self._solo = {key for key in self._solo if key[0] != request_id}
         self._scheduler.remove(request_id)
@@ -705,9 +712,13 @@ class Coordinator:
             weight_version=self._updates[-1].weight_version if self._updates else 0,
             slow=sorted(self._slow),
             tokens_ahead=tokens_ahead,
+            canaries=self._canaries.test,
             closing=self._closing,
         )
         await patiently(self._plane.set_status, json.dumps(status).encode())
+        if self._canaries.test.canaries != self._canaries_kept:
+            self._canaries_kept = self._canaries.test.canaries
+            await patiently(self._plane.keep_canaries, self._canaries.pack())
         engines = max(1, len(self._engines))
         waiting = [(len(group.samples), group.predicted) for group in self._scheduler.groups()]
         rollouts, tokens = sum(count for count, _ in waiting), sum(count * length for count, length in waiting)

@@ -42,6 +42,7 @@ _STATS = (
     "drafting_stopped",
     "drafting_stops",
     "explored_tokens",
+    "proposed_tokens",
 )
 _HISTORY_STATS = ("rollouts", "tokens", "corrupt", "evictions", "failures")
 _HUNG_S = 300.0

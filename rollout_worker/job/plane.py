@@ -29,6 +29,7 @@ from rollout_api.messages import (
 )
 from rollout_worker.history.connection import async_server_function
 from rollout_worker.history.records import CONTEXT_TOKENS
+from rollout_worker.job.canaries import measure
 from rollout_worker.job.ledger import META_FIELDS, LedgerEntry
 
 LEASE_S = 5.0
@@ -269,6 +270,7 @@ class MessagePlane:
                 rollout.drafted,
                 rollout.accepted,
                 pack_tokens(context),
+                measure(request, rollout, rollout_id.sample),
             ],
             client=client,
         )
@@ -400,6 +402,15 @@ class MessagePlane:
         batch.hset(self.keys.waiting, mapping={"rollouts": rollouts, "tokens": tokens})
         batch.expire(self.keys.waiting, _STATUS_EXPIRES_S)
         await batch.execute()
+
+    async def keep_canaries(self, test: str) -> None:
+        """Keep what the test of the job's canaries has come to."""
+        await self.client.set(self.keys.canaries, test)
+
+    async def canaries(self) -> str | None:
+        """What was kept of it last."""
+        kept = await self.client.get(self.keys.canaries)
+        return None if kept is None else _text(kept)
 
     async def waiting(self) -> tuple[int, float]:
         """What :meth:`set_waiting` said last; nothing if no coordinator has said so for a while."""

@@ -11,8 +11,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from rollout_api.job import RolloutJob
 from rollout_worker.job.plane import EngineReport
+from rollout_worker.policy.canary import DriftTest
 
 _RATE_WINDOW_S = 10.0
+_TELLING_TOKENS = 4096
+"""Fewer may be under way, or lost by rollouts that were preempted."""
 
 
 class EngineStatus(TypedDict):
@@ -61,6 +64,13 @@ class JobStatus(TypedDict):
     accepted_per_step: float
     saved: float | None
     """Share of decoding time that drafts saved, by what steps without drafts would have cost; None if unknown."""
+    canaries: int
+    """Rollouts without drafts that were compared with their siblings."""
+    law_evidence: float
+    """For drafts changing what is sampled: not expected to grow from 1 while they do not."""
+    law_drifted: bool
+    unverified: list[str]
+    """Engines whose drafts do not reach the model as they are made."""
     tokens_per_second: float
     seconds_left: float | None
     """Until all open requests are answered, at the speed of the last seconds; None if there is no telling."""
@@ -114,6 +124,7 @@ class StatusBoard:
         weight_version: int,
         slow: list[str],
         tokens_ahead: float,
+        canaries: DriftTest,
         closing: bool,
     ) -> JobStatus:
         """The status now.
@@ -144,6 +155,10 @@ class StatusBoard:
             "accepted": accepted,
             "accepted_per_step": accepted / steps if steps else 0.0,
             "saved": self._saved(engines),
+            "canaries": canaries.canaries,
+            "law_evidence": canaries.evidence,
+            "law_drifted": canaries.drifted,
+            "unverified": [report.name for report in engines.values() if _unverified(report.counters)],
             "tokens_per_second": speed,
             "seconds_left": left,
             "engines": [
@@ -193,6 +208,16 @@ class StatusBoard:
         return (self._tokens - self._marks[0][1]) / seconds if seconds else 0.0
 
 
+def _unverified(counters: Mapping[str, float]) -> bool:
+    """Whether vLLM verifies other drafts than are proposed: none of them, or ones that nobody proposed."""
+    if "proposed_tokens" not in counters or counters.get("tokens", 0.0) < _TELLING_TOKENS:
+        return False
+    if not counters["steps"]:
+        return True
+    proposed, verified = counters["proposed_tokens"], counters["drafted"]
+    return abs(proposed - verified) > _TELLING_TOKENS + 0.5 * max(proposed, verified)
+
+
 class StatusCollector:
     """The board's last status as Prometheus metrics, labelled by job and engine, never by prompt."""
 
@@ -213,6 +238,9 @@ class StatusCollector:
             "engines_failed": ("Engines that do not start.", len(status["engine_errors"])),
             "status_age_seconds": ("Since these figures were made: many, while Redis is away.", self._board.age),
             "weight_version": ("The weight version to be served.", status["weight_version"]),
+            "law_evidence": ("For drafts changing what is sampled: 1000 is an alarm.", status["law_evidence"]),
+            "law_drifted": ("Whether drafts change what is sampled.", float(status["law_drifted"])),
+            "engines_unverified": ("Engines whose drafts do not reach the model.", len(status["unverified"])),
             "tokens_per_second": ("Response tokens a second, lately.", status["tokens_per_second"]),
         }
         if status["saved"] is not None:
@@ -227,6 +255,7 @@ class StatusCollector:
             "steps": ("Decoding steps of ended rollouts.", status["steps"]),
             "drafted_tokens": ("Draft tokens verified.", status["drafted"]),
             "accepted_tokens": ("Draft tokens accepted.", status["accepted"]),
+            "canaries": ("Rollouts without drafts, compared with their siblings.", status["canaries"]),
             "engines_lost": ("Engines lost, as this coordinator saw it.", status["engines_lost"]),
             "dead_letters": ("Messages that could not be read, as this coordinator saw it.", status["dead_letters"]),
         }

@@ -80,15 +80,16 @@ def test_vllm_is_asked_for_what_the_prefix_leaves() -> None:
 lengths = st.integers(0, 200)
 
 
-@given(st.integers(0, 100), st.integers(1, 100), lengths, st.integers(0, 64))
-def test_no_draft_passes_a_limit(min_tokens: int, max_tokens: int, produced: int, most: int) -> None:
+@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 100), lengths, st.integers(0, 64))
+def test_no_draft_passes_a_limit(undrafted: int, min_tokens: int, max_tokens: int, produced: int, most: int) -> None:
     (limit,) = draft_limits(
         np.array([produced]),
+        undrafted=np.array([undrafted]),
         min_tokens=np.array([min_tokens]),
         max_tokens=np.array([max_tokens]),
         most=np.array([most]),
     ).tolist()
-    assert 0 <= limit <= most
+    assert 0 <= limit <= (most if produced >= undrafted else 0)
     last = produced + limit + 1  # the model adds one token of its own
     if limit:
         assert last <= max_tokens or produced < min_tokens

@@ -42,7 +42,8 @@ from rollout_worker.job.http import StatusServer
 from rollout_worker.job.ledger import LedgerEntry
 from rollout_worker.job.plane import EngineReport, MessagePlane, Order, StaleCoordinatorError
 from rollout_worker.job.setup import BLOCK_S
-from rollout_worker.job.status import StatusBoard
+from rollout_worker.job.status import JobStatus, StatusBoard
+from rollout_worker.policy.canary import canary_of
 
 JOB = MessageKeys("uid")
 VOCABULARY = 10
@@ -355,6 +356,45 @@ def test_weights_that_are_older_than_the_newest_go_to_the_dead_letters(play: Cal
             assert [7] == [update.weight_version for update in await around.plane.weights()]
         [(_, letter)] = around.redis.xrange(JOB.dead)
         assert b"weight version 6 comes after 7" == letter[b"reason"]
+
+    play(story)
+
+
+def test_canaries_are_compared_with_their_siblings_across_coordinators(play: Callable[[Story], None]) -> None:
+    """Rollouts without drafts that say something else than their siblings are found, and stay found."""
+
+    async def story(around: Around) -> None:
+        names = [name for name in map(str, range(4000)) if canary_of(name, 4) is not None][:60]
+        async with around.engine("a", slots=1000) as engine:
+
+            async def answer(some: list[str], board: StatusBoard) -> JobStatus:
+                asked = {name: request(name, n=4) for name in some}
+                already = 0 if board.last is None else board.last["canaries"]
+                around.send(JOB.requests, *asked.values())
+                for order in await around.orders(engine, 4 * len(some)):
+                    assert order.assignment is not None
+                    one, sample = asked[order.assignment.request_id], order.assignment.sample
+                    # as if drafts had made what is likelier, and shorter
+                    odd = sample == canary_of(one.request_id, 4)
+                    said = Partial(
+                        token_ids=[1] * (9 if odd else 5),
+                        logprobs=[-2.0 if odd else -1.0] * (9 if odd else 5),
+                        spans=[WeightSpan(start=0, weight_version=0)],
+                    )
+                    rollout = Rollout.of(one, sample, said, FinishReason.STOP)
+                    await around.plane.finish(one, rollout, engine=engine, order=order.order_id)
+                async with asyncio.timeout(PATIENCE_S):
+                    while board.last is None or board.last["canaries"] < already + len(some):
+                        await asyncio.sleep(0.1)
+                return board.last
+
+            async with around.coordinator() as coordinator:
+                early = await answer(names[:4], coordinator.board)
+                assert not early["law_drifted"]
+            async with around.coordinator() as coordinator:
+                late = await answer(names[4:], coordinator.board)
+        assert (60, True) == (late["canaries"], late["law_drifted"])
+        assert late["law_evidence"] > 1000 > early["law_evidence"] > 1
 
     play(story)
 

@@ -66,6 +66,22 @@ def test_it_runs_when_an_engine_samples() -> None:
     assert "3/3" == cluster.status["workers"]["summary"]
 
 
+def test_what_drafts_do_is_a_condition_and_an_event_where_it_is_bad() -> None:
+    cluster = started()
+    assert ("Unknown", "NotCheckedYet") == cluster.condition("DraftsHealthy")
+    for said, condition in (
+        ({"canaries": 50}, ("True", "Checked")),
+        ({"unverified": ("a",)}, ("False", "NotVerified")),
+        ({"law_drifted": True}, ("False", "LawDrifted")),
+    ):
+        cluster.notes.clear()
+        cluster.head = cluster.head.model_copy(update=said)
+        cluster.settle()
+        assert condition == cluster.condition("DraftsHealthy")
+        bad = [condition[1]] if condition[0] == "False" else []
+        assert bad == [note.reason for note in cluster.notes if note.type == "Warning"]
+
+
 def test_a_head_that_ends_well_is_the_end_of_the_job() -> None:
     cluster = started(lifecycle={"ttlSecondsAfterFinished": 60})
     cluster.head = cluster.head.model_copy(update={"done": 90})

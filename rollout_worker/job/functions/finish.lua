@@ -5,7 +5,8 @@
 -- ARGV: rollout id, sample, ledger entry, result, the rollout for its history (empty: it does not enter one),
 --   inbox entry (empty: it was in none), engine, request id, seconds that the ledger is kept after the request's end,
 --   seconds that a trajectory's engine is remembered (0: there is no trajectory), most events kept,
---   tokens, steps, drafted, accepted, last tokens before the response for the history (empty: none).
+--   tokens, steps, drafted, accepted, last tokens before the response for the history (empty: none), what is measured
+--   of it for the canary's test (empty: nothing).
 -- Returns 1 if this call did it, 0 if it was done before, -1 if nobody asked for it.
 local ledger, rollout, sample, engine = KEYS[1], ARGV[1], ARGV[2], ARGV[7]
 if ARGV[6] ~= '' then
@@ -41,5 +42,5 @@ if redis.call('HLEN', ledger) - 3 >= tonumber(request[2]) then
   redis.call('EXPIRE', ledger, ARGV[9])
 end
 redis.call('XADD', KEYS[7], 'MAXLEN', '~', ARGV[11], '*', 'r', ARGV[8], 's', sample, 'e', engine,
-  'l', ARGV[12])
+  'l', ARGV[12], 'c', ARGV[17])
 return 1

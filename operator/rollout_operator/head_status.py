@@ -47,6 +47,10 @@ class HeadStatus(BaseModel):
     """Share of decoding time that drafts saved; negative if they cost time."""
     tokens_per_second: float = 0.0
     seconds_left: float | None = None
+    work_seconds: float | None = None
+    """Until all that is open is answered, if all engines were busy to the end."""
+    tail_seconds: float | None = None
+    """Until the rollout that has most ahead ends: more workers do not shorten it."""
     redis_away: str | None = None
     """What is the matter with Redis, where the job waits for it."""
     engine_errors: dict[str, str] = Field(default_factory=dict)

@@ -18,7 +18,8 @@ def desired(workers: Workers, before: int | None, head: HeadStatus | None) -> in
     """Workers that there should be.
 
     Without autoscale: ``replicas``. With it, as many as have room for all rollouts that are open, if those take longer
-    than a worker takes to start; and without those that have had nothing to do for a while and for whom nothing waits.
+    than a worker takes to start, but no more than it takes to be done when the longest rollout is, which more workers
+    do not make any faster; and without those that have had nothing to do for a while and for whom nothing waits.
 
     Args:
         workers: the manifest's section.
@@ -31,11 +32,15 @@ def desired(workers: Workers, before: int | None, head: HeadStatus | None) -> in
     if head is None or not head.engines:
         return now
     if head.waiting:
-        if head.seconds_left is not None and head.seconds_left < _WORTH_A_START_S:
+        work = head.seconds_left if head.work_seconds is None else head.work_seconds
+        if work is not None and work < _WORTH_A_START_S:
             return now
         there = len({engine.worker for engine in head.engines})
         slots = sum(engine.slots for engine in head.engines) / there
-        return _within(workers, max(now, math.ceil((head.waiting + head.assigned) / max(1.0, slots))))
+        wanted = math.ceil((head.waiting + head.assigned) / max(1.0, slots))
+        if work is not None and head.tail_seconds is not None:
+            wanted = min(wanted, math.ceil(there * work / max(head.tail_seconds, _WORTH_A_START_S)))
+        return _within(workers, max(now, wanted))
     return _within(workers, now - len(idle_workers(workers, head)))
 
 

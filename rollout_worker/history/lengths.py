@@ -9,7 +9,10 @@ from collections.abc import Iterable
 
 import redis
 
+from rollout_api.length_stats import LengthStats
 from rollout_worker.history.store import HistoryStore
+
+NOTHING_KNOWN = LengthStats.of(())
 
 logger = logging.getLogger(__name__)
 
@@ -20,21 +23,21 @@ _PAUSE_S = 30.0
 
 
 class ExpectedLengths:
-    """Mean lengths of problems' rollouts in one history."""
+    """Length statistics of problems' rollouts in one history."""
 
     def __init__(self, store: HistoryStore) -> None:
         self._store = store
         self._not_before = 0.0
 
-    async def of(self, problems: Iterable[str]) -> dict[str, float]:
-        """Problem → mean length in tokens; 0 if nothing is known of it, or the history does not answer."""
+    async def of(self, problems: Iterable[str]) -> dict[str, LengthStats]:
+        """Problem → its lengths; empty if nothing is known of it, or the history does not answer."""
         distinct = list(dict.fromkeys(problems))
-        unknown = dict.fromkeys(distinct, 0.0)
+        unknown = dict.fromkeys(distinct, NOTHING_KNOWN)
         if time.monotonic() < self._not_before:
             return unknown
         try:
             asking = asyncio.to_thread(self._store.length_stats_of, distinct)
-            found = await asyncio.wait_for(asking, _WAIT_S)
+            return await asyncio.wait_for(asking, _WAIT_S)
         except (redis.RedisError, TimeoutError) as error:
             self._not_before = time.monotonic() + _PAUSE_S
             logger.warning(
@@ -44,4 +47,3 @@ class ExpectedLengths:
                 error,
             )
             return unknown
-        return {problem: stats.mean for problem, stats in found.items()}

@@ -6,12 +6,13 @@ import asyncio
 import json
 import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rollout_api.job import RolloutJob
 from rollout_api.keys import DATA, named
+from rollout_api.length_stats import LengthStats
 from rollout_api.messages import (
     SCHEMA_VERSION,
     Cancel,
@@ -28,12 +29,13 @@ from rollout_api.messages import (
 from rollout_api.quantity import parse_quantity
 from rollout_worker.engine.sampling import AdmissionError, admit
 from rollout_worker.history.connection import patiently
-from rollout_worker.history.lengths import ExpectedLengths
+from rollout_worker.history.lengths import NOTHING_KNOWN, ExpectedLengths
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.canaries import Canaries
 from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, StaleCoordinatorError, arrival
 from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest, Scheduler
 from rollout_worker.job.status import JobStatus, StatusBoard
+from rollout_worker.policy.lengths_ahead import Ahead, work_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ _STATUS_S = 1.0
 _RECONCILE_S = 10.0
 _READ = 500
 _ENDED_AT_ONCE = 256
+_ROUNDED = 64
 _SAY_AWAITED_S = 30.0
 _SOLO_AFTER = 3
 """Engines that may be lost with a rollout before it is run apart from others like it."""
@@ -63,10 +66,13 @@ class OpenRequest:
     arrival: int
     deadline: float | None
     """By Redis' clock."""
-    history_length: float = 0.0
+    history: LengthStats = NOTHING_KNOWN
+    """How long earlier rollouts of the problem were."""
     done: set[int] = field(default_factory=set)
     assigned: dict[int, str] = field(default_factory=dict)
     """Sample → engine."""
+    since: dict[int, float] = field(default_factory=dict)
+    """Sample → when the engine got it, by this process's clock."""
     lengths: list[int] = field(default_factory=list)
     """Of the samples that ended."""
     cancelled: bool = False
@@ -74,9 +80,25 @@ class OpenRequest:
     @property
     def predicted(self) -> float:
         """Expected length, in tokens, of a sample: the history's mean, which two samples of this group outweigh."""
-        prior = 2 if self.history_length else 0
+        prior = 2 if self.history.count else 0
         count = prior + len(self.lengths)
-        return (prior * self.history_length + sum(self.lengths)) / count if count else 0.0
+        return (prior * self.history.mean + sum(self.lengths)) / count if count else 0.0
+
+    def ahead(self, rate: float, now: float) -> Iterator[Ahead]:
+        """Its samples that have not ended; those with an engine say *rate* tokens a second."""
+        known = self.history
+        if len(self.lengths) > 1 or not known.count:
+            known = LengthStats.of((0, length, False) for length in self.lengths)
+        most = self.request.sampling.max_tokens
+        waiting = self.request.sampling.n - len(self.done) - len(self.assigned)
+        yield Ahead(known, 0, most, waiting)
+        # rounded, so that those that began together count together
+        said = Counter(
+            min(most - 1, round(rate * (now - self.since.get(sample, now)) / _ROUNDED) * _ROUNDED)
+            for sample in self.assigned
+        )
+        for so_far, rollouts in said.items():
+            yield Ahead(known, so_far, most, rollouts)
 
 
 class Coordinator:
@@ -277,13 +299,14 @@ class Coordinator:
         overtaken: list[str] = []
         for (entry, request), (done, cancelled), holder in zip(taken, progress, holders, strict=True):
             self._arrivals += 1
-            length = lengths[request.problem]
             early = self._early.get(request.request_id)
             if early is not None and arrival(entry) <= arrival(early):
                 overtaken.append(request.request_id)
                 cancelled = True
             deadline = arrival(entry) + request.deadline_seconds if request.deadline_seconds else None
-            one = OpenRequest(entry, request, self._arrivals, deadline, length, set(done), cancelled=cancelled)
+            one = OpenRequest(
+                entry, request, self._arrivals, deadline, lengths[request.problem], set(done), cancelled=cancelled
+            )
             self._forget(request.request_id)  # it is open here only if Redis has come back without it
             self._open[request.request_id] = one
             self._open_rollouts += request.sampling.n
@@ -485,6 +508,8 @@ class Coordinator:
         self._solo.discard((request_id, sample))
         one = self._open.get(request_id)
         engine = one.assigned.pop(sample, None) if one is not None else None
+        if one is not None:
+            one.since.pop(sample, None)
         if engine is not None:
             self._assigned[engine].discard((request_id, sample))
 
@@ -606,7 +631,7 @@ class Coordinator:
             for order in orders:
                 one = self._open[order.request_id]
                 if given:
-                    one.assigned[order.sample] = engine
+                    one.assigned[order.sample], one.since[order.sample] = engine, time.monotonic()
                     self._assigned[engine].add((order.request_id, order.sample))
                 else:
                     self._queue(one, [order.sample])
@@ -697,10 +722,9 @@ class Coordinator:
 
     async def _say(self) -> None:
         totals = await patiently(self._plane.totals)
-        tokens_ahead = sum(
-            one.predicted * (one.request.sampling.n - len(one.done) - len(one.assigned) / 2)
-            for one in self._open.values()
-        )
+        now, running = time.monotonic(), sum(map(len, self._assigned.values()))
+        rate = self.board.speed / running if running else 0.0
+        ahead = work_ahead(part for one in self._open.values() for part in one.ahead(rate, now))
         status: JobStatus = self.board.status(
             uid=self._plane.keys.uid,
             coordinator=self._number,
@@ -711,7 +735,7 @@ class Coordinator:
             engines=self._engines,
             weight_version=self._updates[-1].weight_version if self._updates else 0,
             slow=sorted(self._slow),
-            tokens_ahead=tokens_ahead,
+            ahead=ahead,
             canaries=self._canaries.test,
             closing=self._closing,
         )

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from rollout_api.job import RolloutJob
 from rollout_worker.job.plane import EngineReport
 from rollout_worker.policy.canary import DriftTest
+from rollout_worker.policy.lengths_ahead import WorkAhead
 
 _RATE_WINDOW_S = 10.0
 _TELLING_TOKENS = 4096
@@ -74,6 +75,10 @@ class JobStatus(TypedDict):
     tokens_per_second: float
     seconds_left: float | None
     """Until all open requests are answered, at the speed of the last seconds; None if there is no telling."""
+    work_seconds: float | None
+    """The same if all engines were busy to the end."""
+    tail_seconds: float | None
+    """Until the rollout that has most ahead ends, if it began now; more engines do not shorten it."""
     engines: list[EngineStatus]
     engine_errors: dict[str, str]
     """Engines that do not start, and why."""
@@ -97,6 +102,8 @@ class StatusBoard:
         self.unread: dict[str, int] = {}
         self.last: JobStatus | None = None
         self._job = f"{job.metadata.namespace}/{job.metadata.name}"
+        self.speed = 0.0
+        """Tokens a second that all engines sampled over the last seconds."""
         self._marks: deque[tuple[float, float]] = deque()
         self._sampled: dict[str, float] = {}
         self._tokens = 0.0
@@ -123,20 +130,23 @@ class StatusBoard:
         engines: Mapping[str, EngineReport],
         weight_version: int,
         slow: list[str],
-        tokens_ahead: float,
+        ahead: WorkAhead,
         canaries: DriftTest,
         closing: bool,
     ) -> JobStatus:
         """The status now.
 
-        *assigned* are the rollouts of each engine; *tokens_ahead* is what open requests are expected to take, in
-        tokens.
+        *assigned* are the rollouts of each engine; *ahead* is what open requests are expected to take.
         """
         self._made = now = time.monotonic()
         self._busy = {one: now if assigned.get(one) else self._busy.get(one, now) for one in engines}
-        speed = self._speed(engines)
+        self.speed = speed = self._speed(engines)
+        running = sum(assigned.values())
         steps, accepted = totals.get("steps", 0), totals.get("accepted", 0)
-        left = tokens_ahead / speed if speed and tokens_ahead else (0.0 if not requests else None)
+        work = tail = left = None if requests else 0.0
+        if speed and running and requests:
+            work, tail = ahead.tokens / speed, ahead.longest * running / speed
+            left = max(work, tail)
         self.last = {
             "job": self._job,
             "uid": uid,
@@ -161,6 +171,8 @@ class StatusBoard:
             "unverified": [report.name for report in engines.values() if _unverified(report.counters)],
             "tokens_per_second": speed,
             "seconds_left": left,
+            "work_seconds": work,
+            "tail_seconds": tail,
             "engines": [
                 {
                     "id": engine,
@@ -247,6 +259,8 @@ class StatusCollector:
             gauges["saved_ratio"] = ("Share of decoding time that drafts saved.", status["saved"])
         if status["seconds_left"] is not None:
             gauges["left_seconds"] = ("Until all open requests are answered.", status["seconds_left"])
+        if status["tail_seconds"] is not None:
+            gauges["tail_seconds"] = ("Until the rollout that has most ahead ends.", status["tail_seconds"])
         for name, (text, value) in gauges.items():
             yield _family(GaugeMetricFamily, name, text, ["job"], [(job, value)])
         counters: dict[str, tuple[str, float]] = {

@@ -2,12 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from rollout_api.length_stats import LengthStats
 
 Floats = npt.NDArray[np.float64]
+
+
+_POINTS = 8
+
+
+class Ahead(NamedTuple):
+    """Rollouts alike, that wait or run."""
+
+    stats: LengthStats
+    """Lengths of their problem's rollouts."""
+    so_far: int
+    """Tokens that each has."""
+    most: int
+    """At which each is cut off."""
+    rollouts: int
+
+
+class WorkAhead(NamedTuple):
+    """What many rollouts still have to say, in tokens."""
+
+    tokens: float
+    """Expected, all together."""
+    longest: float
+    """Of the one that has most ahead; it has more as probably as less."""
+
+
+def work_ahead(rollouts: Iterable[Ahead]) -> WorkAhead:
+    """What is ahead of all these rollouts, each independent of the others."""
+    alike = [one for one in rollouts if one.rollouts]
+    if not alike:
+        return WorkAhead(0.0, 0.0)
+    found = np.stack([remaining(one.stats, so_far=one.so_far, most=one.most, points=_POINTS) for one in alike])
+    counts = np.array([one.rollouts for one in alike])
+    times = np.unique(found)
+    first, last = 0, len(times) - 1
+    while first < last:
+        middle = (first + last) // 2
+        ended = (found <= times[middle]).mean(axis=1)
+        # the probability that all have ended by then
+        if ended.min() > 0 and float(counts @ np.log(ended)) >= np.log(0.5):
+            last = middle
+        else:
+            first = middle + 1
+    return WorkAhead(float(counts @ found.mean(axis=1)), float(times[first]))
 
 
 def remaining(stats: LengthStats, *, so_far: int, most: int, points: int) -> Floats:

@@ -360,6 +360,15 @@ def test_short_queues_start_no_worker() -> None:
     assert 2 == len(cluster.workers())
 
 
+def test_no_worker_is_started_that_would_only_wait_for_the_longest_rollout() -> None:
+    cluster = started(workers={"autoscale": True, "replicas": 2, "maxReplicas": 16})
+    busy = sampling(cluster.workers(), waiting=400, assigned=16)
+    # all of it takes two workers 400 s, and the longest rollout takes 100 s however many there are
+    cluster.head = busy.model_copy(update={"work_seconds": 400.0, "tail_seconds": 100.0})
+    cluster.settle()
+    assert 8 == len(cluster.workers())
+
+
 def test_what_somebody_changed_or_removed_comes_back() -> None:
     cluster = started()
     del cluster.objects["Service", "math-head"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.policy.lengths_ahead import last_probabilities, remaining
+from rollout_worker.policy.lengths_ahead import Ahead, last_probabilities, remaining, work_ahead
 
 ENDS = st.integers(1, 5).flatmap(
     lambda points: st.lists(
@@ -62,3 +62,21 @@ def test_what_is_ahead_is_between_one_token_and_the_cap(
     ahead = remaining(LengthStats.of(lengths), so_far=so_far, most=so_far + more, points=8)
     assert (np.diff(ahead) >= 0).all()
     assert 1 <= ahead[0] <= ahead[-1] <= more
+
+
+def test_work_ahead_is_the_sum_and_the_longest_of_what_rollouts_have_ahead() -> None:
+    short, long = (LengthStats.of([(0, length, False)]) for length in (100, 3000))
+    rollouts = [Ahead(short, 0, 4000, 30), Ahead(long, 2000, 4000, 2), Ahead(short, 40, 4000, 1)]
+    assert (30 * 100 + 2 * 1000 + 60, 1000) == work_ahead(rollouts)
+    assert (0, 0) == work_ahead([])
+    assert (0, 0) == work_ahead([Ahead(long, 0, 4000, 0)])
+
+
+def test_of_many_the_longest_is_longer_than_of_few() -> None:
+    stats = LengthStats.of([(0, length, False) for length in range(100, 900, 100)])
+    longest = [work_ahead([Ahead(stats, 0, 4000, count)]).longest for count in (1, 2, 4, 8, 16)]
+    assert longest == sorted(longest)
+    assert (400, 800) == (longest[0], longest[-1])
+    # by enumeration: the least length that both of two do not exceed with probability 1/2
+    pairs = sorted(max(pair) for pair in itertools.product(range(100, 900, 100), repeat=2))
+    assert longest[1] == pairs[len(pairs) // 2 - 1]

@@ -199,13 +199,13 @@ async def measure(
             if options.trace is not None:
                 material = of_trace(problems, most)
             else:
-                count = options.problems or max(2, 2 * max(batches) // min(GROUP, max(batches)))
+                count = options.problems or max(2, max(batches) // GROUP)
                 material = await Material.sampled(
                     engines[modes[0]], prompts_of(model, count), epochs=options.epochs, samples=GROUP, most=_LONGEST
                 )
             bench = Bench(engines, material, HistoryStore(connect(url), KEYS, window=16))
             for mode in modes:  # what is compiled, or read for the first time, is no run's
-                await bench.run(mode, max(batches), 0, 0)
+                await bench.run(mode, min(batches), 0, 0)
             started = time.monotonic()
             rng = random.Random(0)
             for round_ in range(PAIRS if options.full else _ROUNDS_AT_MOST):

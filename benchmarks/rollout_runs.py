@@ -120,10 +120,10 @@ class Material:
         return cls(made)
 
     def work(self, epoch: int, batch: int, round_: int) -> list[Work]:
-        """Twice as many rollouts as run at a time, in groups of one problem; other ones in each round."""
+        """As many rollouts as run at a time, and two at least, in groups of one problem; other ones in each round."""
         problems = list(self.epochs[epoch].items())
         group = min(GROUP, batch)
-        groups = 2 * batch // group
+        groups = max(2, batch) // group
         found = []
         for number in range(groups):
             turn, at = divmod(round_ * groups + number, len(problems))

@@ -6,13 +6,11 @@ import asyncio
 import json
 import logging
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 
 from rollout_api.job import RolloutJob
 from rollout_api.keys import DATA, named
-from rollout_api.length_stats import LengthStats
 from rollout_api.messages import (
     SCHEMA_VERSION,
     Cancel,
@@ -29,13 +27,15 @@ from rollout_api.messages import (
 from rollout_api.quantity import parse_quantity
 from rollout_worker.engine.sampling import AdmissionError, admit
 from rollout_worker.history.connection import patiently
-from rollout_worker.history.lengths import NOTHING_KNOWN, ExpectedLengths
+from rollout_worker.history.lengths import ExpectedLengths
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.canaries import Canaries
+from rollout_worker.job.moving import moves_of
+from rollout_worker.job.open_request import OpenRequest
 from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, StaleCoordinatorError, arrival
 from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest, Scheduler
 from rollout_worker.job.status import JobStatus, StatusBoard
-from rollout_worker.policy.lengths_ahead import Ahead, work_ahead
+from rollout_worker.policy.lengths_ahead import work_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,6 @@ _STATUS_S = 1.0
 _RECONCILE_S = 10.0
 _READ = 500
 _ENDED_AT_ONCE = 256
-_ROUNDED = 64
 _SAY_AWAITED_S = 30.0
 _SOLO_AFTER = 3
 """Engines that may be lost with a rollout before it is run apart from others like it."""
@@ -55,50 +54,6 @@ _NOT_ADMITTED = {
     -2: "a request by this id is open and asks for another number of samples; ask under another request id",
 }
 """What ``admit`` answers → why such a request is refused."""
-
-
-@dataclass
-class OpenRequest:
-    """A request that is taken up and not answered in full."""
-
-    entry: str
-    request: RolloutRequest
-    arrival: int
-    deadline: float | None
-    """By Redis' clock."""
-    history: LengthStats = NOTHING_KNOWN
-    """How long earlier rollouts of the problem were."""
-    done: set[int] = field(default_factory=set)
-    assigned: dict[int, str] = field(default_factory=dict)
-    """Sample → engine."""
-    since: dict[int, float] = field(default_factory=dict)
-    """Sample → when the engine got it, by this process's clock."""
-    lengths: list[int] = field(default_factory=list)
-    """Of the samples that ended."""
-    cancelled: bool = False
-
-    @property
-    def predicted(self) -> float:
-        """Expected length, in tokens, of a sample: the history's mean, which two samples of this group outweigh."""
-        prior = 2 if self.history.count else 0
-        count = prior + len(self.lengths)
-        return (prior * self.history.mean + sum(self.lengths)) / count if count else 0.0
-
-    def ahead(self, rate: float, now: float) -> Iterator[Ahead]:
-        """Its samples that have not ended; those with an engine say *rate* tokens a second."""
-        known = self.history
-        if len(self.lengths) > 1 or not known.count:
-            known = LengthStats.of((0, length, False) for length in self.lengths)
-        most = self.request.sampling.max_tokens
-        waiting = self.request.sampling.n - len(self.done) - len(self.assigned)
-        yield Ahead(known, 0, most, waiting)
-        # rounded, so that those that began together count together
-        said = Counter(
-            min(most - 1, round(rate * (now - self.since.get(sample, now)) / _ROUNDED) * _ROUNDED)
-            for sample in self.assigned
-        )
-        for so_far, rollouts in said.items():
-            yield Ahead(known, so_far, most, rollouts)
 
 
 class Coordinator:
@@ -182,6 +137,7 @@ class Coordinator:
             if now - reconciled >= _RECONCILE_S:
                 reconciled = now
                 await self._reconcile()
+                await self._move_some()
             await self._place()
             await self._end_some()
             await self._read()
@@ -606,6 +562,29 @@ class Coordinator:
     async def _order(self, engine: str, orders: Sequence[Assignment | str]) -> bool:
         return await patiently(self._plane.assign, self._number, engine, orders) is not None
 
+    async def _move_some(self) -> None:
+        """At the end of a step, when nothing waits, let some rollouts of busy engines go on on idle ones."""
+        if self._scheduler.waiting():
+            return
+        held = {
+            engine: [(self._open[request_id], sample) for request_id, sample in samples]
+            for engine, samples in self._assigned.items()
+        }
+        last = self.board.last
+        a_step = 1.0 + (0.0 if last is None else last["accepted_per_step"])
+        for move in moves_of(self._engines, held, rate=self._rate(), tokens_a_step=a_step):
+            request_id, sample = move.rollout
+            one = self._open[request_id]
+            logger.info("Rollout %s goes on elsewhere than on %s.", one.request.rollout_id(sample), move.source)
+            order = Assignment(request_id, sample, one.entry)
+            given = await patiently(self._plane.assign, self._number, move.source, [order], "move")
+            self.board.moved += given is not None
+
+    def _rate(self) -> float:
+        """Tokens a second of a rollout that runs."""
+        running = sum(map(len, self._assigned.values()))
+        return self.board.speed / running if running else 0.0
+
     async def _place(self) -> None:
         loads = [
             EngineLoad(engine, report.slots, len(self._assigned[engine]), report.to_come, report.plain)
@@ -722,8 +701,7 @@ class Coordinator:
 
     async def _say(self) -> None:
         totals = await patiently(self._plane.totals)
-        now, running = time.monotonic(), sum(map(len, self._assigned.values()))
-        rate = self.board.speed / running if running else 0.0
+        now, rate = time.monotonic(), self._rate()
         ahead = work_ahead(part for one in self._open.values() for part in one.ahead(rate, now))
         status: JobStatus = self.board.status(
             uid=self._plane.keys.uid,

@@ -70,6 +70,8 @@ class _Running:
     """Set to end it as it is."""
     why: FinishReason | None = None
     """Set with it: what to answer; None: nothing, the rollout goes on elsewhere."""
+    moving: bool = False
+    """It goes on elsewhere while this engine stays."""
     pinned: int | None = None
     deadline: asyncio.TimerHandle | None = None
 
@@ -272,7 +274,12 @@ class EngineWorker:
         return await self._plane.read(at, block=_INBOX_WAIT_S, count=256)
 
     async def _carry_out(self, order: Order) -> None:
-        if order.assignment is not None:
+        if order.kind == "move" and order.assignment is not None:
+            moved = self._running.get((order.assignment.request_id, order.assignment.sample))
+            if moved is not None and not moved.until.is_set():
+                moved.moving = True
+                moved.end(None)
+        elif order.assignment is not None:
             key = (order.assignment.request_id, order.assignment.sample)
             if key in self._running:  # the same order, repeated since its reply was lost
                 await patiently(self._plane.delete, self._plane.keys.inbox(self._id), order.order_id)
@@ -280,7 +287,7 @@ class EngineWorker:
             running = self._running[key] = _Running(order, order.assignment)
             running.task = asyncio.ensure_future(self._guarded(key, running))
             return
-        if order.kind == "cancel":
+        elif order.kind == "cancel":
             for (request_id, _), running in self._running.items():
                 if request_id == order.request_id:
                     running.end(FinishReason.CANCELLED)
@@ -351,6 +358,8 @@ class EngineWorker:
         if reason is None:  # handed over
             if said is not None:
                 await patiently(self._plane.checkpoint, request, assignment.sample, said)
+            if running.moving:
+                await self._give_back(running, engine_id, "moved")
             return
         rollout = Rollout.of(
             request,

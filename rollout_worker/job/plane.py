@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 import redis.asyncio
@@ -70,7 +70,8 @@ class Order:
 
     order_id: str
     kind: str
-    """``sample``, ``cancel`` (*request_id*) or ``weights`` (what to serve has changed)."""
+    """``sample``, ``move`` (hand *assignment* back, as far as it is), ``cancel`` (*request_id*) or ``weights`` (what is
+    to be served has changed)."""
     assignment: Assignment | None = None
     request_id: str = ""
 
@@ -78,7 +79,7 @@ class Order:
     def read(cls, entry: str, fields: Mapping[bytes, bytes]) -> Order | None:
         """The order in an inbox entry; None if it is none that this program knows."""
         kind, request_id = _text(fields.get(b"k", b"")), _text(fields.get(b"i", b""))
-        if kind == "sample":
+        if kind in ("sample", "move"):
             assignment = Assignment(request_id, int(fields[b"s"]), _text(fields[b"r"]), resumed=b"p" in fields)
             return cls(entry, kind, assignment, request_id)
         return cls(entry, kind, None, request_id) if kind in ("cancel", "weights") else None
@@ -322,13 +323,16 @@ class MessagePlane:
         """Number of the coordinator that took over last; 0 in a Redis that has lost it."""
         return int(await self.client.get(self.keys.coordinator) or 0)
 
-    async def assign(self, number: int, engine: str, orders: Iterable[Assignment | str]) -> list[str] | None:
+    async def assign(
+        self, number: int, engine: str, orders: Iterable[Assignment | str], kind: Literal["sample", "move"] = "sample"
+    ) -> list[str] | None:
         """Put orders into an engine's inbox; None if the engine is gone.
 
         Args:
             number: of this coordinator.
             engine: its id.
             orders: rollouts to make, or ``weights``, or ``cancel <request id>``.
+            kind: what to do with the rollouts.
 
         Raises:
             StaleCoordinatorError: see there.
@@ -336,11 +340,11 @@ class MessagePlane:
         args: list[Any] = [number]
         for order in orders:
             if isinstance(order, Assignment):
-                fields = ["k", "sample", "i", order.request_id, "s", order.sample, "r", order.entry]
+                fields = ["k", kind, "i", order.request_id, "s", order.sample, "r", order.entry]
                 fields += ["p", "1"] if order.resumed else []
             else:
-                kind, _, request_id = order.partition(" ")
-                fields = ["k", kind, "i", request_id]
+                what, _, request_id = order.partition(" ")
+                fields = ["k", what, "i", request_id]
             args += [len(fields), *fields]
         reply = await self._functions["assign"](
             keys=[self.keys.coordinator, self.keys.lease(engine), self.keys.inbox(engine)], args=args

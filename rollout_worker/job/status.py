@@ -83,6 +83,8 @@ class JobStatus(TypedDict):
     engine_errors: dict[str, str]
     """Engines that do not start, and why."""
     engines_lost: int
+    moved: int
+    """Rollouts that were moved to an idle engine, as this coordinator saw it."""
     dead_letters: int
     unread: dict[str, int]
     """Results that each client has not read yet."""
@@ -96,6 +98,8 @@ class StatusBoard:
         self.dead = 0
         """Messages moved to the dead letters by this coordinator."""
         self.engines_lost = 0
+        self.moved = 0
+        """Rollouts that went on on another engine because that was idle."""
         self.rollouts: int | None = None
         """How many there are in all epochs of a dataset source."""
         self.engine_errors: Mapping[str, str] = {}
@@ -191,6 +195,7 @@ class StatusBoard:
             ],
             "engine_errors": dict(self.engine_errors),
             "engines_lost": self.engines_lost,
+            "moved": self.moved,
             "dead_letters": self.dead,
             "unread": self.unread,
             "slow_clients": slow,
@@ -271,6 +276,7 @@ class StatusCollector:
             "accepted_tokens": ("Draft tokens accepted.", status["accepted"]),
             "canaries": ("Rollouts without drafts, compared with their siblings.", status["canaries"]),
             "engines_lost": ("Engines lost, as this coordinator saw it.", status["engines_lost"]),
+            "rollouts_moved": ("Rollouts moved to an idle engine, as this coordinator saw it.", status["moved"]),
             "dead_letters": ("Messages that could not be read, as this coordinator saw it.", status["dead_letters"]),
         }
         for name, (text, value) in counters.items():

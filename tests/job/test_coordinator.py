@@ -57,7 +57,7 @@ PATIENCE_S = 15.0
 
 
 def request(name: str, n: int = 1, **more: Any) -> RolloutRequest:
-    sampling = Sampling(n=n, max_tokens=20, **more.pop("sampling", {}))
+    sampling = Sampling(**{"n": n, "max_tokens": 20} | more.pop("sampling", {}))
     return RolloutRequest(job_uid="uid", request_id=name, prompt_token_ids=[1], sampling=sampling, **more)
 
 
@@ -356,6 +356,44 @@ def test_weights_that_are_older_than_the_newest_go_to_the_dead_letters(play: Cal
             assert [7] == [update.weight_version for update in await around.plane.weights()]
         [(_, letter)] = around.redis.xrange(JOB.dead)
         assert b"weight version 6 comes after 7" == letter[b"reason"]
+
+    play(story)
+
+
+def test_an_idle_engine_takes_rollouts_of_one_whose_steps_are_long(play: Callable[[Story], None]) -> None:
+    async def story(around: Around) -> None:
+        # a step takes a second for each of its rollouts
+        slow = {"cost_base_seconds": 0.1, "cost_token_seconds": 1.0, "cost_context_token_seconds": 1e-6}
+        stopped = request("stopped", n=2, sampling={"stop": ["x"], "max_tokens": 400})
+        async with around.coordinator() as coordinator, around.engine("a", slots=16, counters=slow) as a:
+            around.send(JOB.requests, request("r", n=6, sampling={"max_tokens": 400}), stopped)
+            await around.orders(a, 8)
+            async with around.engine("b", slots=16, counters=slow):
+                async with asyncio.timeout(PATIENCE_S):
+                    while not (moves := [one for one in await around.plane.orders(a) if one.kind == "move"]):
+                        await asyncio.sleep(0.1)
+                # half of them; but none that cannot go on from what it has
+                assert {"r"} == {move.request_id for move in moves}
+                assert 3 <= len(moves) <= 5
+                first = moves[0].assignment
+                assert first is not None
+                (order,) = [
+                    one
+                    for one in await around.plane.orders(a)
+                    if one.kind == "sample"
+                    and one.assignment is not None
+                    and one.assignment.entry == first.entry
+                    and one.assignment.sample == first.sample
+                ]
+                await around.plane.give_back(a, order.order_id, first, "moved")
+                (taken,) = await around.orders("b", 1)
+                assert taken.assignment is not None
+                assert ("r", first.sample, True) == (
+                    taken.request_id,
+                    taken.assignment.sample,
+                    taken.assignment.resumed,
+                )
+                assert coordinator.board.moved == len(moves)
 
     play(story)
 

@@ -829,6 +829,30 @@ def test_a_worker_that_is_told_to_leave_hands_over_what_it_has(stage: Stage) -> 
     stage.play(story)
 
 
+def test_rollouts_that_are_to_go_on_elsewhere_do_so_from_what_they_have(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        sampling = Sampling(n=16, max_tokens=400, allowed_token_ids=ENDLESS, logprobs=True)
+        task = asyncio.ensure_future(gather(client, 1, prompts(2, sampling=sampling)))
+        await running.until(lambda: running.redis.hlen(running.keys.partials) >= 20)
+        coordinator, source = running.coordinator, running.workers["engine-0"]._id
+        assert coordinator is not None
+        orders = await coordinator._plane.orders(source)
+        moved = [order.assignment for order in orders if order.assignment is not None][:6]
+        assert 6 == len(moved)
+        await coordinator._plane.assign(coordinator._number, source, moved, "move")
+        rollouts = await task
+        assert_once(running, rollouts, 32)
+        ids = [RolloutId.parse(rollout.rollout_id) for rollout in rollouts]
+        by_id = {(one.request_id, one.sample): rollout for one, rollout in zip(ids, rollouts, strict=True)}
+        there = [by_id[one.request_id, one.sample] for one in moved]
+        # they went on where they were: those steps made less than the whole
+        assert all(one.steps < len(one.token_ids) - 10 for one in there)
+        assert [400] * 32 == [len(rollout.token_ids) for rollout in rollouts]
+        assert {} == running.redis.hgetall(running.keys.attempts)  # nobody is blamed for it
+
+    stage.play(story)
+
+
 def test_the_job_ends_when_it_is_closed_and_all_is_answered(stage: Stage) -> None:
     async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
         async with client.step(1, prompts(8)) as step:

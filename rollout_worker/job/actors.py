@@ -138,6 +138,15 @@ async def _coordinate(actor: CoordinatorActor, setup: JobSetup) -> None:
 
 
 async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) -> None:
+    worker = await _serve_once(actor, setup, name, plain=plain, given_up=False)
+    if worker is not None and worker.gives_up:
+        await _serve_once(actor, setup, name, plain=True, given_up=True)
+
+
+async def _serve_once(
+    actor: EngineActor, setup: JobSetup, name: str, *, plain: bool, given_up: bool
+) -> EngineWorker | None:
+    """Start an engine and serve with it until it has left; None if it does not start."""
     job = setup.job
     try:
         model = await asyncio.to_thread(setup.model)
@@ -146,7 +155,7 @@ async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) ->
         # said by state(), and tried again by the fleet
         actor.error = str(error) if isinstance(error, EngineError | ModelError) else f"{type(error).__name__}: {error}"
         actor.started = True
-        return
+        return None
     worker = EngineWorker(
         engine,
         setup.plane(),
@@ -158,6 +167,7 @@ async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) ->
         sampling=job.spec.sampling,
         transport=setup.transport(model),
         broadcast=job.spec.weights.broadcast,
+        given_up=given_up,
     )
     # what vLLM brought stays: to look through it again and again would hold all rollouts up
     gc.collect()
@@ -170,3 +180,4 @@ async def _serve(actor: EngineActor, setup: JobSetup, name: str, plain: bool) ->
         await worker.run(serving)
     finally:
         engine.close()
+    return worker

@@ -25,6 +25,7 @@ from rollout_worker.history.connection import patiently
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, Order, arrival
 from rollout_worker.job.weights import WeightsError, WeightTransport
+from rollout_worker.policy.futility import Futility
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ _GATHER_S = 1.0
 _HANDOVER_S = 4.0
 """Longer than keeping the partials of all rollouts takes."""
 _REQUESTS_KEPT = 512
+_GIVES_UP_AFTER_S = 600.0
+"""How long an engine whose drafts do not pay waits for a moment without rollouts, to be replaced then."""
 _ANNOUNCED_FOR_S = 30.0
 """How long a problem's history is kept up to date after its last rollout here: its next may soon come."""
 
@@ -102,6 +105,8 @@ class EngineWorker:
         sampling: Sampling,
         transport: WeightTransport,
         broadcast: bool = False,
+        given_up: bool = False,
+        futility: Futility | None = None,
     ) -> None:
         """Take what a worker needs; :meth:`run` begins.
 
@@ -116,11 +121,17 @@ class EngineWorker:
             sampling: the job's settings, which a request may override.
             transport: how published weights come into the engine.
             broadcast: whether they may come from a trainer's memory.
+            given_up: whether the engine is one without speculation because drafting did not pay.
+            futility: when to give drafting up; default: as it comes.
         """
         self._engine, self._plane, self._store = engine, plane, store
         self._checkpoint_tokens, self._sampling, self._transport = checkpoint_tokens, sampling, transport
-        plain = engine.config.drafting is None
-        self._report = EngineReport(name, worker, os.getpid(), slots, plain, engine.weight_version)
+        plain = engine.config.drafting is None and not given_up
+        self.gives_up = False
+        """Whether it ends for another to go on without speculation, since drafting does not pay."""
+        self._futility = futility or Futility()
+        self._futile_since: float | None = None
+        self._report = EngineReport(name, worker, os.getpid(), slots, plain, given_up, engine.weight_version)
         if broadcast:
             self._report.broadcast, self._report.ranks = engine.config.broadcast_backend, engine.config.ranks
         self._id = ""
@@ -229,6 +240,21 @@ class EngineWorker:
             counters |= {f"history_{name}": history[name] for name in _HISTORY_STATS if name in history}
             self._report.counters |= counters
             self._report.counters["measured_timestamp_seconds"] = time.time()
+            if "timed_seconds" in stats and not self._report.draining:
+                self._look_whether_drafting_pays(stats["timed_seconds"], bool(stats["drafting_stopped"]))
+
+    def _look_whether_drafting_pays(self, seconds: float, stopped: bool) -> None:
+        """Give it up where it does not, when the engine has nothing to do; at last even though it has."""
+        self._futility.observe(version=self._engine.weight_version, seconds=seconds, stopped=stopped)
+        if not self._futility.futile:
+            self._futile_since = None
+            return
+        now = time.monotonic()
+        self._futile_since = self._futile_since or now
+        if not self._running or now - self._futile_since > _GIVES_UP_AFTER_S:
+            logger.warning("Drafting does not pay on engine %s: another takes its place, which cannot draft.", self._id)
+            self.gives_up = True
+            self._leaving = asyncio.ensure_future(self.drain(0.0))
 
     def _read_stats(self) -> None:
         self._report.counters |= asdict(self._engine.counters)

@@ -97,7 +97,9 @@ class EngineReport:
     slots: int = 1
     """Rollouts decoded at the same time."""
     plain: bool = False
-    """vLLM with no speculation configured."""
+    """vLLM with no speculation configured, for requests that want no drafts."""
+    given_up: bool = False
+    """Drafting did not pay: it has gone on with no speculation configured, for all requests."""
     version: int = 0
     """Weight version that it serves."""
     weights: str = ""

@@ -28,6 +28,8 @@ class EngineStatus(TypedDict):
     """Name of its worker."""
     version: int
     plain: bool
+    given_up: bool
+    """It goes on without speculation, since drafting did not pay."""
     draining: bool
     slots: int
     assigned: int
@@ -184,6 +186,7 @@ class StatusBoard:
                     "worker": report.worker.partition("/")[0],
                     "version": report.version,
                     "plain": report.plain,
+                    "given_up": report.given_up,
                     "draining": report.draining,
                     "slots": report.slots,
                     "assigned": assigned.get(engine, 0),
@@ -257,6 +260,10 @@ class StatusCollector:
             "weight_version": ("The weight version to be served.", status["weight_version"]),
             "law_evidence": ("For drafts changing what is sampled: 1000 is an alarm.", status["law_evidence"]),
             "law_drifted": ("Whether drafts change what is sampled.", float(status["law_drifted"])),
+            "engines_given_up": (
+                "Engines without speculation, as drafting did not pay.",
+                sum(engine["given_up"] for engine in status["engines"]),
+            ),
             "engines_unverified": ("Engines whose drafts do not reach the model.", len(status["unverified"])),
             "tokens_per_second": ("Response tokens a second, lately.", status["tokens_per_second"]),
         }

@@ -88,7 +88,7 @@ class LiveJob:
         await self.until(lambda: not requests, 20)
         assert 0 == self.coordinator._open_rollouts
 
-    def start_worker(self, name: str, engine: Engine) -> None:
+    def start_worker(self, name: str, engine: Engine, *, given_up: bool = False) -> None:
         worker = self.workers[name] = EngineWorker(
             engine,
             self.plane(),
@@ -100,6 +100,7 @@ class LiveJob:
             sampling=self.job.spec.sampling,
             transport=ByAddress(SharedFiles(self.model, self.model.parent, ["/"]), TrainerMemory()),
             broadcast=True,
+            given_up=given_up,
         )
         self.tasks[name] = asyncio.ensure_future(worker.run())
 

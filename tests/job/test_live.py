@@ -36,6 +36,7 @@ from rollout_api.job_spec import Sampling
 from rollout_api.messages import Broadcast, Refusal, RolloutRequest, TensorToCome, WeightUpdate, decode
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine
+from rollout_worker.policy.futility import Futility
 
 ENDLESS = list(range(EOS))
 """Tokens to allow so that a rollout goes on to max_tokens."""
@@ -849,6 +850,30 @@ def test_rollouts_that_are_to_go_on_elsewhere_do_so_from_what_they_have(stage: S
         assert all(one.steps < len(one.token_ids) - 10 for one in there)
         assert [400] * 32 == [len(rollout.token_ids) for rollout in rollouts]
         assert {} == running.redis.hgetall(running.keys.attempts)  # nobody is blamed for it
+
+    stage.play(story)
+
+
+def test_an_engine_on_which_drafting_does_not_pay_ends_between_two_steps_for_one_without(stage: Stage) -> None:
+    async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
+        sampling = Sampling(n=4, max_tokens=200, allowed_token_ids=ENDLESS)
+        worker, task = running.workers["engine-0"], running.tasks.pop("engine-0")
+        worker._futility = Futility(least_seconds=0.01, stopped=0.0)  # as if it never paid
+        rollouts = await gather(client, 1, prompts(8, sampling=sampling))
+        assert_once(running, rollouts, 32)
+        await asyncio.wait_for(task, 20)
+        assert worker.gives_up
+        assert not running.workers["engine-1"].gives_up
+        # its place is taken by one that does all work, though it cannot draft
+        del running.workers["engine-0"]
+        running.start_worker("engine-0", stage.engines["engine-0"], given_up=True)
+        seen: dict[str, bool] = {}
+        async with asyncio.timeout(20):
+            while seen != {"engine-0": True, "engine-1": False}:
+                await asyncio.sleep(0.1)
+                seen = {engine["name"]: engine["given_up"] for engine in client.status.get("engines", [])}
+        made = await gather(client, 2, prompts(8, sampling=sampling))
+        assert {"engine-0", "engine-1"} == {rollout.engine.rpartition("-")[0] for rollout in made}
 
     stage.play(story)
 

@@ -25,6 +25,8 @@ class _Forcing:
 
     model_runner: Any
     _bench_recorded: dict[str, np.ndarray]
+    _bench_noted: dict[str, list[int]]
+    _bench_noting = False
     _bench_shim_seconds = 0.0
     _bench_drafting_seconds = 0.0
     _bench_steps = 0
@@ -32,7 +34,7 @@ class _Forcing:
     def bench_prepare(self) -> None:
         """Put the shim and the stop-watches in place; once."""
         mend_draft_sampling()
-        self._bench_recorded = {}
+        self._bench_recorded, self._bench_noted = {}, {}
         runner = self.model_runner
         sample, propose = runner._sample, runner.propose_draft_token_ids
 
@@ -41,7 +43,11 @@ class _Forcing:
             self._force(logits, metadata)
             self._bench_shim_seconds += time.perf_counter() - started
             self._bench_steps += 1
-            return sample(logits, metadata)
+            sampled = sample(logits, metadata)
+            for row, tokens in enumerate(sampled.sampled_token_ids.tolist() if self._bench_noting else ()):
+                rollout = runner.input_batch.req_ids[row].rpartition("#")[0]
+                self._bench_noted.setdefault(rollout, []).append(sum(token >= 0 for token in tokens) - 1)
+            return sampled
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
@@ -77,6 +83,14 @@ class _Forcing:
                 cache.start_request(request_id, np.array(prompt, dtype=np.int32))
                 cache.add_active_response(request_id, response)
                 cache.stop_request(request_id)
+
+    def bench_note(self) -> None:
+        """From now on keep how many draft tokens each step had accepted."""
+        self._bench_noting = True
+
+    def bench_noted(self) -> dict[str, list[int]]:
+        """By rollout: draft tokens accepted in each step, that which read the prompt included."""
+        return self._bench_noted
 
     def bench_times(self) -> dict[str, float]:
         """Since the start: steps, and seconds spent in the shim and in proposing drafts."""

@@ -10,6 +10,7 @@ word (:mod:`benchmarks.simulation`).
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
@@ -22,7 +23,8 @@ import numpy as np
 from benchmarks.figures import Figure, report
 from benchmarks.ngram_drafter import Ngram
 from benchmarks.problems import Problem, add_trace_arguments, chosen_problems
-from benchmarks.simulation import Hardware, Lengths, Mode, Simulation, Step
+from benchmarks.simulation import Hardware, Lengths, Mode, Simulation, Step, Truth
+from benchmarks.step_times import fitted
 from benchmarks.suffix_drafters import Ours, Peer
 from rollout_worker.policy.budgets import BudgetPolicy, DasClasses, DasOptimal, Fixed, Marginal, Pool
 from rollout_worker.policy.step_cost import H100_7B, StepCost
@@ -31,6 +33,7 @@ DRAFT, UNLIMITED, PEERS_DRAFT, NGRAM_DRAFT = 16, 64, 32, 5
 """Most tokens of a draft: by default in a job, without limit, vLLM's for suffix decoding, and its usual n-grams'."""
 POOL = 8192
 """Most tokens of a step in vLLM on such a GPU."""
+FIT = "fit"
 HARDWARE = {"h100-7b": Hardware(H100_7B, kv_tokens=1_000_000)}
 
 
@@ -72,14 +75,15 @@ MODES: dict[str, Mode] = {
     "ngram": Mode(Ngram, budget=NGRAM_DRAFT, longest_first=False),
     "arctic-inference": Mode(_arctic, budget=PEERS_DRAFT, longest_first=False),
     "arctic-inference-by-problem": Mode(_arctic_by_problem, budget=PEERS_DRAFT, longest_first=False),
-    "fixed": Mode(_ours, _fixed),
-    "unlimited": Mode(_ours, _unlimited),
-    "das-classes": Mode(_ours, _das_classes),
-    "das-optimal": Mode(_ours, _das_optimal),
-    "marginal": Mode(_ours, _marginal),
-    "marginal-as-they-come": Mode(_ours, _marginal, longest_first=False),
-    "policy-oracle": Mode(_ours, _marginal, true_lengths=True),
-    "clairvoyant": Mode(_ours, _unlimited, true_lengths=True, foresees=True),
+    "fixed": Mode(_ours, _fixed, moves=True),
+    "unlimited": Mode(_ours, _unlimited, moves=True),
+    "das-classes": Mode(_ours, _das_classes, moves=True),
+    "das-optimal": Mode(_ours, _das_optimal, moves=True),
+    "marginal": Mode(_ours, _marginal, moves=True),
+    "marginal-as-they-come": Mode(_ours, _marginal, longest_first=False, moves=True),
+    "marginal-where-they-are": Mode(_ours, _marginal),
+    "policy-oracle": Mode(_ours, _marginal, true_lengths=True, moves=True),
+    "clairvoyant": Mode(_ours, _unlimited, true_lengths=True, foresees=True, moves=True),
 }
 
 
@@ -102,11 +106,17 @@ _hardware: list[Hardware] = []
 def simulate(case: Case) -> Step:
     """One step."""
     mode, (hardware,) = MODES[case.mode], _hardware
-    return Simulation(_problems, mode, hardware, engines=case.workers, batch=case.batch).run()
+    step = Simulation(_problems, mode, hardware, engines=case.workers, batch=case.batch).run()
+    if mode.true_lengths and not mode.foresees:
+        # once more, with what the first time has shown of what is accepted
+        truth = Truth(step)
+        step = Simulation(_problems, mode, hardware, engines=case.workers, batch=case.batch, truth=truth).run()
+    step.survivals, step.passed = [], []
+    return step
 
 
 def hardware_of(name: str) -> Hardware:
-    """By name, or of a file with ``base``, ``per_token``, ``per_context`` (seconds) and ``kv_tokens``.
+    """By name, of this machine, or of a file with ``base``, ``per_token``, ``per_context`` (seconds), ``kv_tokens``.
 
     Raises:
         ValueError: if it is neither.
@@ -114,11 +124,12 @@ def hardware_of(name: str) -> Hardware:
     if name in HARDWARE:
         return HARDWARE[name]
     try:
-        said = json.loads(Path(name).read_text())
+        said = asyncio.run(fitted()) if name == FIT else json.loads(Path(name).read_text())
         return Hardware(StepCost(*(float(said[one]) for one in StepCost._fields)), int(said["kv_tokens"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
+        known = ", ".join((*HARDWARE, FIT))
         raise ValueError(
-            f"--cost-model {name}: {type(error).__name__}: {error}; it is one of {', '.join(HARDWARE)}, or a JSON file "
+            f"--cost-model {name}: {type(error).__name__}: {error}; it is one of {known}, or a JSON file "
             f"with {', '.join(StepCost._fields)} (seconds) and kv_tokens"
         ) from None
 
@@ -171,6 +182,7 @@ def row(case: Case, step: Step) -> dict[str, Any]:
         "accepted_per_step": step.accepted_per_step,
         "drafted_per_step": step.drafted_per_step,
         "preempted": step.preempted,
+        "moved": step.moved,
         "left_over_time": tail(step),
     }
 
@@ -200,7 +212,9 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_trace_arguments(parser)
-    parser.add_argument("--cost-model", default="h100-7b", help="h100-7b, or a JSON file")
+    parser.add_argument(
+        "--cost-model", default="h100-7b", help="h100-7b, fit (267M parameters on this machine), or a JSON file"
+    )
     parser.add_argument("--workers", default="1", help="engines, each is run: 1,8")
     parser.add_argument("--batch", default="128", help="rollouts at a time on all engines, each is run: 16,64,128")
     parser.add_argument("--policies", default=",".join(MODES), help="some of: %(default)s")

@@ -6,12 +6,12 @@ import os
 from pathlib import Path
 
 VOCABULARY = 32_768
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "das-rollout" / "benchmarks"
 
 
 def random_model(hidden: int = 1024, layers: int = 15, positions: int = 2048) -> Path:
     """Directory of a Qwen3 with random parameters (default: 267M) and no end-of-sequence token, made once and kept."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "das-rollout" / "benchmarks"
-    directory = cache / f"qwen3-{hidden}-{layers}-{positions}"
+    directory = _CACHE / f"qwen3-{hidden}-{layers}-{positions}"
     if (directory / "config.json").is_file():
         return directory
     import torch
@@ -33,6 +33,31 @@ def random_model(hidden: int = 1024, layers: int = 15, positions: int = 2048) ->
     )
     model = Qwen3ForCausalLM(config).bfloat16()
     model.save_pretrained(directory)
+    _save_tokenizer(directory)
+    return directory
+
+
+def shape_of_7b(positions: int = 16_384) -> Path:
+    """Directory of a model of the shape of Qwen2.5-7B, without weights: for ``load_format: dummy``."""
+    from transformers import Qwen2Config
+
+    directory = _CACHE / f"qwen2-7b-{positions}"
+    config = Qwen2Config(
+        vocab_size=152_064,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        num_hidden_layers=28,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+        tie_word_embeddings=False,
+        rope_theta=1e6,
+        eos_token_id=None,
+        bos_token_id=None,
+        architectures=["Qwen2ForCausalLM"],
+        dtype="bfloat16",
+    )
+    config.save_pretrained(directory)
     _save_tokenizer(directory)
     return directory
 

@@ -16,10 +16,8 @@ import json
 import os
 import random
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,10 +25,20 @@ import numpy as np
 
 from benchmarks.figures import Figure, report
 from benchmarks.problems import Problem, add_trace_arguments, chosen_problems
-from benchmarks.random_model import random_model
-from benchmarks.rollout_runs import GROUP, KEYS, MODES, PEERS_DRAFT, Bench, Material, Run, Sampled, engines_of
+from benchmarks.random_model import random_model, shape_of_7b
+from benchmarks.rollout_runs import (
+    GROUP,
+    KEYS,
+    MODES,
+    PEERS_DRAFT,
+    Bench,
+    Material,
+    Run,
+    Sampled,
+    engines_of,
+    redis_server,
+)
 from benchmarks.suffix_drafters import PEERS
-from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
 
@@ -49,9 +57,11 @@ _ROUNDS_AT_MOST = 1000
 
 
 def model_of(name: str) -> Path:
-    """The directory of a model: tiny, 267m, or one of the caller's."""
+    """The directory of a model: tiny, 267m, 7b, or one of the caller's."""
     if name == "267m":
         return random_model(positions=POSITIONS)
+    if name == "7b":
+        return shape_of_7b(positions=POSITIONS)
     if name == "tiny":
         from rollout_worker.engine.model_source import default_cache
         from rollout_worker.tiny_model import ensure
@@ -143,21 +153,10 @@ def figures_of(runs: Sequence[Run], modes: Sequence[str], batches: Sequence[int]
             figures.append(Figure(f"drafter's share of the time, batch {batch}", share, "", "", "<=", DRAFTER_SHARE))
             step = sum(run.drafting_seconds for run in mine) / sum(run.steps for run in mine) * 1e6
             figures.append(Figure(f"drafter's time in a step, batch {batch}", step, "us", "", "<=", None))
-            ratio = float(np.median([run.base_tokens for run in mine if run.base_tokens is not None]))
-            figures.append(Figure(f"c_base / c_tok as fitted, batch {batch}", ratio, "tokens", "", ">=", None))
+            if fitted := [run.base_tokens for run in mine if run.base_tokens is not None]:
+                name = f"c_base / c_tok as fitted, batch {batch}"
+                figures.append(Figure(name, float(np.median(fitted)), "tokens", "", ">=", None))
     return figures
-
-
-@contextmanager
-def _redis() -> Iterator[str]:
-    with tempfile.TemporaryDirectory() as directory:
-        lock = os.open(Path(directory) / "lock", os.O_CREAT | os.O_RDWR)
-        server = EmbeddedRedis(Path(directory) / "redis", keep_open=lock)
-        try:
-            yield server.start()
-        finally:
-            server.stop()
-            os.close(lock)
 
 
 class Results:
@@ -194,7 +193,7 @@ async def measure(
     modes = options.modes.split(",")
     model = model_of(options.model)
     most = POSITIONS - PEERS_DRAFT if options.trace is not None else 2 * _LONGEST
-    with _redis() as url:
+    with redis_server() as url:
         async with engines_of(modes, model, url, most=most, batch=max(batches)) as engines:
             if options.trace is not None:
                 material = of_trace(problems, most)
@@ -242,7 +241,9 @@ def main() -> None:
     parser.add_argument("--modes", default=",".join(MODES), help="some of: %(default)s")
     parser.add_argument("--batch", default="1,4,8,32,64", help="rollouts at a time, each is run [%(default)s]")
     parser.add_argument("--epochs", type=int, default=3, help="of what the model samples itself [%(default)s]")
-    parser.add_argument("--model", default="tiny", help="tiny, 267m (random weights), or a directory [%(default)s]")
+    parser.add_argument(
+        "--model", default="tiny", help="tiny, 267m or 7b (random weights), or a directory [%(default)s]"
+    )
     add_trace_arguments(parser, flag="--force-trace", required=False)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="of runs [%(default)s]")
     parser.add_argument("--full", action="store_true", help=f"{PAIRS} rounds, however long; goes on from --json")
@@ -251,8 +252,10 @@ def main() -> None:
     modes, batches = options.modes.split(","), [int(one) for one in options.batch.split(",")]
     if unknown := set(modes) - set(MODES):
         parser.error(f"--modes knows {', '.join(MODES)}, not {', '.join(sorted(unknown))}")
-    if options.trace is None and options.model == "267m":
-        parser.error("--model 267m has random weights, which say nothing of use; --force-trace says what it is to say")
+    if options.trace is None and options.model in ("267m", "7b"):
+        parser.error(
+            f"--model {options.model} has random weights, which say nothing of use; --force-trace says what to say"
+        )
     sys.path.append(PEERS)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path.cwd()), PEERS)))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

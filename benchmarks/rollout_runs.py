@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from rollout_api.job_spec import Engine as EngineSpec
 from rollout_api.job_spec import Sampling
 from rollout_api.keys import HistoryKeys
 from rollout_api.messages import RolloutRequest
-from rollout_worker.engine.host import Drafting, Engine, EngineConfig
-from rollout_worker.engine.worker_extension import HistoryBinding
+from rollout_worker.embedded_redis import EmbeddedRedis
+from rollout_worker.engine.drafting import Drafting, HistoryBinding
+from rollout_worker.engine.host import Engine, EngineConfig
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 
@@ -27,6 +31,7 @@ DRAFT, PEERS_DRAFT, NGRAM_DRAFT = 16, 32, 5
 """Most tokens of a draft: a job's default, vLLM's for suffix decoding, and its usual n-grams'."""
 GROUP = 8
 """Samples of a problem that are made together, in a batch that has room for them."""
+KV_CACHE_BYTES = (8 if torch.cuda.is_available() else 2) << 30
 _JOB = "benchmark"
 _FORCED = "benchmarks.forced_sampling.ForcedEngine"
 _SPECULATION: dict[str, dict[str, Any]] = {
@@ -146,7 +151,7 @@ class Bench:
         engine = self._engines[mode]
         works = self._material.work(epoch, batch, round_)
         name = f"{batch}-{epoch}-{round_}"
-        requests = [_request(f"{name}-{number}", work) for number, work in enumerate(works)]
+        requests = [request_of(f"{name}-{number}", work) for number, work in enumerate(works)]
         recorded = {str(one.rollout_id(0)): work.tokens for one, work in zip(requests, works, strict=True)}
         await engine._rpc("bench_record", recorded)
         used = {work.problem: work.sampled for work in works}
@@ -209,7 +214,8 @@ async def _at_a_time(engine: Engine, requests: Sequence[RolloutRequest], batch: 
         telling.cancel()
 
 
-def _request(name: str, work: Work) -> RolloutRequest:
+def request_of(name: str, work: Work) -> RolloutRequest:
+    """Asks an engine for a rollout."""
     return RolloutRequest(
         job_uid=_JOB,
         request_id=name,
@@ -219,26 +225,49 @@ def _request(name: str, work: Work) -> RolloutRequest:
     )
 
 
-def engine_config(mode: str, model: Path, url: str, *, most: int, batch: int) -> EngineConfig:
+def engine_config(mode: str, model: Path, url: str, *, most: int, batch: int, eager: bool) -> EngineConfig:
     """Of an engine for rollouts of at most *most* tokens with their prompts."""
-    spec = EngineSpec(max_model_len=most + PEERS_DRAFT, max_num_seqs=batch, kv_cache_memory="2Gi")
+    spec = EngineSpec(
+        max_model_len=most + PEERS_DRAFT,
+        max_num_seqs=batch,
+        kv_cache_memory=str(KV_CACHE_BYTES),
+        enforce_eager=eager,
+    )
     drafting, overrides = None, {"worker_extension_cls": _FORCED, **_SPECULATION.get(mode, {})}
-    if mode == "das":
-        drafting = Drafting("marginal", DRAFT, 2**31, HistoryBinding(url, KEYS.namespace, KEYS.name, window=16))
+    if mode in ("das", "das-ungoverned"):
+        binding = HistoryBinding(url, KEYS.namespace, KEYS.name, window=16)
+        alone = mode == "das-ungoverned"
+        drafting = Drafting("fixed" if alone else "marginal", DRAFT, 2**31, binding, governed=not alone)
         overrides["worker_extension_cls"] = "benchmarks.forced_sampling.ForcedDraftingEngine"
-    return EngineConfig(model=model, spec=spec, cpu=True, drafting=drafting, overrides=overrides)
+    return EngineConfig(
+        model=model, spec=spec, cpu=not torch.cuda.is_available(), drafting=drafting, overrides=overrides
+    )
 
 
 @asynccontextmanager
 async def engines_of(
-    modes: Sequence[str], model: Path, url: str, *, most: int, batch: int
+    modes: Sequence[str], model: Path, url: str, *, most: int, batch: int, eager: bool = False
 ) -> AsyncIterator[dict[str, Engine]]:
     """An engine of each mode, one started after the other."""
     async with AsyncExitStack() as stack:
         engines = {}
         for mode in modes:
-            engine = engines[mode] = await Engine.start(engine_config(mode, model, url, most=most, batch=batch))
+            config = engine_config(mode, model, url, most=most, batch=batch, eager=eager)
+            engine = engines[mode] = await Engine.start(config)
             stack.callback(engine.close)
             await engine._rpc("bench_prepare")
             print(f"{mode}: started", file=sys.stderr, flush=True)
         yield engines
+
+
+@contextmanager
+def redis_server() -> Iterator[str]:
+    """A Redis of its own; its address."""
+    with tempfile.TemporaryDirectory() as directory:
+        lock = os.open(Path(directory) / "lock", os.O_CREAT | os.O_RDWR)
+        server = EmbeddedRedis(Path(directory) / "redis", keep_open=lock)
+        try:
+            yield server.start()
+        finally:
+            server.stop()
+            os.close(lock)

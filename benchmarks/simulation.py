@@ -11,9 +11,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
+from scipy.optimize import isotonic_regression
 
 from benchmarks.problems import Problem
 from benchmarks.replay import Draft, Drafter, Replayed, next_turn, passing, until_end
@@ -22,7 +26,12 @@ from benchmarks.traces import Trajectory
 from rollout_api.length_stats import LengthStats
 from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest
 from rollout_worker.policy.budgets import BudgetPolicy, Waiting
+from rollout_worker.policy.lengths_ahead import remaining
+from rollout_worker.policy.rebalance import HANDOVER_S, Running, rebalance
+from rollout_worker.policy.rollouts import POINTS
 from rollout_worker.policy.step_cost import StepCost
+
+LOOK_FOR_MOVES_S = 2.0
 
 
 class Hardware(NamedTuple):
@@ -83,6 +92,8 @@ class Mode:
     """What would not pass is not drafted."""
     true_lengths: bool = False
     """Policy and scheduler know how long each rollout will be."""
+    moves: bool = False
+    """At the end of a step rollouts of busy engines go on on idle ones, as a job lets them."""
 
 
 @dataclass
@@ -99,6 +110,12 @@ class Step:
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0
+    moved: int = 0
+    """Rollouts that went on on another engine."""
+    survivals: list[float] = field(default_factory=list)
+    """Of each draft token, the probability that was said of its being reached and accepted."""
+    passed: list[bool] = field(default_factory=list)
+    """Whether it was."""
     ends: list[float] = field(default_factory=list)
     """When rollouts ended, in seconds, in order."""
 
@@ -113,10 +130,28 @@ class Step:
         return self.drafted / max(self.rollout_steps, 1)
 
 
+class Truth:
+    """What tokens of which so much was said really had accepted, of a step that is known as a whole."""
+
+    def __init__(self, step: Step) -> None:
+        said, order = np.unique(np.array(step.survivals), return_inverse=True)
+        counts = np.bincount(order)
+        seen = np.bincount(order, weights=np.array(step.passed, dtype=np.float64)) / counts
+        self._said = said
+        self._seen = isotonic_regression(seen, weights=counts).x
+
+    def thresholds(self, min_survivals: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """The least that must be said, for so much to be true."""
+        at = np.searchsorted(self._seen, min_survivals)
+        return np.where(at < len(self._said), self._said[np.minimum(at, len(self._said) - 1)], 1.0)
+
+
 class _Rollout(Replayed):
     """A recorded rollout on its way, with what it costs."""
 
     key = 0
+    problem = ""
+    """As the policy knows it."""
     row = 0
     """The policy's."""
     context = 0
@@ -204,10 +239,21 @@ class Simulation:
     """One step of a mode."""
 
     def __init__(
-        self, problems: Sequence[Problem], mode: Mode, hardware: Hardware, *, engines: int, batch: int
+        self,
+        problems: Sequence[Problem],
+        mode: Mode,
+        hardware: Hardware,
+        *,
+        engines: int,
+        batch: int,
+        truth: Truth | None = None,
     ) -> None:
-        """Make all rollouts of *problems*, at most *batch* at a time, spread evenly over *engines*."""
-        self._mode, self._hardware = mode, hardware
+        """Make all rollouts of *problems*, at most *batch* at a time, spread evenly over *engines*.
+
+        With *truth* the policy knows what is accepted of drafts on average.
+        """
+        self._mode, self._hardware, self._truth = mode, hardware, truth
+        self._look_again = 0.0
         self._slots = [batch // engines + (number < batch % engines) for number in range(engines)]
         self._lengths = Lengths(problems)
         # what jobs set as maxTokens: no recorded rollout is longer
@@ -240,6 +286,13 @@ class Simulation:
             if not busy:
                 return self._step
             self._advance(min(busy, key=lambda engine: engine.clock))
+            if (
+                self._mode.moves
+                and not len(self._queue)
+                and self._look_again <= (now := min(engine.clock for engine in busy))
+            ):
+                self._look_again = now + LOOK_FOR_MOVES_S
+                self._move(now)
 
     def _admit(self, number: int, engine: _Engine) -> None:
         slots = self._slots[number]
@@ -260,13 +313,44 @@ class Simulation:
                 engine.drafter.begin(one.key, trajectory.problem, trajectory.prompt)
             self._listen(engine, one)
             if engine.policy is not None:
-                problem = trajectory.problem
+                one.problem = trajectory.problem
                 if self._mode.true_lengths:
-                    problem = f"rollout {one.key}"
-                    self._lengths.foretell(problem, total_tokens(trajectory))
+                    one.problem = f"rollout {one.key}"
+                    self._lengths.foretell(one.problem, total_tokens(trajectory))
                 prompt = len(trajectory.prompt)
-                one.row = engine.policy.open(problem, prompt=prompt, said=0, most=self._most)
+                one.row = engine.policy.open(one.problem, prompt=prompt, said=0, most=self._most)
             engine.running.append(one)
+
+    def _move(self, now: float) -> None:
+        """Let some rollouts go on elsewhere; in the middle of a trajectory of several turns they stay."""
+        a_step = 1 + self._step.accepted_per_step
+        everywhere = {
+            str(number): [Running((str(one.key), 0), one.context, self._left(one) / a_step) for one in engine.running]
+            for number, engine in enumerate(self._engines)
+        }
+        rollouts = {str(one.key): one for engine in self._engines for one in engine.running}
+        movable = {(key, 0) for key, one in rollouts.items() if len(one.trajectory.segments) == 1}
+        for move in rebalance(everywhere, self._hardware.cost, movable=movable):
+            one = rollouts[move.rollout[0]]
+            source, target = (self._engines[int(number)] for number in (move.source, move.target))
+            source.running.remove(one)
+            target.running.append(one)
+            target.clock = max(target.clock, now + HANDOVER_S)
+            one.unread = one.context
+            if isinstance(source.drafter, Ours) and isinstance(target.drafter, Ours):
+                source.drafter.hand_over(one.key)
+                target.drafter.begin(one.key, one.trajectory.problem, one.trajectory.prompt)
+                target.drafter.accept(one.key, one.tokens[: one.at])
+            if source.policy is not None and target.policy is not None:
+                source.policy.close(one.row)
+                prompt = len(one.trajectory.prompt)
+                one.row = target.policy.open(one.problem, prompt=prompt, said=one.at, most=self._most)
+            self._step.moved += 1
+
+    def _left(self, one: _Rollout) -> float:
+        said = one.context - len(one.trajectory.prompt)
+        stats = self._lengths.of(one.problem)
+        return float(remaining(stats, so_far=said, most=max(self._most, said + 1), points=POINTS).mean())
 
     def _holds(self, engine: _Engine, more: int = 0) -> bool:
         return sum(one.context for one in engine.running) + more <= self._hardware.kv_tokens or not engine.running
@@ -312,10 +396,17 @@ class Simulation:
                 raise TypeError(
                     f"{type(engine.drafter).__name__} cannot be told where to end a draft: give it no policy"
                 )
-            drafts = engine.drafter.draft(keys, allowed.budgets.tolist(), allowed.min_survivals.tolist())
+            survivals = allowed.min_survivals
+            if self._truth is not None:
+                survivals = self._truth.thresholds(survivals)
+            drafts = engine.drafter.draft(keys, allowed.budgets.tolist(), survivals.tolist())
         found = {}
         for one, draft in zip(speaking, drafts, strict=True):
             draft = until_end(draft)
+            if self._mode.true_lengths and not self._mode.foresees and self._truth is None:
+                self._step.survivals += accumulate(draft.probabilities, mul)
+                passed = passing(draft, one)
+                self._step.passed += [place < passed for place in range(len(draft.tokens))]
             found[one.key] = draft.tokens[: passing(draft, one)] if self._mode.foresees else draft.tokens
         return found
 

@@ -112,6 +112,10 @@ class Ours:
         """Close a rollout."""
         self._hear(self._open.pop(key))
 
+    def hand_over(self, key: int) -> None:
+        """A rollout goes on elsewhere; nothing of it stays."""
+        self._index.close(self._open.pop(key).handle)
+
     def leave(self, problem: str) -> None:
         """Forget what is of the problem alone."""
         if self._scope == "problem":

@@ -224,6 +224,19 @@ def mend_draft_sampling() -> bool:
     return True
 
 
+def permit_matrix_tiles() -> None:
+    """Ask the kernel to let this process use AMX, on CPUs that have it.
+
+    vLLM (seen in 0.32) chooses its AMX kernels by what the CPU can, and nothing in it asks: where PyTorch has not
+    happened to do so before, a worker dies of SIGILL in its first step in bfloat16. Call it in the worker process;
+    programs that are executed by it do not inherit the permission.
+    """
+    import torch
+
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
 def abandon_reload(model: Any) -> None:
     """Undo what a reload that failed half-way has left in a model, so that the next one starts afresh.
 

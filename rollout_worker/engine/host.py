@@ -18,12 +18,12 @@ from rollout_api.messages import Drafts, FinishReason, Partial, RolloutRequest, 
 from rollout_api.quantity import parse_quantity
 from rollout_worker.engine.adapters import BATCH_ADAPTERS, KEPT_ADAPTERS, Adapters, unheeded
 from rollout_worker.engine.compat import EngineError, WeightLabels, end_tokens, engine_args, lora_rank
+from rollout_worker.engine.drafting import Drafting
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.model_source import ModelError, max_positions
 from rollout_worker.engine.response import Generated, Response
 from rollout_worker.engine.sampling import SOURCES, AdmissionError, DraftScope, admit, vllm_sampling
 from rollout_worker.engine.weights import Incoming, check_incoming, check_weights
-from rollout_worker.engine.worker_extension import Drafting
 from rollout_worker.policy.canary import CANARY_TOKENS, canary_of
 
 __all__ = ["Drafting", "Engine", "EngineConfig", "Generated"]

@@ -9,50 +9,24 @@ import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+
+from rollout_worker.engine.compat import permit_matrix_tiles
+from rollout_worker.engine.drafting import Drafting
 
 if TYPE_CHECKING:
     from rollout_worker.engine.proposer import HistoryProposer
     from rollout_worker.history.sync import HistorySync
     from rollout_worker.policy.controller import DraftController
-    from rollout_worker.policy.policies import PolicyName
 
 logger = logging.getLogger(__name__)
+
+permit_matrix_tiles()  # vLLM imports this module in the worker process, before a kernel runs
 
 _MOST_DRAFTING_THREADS = 4
 _CORES_FOR_A_DRAFTING_THREAD = 4
 """Of a machine with fewer, all are the model's."""
-
-
-@dataclass(frozen=True)
-class HistoryBinding:
-    """Where a worker reads the history from."""
-
-    redis_url: str
-    namespace: str
-    name: str
-    window: int
-    """Generations that are drafted from."""
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """How an engine drafts."""
-
-    policy: PolicyName
-    max_draft_tokens: int
-    """Of one draft."""
-    index_bytes: int
-    """Most memory of the index."""
-    history: HistoryBinding
-    governed: bool = True
-    """Whether drafting that does not pay is stopped; without, it can be looked at alone."""
-
-    @classmethod
-    def read(cls, plain: dict[str, Any]) -> Drafting:
-        """From what ``dataclasses.asdict`` makes of it: collective calls carry nothing else."""
-        return cls(**{**plain, "history": HistoryBinding(**plain["history"])})
 
 
 class HostExtension:

@@ -10,9 +10,9 @@ from typing import Any
 from rollout_api.job import RolloutJob, parse_job
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.quantity import parse_quantity
-from rollout_worker.engine.host import Drafting, EngineConfig
+from rollout_worker.engine.drafting import Drafting, HistoryBinding
+from rollout_worker.engine.host import EngineConfig
 from rollout_worker.engine.model_source import default_cache, resolve_model
-from rollout_worker.engine.worker_extension import HistoryBinding
 from rollout_worker.history.connection import connect_async, connect_history
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.plane import MessagePlane

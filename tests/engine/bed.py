@@ -16,7 +16,8 @@ from rollout_api.job_spec import Engine as EngineSpec
 from rollout_api.job_spec import Sampling
 from rollout_api.keys import HistoryKeys
 from rollout_api.messages import Partial, RolloutRequest
-from rollout_worker.engine.host import Drafting, Engine, EngineConfig, Generated
+from rollout_worker.engine.drafting import Drafting
+from rollout_worker.engine.host import Engine, EngineConfig, Generated
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 

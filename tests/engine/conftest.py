@@ -9,8 +9,8 @@ import pytest
 from bed import KEYS, MAX_DRAFT_TOKENS, Bed, config
 from testbed import Law, LoopThread, make_model
 
-from rollout_worker.engine.host import Drafting, Engine
-from rollout_worker.engine.worker_extension import HistoryBinding
+from rollout_worker.engine.drafting import Drafting, HistoryBinding
+from rollout_worker.engine.host import Engine
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
 

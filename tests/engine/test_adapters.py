@@ -17,7 +17,8 @@ from testbed import Law, LoopThread, chi_square, make_adapter, make_model, merge
 from rollout_api.job_spec import Sampling
 from rollout_api.messages import Partial, UpdateMode, WeightSpan
 from rollout_worker.engine.compat import EngineError
-from rollout_worker.engine.host import Drafting, Engine, Generated
+from rollout_worker.engine.drafting import Drafting
+from rollout_worker.engine.host import Engine, Generated
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
 

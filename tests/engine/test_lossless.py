@@ -15,7 +15,8 @@ from testbed import EOS, VOCABULARY, Law, LoopThread, chi_square
 from rollout_api.job_spec import Sampling
 from rollout_api.keys import HistoryKeys
 from rollout_api.messages import RolloutRequest
-from rollout_worker.engine.host import Drafting, Engine, Generated
+from rollout_worker.engine.drafting import Drafting
+from rollout_worker.engine.host import Engine, Generated
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
 

@@ -13,8 +13,8 @@ from typing import Any
 from rollout_api.job import RolloutJob, parse_job
 from rollout_api.keys import HistoryKeys, MessageKeys
 from rollout_api.tasks import end
-from rollout_worker.engine.host import Drafting, Engine, EngineConfig
-from rollout_worker.engine.worker_extension import HistoryBinding
+from rollout_worker.engine.drafting import Drafting, HistoryBinding
+from rollout_worker.engine.host import Engine, EngineConfig
 from rollout_worker.history.connection import connect, connect_async
 from rollout_worker.history.store import START, HistoryStore
 from rollout_worker.job.coordinator import Coordinator

@@ -11,7 +11,8 @@ from bed import KEYS, Bed, config
 from testbed import LoopThread
 
 from rollout_api.job_spec import Sampling
-from rollout_worker.engine.host import Drafting, Engine
+from rollout_worker.engine.drafting import Drafting
+from rollout_worker.engine.host import Engine
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
 

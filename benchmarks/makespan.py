@@ -116,7 +116,7 @@ def simulate(case: Case) -> Step:
 
 
 def hardware_of(name: str) -> Hardware:
-    """By name, of this machine, or of a file with ``base``, ``per_token``, ``per_context`` (seconds), ``kv_tokens``.
+    """By name, of this machine, or of a file with the parts of :class:`StepCost` (seconds) and ``kv_tokens``.
 
     Raises:
         ValueError: if it is neither.
@@ -125,7 +125,8 @@ def hardware_of(name: str) -> Hardware:
         return HARDWARE[name]
     try:
         said = asyncio.run(fitted()) if name == FIT else json.loads(Path(name).read_text())
-        return Hardware(StepCost(*(float(said[one]) for one in StepCost._fields)), int(said["kv_tokens"]))
+        cost = StepCost(**{one: float(said[one]) for one in StepCost._fields if one in said})
+        return Hardware(cost, int(said["kv_tokens"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         known = ", ".join((*HARDWARE, FIT))
         raise ValueError(

@@ -308,12 +308,12 @@ class Simulation:
         for trajectory in self._queue.take(number, slots, len(engine.running)):
             one = _Rollout(trajectory)
             one.key, self._begun = self._begun, self._begun + 1
+            one.problem = trajectory.problem
             one.unread = one.context = len(trajectory.prompt)
             if engine.drafter is not None:
                 engine.drafter.begin(one.key, trajectory.problem, trajectory.prompt)
             self._listen(engine, one)
             if engine.policy is not None:
-                one.problem = trajectory.problem
                 if self._mode.true_lengths:
                     one.problem = f"rollout {one.key}"
                     self._lengths.foretell(one.problem, total_tokens(trajectory))
@@ -367,7 +367,7 @@ class Simulation:
         drafts = self._drafts(engine)
         tokens = sum(one.unread or 1 + len(drafts.get(one.key, ())) for one in engine.running)
         context = sum(one.context for one in engine.running)
-        engine.clock += self._hardware.cost.time(tokens, context)
+        engine.clock += self._hardware.cost.time(tokens, context, drafts=any(map(len, drafts.values())))
         self._step.verifications += 1
         self._step.rollout_steps += len(engine.running)
         for one in list(engine.running):

@@ -68,6 +68,7 @@ async def fitted(name: str = "267m") -> dict[str, float]:
         "base": stats["cost_base_seconds"],
         "per_token": stats["cost_token_seconds"],
         "per_context": stats["cost_context_token_seconds"],
+        "drafting": stats["cost_drafting_seconds"],
         "kv_tokens": KV_CACHE_BYTES // _bytes_a_token(model),
         "error": stats["cost_error_ratio"],
     }

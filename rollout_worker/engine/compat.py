@@ -224,6 +224,22 @@ def mend_draft_sampling() -> bool:
     return True
 
 
+def sample_plainly_without_drafts(runner: Any) -> None:
+    """Let a step that verifies no draft sample as it does without speculation; call it on all ranks or on none.
+
+    With speculation configured vLLM (seen in 0.32) runs the rejection sampler in every step, also for no drafts at
+    all: the law is the same, the step longer.
+    """
+    sample = runner._sample
+
+    def plainly(logits: Any, spec_decode_metadata: Any) -> Any:
+        if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):
+            spec_decode_metadata = None
+        return sample(logits, spec_decode_metadata)
+
+    runner._sample = plainly
+
+
 def permit_matrix_tiles() -> None:
     """Ask the kernel to let this process use AMX, on CPUs that have it.
 

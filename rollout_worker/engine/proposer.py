@@ -110,6 +110,10 @@ class HistoryProposer:
         if drafter is None or controller is None:
             return drafts
         started = time.perf_counter()
+        if controller.sleeps():
+            self.steps += 1
+            self._last_call = started
+            return drafts
         batch = self._runner.input_batch
         sampled = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
         for place in np.flatnonzero(sampled):
@@ -151,10 +155,12 @@ class HistoryProposer:
                 most=followed["most"][rows],
             )
             found = drafter.draft(rows, np.minimum(allowed.budgets, limits), allowed.min_survivals)
-            for place, draft in zip(places.tolist(), found, strict=True):
-                drafts[place] = draft.tokens
-            self.proposed += sum(map(len, found))
-            followed["expected"][rows] = np.fromiter((draft.expected for draft in found), np.float64, len(found))
+            proposed = np.fromiter(map(len, found), np.int64, len(found))
+            expected = np.fromiter((draft.expected for draft in found), np.float64, len(found))
+            followed["expected"][rows] = expected
+            for place in controller.keep(rows, proposed, expected).tolist():
+                drafts[places[place]] = found[place].tokens
+                self.proposed += int(proposed[place])
         self.steps += 1
         self._last_call = started
         self.seconds += time.perf_counter() - started

@@ -140,7 +140,7 @@ class DraftingExtension(HostExtension):
         from rollout_api.keys import HistoryKeys
         from rollout_worker.drafting.drafter import Drafter
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
-        from rollout_worker.engine.compat import on_output_rank
+        from rollout_worker.engine.compat import on_output_rank, sample_plainly_without_drafts
         from rollout_worker.history.connection import connect_history
         from rollout_worker.history.store import HistoryStore
         from rollout_worker.history.sync import HistorySync
@@ -149,6 +149,7 @@ class DraftingExtension(HostExtension):
         from rollout_worker.policy.policies import make_policy
         from rollout_worker.policy.step_cost import CPU, H100_7B
 
+        sample_plainly_without_drafts(self.model_runner)
         if not on_output_rank():
             return False
         settings = Drafting.read(drafting)
@@ -213,6 +214,7 @@ class DraftingExtension(HostExtension):
             "cost_base_seconds": cost.base,
             "cost_token_seconds": cost.per_token,
             "cost_context_token_seconds": cost.per_context,
+            "cost_drafting_seconds": cost.drafting,
             "cost_error_ratio": controller.fit.error,
             "timed_seconds": controller.seconds,
             "timed_seconds_without_drafts": controller.seconds_without,

@@ -37,6 +37,7 @@ _STATS = (
     "cost_base_seconds",
     "cost_token_seconds",
     "cost_context_token_seconds",
+    "cost_drafting_seconds",
     "cost_error_ratio",
     "timed_seconds",
     "timed_seconds_without_drafts",

@@ -9,6 +9,7 @@ import numpy as np
 from rollout_worker.policy.budgets import NOTHING_WAITS, Allowance, BudgetPolicy, Waiting
 from rollout_worker.policy.cost_fit import CostFit, Step
 from rollout_worker.policy.governor import EXPLORATION, Governor
+from rollout_worker.policy.rests import Rests
 from rollout_worker.policy.rollouts import Column, Floats, Integers
 from rollout_worker.policy.step_cost import StepCost
 
@@ -48,6 +49,7 @@ class DraftController:
         self.seconds_without = 0.0
         """That the same tokens would have taken without drafts, by the cost of steps."""
         self._policy, self._governed = policy, governed
+        self._rests = Rests()
         self._worth = Column()
 
     def open(self, problem: str, *, prompt: int, said: int, most: int) -> int:
@@ -71,6 +73,26 @@ class DraftController:
         self._worth[rows] = allowed.worths
         return self.governor.limit(rows, allowed) if self._governed else allowed
 
+    def keep(self, rows: Integers, drafted: Integers, expected: Floats) -> Integers:
+        """Which of the drafts that were found for these rollouts are to be verified, as places in *rows*.
+
+        Args:
+            rows: each once.
+            drafted: tokens of each draft.
+            expected: of these, tokens that are to be accepted, by their probabilities.
+        """
+        if not self._governed:
+            return np.flatnonzero(drafted)
+        cost = self.fit.cost
+        gains = expected * (self._worth[rows] + cost.per_token) - cost.per_token * drafted
+        kept = self.governor.keep(rows, drafted, float(gains.sum()) - cost.drafting)
+        self._rests.looked(len(kept) > 0)
+        return kept
+
+    def sleeps(self) -> bool:
+        """Asked once a step: whether nothing is drafted in it, and nobody looks how it went."""
+        return self._rests.sleeps()
+
     def verified(self, step: Outcomes, seconds: float | None) -> None:
         """A step ended.
 
@@ -90,16 +112,15 @@ class DraftController:
             return
         drafted, context = int(step.drafted.sum()), int(step.context.sum())
         uniform = bool((step.drafted == step.drafted[0]).all())
-        self.fit.observe(Step(rollouts + drafted, context, uniform, seconds))
+        self.fit.observe(Step(rollouts + drafted, context, uniform, seconds, drafted > 0))
         without = self.fit.predict(rollouts, context, uniform=True)
         self.seconds += seconds
         self.seconds_without += without * float(step.said.sum()) / rollouts
         if drafted:
-            token = self.fit.cost.per_token
-            saved = float((accepted * (self._worth[step.rows] + token)).sum())
-            # what a few exploring tokens cost drowns in what steps differ by anyway
-            extra = token * drafted if self.governor.stopped else seconds - without
-            self.governor.timed(without=without, extra=extra, saved=saved)
+            cost = self.fit.cost
+            saved = float((accepted * (self._worth[step.rows] + cost.per_token)).sum())
+            self.governor.timed(without=without, extra=seconds - without, saved=saved)
+            self.governor.explored_one(without=without, gain=saved - cost.per_token * drafted, drafting=cost.drafting)
 
     @property
     def saved(self) -> float:

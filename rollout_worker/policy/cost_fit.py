@@ -21,6 +21,8 @@ _PRIOR_WEIGHT = 0.1
 _KIND_PRIOR = 16
 """Steps of a kind that count half of what is peculiar to it."""
 _LEAST_SCALE = 0.01
+_DRAFTING = 0.02
+"""Of a step's base: what drafts cost at all, where the prior says nothing of it."""
 
 _Floats = npt.NDArray[np.float64]
 
@@ -35,6 +37,8 @@ class Step(NamedTuple):
     uniform: bool
     """All its rollouts had as many tokens to verify: such steps run as full CUDA graphs, others in pieces."""
     seconds: float
+    drafts: bool = False
+    """There were any."""
 
 
 class CostFit:
@@ -47,8 +51,9 @@ class CostFit:
     """
 
     def __init__(self, prior: StepCost) -> None:
-        if min(prior) <= 0:
+        if min(prior[:3]) <= 0:
             raise ValueError(f"no part of a prior may be free: {prior}")
+        prior = prior if prior.drafting > 0 else prior._replace(drafting=_DRAFTING * prior.base)
         self.cost = prior
         self.error = 0.0
         """Median relative error of the steps that are kept."""
@@ -76,7 +81,7 @@ class CostFit:
         kinds = [(kind, len(steps)) for kind, steps in self._kept.items()]
         steps = [step for kept in self._kept.values() for step in kept]
         seconds = np.array([step.seconds for step in steps])
-        features = np.array([(1.0, step.tokens, step.context) for step in steps])
+        features = np.array([(1.0, step.tokens, step.context, step.drafts) for step in steps])
         prior = self._prior * float(np.median(seconds / (features @ self._prior)))
         # no step is taken for a hundred times cheaper than it was or is usual, or it would count for all others
         least = np.maximum(seconds, features @ prior) / 100

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from rollout_worker.policy.budgets import Allowance
@@ -23,20 +25,23 @@ _LOSS, _GAIN = 0.005, 0.01
 """Of a step's time without drafts: what loses more stops drafting, what gains more lets it begin again."""
 _MOST = 0.5
 """What one step may say."""
-_STEPS = 48
+_STEPS = 512
 """Over which gains and losses are averaged."""
 _LEAST_STEPS = 24
-_LEAST_PROBES = 16
+_SURE = 2.0
+"""Standard errors by which a loss must exceed what is allowed: steps differ by far more than drafts gain or lose."""
+_LEAST_PROBES = 8
 
 
 class Governor:
     """Stands between a policy and the drafter.
 
     *Per request*: a rollout whose drafts have less accepted than their probabilities promise has its threshold raised
-    by as much, so that one of which nothing is accepted is soon drafted for no more. *Per batch*: what drafts saved,
-    by the worth of accepted tokens, is compared with what steps took longer than they would have without drafts. Where
-    that loses, all drafting stops; between stopping and beginning again lies a margin, so that it does not flicker.
-    Meanwhile a small share of the tokens is drafted, for one rollout at a time, to see what would be accepted.
+    by as much, so that one of which nothing is accepted is soon drafted for no more. *Per step*: drafts that are
+    together not worth what it costs to verify any are not verified. *Per batch*: what drafts saved, by the worth of
+    accepted tokens, is compared with what steps took longer than they would have without drafts. Where that loses, all
+    drafting stops; between stopping and beginning again lies a margin, so that it does not flicker. Meanwhile a small
+    share of the tokens is drafted, for one rollout at a time, to see what would be accepted.
     """
 
     def __init__(self, *, exploration: float = EXPLORATION) -> None:
@@ -51,9 +56,12 @@ class Governor:
         self._expected_of_all = self._accepted_of_all = 0.0
         self._expected, self._accepted = Column(), Column()
         """Of each rollout's drafts, older ones counting less."""
-        self._gain, self._steps = 0.0, 0
+        self._gain, self._square, self._steps = 0.0, 0.0, 0
+        """Of steps with drafts: mean gain, mean square, and how many they were."""
         self._probes, self._probed_gain = 0, 0.0
         self._exploring: int | None = None
+        self._alike = 1
+        """Rollouts that would be drafted for, of which one explores."""
         self._turn = 0
 
     def open(self, row: int) -> None:
@@ -77,11 +85,35 @@ class Governor:
             places = np.flatnonzero((allowed.budgets > 0) & (doubted | self.stopped))
             if len(places):
                 self._turn += 1
+                self._alike = len(places)
                 place = int(places[self._turn % len(places)])
                 self._exploring = int(rows[place])
                 budgets[place] = min(int(allowed.budgets[place]), _PROBE)
                 survivals[place] = allowed.min_survivals[place]
         return Allowance(budgets, survivals, allowed.worths)
+
+    def keep(self, rows: Integers, drafted: Integers, gain: float) -> Integers:
+        """Which drafts are to be verified: all, none, or that of one rollout, to explore.
+
+        Args:
+            rows: of the rollouts.
+            drafted: tokens that the drafter found for each.
+            gain: seconds that they are expected to save together, less what it costs to verify them.
+
+        Returns:
+            Places in *rows*.
+        """
+        places = np.flatnonzero(drafted)
+        if gain > 0 or not len(places):
+            return places
+        if self._exploring is not None:
+            return np.asarray(places[rows[places] == self._exploring])
+        self._turn += 1
+        place = int(places[self._turn % len(places)])
+        if drafted[place] > self._bank:
+            return places[:0]
+        self._exploring = int(rows[place])
+        return np.array([place])
 
     def verified(
         self, rows: Integers, *, said: Integers, drafted: Integers, expected: Floats, accepted: Integers
@@ -119,27 +151,36 @@ class Governor:
 
         Args:
             without: seconds.
-            extra: seconds; of a step in which a rollout explored, by the cost model.
+            extra: seconds.
             saved: seconds that the tokens accepted in it are worth.
         """
-        if without <= 0:
+        if without <= 0 or self.stopped or self._exploring is not None:
             return
         # a step that waits for something else takes many times as long
         gain = min(max((saved - extra) / without, -_MOST), _MOST)
-        if self.stopped:
-            if self._exploring is not None:
-                self._probes += 1
-                self._probed_gain += (gain - self._probed_gain) / min(self._probes, 2 * _LEAST_PROBES)
-                if self._probes >= _LEAST_PROBES and self._probed_gain > _GAIN:
-                    self._begin()
-            return
         self._steps += 1
-        self._gain += (gain - self._gain) / min(self._steps, _STEPS)
-        if self._steps >= _LEAST_STEPS and self._gain < -_LOSS:
+        share = 1 / min(self._steps, _STEPS)
+        self._gain += (gain - self._gain) * share
+        self._square += (gain * gain - self._square) * share
+        error = math.sqrt(max(self._square - self._gain * self._gain, 0.0) * share)
+        if self._steps >= _LEAST_STEPS and self._gain + _SURE * error < -_LOSS:
             self.stopped = True
             self.stops += 1
             self._probes, self._probed_gain = 0, 0.0
 
-    def _begin(self) -> None:
-        self.stopped = False
-        self._gain, self._steps = 0.0, 0
+    def explored_one(self, *, without: float, gain: float, drafting: float) -> None:
+        """A rollout explored: by it is judged what all would gain.
+
+        Args:
+            without: seconds of the step without drafts.
+            gain: seconds, by the cost model: what one rollout's tokens cost drowns in what steps differ by anyway.
+            drafting: seconds that it costs to verify any drafts.
+        """
+        if not self.stopped or self._exploring is None or without <= 0:
+            return
+        all_gain = min(max((gain * self._alike - drafting) / without, -_MOST), _MOST)
+        self._probes += 1
+        self._probed_gain += (all_gain - self._probed_gain) / min(self._probes, 2 * _LEAST_PROBES)
+        if self._probes >= _LEAST_PROBES and self._probed_gain > _GAIN:
+            self.stopped = False
+            self._gain, self._square, self._steps = 0.0, 0.0, 0

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class StepCost(NamedTuple):
-    """Seconds of one forward pass: ``base + per_token · tokens + per_context · context``.
+    """Seconds of one step: ``base + per_token · tokens + per_context · context``, and ``drafting`` if it has drafts.
 
     DAS (arXiv 2511.13841) has the first two terms; keys and values that attention reads are the third, which exceeds
     the first where many rollouts are long.
@@ -18,10 +18,12 @@ class StepCost(NamedTuple):
     """c_tok: for each token that is verified, the one that a rollout gets without any draft included."""
     per_context: float = 0.0
     """c_kv: for each token of context that attention reads: a rollout's prompt and what it said, once a step."""
+    drafting: float = 0.0
+    """c_draft: what it costs to verify any drafts at all, however few: rejection, and graphs that are not captured."""
 
-    def time(self, tokens: int, context: int) -> float:
+    def time(self, tokens: int, context: int, *, drafts: bool = False) -> float:
         """Of a step that verifies so many *tokens* of rollouts with so much *context* together, in seconds."""
-        return self.base + self.per_token * tokens + self.per_context * context
+        return self.base + self.per_token * tokens + self.per_context * context + self.drafting * drafts
 
     @property
     def base_tokens(self) -> float:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from benchmarks.makespan import MODES, Case, figures_of, hardware_of
 from benchmarks.problems import Problem
-from benchmarks.simulation import Hardware, Mode, Simulation, Step
+from benchmarks.simulation import Hardware, Mode, Simulation, Step, Truth
 from benchmarks.traces import Segment, Trajectory
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 
@@ -67,6 +69,33 @@ def test_drafts_from_the_history_pass_and_save_time(name: str) -> None:
     # one token more comes with each step, but not behind a draft that ends the turn
     assert 0 <= step.rollout_steps + step.accepted - step.tokens <= len(rollouts)
     assert step.seconds < 0.8 * without.seconds
+
+
+@pytest.mark.parametrize("name", ["none", "marginal"])
+def test_a_rollout_goes_on_where_nothing_runs_when_that_ends_the_step_sooner(name: str) -> None:
+    long = [trajectory("p", number, *range(100 * number, 100 * number + 60)) for number in (1, 2)]
+    short = [trajectory("p", number, 3) for number in (3, 4)]
+    problem = Problem("p", [trajectory("p", 9, *range(500, 560))], [*long, *short])
+    stay, move = (
+        Simulation(
+            [problem],
+            replace(MODES[name], longest_first=False, moves=moves),
+            Hardware(StepCost(0.1, 1.0, 0.0), 10_000),
+            engines=2,
+            batch=4,
+        ).run()
+        for moves in (False, True)
+    )
+    assert (0, 1) == (stay.moved, move.moved)
+    assert (stay.tokens, 4) == (move.tokens, len(move.ends))
+    assert move.seconds < 0.8 * stay.seconds
+
+
+def test_the_truth_is_what_really_passed_of_tokens_of_which_so_much_was_said() -> None:
+    said = [0.9] * 100 + [0.1] * 100
+    passed = [number < 50 for number in range(100)] + [number < 10 for number in range(100)]
+    truth = Truth(Step(survivals=said, passed=passed))
+    assert [0.1, 0.9, 1.0] == truth.thresholds(np.array([0.05, 0.4, 0.6])).tolist()
 
 
 def test_who_foresees_drafts_nothing_in_vain() -> None:

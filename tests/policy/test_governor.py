@@ -102,14 +102,52 @@ def test_drafting_that_loses_time_stops_and_begins_again_when_it_would_gain() ->
     total = 0
     for _ in range(2000):
         total += int(step(governor, allowed, 0.5, passes).sum())
-        governor.timed(without=0.01, extra=0.0001, saved=0.00005)
+        governor.explored_one(without=0.01, gain=0.00002, drafting=0.0001)  # of each of eight
     assert governor.stopped
     assert 0 < total <= 0.006 * 2000 * 8
     for _ in range(4000):
         step(governor, allowed, 0.5, passes)
-        governor.timed(without=0.01, extra=0.0001, saved=0.001)
+        governor.explored_one(without=0.01, gain=0.00004, drafting=0.0001)
     assert not governor.stopped
     assert 8 * 4 == governor.limit(np.arange(8), allowed).budgets.sum()
+
+
+def test_steps_that_differ_by_chance_stop_nothing_and_a_small_loss_does_in_the_long_run() -> None:
+    random = np.random.default_rng(0)
+    for loss, stopped in ((0.0, False), (0.05, True)):
+        governor, allowed = begun(4), allowance(4, 4)
+        for _ in range(3000):
+            step(governor, allowed, 0.5, [1.0] * 4)
+            governor.timed(without=0.01, extra=0.01 * (0.3 * random.standard_normal() + loss), saved=0.0)
+            if governor.stopped:
+                break
+        assert stopped == governor.stopped
+
+
+@given(
+    drafted=st.lists(st.integers(0, 16), min_size=1, max_size=8),
+    gain=st.floats(-1, 1),
+)
+def test_drafts_that_are_together_not_worth_verifying_are_not_but_for_one_that_explores(
+    drafted: list[int], gain: float
+) -> None:
+    governor, rows, tokens = begun(len(drafted)), np.arange(len(drafted)), np.array(drafted)
+    some = [place for place, length in enumerate(drafted) if length]
+    explored = said = 0
+    for _ in range(400):
+        governor.limit(rows, allowance(len(drafted), 16))
+        kept = governor.keep(rows, tokens, gain).tolist()
+        if gain > 0:
+            assert some == kept
+            return
+        assert len(kept) <= 1
+        assert set(kept) <= set(some)
+        verified = np.zeros_like(tokens)
+        verified[kept] = tokens[kept]
+        explored, said = explored + int(verified.sum()), said + len(drafted)
+        none = np.zeros_like(tokens)
+        governor.verified(rows, said=none + 1, drafted=verified, expected=none.astype(float), accepted=none)
+    assert explored <= 0.005 * said + 16
 
 
 def test_it_does_not_flicker_where_gain_and_loss_are_about_even() -> None:

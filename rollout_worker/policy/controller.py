@@ -13,6 +13,10 @@ from rollout_worker.policy.rests import Rests
 from rollout_worker.policy.rollouts import Column, Floats, Integers
 from rollout_worker.policy.step_cost import StepCost
 
+_WITHOUT_EVERY = 256
+"""Of steps that could verify drafts one does not, so that it stays known what a step without any takes."""
+_FIRST_WITHOUT = (8, 16, 32, 64, 128)
+
 
 class Outcomes(NamedTuple):
     """What one verification step brought its rollouts; arrays of shape (rollouts,)."""
@@ -50,6 +54,8 @@ class DraftController:
         """That the same tokens would have taken without drafts, by the cost of steps."""
         self._policy, self._governed = policy, governed
         self._rests = Rests()
+        self._with_drafts = 0
+        """Steps."""
         self._worth = Column()
 
     def open(self, problem: str, *, prompt: int, said: int, most: int) -> int:
@@ -87,6 +93,10 @@ class DraftController:
         gains = expected * (self._worth[rows] + cost.per_token) - cost.per_token * drafted
         kept = self.governor.keep(rows, drafted, float(gains.sum()) - cost.drafting)
         self._rests.looked(len(kept) > 0)
+        if len(kept):
+            self._with_drafts += 1
+            if self._with_drafts in _FIRST_WITHOUT or self._with_drafts % _WITHOUT_EVERY == 0:
+                return kept[:0]
         return kept
 
     def sleeps(self) -> bool:

@@ -59,7 +59,9 @@ class CostFit:
         """Median relative error of the steps that are kept."""
         self.steps = 0
         """Steps that were observed."""
-        self._prior = np.array(prior)
+        # what drafts cost at all is measured by a step's base: of that much more is known after a few steps
+        self._scales = np.array(prior._replace(drafting=prior.base))
+        self._prior = np.array(prior) / self._scales
         self._kept: dict[tuple[int, bool], deque[Step]] = {}
         self._peculiar: dict[tuple[int, bool], float] = {}
 
@@ -82,13 +84,14 @@ class CostFit:
         steps = [step for kept in self._kept.values() for step in kept]
         seconds = np.array([step.seconds for step in steps])
         features = np.array([(1.0, step.tokens, step.context, step.drafts) for step in steps])
-        prior = self._prior * float(np.median(seconds / (features @ self._prior)))
+        usual = features @ (self._prior * self._scales)
+        scales = self._scales * float(np.median(seconds / usual))
         # no step is taken for a hundred times cheaper than it was or is usual, or it would count for all others
-        least = np.maximum(seconds, features @ prior) / 100
+        least = np.maximum(seconds, features @ (self._prior * scales)) / 100
         expected = np.maximum(seconds, least)
         weights = np.ones(len(steps))
         for _ in range(_ROUNDS):
-            fitted = _solve(features / expected[:, None], seconds / expected, weights, prior)
+            fitted = scales * _solve(features * scales / expected[:, None], seconds / expected, weights, self._prior)
             expected = np.maximum(features @ fitted, least)
             off = np.abs(seconds / expected - 1)
             scale = max(_LEAST_SCALE, 1.48 * float(np.median(off)))
@@ -108,10 +111,8 @@ def _kind(tokens: int, uniform: bool) -> tuple[int, bool]:
 
 def _solve(features: _Floats, values: _Floats, weights: _Floats, prior: _Floats) -> _Floats:
     """Least squares with a weak pull to the prior; no coefficient is negative."""
-    # in units of the prior, so that the pull is as strong on each
-    scaled = features * prior
-    left = (scaled * weights[:, None]).T @ scaled + _PRIOR_WEIGHT * np.eye(len(prior))
-    right = (scaled * weights[:, None]).T @ values + _PRIOR_WEIGHT
+    left = (features * weights[:, None]).T @ features + _PRIOR_WEIGHT * np.eye(len(prior))
+    right = (features * weights[:, None]).T @ values + _PRIOR_WEIGHT * prior
     active = np.ones(len(prior), dtype=bool)
     solution = np.zeros(len(prior))
     while active.any():
@@ -120,4 +121,4 @@ def _solve(features: _Floats, values: _Floats, weights: _Floats, prior: _Floats)
         if (solution >= 0).all():
             break
         active &= solution > 0
-    return np.asarray(solution * prior)
+    return solution

@@ -43,6 +43,21 @@ def test_what_steps_do_not_tell_keeps_its_proportion() -> None:
     assert 2 * H100_7B.time(1, 1000) == pytest.approx(fit.cost.time(1, 1000), rel=0.01)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.8])
+def test_what_drafts_cost_at_all_is_told_from_what_each_token_costs(share: float) -> None:
+    truth = StepCost(3e-3, 50e-6, 1e-7, share * 3e-3)
+    fit, random = CostFit(CPU), np.random.default_rng(1)
+    for number in range(800):
+        rollouts, context = int(random.integers(1, 64)), int(random.integers(1000, 50_000))
+        drafts = number % 20 > 0
+        tokens = rollouts + drafts * int(random.integers(1, 3 * rollouts + 2))
+        seconds = truth.time(tokens, context, drafts=drafts) * (1 + 0.05 * random.standard_normal())
+        fit.observe(Step(tokens, context, not drafts, seconds, drafts))
+    assert truth.drafting == pytest.approx(fit.cost.drafting, abs=0.04 * truth.base)
+    assert truth.base == pytest.approx(fit.cost.base, rel=0.08)
+    assert truth.per_token == pytest.approx(fit.cost.per_token, rel=0.08)
+
+
 def test_the_fit_follows_what_changes() -> None:
     fit = CostFit(H100_7B)
     for step in steps(H100_7B, 500):

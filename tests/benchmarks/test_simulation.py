@@ -116,5 +116,5 @@ def test_figures_compare_marginal_with_what_was_run_beside_it() -> None:
 
 def test_a_cost_model_is_a_name_or_a_file() -> None:
     assert H100_7B == hardware_of("h100-7b").cost
-    with pytest.raises(ValueError, match=r"--cost-model h200: FileNotFoundError.*it is one of h100-7b, or a JSON file"):
+    with pytest.raises(ValueError, match=r"--cost-model h200: FileNotFound.*h100-7b, fit, or a JSON file"):
         hardware_of("h200")

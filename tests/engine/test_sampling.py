@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from rollout_api.job_spec import Sampling
 from rollout_api.messages import Partial, WeightSpan
+from rollout_worker.engine.compat import sample_plainly_without_drafts
 from rollout_worker.engine.sampling import (
     AdmissionError,
     DraftScope,
@@ -120,3 +123,13 @@ def test_top_p_is_only_touched_where_drafts_need_it() -> None:
     assert 0.999999 < vllm_sampling(Sampling(top_k=5), "r", scope).top_p <= 1.0
     assert vllm_sampling(Sampling(top_k=5, top_p=0.9), "r", scope).top_p == 0.9
     assert vllm_sampling(Sampling(), "r", scope).top_p == 1.0
+
+
+def test_a_step_without_drafts_is_sampled_as_without_speculation() -> None:
+    asked: list[object] = []
+    runner = SimpleNamespace(_sample=lambda logits, metadata: asked.append(metadata))
+    sample_plainly_without_drafts(runner)
+    some, none = SimpleNamespace(num_draft_tokens=[0, 2]), SimpleNamespace(num_draft_tokens=[0, 0])
+    for metadata in (some, none, None):
+        runner._sample(None, metadata)
+    assert [some, None, None] == asked

@@ -6,12 +6,14 @@ import os
 from pathlib import Path
 
 VOCABULARY = 32_768
+END = VOCABULARY
+"""A token that these models have and that is none of the vocabulary of traces."""
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "das-rollout" / "benchmarks"
 
 
 def random_model(hidden: int = 1024, layers: int = 15, positions: int = 2048) -> Path:
     """Directory of a Qwen3 with random parameters (default: 267M) and no end-of-sequence token, made once and kept."""
-    directory = _CACHE / f"qwen3-{hidden}-{layers}-{positions}"
+    directory = _CACHE / f"qwen3-{hidden}-{layers}-{positions}-{END + 1}"
     if (directory / "config.json").is_file():
         return directory
     import torch
@@ -19,7 +21,7 @@ def random_model(hidden: int = 1024, layers: int = 15, positions: int = 2048) ->
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY + 64,
         hidden_size=hidden,
         intermediate_size=3 * hidden,
         num_hidden_layers=layers,

@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.figures import Figure, report
 from benchmarks.problems import Problem, add_trace_arguments, chosen_problems
-from benchmarks.random_model import random_model, shape_of_7b
+from benchmarks.random_model import END, random_model, shape_of_7b
 from benchmarks.rollout_runs import (
     GROUP,
     KEYS,
@@ -77,17 +77,17 @@ def of_trace(problems: Sequence[Problem], most: int) -> Material:
         prompt = problem.running[0].prompt.tolist()
         made, before = (
             [
-                one.segments[0].tokens.tolist()
+                [*one.segments[0].tokens.tolist(), END]
                 for one in group
-                if len(one.segments) == 1 and 0 < one.generated <= most - len(prompt)
+                if len(one.segments) == 1 and 0 < one.generated < most - len(prompt)
             ]
             for group in (problem.running, problem.history)
         )
         if made:
-            epoch[problem.name] = Sampled(prompt, made, before)
+            epoch[problem.name] = Sampled(prompt, made, before, most - len(prompt))
     if not epoch:
         raise ValueError(f"the trace has no rollout of a single turn and {most} tokens at most")
-    return Material([epoch])
+    return Material([epoch], [END])
 
 
 def prompts_of(model: Path, count: int) -> dict[str, list[int]]:

@@ -78,6 +78,8 @@ class Sampled(NamedTuple):
     rollouts: list[list[int]]
     before: list[list[int]]
     """Its history then."""
+    most: int
+    """Tokens that a rollout may have: those that end before do so by a token that ends them, as real ones do."""
 
 
 class Work(NamedTuple):
@@ -91,9 +93,9 @@ class Work(NamedTuple):
 class Material:
     """What can be made again, and what is known then."""
 
-    def __init__(self, epochs: list[dict[str, Sampled]]) -> None:
-        """Of epochs, each with its problems by name."""
-        self.epochs = epochs
+    def __init__(self, epochs: list[dict[str, Sampled]], ends: Sequence[int] = ()) -> None:
+        """Of epochs, each with its problems by name; *ends*: tokens that end a rollout, besides the model's own."""
+        self.epochs, self.ends = epochs, list(ends)
 
     @classmethod
     async def sampled(
@@ -120,7 +122,7 @@ class Material:
             made.append({})
             for number, (name, prompt) in enumerate(prompts.items()):
                 mine = said[number * samples : (number + 1) * samples]
-                made[-1][name] = Sampled(prompt, mine, list(before[name]))
+                made[-1][name] = Sampled(prompt, mine, list(before[name]), most)
                 before[name] += mine
         return cls(made)
 
@@ -151,7 +153,7 @@ class Bench:
         engine = self._engines[mode]
         works = self._material.work(epoch, batch, round_)
         name = f"{batch}-{epoch}-{round_}"
-        requests = [request_of(f"{name}-{number}", work) for number, work in enumerate(works)]
+        requests = [request_of(f"{name}-{number}", work, self._material.ends) for number, work in enumerate(works)]
         recorded = {str(one.rollout_id(0)): work.tokens for one, work in zip(requests, works, strict=True)}
         await engine._rpc("bench_record", recorded)
         used = {work.problem: work.sampled for work in works}
@@ -214,14 +216,14 @@ async def _at_a_time(engine: Engine, requests: Sequence[RolloutRequest], batch: 
         telling.cancel()
 
 
-def request_of(name: str, work: Work) -> RolloutRequest:
-    """Asks an engine for a rollout."""
+def request_of(name: str, work: Work, ends: list[int]) -> RolloutRequest:
+    """Asks an engine for a rollout, without a word of how long it will be."""
     return RolloutRequest(
         job_uid=_JOB,
         request_id=name,
         problem_id=work.problem,
         prompt_token_ids=work.sampled.prompt,
-        sampling=Sampling(n=1, temperature=1.0, max_tokens=len(work.tokens)),
+        sampling=Sampling(n=1, temperature=1.0, max_tokens=work.sampled.most, stop_token_ids=ends),
     )
 
 

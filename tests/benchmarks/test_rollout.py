@@ -19,6 +19,8 @@ from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
 
 PROMPT = [4, 4, 2, 17]
+END = VOCABULARY - 1
+MOST = 200
 
 
 def rollouts(count: int, chance: random.Random) -> list[list[int]]:
@@ -27,7 +29,8 @@ def rollouts(count: int, chance: random.Random) -> list[list[int]]:
     found = []
     for _ in range(count):
         tokens = [token for _ in range(14) for token in chance.choice(stretches)]
-        found.append([chance.randrange(VOCABULARY - 1) if chance.random() < 0.06 else token for token in tokens])
+        said = [chance.randrange(VOCABULARY - 1) if chance.random() < 0.06 else token for token in tokens]
+        found.append([*said, END])
     return found
 
 
@@ -38,7 +41,7 @@ def replayed(history: list[list[int]], made: list[list[int]]) -> list[list[int]]
     drafter, row, found = Drafter(index), np.zeros(1, np.int64), []
     sources = next(iter(SOURCES.values()))
     for tokens in made:
-        drafter.open(0, "p", np.array(PROMPT, np.uint32), sources, ends=[VOCABULARY - 1])
+        drafter.open(0, "p", np.array(PROMPT, np.uint32), sources, ends=[END])
         said, drafted, steps = 0, 0, []
         draft: list[int] = []
         while said < len(tokens):
@@ -47,7 +50,7 @@ def replayed(history: list[list[int]], made: list[list[int]]) -> list[list[int]]
             drafter.advance(row, [rest[: accepted + 1]], row + drafted)
             steps.append(accepted)
             said += accepted + 1
-            budget = max(0, min(DRAFT, len(tokens) - said - 1))
+            budget = min(DRAFT, MOST - said - 1)
             draft = drafter.draft(row, row + budget, np.zeros(1))[0].tokens
             drafted = len(draft)
         drafter.close(0)
@@ -60,7 +63,7 @@ def test_an_engine_accepts_exactly_what_the_replay_of_the_same_rollouts_accepts(
     model = make_model(tmp_path / "model")
     chance = random.Random(5)
     both = rollouts(12, chance)
-    material = Material([{"p": Sampled(PROMPT, both[8:], both[:8])}])
+    material = Material([{"p": Sampled(PROMPT, both[8:], both[:8], MOST)}], [END])
 
     async def run(url: str) -> list[list[int]]:
         async with engines_of(["das-ungoverned"], model, url, most=300, batch=1, eager=True) as engines:
@@ -72,7 +75,7 @@ def test_an_engine_accepts_exactly_what_the_replay_of_the_same_rollouts_accepts(
                 made = await bench.run("das-ungoverned", 1, 0, round_)
                 (found,) = await engine._rpc("bench_noted")
                 names = [
-                    request_of(f"1-0-{round_}-{number}", work)
+                    request_of(f"1-0-{round_}-{number}", work, material.ends)
                     for number, work in enumerate(material.work(0, 1, round_))
                 ]
                 steps = [found[str(one.rollout_id(0))] for one in names]

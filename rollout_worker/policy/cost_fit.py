@@ -21,6 +21,8 @@ _PRIOR_WEIGHT = 0.1
 _KIND_PRIOR = 16
 """Steps of a kind that count half of what is peculiar to it."""
 _LEAST_SCALE = 0.01
+_LEAST_SHARE = 0.01
+"""Of its prior's proportion to the others: no coefficient is taken for less, or what it is of would be free."""
 _DRAFTING = 0.02
 """Of a step's base: what drafts cost at all, where the prior says nothing of it."""
 
@@ -46,8 +48,8 @@ class CostFit:
 
     A kind is a power of two of tokens, about as CUDA graphs are captured, together with whether the step is uniform.
     Of each the newest steps are kept and fitted anew now and then, by relative errors, since a long step errs by more,
-    and robustly (Huber), since now and then one waits for something else. No coefficient is negative, and one of which
-    the steps say nothing stays in the proportion to the others that it had in *prior*.
+    and robustly (Huber), since now and then one waits for something else. Every coefficient is positive, and one of
+    which the steps say nothing stays in the proportion to the others that it had in *prior*.
     """
 
     def __init__(self, prior: StepCost) -> None:
@@ -110,9 +112,10 @@ def _kind(tokens: int, uniform: bool) -> tuple[int, bool]:
 
 
 def _solve(features: _Floats, values: _Floats, weights: _Floats, prior: _Floats) -> _Floats:
-    """Least squares with a weak pull to the prior; no coefficient is negative."""
+    """Least squares with a weak pull to the prior; each coefficient is a hundredth of its prior at least."""
+    least = _LEAST_SHARE * prior
     left = (features * weights[:, None]).T @ features + _PRIOR_WEIGHT * np.eye(len(prior))
-    right = (features * weights[:, None]).T @ values + _PRIOR_WEIGHT * prior
+    right = (features * weights[:, None]).T @ (values - features @ least) + _PRIOR_WEIGHT * (prior - least)
     active = np.ones(len(prior), dtype=bool)
     solution = np.zeros(len(prior))
     while active.any():
@@ -121,4 +124,4 @@ def _solve(features: _Floats, values: _Floats, weights: _Floats, prior: _Floats)
         if (solution >= 0).all():
             break
         active &= solution > 0
-    return solution
+    return solution + least

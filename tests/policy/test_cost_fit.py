@@ -58,6 +58,16 @@ def test_what_drafts_cost_at_all_is_told_from_what_each_token_costs(share: float
     assert truth.per_token == pytest.approx(fit.cost.per_token, rel=0.08)
 
 
+def test_nothing_is_free_even_where_steps_take_as_long_whatever_they_verify() -> None:
+    """Else drafts would be worth any number of tokens."""
+    fit, random = CostFit(CPU), np.random.default_rng(2)
+    for _ in range(256):
+        tokens = int(random.integers(1, 17))
+        fit.observe(Step(tokens, 200, tokens == 1, (4.5 if tokens == 1 else 6.0 - 0.05 * tokens) * 1e-3, tokens > 1))
+    assert min(fit.cost) > 0
+    assert fit.cost.per_token < CPU.per_token / 20
+
+
 def test_the_fit_follows_what_changes() -> None:
     fit = CostFit(H100_7B)
     for step in steps(H100_7B, 500):

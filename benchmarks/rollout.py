@@ -204,7 +204,7 @@ async def measure(
                 )
             bench = Bench(engines, material, HistoryStore(connect(url), KEYS, window=16))
             for mode in modes:  # what is compiled, or read for the first time, is no run's
-                await bench.run(mode, min(batches), 0, 0)
+                await bench.run(mode, min(batches), 0, -1)
             started = time.monotonic()
             rng = random.Random(0)
             for round_ in range(PAIRS if options.full else _ROUNDS_AT_MOST):

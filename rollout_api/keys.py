@@ -204,6 +204,11 @@ class HistoryKeys:
         """Hash: ``<age>:drafted`` and ``<age>:accepted`` → tokens, of drafts from history of that age."""
         return f"history:{{{self.full_name}}}:ages"
 
+    @property
+    def learned(self) -> str:
+        """String: what an engine has learned of drafts from this history, for engines that begin; see ``learned.py``."""
+        return f"history:{{{self.full_name}}}:learned"
+
     def log(self, problem: str) -> str:
         """Stream of one problem's rollouts, oldest first; compacted ones are in :meth:`blocks`."""
         return self._of(problem, "log")

@@ -299,9 +299,29 @@ class SuffixIndex:
         """
         return [Occurrence(*row) for row in self._native.occurrences(handle, length)]
 
+    def learned(self) -> bytes:
+        """Return what was learned of drafts: how likely each kind of occurrence is right, and each token.
+
+        Some 450 kB, mostly of one value, for `take` of another index of the same version.
+        """
+        return self._native.learned()
+
+    def take(self, learned: bytes) -> None:
+        """Go on from what another index has learned, in place of what this one has.
+
+        The law may have changed since: of each number 256 observations count at most, however many there were.
+
+        Raises ValueError for bytes that are nothing `learned` of this version returned; nothing changes then.
+        """
+        self._native.take(learned)
+
     def counters(self) -> dict[Source, SourceCounts]:
         """Return how many tokens were drafted, verified and accepted from each source."""
         return {source: SourceCounts(*counts) for source, *counts in self._native.counters()}
+
+    def verified(self) -> int:
+        """Return how many drafted tokens were verified, from all sources."""
+        return sum(counts.verified for counts in self.counters().values())
 
     def accepted_by_age(self) -> dict[int, tuple[float, float]]:
         """Return how well history of each age spoke: tokens drafted from it, and how many of them were accepted.

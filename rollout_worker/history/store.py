@@ -16,6 +16,7 @@ import redis
 from rollout_api.history_lengths import LengthEntry, pack_entry, pack_recent, rollout_key, unpack_entries, unpack_recent
 from rollout_api.keys import HISTORIES, SHARDS, HistoryKeys, history_of
 from rollout_api.length_stats import LengthStats
+from rollout_worker.history.learned import decode_learned, encode_learned
 from rollout_worker.history.records import (
     HistoryRecord,
     RecordError,
@@ -290,8 +291,8 @@ class HistoryStore:
         for shard in range(SHARDS):
             for key in self.keys.of_shard(shard):
                 pipeline.delete(key)
-        pipeline.delete(self.keys.ages)
-        pipeline.delete(self.keys.meta)
+        for key in (self.keys.ages, self.keys.learned, self.keys.meta):
+            pipeline.delete(key)
         pipeline.execute()
         self._client.srem(HISTORIES, self.keys.full_name)
 
@@ -566,6 +567,21 @@ class HistoryStore:
     def forget_ages(self) -> None:
         """Count anew: once the window was judged, what is reported next is of the new one."""
         self._client.delete(self.keys.ages)
+
+    # what engines have learned
+
+    def learned(self) -> bytes | None:
+        """What an engine has learned of drafts (``SuffixIndex.learned``); None if none has said so.
+
+        Raises:
+            RecordError: if what is there cannot be read.
+        """
+        stored: Any = self._client.get(self.keys.learned)
+        return None if stored is None else decode_learned(stored)
+
+    def keep_learned(self, learned: bytes) -> None:
+        """Keep it for engines that begin, in place of what an engine said before."""
+        self._client.set(self.keys.learned, encode_learned(learned))
 
     # looking after it
 

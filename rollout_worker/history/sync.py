@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.25
 _REPORT_S = 10.0
 """Between two reports of how drafts from each age of history are accepted."""
+_LEARNED_MORE, _LEARNED_MUCH = 256, 65_536
+"""Verified tokens after which it is worth saying what was learned: at first, and at most."""
 _BATCH = 512
 _AT_ONCE = 16
 """Problems that are read, unpacked and built together: a history may have more than there is memory for."""
@@ -57,6 +59,18 @@ class HistorySink(Protocol):
 
     def accepted_by_age(self) -> Mapping[int, tuple[float, float]]:
         """Draft tokens (drafted, accepted) so far, by the age in generations of the history behind them."""
+        ...
+
+    def verified(self) -> int:
+        """Draft tokens so far of which it is known whether they were right."""
+        ...
+
+    def learned(self) -> bytes:
+        """What was learned from them."""
+        ...
+
+    def take(self, learned: bytes) -> None:
+        """Go on from what another has learned; ValueError if this one cannot."""
         ...
 
 
@@ -110,6 +124,10 @@ class HistorySync:
         self._all_lengths = _NOTHING_KNOWN
         self._ages: dict[int, tuple[float, float]] = {}
         """Acceptance by age as it was reported last."""
+        self._began = False
+        """Whether it was asked what other engines have learned."""
+        self._told = 0
+        """Verified tokens when it was said last what was learned from them."""
         self._used: set[str] = set()
         """Problems that were wanted, and of which that was not said yet."""
         self._report_due = 0.0
@@ -178,6 +196,7 @@ class HistorySync:
                 asked, (problems, generation) = self._asked, self._announced
                 wanted, self._wanted = self._wanted, set()
             try:
+                self._begin()
                 self._unread = (self._unread | wanted) & problems
                 self._forget_evicted()
                 if asked != self._served:
@@ -206,6 +225,21 @@ class HistorySync:
             with self._wake:
                 if not self._stopping and self._asked == asked:
                     self._wake.wait(backoff)
+
+    def _begin(self) -> None:
+        """Go on from what another engine has learned of drafts, which may be one whose place this one takes."""
+        if self._began:
+            return
+        try:
+            learned = self._store.learned()
+            if learned is not None:
+                self._sink.take(learned)
+        except (ValueError, redis.ResponseError) as error:
+            key = self._store.keys.learned
+            logger.warning(
+                "What engines have learned of drafts, %s, cannot be used (%s); it is learned anew.", key, error
+            )
+        self._began = True
 
     def _forget_evicted(self) -> None:
         """What follows an eviction is nothing but a read from the start, or the index would have gaps."""
@@ -310,9 +344,9 @@ class HistorySync:
         self._rewards[problem] = rewards
 
     def _report(self) -> None:
-        """Say which problems are drafted from; and now and then how drafts of each age were accepted.
+        """Say which problems are drafted from; and now and then how drafts of each age were accepted, and what was learned.
 
-        By that the service judges the window.
+        By the former the service judges the window; from the latter engines go on that begin.
         """
         if self._used:
             self._tell(lambda: self._store.use(self._used))
@@ -331,6 +365,10 @@ class HistorySync:
         if new:
             self._tell(lambda: self._store.report_ages(new))
         self._ages = now
+        verified = self._sink.verified()
+        if verified - self._told >= min(_LEARNED_MORE + self._told // 4, _LEARNED_MUCH):
+            self._tell(lambda: self._store.keep_learned(self._sink.learned()))
+            self._told = verified
 
     def _tell(self, write: Callable[[], None]) -> None:
         """Write what reading can do without: on a server that is full, drafts still come from what is there."""

@@ -28,6 +28,8 @@ class Memory:
         self.rewards: list[tuple[str, dict[str, float]]] = []
         """What it was told of rewards."""
         self.ages: dict[int, tuple[float, float]] = {}
+        self.verified_tokens = 0
+        self.knows = b"nothing"
 
     def add(self, problem: str, rollouts: Sequence[HistoryRollout]) -> int:
         kept = self.problems.pop(problem, {})
@@ -59,6 +61,17 @@ class Memory:
 
     def accepted_by_age(self) -> Mapping[int, tuple[float, float]]:
         return self.ages
+
+    def verified(self) -> int:
+        return self.verified_tokens
+
+    def learned(self) -> bytes:
+        return self.knows
+
+    def take(self, learned: bytes) -> None:
+        if not learned.startswith(b"of drafts"):
+            raise ValueError("nothing of drafts")
+        self.knows = learned
 
     def take_evicted(self) -> list[str]:
         evicted, self._evicted = self._evicted, []

@@ -21,6 +21,7 @@ from rollout_worker.drafting.index import SuffixIndex
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.history.connection import connect, connect_history
 from rollout_worker.history.keeper import Keeper
+from rollout_worker.history.learned import encode_learned
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.sync import HistorySink, HistorySync
@@ -485,6 +486,57 @@ def test_acceptance_by_age_is_reported_and_what_is_behind_the_services_horizon_i
         assert eventually(lambda: names("2", "3", "4") == list(memory.problems["p"]))
         sync.announce(["p"], 60)
         assert eventually(lambda: names("3", "4") == list(memory.problems["p"]))
+
+
+def test_what_an_engine_learns_is_there_for_those_that_begin_before_their_first_rollout(
+    memory: Memory, history_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollout_worker.history.sync._REPORT_S", 0.1)
+    store = HistoryStore(connect_history(history_url), KEYS, window=2)
+    with running(history_url, memory) as sync:
+        sync.announce([], 1)
+        assert sync.wait_ready(10)
+        time.sleep(0.3)
+        assert store.learned() is None  # nobody knows anything yet
+        memory.knows, memory.verified_tokens = b"of drafts, this", 1000
+        assert eventually(lambda: store.learned() == b"of drafts, this")
+        memory.knows, memory.verified_tokens = b"of drafts, a little more", 1010
+        time.sleep(0.3)
+        assert store.learned() == b"of drafts, this"
+        memory.verified_tokens = 2000
+        assert eventually(lambda: store.learned() == b"of drafts, a little more")
+    other = Memory()
+    with running(history_url, other) as sync:
+        sync.announce([], 1)
+        assert sync.wait_ready(10)
+        assert other.knows == b"of drafts, a little more"
+
+
+@pytest.mark.parametrize("kept", [b"", b"damaged", b"too long for its frame"])
+def test_what_cannot_be_read_of_what_was_learned_is_said_and_learned_anew(
+    kept: bytes, memory: Memory, history_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollout_worker.history.sync._REPORT_S", 0.1)
+    client = connect_history(history_url)
+    store = HistoryStore(client, KEYS, window=2)
+    append(store, "p", "a", 1)
+    if kept:
+        store.keep_learned(kept)
+    else:
+        client.rpush(KEYS.learned, "a list")
+    if kept == b"damaged":
+        whole: Any = client.get(KEYS.learned)
+        client.set(KEYS.learned, whole[:-1])
+    with running(history_url, memory) as sync:
+        sync.announce(["p"], 1)
+        assert sync.wait_ready(10)
+        assert names("a") == list(memory.problems["p"])
+        assert memory.knows == b"nothing"
+        (said,) = [record.getMessage() for record in caplog.records]
+        assert KEYS.learned in said
+        memory.knows, memory.verified_tokens = b"of drafts", 1000
+        whole = encode_learned(b"of drafts")
+        assert eventually(lambda: client.type(KEYS.learned) == b"string" and client.get(KEYS.learned) == whole)
 
 
 def test_a_server_whose_clock_is_set_back_is_followed(

@@ -13,6 +13,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <span>
 #include <string>
@@ -282,6 +283,33 @@ auto listed(Of of) {
   };
 }
 
+// Opaque to Python: the layout, and the numbers as they lie in memory.
+nb::bytes learned(const das::SuffixIndex& index) {
+  std::vector<das::Learned> all;
+  {
+    const nb::gil_scoped_release released;
+    all = index.learned();
+  }
+  constexpr std::uint32_t layout = das::Mixture::kLayout;
+  std::string bytes(sizeof layout + all.size() * sizeof(das::Learned), '\0');
+  std::memcpy(bytes.data(), &layout, sizeof layout);
+  std::memcpy(bytes.data() + sizeof layout, all.data(), bytes.size() - sizeof layout);
+  return nb::bytes(bytes.data(), bytes.size());
+}
+
+void take(das::SuffixIndex& index, const nb::bytes& learned) {
+  std::uint32_t layout = 0;
+  std::vector<das::Learned> others;
+  if (learned.size() > sizeof layout && (learned.size() - sizeof layout) % sizeof(das::Learned) == 0) {
+    std::memcpy(&layout, learned.c_str(), sizeof layout);
+    others.resize((learned.size() - sizeof layout) / sizeof(das::Learned));
+    std::memcpy(others.data(), learned.c_str() + sizeof layout, learned.size() - sizeof layout);
+  }
+  if (layout != das::Mixture::kLayout || !index.take(others)) {
+    throw nb::value_error("these bytes are nothing that an index of this version has learned");
+  }
+}
+
 nb::list counters(const das::SuffixIndex& index) {
   nb::list rows;
   for (std::size_t i = 0; i < das::kSources; ++i) {
@@ -373,6 +401,8 @@ NB_MODULE(_native, m) {
       .def("draft", &draft, nb::arg("handle"), nb::arg("budget"), nb::arg("min_survival"))
       .def("draft_batch", &draft_batch, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survival"))
       .def("occurrences", &occurrences, nb::arg("handle"), nb::arg("length"))
+      .def("learned", &learned)
+      .def("take", &take, nb::arg("learned"))
       .def("counters", &counters)
       .def("accepted_by_age", &accepted_by_age);
 }

@@ -11,9 +11,30 @@
 
 namespace das {
 
+// What was learned of one number, for another that goes on from it. Of a share: observations that said yes, and all of
+// them; of a weight: its value, and the sum of its squared gradients.
+struct Learned {
+  float value;
+  float evidence;
+};
+
 // A share, as the mean of a beta distribution whose evidence fades.
 class LearnedShare {
  public:
+  Learned learned() const {
+    const float yes = yes_.load(std::memory_order_relaxed);
+    return {yes, yes + no_.load(std::memory_order_relaxed)};
+  }
+
+  static bool sound(Learned other) { return other.value >= 0.0F && other.value <= other.evidence; }
+
+  // Goes on from what another learned, as if it had seen `most` observations at most.
+  void take(Learned other, float most) {
+    const float kept = other.evidence > most ? most / other.evidence : 1.0F;
+    yes_.store(kept * other.value, std::memory_order_relaxed);
+    no_.store(kept * (other.evidence - other.value), std::memory_order_relaxed);
+  }
+
   // With a prior that counts as `strength` observations.
   float mean(float prior, float strength) const {
     const float yes = yes_.load(std::memory_order_relaxed);
@@ -41,6 +62,16 @@ class LearnedWeight {
  public:
   explicit LearnedWeight(float value = 0.0F) : value_(value) {}
 
+  Learned learned() const { return {value(), squares_.load(std::memory_order_relaxed)}; }
+
+  static bool sound(Learned other) { return std::abs(other.value) < kLargest && other.evidence > 0.0F; }
+
+  // Goes on from what another learned, as if it had seen `most` observations at most.
+  void take(Learned other, float most) {
+    value_.store(other.value, std::memory_order_relaxed);
+    squares_.store(std::min(other.evidence, kUsualSquare * most), std::memory_order_relaxed);
+  }
+
   float value() const { return value_.load(std::memory_order_relaxed); }
 
   void ascend(float gradient, float rate) {
@@ -50,6 +81,9 @@ class LearnedWeight {
   }
 
  private:
+  static constexpr float kLargest = 100.0F;    // of a log-odds nothing is left to learn long before
+  static constexpr float kUsualSquare = 0.1F;  // of a gradient: p (1 - p) where a token is accepted with p = 0.9 or so
+
   std::atomic<float> value_;
   std::atomic<float> squares_{1e-2F};
 };

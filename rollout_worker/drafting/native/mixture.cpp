@@ -17,6 +17,7 @@ constexpr float kUnseen = 1e-3F;    // of a token that no occurrence speaks for
 constexpr float kUnlikely = 0.02F;  // candidates under it are not learned from
 constexpr float kShareUnit = 255.0F;
 constexpr float kMostLogVote = 4.0F;
+constexpr float kTaken = 256.0F;  // observations that count of another's
 constexpr float kSurest = 1e-3F;  // log-odds are taken of probabilities this far from 0 and 1
 
 float log_odds(float probability) {
@@ -87,7 +88,34 @@ float Mixture::prior(std::size_t bucket) {
 float Mixture::weight(std::size_t bucket) const { return weights_[bucket].mean(prior(bucket), kPriorStrength); }
 
 Mixture::Mixture() {
-  for (auto& vote : vote_) vote.store(1.0F, std::memory_order_relaxed);
+  for (std::size_t c = 0; c < DraftPosition::kKinds; ++c) count_vote(c);
+}
+
+void Mixture::count_vote(std::size_t kind) {
+  const float value = std::clamp(log_vote_[kind].value(), -kMostLogVote, kMostLogVote);
+  vote_[kind].store(std::exp(value), std::memory_order_relaxed);
+}
+
+std::vector<Learned> Mixture::learned() const {
+  std::vector<Learned> all;
+  all.reserve(kLearned);
+  each(*this, [&](const auto& one) { all.push_back(one.learned()); });
+  return all;
+}
+
+bool Mixture::take(std::span<const Learned> others) {
+  if (others.size() != kLearned) return false;
+  bool sound = true;
+  std::size_t at = 0;
+  each(*this, [&](const auto& one) {
+    const Learned other = others[at++];
+    sound = sound && std::isfinite(other.value) && std::isfinite(other.evidence) && one.sound(other);
+  });
+  if (!sound) return false;
+  at = 0;
+  each(*this, [&](auto& one) { one.take(others[at++], kTaken); });
+  for (std::size_t c = 0; c < DraftPosition::kKinds; ++c) count_vote(c);
+  return true;
 }
 
 std::uint8_t Mixture::kind(const Occurrence& one, Standpoint standpoint) {
@@ -291,8 +319,7 @@ void Mixture::learn_kinds(const DraftPosition& position, std::size_t actual) {
   for (std::size_t c = 0; c < DraftPosition::kKinds; ++c) {
     if (each[c] == 0.0F) continue;
     log_vote_[c].ascend(right[c] / all_right - each[c] / all, kRate);
-    const float value = std::clamp(log_vote_[c].value(), -kMostLogVote, kMostLogVote);
-    vote_[c].store(std::exp(value), std::memory_order_relaxed);
+    count_vote(c);
   }
 }
 

@@ -96,6 +96,14 @@ class Mixture {
   // Learns that `actual` was sampled at a position that was reached.
   void learn(const DraftPosition& position, Token actual);
 
+  // All that was learned, in an order that only changes with kLayout.
+  std::vector<Learned> learned() const;
+  // Goes on from what another mixture learned. What is sampled now may follow another law, so that of its evidence only
+  // some counts. Returns false, and changes nothing, if these are no such numbers.
+  bool take(std::span<const Learned> others);
+
+  static constexpr std::uint32_t kLayout = 1;
+
  private:
   static constexpr std::array<std::uint8_t, 15> kLengths{1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64};
   static constexpr std::array<std::uint8_t, 6> kVotes{1, 2, 3, 5, 9, 17};
@@ -105,6 +113,8 @@ class Mixture {
   static constexpr std::size_t kTokenBits = 14;
   static constexpr std::size_t kPairBits = 15;
   static constexpr std::size_t kLongestDraft = 16;
+  static constexpr std::size_t kLearned = kBuckets + DraftPosition::kKinds + 2 + (std::size_t{1} << kTokenBits) +
+                                          (std::size_t{1} << kPairBits) + kVoices * kLengths.size() + kLongestDraft;
 
   static constexpr std::array<std::int64_t, 3> kAges{1, 3, 7};  // the oldest of each class but the last
   static constexpr std::size_t kRewards = 3;                    // unknown, below the mean, not below
@@ -119,6 +129,19 @@ class Mixture {
   void mix(std::span<const Occurrence> occurrences, std::size_t since, DraftPosition& position,
            std::span<std::uint8_t> voted) const;
   void learn_kinds(const DraftPosition& position, std::size_t actual);
+  void count_vote(std::size_t kind);
+  // Calls `visit` with each number that is learned.
+  template <typename Self, typename Visit>
+  static void each(Self& self, Visit visit) {
+    for (auto& share : self.weights_) visit(share);
+    for (auto& weight : self.log_vote_) visit(weight);
+    visit(self.slope_);
+    visit(self.bias_);
+    for (auto& weight : self.of_token_) visit(weight);
+    for (auto& weight : self.of_pair_) visit(weight);
+    for (auto& weight : self.of_match_) visit(weight);
+    for (auto& weight : self.of_place_) visit(weight);
+  }
   // By how much one candidate is rather drafted than others.
   float preference(const DraftPosition& position, std::size_t candidate) const;
   float calibrated(const DraftPosition& position, std::size_t candidate) const;

@@ -149,6 +149,10 @@ class SuffixIndex {
   // What a draft is made of; `length` tokens of each at most.
   std::vector<FoundText> occurrences(Handle handle, std::size_t length);
 
+  // What was learned of drafts, to go on from in another index; see Mixture.
+  std::vector<Learned> learned() const { return mixture_.learned(); }
+  bool take(std::span<const Learned> others) { return mixture_.take(others); }
+
   SourceCounts counts(Source source) const;
   // Of tokens for which the history spoke most, those that were verified: as `drafted` here.
   AgeCounts::Counts counts_of_age(std::size_t age) const { return ages_.of(age); }

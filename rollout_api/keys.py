@@ -206,7 +206,7 @@ class HistoryKeys:
 
     @property
     def learned(self) -> str:
-        """String: what an engine has learned of drafts from this history, for engines that begin; see ``learned.py``."""
+        """String: what an engine has learned of drafts from this history, for engines that begin."""
         return f"history:{{{self.full_name}}}:learned"
 
     def log(self, problem: str) -> str:

@@ -44,6 +44,7 @@ __all__ = [
     "POOL_TOKENS",
     "SOURCES",
     "Draft",
+    "Learned",
     "Occurrence",
     "Rollout",
     "Source",
@@ -54,6 +55,9 @@ __all__ = [
 ]
 
 Source: TypeAlias = Literal["history", "self", "siblings", "foreign"]
+
+Learned: TypeAlias = bytes
+"""What an index has learned of drafts, for another index of the same version."""
 
 SOURCES: tuple[Source, ...] = ("history", "self", "siblings", "foreign")
 
@@ -299,14 +303,14 @@ class SuffixIndex:
         """
         return [Occurrence(*row) for row in self._native.occurrences(handle, length)]
 
-    def learned(self) -> bytes:
+    def learned(self) -> Learned:
         """Return what was learned of drafts: how likely each kind of occurrence is right, and each token.
 
         Some 450 kB, mostly of one value, for `take` of another index of the same version.
         """
         return self._native.learned()
 
-    def take(self, learned: bytes) -> None:
+    def take(self, learned: Learned) -> None:
         """Go on from what another index has learned, in place of what this one has.
 
         The law may have changed since: of each number 256 observations count at most, however many there were.

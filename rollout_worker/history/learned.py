@@ -1,4 +1,4 @@
-"""How what an index has learned of drafts is written in Redis: most of its numbers are still what they were at first."""
+"""How what an index has learned of drafts is written in Redis."""
 
 from __future__ import annotations
 

@@ -344,9 +344,10 @@ class HistorySync:
         self._rewards[problem] = rewards
 
     def _report(self) -> None:
-        """Say which problems are drafted from; and now and then how drafts of each age were accepted, and what was learned.
+        """Say which problems are drafted from; and now and then how drafts did.
 
-        By the former the service judges the window; from the latter engines go on that begin.
+        By how those from each age of history were accepted the service judges the window; from what was learned of
+        them engines go on that begin.
         """
         if self._used:
             self._tell(lambda: self._store.use(self._used))

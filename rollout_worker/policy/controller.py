@@ -15,7 +15,7 @@ from rollout_worker.policy.step_cost import StepCost
 
 _WITHOUT_EVERY = 256
 """Of steps that could verify drafts one does not, so that it stays known what a step without any takes."""
-_FIRST_WITHOUT = (8, 16, 32, 64, 128)
+_FIRST_WITHOUT = (16, 64, 128)
 
 
 class Outcomes(NamedTuple):

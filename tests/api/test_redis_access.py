@@ -55,6 +55,8 @@ def keep(store: HistoryStore) -> None:
     store.use(PROBLEMS)
     store.reward("p", {"p/0": 0.5, "p/1": 1.0})
     store.report_ages({1: (8.0, 4.0)})
+    store.keep_learned(b"of drafts")
+    assert store.learned() == b"of drafts"
     found = store.read(dict.fromkeys(PROBLEMS, START), rewarded=PROBLEMS)
     assert dict.fromkeys(PROBLEMS, 2) == {problem: len(part.records) for problem, part in found.items()}
     assert [2, 6] == [store.length_stats(problem).count for problem in ("p", None)]

@@ -316,9 +316,14 @@ Those of a pipeline begin with the command.
 
 
 def passes(error: redis.RedisError) -> bool:
-    """Whether *error* may pass by itself: the server is slow, away, loading, or a failover or move of slots goes on."""
+    """Whether *error* may pass by itself: the server is slow, away, loading, or a failover or move of slots goes on.
+
+    Or something else answers in its place: a proxy, mostly, of a service that has no server now.
+    """
     refused = redis.AuthenticationError | redis.exceptions.AuthorizationError
-    away = redis.ConnectionError | redis.TimeoutError | redis.exceptions.ReadOnlyError
+    away = (
+        redis.ConnectionError | redis.TimeoutError | redis.exceptions.ReadOnlyError | redis.exceptions.InvalidResponse
+    )
     # ClusterError: a slot's nodes referred to each other for too long. But MOVED reaches us only where a cluster's node
     # is used as if it were a server of its own.
     on_cluster = redis.exceptions.ClusterError | redis.exceptions.TryAgainError

@@ -318,6 +318,11 @@ def problem(error: redis.RedisError, url: str) -> RedisUnusableError:
         return RedisUnusableError(f"{where} cannot write to its disk: {error}; see its log, and make room ({kept})")
     if isinstance(error, redis.TimeoutError):
         return RedisUnusableError(f"{where} does not answer in time: {error}; check the network and its load ({kept})")
+    if isinstance(error, redis.exceptions.InvalidResponse):
+        return RedisUnusableError(
+            f"what answers at {without_password(url)} is not Redis: {error}; is Redis running, and is the URL right? "
+            f"({kept})"
+        )
     if isinstance(error, redis.ConnectionError):
         return RedisUnusableError(f"{where} cannot be reached: {error}; is it running, and is the URL right? ({kept})")
     return RedisUnusableError(f"{where} failed: {type(error).__name__}: {error}")

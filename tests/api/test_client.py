@@ -7,13 +7,16 @@ import contextlib
 import logging
 import os
 import signal
+import socketserver
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -773,8 +776,32 @@ def answers(url: str) -> bool:
         return False
 
 
+@contextmanager
+def somebody_else(url: str) -> Iterator[None]:
+    """Answers at the address of a Redis that is away, as a proxy does for a service that has no server now."""
+    asked: list[bytes] = []
+
+    class NoRedis(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            asked.append(self.rfile.readline())
+            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+    class Server(socketserver.ThreadingTCPServer):
+        allow_reuse_address = True
+
+    with Server((urlsplit(url).hostname or "", urlsplit(url).port or 0), NoRedis) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield
+        server.shutdown()
+    assert asked
+
+
+@pytest.mark.parametrize("meanwhile", [lambda _: nullcontext(), somebody_else])
 def test_a_restart_of_redis_is_waited_out(
-    own_server: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    own_server: tuple[str, list[subprocess.Popen[bytes]]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    meanwhile: Callable[[str], AbstractContextManager[None]],
 ) -> None:
     url, processes = own_server
     job = JobSide(url)
@@ -784,7 +811,8 @@ def test_a_restart_of_redis_is_waited_out(
         rollouts = [next(iter(step))]
         processes[0].kill()
         processes[0].wait()
-        time.sleep(1.0)
+        with meanwhile(url):
+            time.sleep(1.0)
         processes[0] = start_again(tmp_path)
         with job.serving():
             rollouts += step

@@ -136,6 +136,7 @@ def test_a_malformed_url() -> None:
         (redis.exceptions.ReadOnlyError("READONLY"), "connect to the primary"),
         (redis.exceptions.NoPermissionError("NOPERM"), "extend its ACL"),
         (redis.exceptions.ResponseError("odd"), "ResponseError: odd"),
+        (redis.exceptions.InvalidResponse("Protocol Error: b'HTTP/1.1 400 Bad Request'"), "is not Redis"),
         (redis.exceptions.ResponseError("MISCONF Errors writing to the AOF file"), "make room"),
         (redis.exceptions.MovedError("1 h:1"), "node of a cluster"),
         (redis.exceptions.ClusterDownError("Hash slot not served"), "is a node down"),
@@ -156,6 +157,7 @@ def test_every_error_says_what_to_do(error: redis.RedisError, says: str) -> None
         (redis.exceptions.MovedError("1 h:1"), False),  # a node of a cluster that is used as a server
         (redis.sentinel.MasterNotFoundError("No master found for 'm'"), True),
         (redis.exceptions.ReadOnlyError("READONLY"), True),
+        (redis.exceptions.InvalidResponse("Protocol Error: b'HTTP/1.1 400 Bad Request'"), True),  # a proxy's
         (redis.exceptions.BusyLoadingError("LOADING"), True),
         (redis.exceptions.ResponseError("NOREPLICAS Not enough good replicas to write."), True),
         (redis.exceptions.ResponseError("BUSY Redis is busy running a script."), True),

@@ -14,6 +14,7 @@ import redis
 
 from rollout_api.history_lengths import rollout_key
 from rollout_api.length_stats import LengthStats
+from rollout_api.redis_connection import passes
 from rollout_worker.history.records import TokenArray
 from rollout_worker.history.store import START, HistoryStore, LogSlice
 
@@ -196,8 +197,8 @@ class HistorySync:
                 asked, (problems, generation) = self._asked, self._announced
                 wanted, self._wanted = self._wanted, set()
             try:
-                self._begin()
                 self._unread = (self._unread | wanted) & problems
+                self._begin()
                 self._forget_evicted()
                 if asked != self._served:
                     self._forget_vain(problems)
@@ -235,6 +236,8 @@ class HistorySync:
             if learned is not None:
                 self._sink.take(learned)
         except (ValueError, redis.ResponseError) as error:
+            if isinstance(error, redis.RedisError) and passes(error):
+                raise
             key = self._store.keys.learned
             logger.warning(
                 "What engines have learned of drafts, %s, cannot be used (%s); it is learned anew.", key, error

@@ -512,6 +512,32 @@ def test_what_an_engine_learns_is_there_for_those_that_begin_before_their_first_
         assert other.knows == b"of drafts, a little more"
 
 
+@pytest.mark.parametrize("failure", [redis.ConnectionError("away"), redis.exceptions.ClusterDownError("moving")])
+def test_what_was_learned_and_what_is_wanted_are_read_though_the_server_is_away_at_first(
+    failure: redis.RedisError, memory: Memory, history_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HistoryStore(connect_history(history_url), KEYS, window=2)
+    append(store, "p", "a", 1)
+    store.keep_learned(b"of drafts")
+    learned, failures = HistoryStore.learned, [failure]
+
+    def fail_once(self: HistoryStore) -> bytes | None:
+        if failures:
+            raise failures.pop()
+        return learned(self)
+
+    monkeypatch.setattr(HistoryStore, "learned", fail_once)
+    syncing = HistorySync(store, memory)
+    syncing.announce(["p"], 1)
+    syncing.start()
+    try:
+        assert syncing.wait_ready(10)
+        assert names("a") == list(memory.problems["p"])
+        assert memory.knows == b"of drafts"
+    finally:
+        syncing.stop()
+
+
 @pytest.mark.parametrize("kept", [b"", b"damaged", b"too long for its frame"])
 def test_what_cannot_be_read_of_what_was_learned_is_said_and_learned_anew(
     kept: bytes, memory: Memory, history_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

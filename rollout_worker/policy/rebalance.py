@@ -52,7 +52,8 @@ def rebalance(
     """Moves that let the last engine end sooner; most often none.
 
     What a move costs is :data:`HANDOVER_S` and reading what there is of the rollout anew, which holds up whatever else
-    the engine has.
+    the engine has; it lets its engine end sooner by more than the former. All together save a share of the time, so
+    that nothing goes to and fro when it is asked again.
 
     Args:
         engines: what each has; all of one kind.
@@ -78,7 +79,7 @@ def rebalance(
             until = max(delays[source] + time_until_end(rest, cost), there)
             if best is None or until < best[0]:
                 best = until, one
-        if best is None or best[0] >= ends[source]:
+        if best is None or best[0] > ends[source] - HANDOVER_S:
             break
         one = best[1]
         now[source].remove(one)

@@ -22,7 +22,7 @@ from rollout_worker.policy.budgets import (
 from rollout_worker.policy.rollouts import Lengths
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 
-COST = st.builds(StepCost, st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-6))
+COST = st.builds(StepCost, st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-6), st.floats(0, 1e-2))
 Make = Callable[[Pool, Lengths, LengthStats], BudgetPolicy]
 POLICIES: dict[str, Make] = {
     "off": lambda pool, lengths, of_all: Off(pool, lengths),

@@ -12,7 +12,7 @@ from rollout_worker.policy.das_optimal import drafts_for, optimal_budgets
 from rollout_worker.policy.step_cost import StepCost
 
 ROLLOUT = st.tuples(st.floats(10, 5000), st.floats(0.05, 0.95), st.floats(0.05, 1.0))
-COST = st.builds(StepCost, st.floats(1e-4, 1e-1), st.floats(1e-6, 1e-3))
+COST = st.builds(StepCost, st.floats(1e-4, 1e-1), st.floats(1e-6, 1e-3), st.just(0.0), st.just(0.0))
 
 
 def accepted(p: float, length: float, share: float, efficiency: float) -> float:

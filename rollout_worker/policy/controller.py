@@ -15,7 +15,7 @@ from rollout_worker.policy.step_cost import StepCost
 
 _WITHOUT_EVERY = 256
 """Of steps that could verify drafts one does not, so that it stays known what a step without any takes."""
-_FIRST_WITHOUT = (16, 64, 128)
+_FIRST_WITHOUT = (64, 128)
 
 
 class Outcomes(NamedTuple):
@@ -122,14 +122,15 @@ class DraftController:
             return
         drafted, context = int(step.drafted.sum()), int(step.context.sum())
         uniform = bool((step.drafted == step.drafted[0]).all())
-        self.fit.observe(Step(rollouts + drafted, context, uniform, seconds, drafted > 0))
+        usual = self.fit.observe(Step(rollouts + drafted, context, uniform, seconds, drafted > 0))
         without = self.fit.predict(rollouts, context, uniform=True)
         self.seconds += seconds
         self.seconds_without += without * float(step.said.sum()) / rollouts
         if drafted:
             cost = self.fit.cost
             saved = float((accepted * (self._worth[step.rows] + cost.per_token)).sum())
-            self.governor.timed(without=without, extra=seconds - without, saved=saved)
+            if usual:
+                self.governor.timed(without=without, extra=seconds - without, saved=saved)
             self.governor.explored_one(without=without, gain=saved - cost.per_token * drafted, drafting=cost.drafting)
 
     @property

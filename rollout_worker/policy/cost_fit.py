@@ -49,7 +49,9 @@ class CostFit:
     A kind is a power of two of tokens, about as CUDA graphs are captured, together with whether the step is uniform.
     Of each the newest steps are kept and fitted anew now and then, by relative errors, since a long step errs by more,
     and robustly (Huber), since now and then one waits for something else. Every coefficient is positive, and one of
-    which the steps say nothing stays in the proportion to the others that it had in *prior*.
+    which the steps say nothing stays in the proportion to the others that it had in *prior*. The first step of each
+    number of tokens tells nothing: it may make what later ones use (seen with vLLM 0.32 on CPUs: oneDNN's kernels of a
+    shape, which took up to twice as long as the step), and at first most steps are the first of their number.
     """
 
     def __init__(self, prior: StepCost) -> None:
@@ -60,22 +62,31 @@ class CostFit:
         self.error = 0.0
         """Median relative error of the steps that are kept."""
         self.steps = 0
-        """Steps that were observed."""
+        """Steps that told something."""
         # what drafts cost at all is measured by a step's base: of that much more is known after a few steps
         self._scales = np.array(prior._replace(drafting=prior.base))
         self._prior = np.array(prior) / self._scales
+        self._counts: set[int] = set()
+        """Numbers of tokens that there was a step of."""
         self._kept: dict[tuple[int, bool], deque[Step]] = {}
         self._peculiar: dict[tuple[int, bool], float] = {}
 
-    def observe(self, step: Step) -> None:
-        """A step ended. Some hundred microseconds every 32nd time."""
-        if step.seconds <= 0:
-            return
+    def observe(self, step: Step) -> bool:
+        """A step ended. Some hundred microseconds every 32nd time.
+
+        Returns:
+            Whether it tells what such steps take.
+        """
+        first = step.tokens not in self._counts
+        self._counts.add(step.tokens)
+        if first or step.seconds <= 0:
+            return False
         self._kept.setdefault(_kind(step.tokens, step.uniform), deque(maxlen=_KEPT)).append(step)
         self.steps += 1
         # at first of so few steps that each one tells much
         if self.steps % _REFIT_EVERY == 0 or self.steps in (4, 8, 16):
             self._fit()
+        return True
 
     def predict(self, tokens: int, context: int, *, uniform: bool) -> float:
         """Seconds of such a step, by the cost and by what is peculiar to its kind."""

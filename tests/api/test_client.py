@@ -1106,8 +1106,9 @@ def test_a_step_left_early_cancels_and_drops_the_rest(
     with client.step(0, PROMPTS) as step:
         requests = job.wait_for_requests(3)
         job.answer(requests[0])
-        for _ in step:
-            break
+        # the samples of one prompt are two messages, which need not come together
+        for _ in zip(range(2), step, strict=False):
+            pass
     assert [Cancel(request_ids=[request.request_id for request in requests[1:]])] == job.control()
     assert "was left with 4 of 6 rollouts not received" in caplog.text
     job.answer(requests[1])

@@ -20,10 +20,10 @@ test-chaos: env  ## a job on several Ray nodes under fire (minutes; CHAOS_SEED, 
 	$(VENV)/pytest tests/chaos -s
 
 kubernetes:  ## build the Kubernetes of test-cluster, the first time
-	tests/cluster/build-kubernetes $(CACHE)/kubernetes
+	tests/support/cluster/build-kubernetes $(CACHE)/kubernetes
 
 images: kubernetes  ## build the images that test-cluster runs, where they are not of this tree (after env)
-	[ -n "$(KUBECONFIG)" ] || tests/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
+	[ -n "$(KUBECONFIG)" ] || tests/support/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
 
 test-cluster: env images  ## the operator on a real Kubernetes of its own, or on that of KUBECONFIG
 	$(VENV)/pytest tests/cluster

@@ -29,7 +29,7 @@ from benchmarks.figures import Figure, quantile, report, spread
 from benchmarks.index import LENGTH, templated, words
 from benchmarks.suffix_drafters import PEER, signed, suffix_tree
 from benchmarks.traces import Tokens, Trajectory, load_tokenizer, read_trace
-from rollout_api.keys import HistoryKeys
+from rollout_api.protocol.keys import HistoryKeys
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS
 from rollout_worker.embedded_redis import EmbeddedRedis

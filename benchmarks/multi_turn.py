@@ -25,7 +25,7 @@ from benchmarks.random_model import VOCABULARY, random_model
 from benchmarks.serving import served
 from benchmarks.traces import Tokens, Trajectory, load_tokenizer, read_trace
 from rollout_api import AsyncRolloutClient, Prompt
-from rollout_api.keys import HistoryKeys, MessageKeys
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
 

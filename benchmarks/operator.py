@@ -8,7 +8,6 @@ the kernel's.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import threading
 import time
@@ -21,14 +20,10 @@ from typing import Any
 import psutil
 
 from benchmarks.figures import Figure, quantile, report
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "cluster"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "job"))
-
-from control_plane import ControlPlane, wait_for
-from jobs import Jobs
-from operator_process import OperatorProcess
-from virtual_nodes import VirtualNodes
+from tests.support.cluster.control_plane import ControlPlane, wait_for
+from tests.support.cluster.jobs import Jobs
+from tests.support.cluster.operator_process import OperatorProcess
+from tests.support.cluster.virtual_nodes import VirtualNodes
 
 HEAD_PORT = 8080
 IDLE_S = 60.0
@@ -91,7 +86,7 @@ class Bench:
         """Wait until the operator has looked at nothing for so long."""
         last, since = -1.0, time.monotonic()
         while time.monotonic() - since < seconds:
-            looks = self.operator.metric("rollout_operator_looks_total")
+            looks = self.operator.metric("rollout_operator_reconciles_total")
             if looks != last:
                 last, since = looks, time.monotonic()
             time.sleep(0.3)
@@ -167,7 +162,7 @@ class Bench:
         began = time.monotonic()
         self.operator.start()
         self.operator.wait_until_ready()
-        wait_for(lambda: self.operator.metric("rollout_operator_looks_total") >= count, 300, "no resync")
+        wait_for(lambda: self.operator.metric("rollout_operator_reconciles_total") >= count, 300, "no resync")
         resync = time.monotonic() - began
         self.quiet()
         rss = max(rss, self.process().memory_info().rss)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollout_api.job_spec import Engine as EngineSpec
-from rollout_api.job_spec import Sampling
-from rollout_api.keys import HistoryKeys
-from rollout_api.messages import RolloutRequest
+from rollout_api.manifest.spec import Engine as EngineSpec
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.protocol.messages import RolloutRequest
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.engine.drafting import Drafting, HistoryBinding
 from rollout_worker.engine.host import Engine, EngineConfig

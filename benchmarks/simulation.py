@@ -26,8 +26,8 @@ from benchmarks.traces import Trajectory
 from rollout_api.length_stats import LengthStats
 from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest
 from rollout_worker.policy.budgets import BudgetPolicy, Waiting
-from rollout_worker.policy.lengths_ahead import remaining
 from rollout_worker.policy.rebalance import HANDOVER_S, Running, rebalance
+from rollout_worker.policy.remaining_length import remaining
 from rollout_worker.policy.rollouts import POINTS
 from rollout_worker.policy.step_cost import StepCost
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.random_model import VOCABULARY, random_model, shape_of_7b
 from benchmarks.rollout_runs import KV_CACHE_BYTES, engines_of, redis_server
-from rollout_api.job_spec import Sampling
-from rollout_api.messages import RolloutRequest
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import RolloutRequest
 from rollout_worker.engine.host import Engine
 
 _BATCHES = (1, 4, 16)

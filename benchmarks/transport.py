@@ -20,16 +20,16 @@ from typing import Any
 from benchmarks.figures import Figure, quantile, report, spread
 from benchmarks.random_model import VOCABULARY, random_model
 from rollout_api import AsyncRolloutClient, Prompt, RolloutRequest, parse_job
-from rollout_api.job_spec import Sampling
-from rollout_api.keys import HistoryKeys, MessageKeys
-from rollout_api.tasks import end
+from rollout_api.asyncio_tasks import end
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.engine.host import Engine, EngineConfig
 from rollout_worker.history.connection import connect, connect_async
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.engine_worker import EngineWorker
-from rollout_worker.job.plane import MessagePlane
+from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import BLOCK_S
 from rollout_worker.job.weights import SharedFiles
@@ -70,8 +70,8 @@ def coordinate(url: str, pipe: Connection) -> None:
     relay.start()
 
     async def run() -> None:
-        plane = MessagePlane(connect_async(url, block=BLOCK_S), MessageKeys(UID))
-        work = asyncio.ensure_future(Coordinator(JOB, plane, connect_async(url), vocabulary=VOCABULARY).run())
+        job_store = JobStore(connect_async(url, block=BLOCK_S), MessageKeys(UID))
+        work = asyncio.ensure_future(Coordinator(JOB, job_store, connect_async(url), vocabulary=VOCABULARY).run())
         while await asyncio.to_thread(pipe.recv) != "end":
             pipe.send(time.process_time())
         await end(work)
@@ -122,7 +122,7 @@ async def measure(url: str, pairs: int) -> dict[str, Any]:
     redis = connect(url)
     worker = EngineWorker(
         engine,
-        MessagePlane(connect_async(url, block=BLOCK_S), MessageKeys(UID)),
+        JobStore(connect_async(url, block=BLOCK_S), MessageKeys(UID)),
         HistoryStore(redis, HISTORY, window=4),
         name="engine-0",
         worker="",

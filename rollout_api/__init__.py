@@ -4,7 +4,14 @@ What a trainer imports: the client, the :class:`RolloutJob` manifest, the messag
 Importing this package loads pydantic, redis and msgpack and nothing heavier.
 """
 
-from rollout_api.client import AsyncRolloutClient
+from rollout_api.client.async_client import AsyncRolloutClient
+from rollout_api.client.groups import Groups
+from rollout_api.client.job_info import JobInfo
+from rollout_api.client.prompts import Prompt, partial_of
+from rollout_api.client.step import AsyncStep, Progress
+from rollout_api.client.sync_client import RolloutClient, Step
+from rollout_api.client.trajectory import Trajectory
+from rollout_api.client.weight_publisher import PublishedWeights
 from rollout_api.errors import (
     InvalidRequestError,
     JobChangedError,
@@ -19,18 +26,16 @@ from rollout_api.errors import (
     VersionMismatchError,
     WeightsError,
 )
-from rollout_api.groups import Groups
-from rollout_api.job import (
+from rollout_api.length_stats import LengthClass, LengthStats
+from rollout_api.manifest.rollout_job import (
     FieldError,
     ManifestError,
     RolloutJob,
     RolloutJobSpec,
     parse_job,
 )
-from rollout_api.job_info import JobInfo
-from rollout_api.job_spec import Sampling
-from rollout_api.length_stats import LengthClass, LengthStats
-from rollout_api.messages import (
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import (
     Cancel,
     Close,
     CodecError,
@@ -51,11 +56,6 @@ from rollout_api.messages import (
     encode,
     problem_id_of,
 )
-from rollout_api.prompts import Prompt, partial_of
-from rollout_api.publishing import PublishedWeights
-from rollout_api.step import AsyncStep, Progress
-from rollout_api.sync_client import RolloutClient, Step
-from rollout_api.trajectory import Trajectory
 
 __all__ = [
     "AsyncRolloutClient",

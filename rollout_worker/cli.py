@@ -19,8 +19,10 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.markup import escape
 
+from rollout_api.asyncio_tasks import end as end_task
 from rollout_api.errors import RolloutClientError
-from rollout_api.exit_codes import (
+from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
+from rollout_api.protocol.exit_codes import (
     EXIT_DEADLINE,
     EXIT_ENGINE,
     EXIT_INTERRUPTED,
@@ -29,9 +31,7 @@ from rollout_api.exit_codes import (
     EXIT_REDIS,
     EXIT_STATE,
 )
-from rollout_api.job import FieldError, ManifestError, RolloutJob
-from rollout_api.keys import HistoryKeys, MessageKeys
-from rollout_api.tasks import end as end_task
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.model_source import (
     ModelError,
@@ -41,7 +41,7 @@ from rollout_worker.engine.model_source import (
     tokenizer_fingerprint,
 )
 from rollout_worker.engine.sampling import AdmissionError
-from rollout_worker.history.connection import RedisUnusableError, problem
+from rollout_worker.history.connection import RedisUnusableError, explain_error
 from rollout_worker.history.store import HistoryMismatchError
 from rollout_worker.history_cli import app as history_app
 from rollout_worker.job.report import Mode
@@ -163,7 +163,7 @@ def head(
         if history_url:
             wait_until_usable(connect_history(history_url), history_url)
         share_token(server, MessageKeys(uid))
-        from rollout_worker.cluster import run_head
+        from rollout_worker.distributed import run_head
         from rollout_worker.job.dataset_source import load_dataset
         from rollout_worker.job.setup import JobSetup
 
@@ -200,7 +200,7 @@ def worker(
     model_cache: ModelCache = None,
 ) -> None:
     """Be a worker of a job on several machines, until SIGTERM; what it was making goes on elsewhere."""
-    from rollout_worker.cluster import run_worker
+    from rollout_worker.distributed import run_worker
 
     _end_at_once_when_told()
     with _said_plainly(file, redis):
@@ -288,7 +288,7 @@ def _said_plainly(file: Path | None = None, redis: str = "") -> Iterator[None]:
     except RedisError as error:
         if not redis:
             raise
-        _fail(EXIT_REDIS, str(problem(error, redis)))
+        _fail(EXIT_REDIS, str(explain_error(error, redis)))
     except (EngineError, AdmissionError, RolloutClientError) as error:
         _fail(EXIT_ENGINE, str(error))
     except StateError as error:

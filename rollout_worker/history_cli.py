@@ -22,14 +22,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rollout_api.exit_codes import EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
-from rollout_api.history_lengths import rollout_key
-from rollout_api.keys import HistoryKeys, history_of
 from rollout_api.length_stats import LengthStats
+from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
+from rollout_api.protocol.keys import HistoryKeys, history_of
+from rollout_api.protocol.length_entries import rollout_key
 from rollout_worker.history.archive import ArchiveError, export_history, import_history
-from rollout_worker.history.connection import RedisUnusableError, connect_history, problem
-from rollout_worker.history.keeper import (
-    Keeper,
+from rollout_worker.history.connection import RedisUnusableError, connect_history, explain_error
+from rollout_worker.history.maintenance import (
+    HistoryMaintainer,
     Pass,
     Plan,
     UnknownHistoryError,
@@ -295,7 +295,7 @@ def gc(
     with _connected(redis) as client:
         known = histories(client)
         for keys in known:
-            keeper = Keeper(client, keys, token=new_token(), retention=retention)
+            keeper = HistoryMaintainer(client, keys, token=new_token(), retention=retention)
             try:
                 said = _planned(keeper.plan()) if dry_run else _collected(keeper)
             except (ValueError, ResponseError) as error:
@@ -356,7 +356,7 @@ def _keys(history: str) -> HistoryKeys:
 def _overview(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
     """A row of ``ls``; of a history that cannot be read, why not."""
     try:
-        plan = Keeper(client, keys, token="", retention=None).survey()
+        plan = HistoryMaintainer(client, keys, token="", retention=None).survey()
     except (ValueError, ResponseError) as error:
         return {"history": keys.full_name, "error": f"{type(error).__name__}: {error}"}
     about = {} if plan.about is None else asdict(plan.about)
@@ -403,11 +403,11 @@ def _cut_off(record: HistoryRecord) -> bool:
     return record.cut_off
 
 
-def _collected(keeper: Keeper) -> str:
+def _collected(keeper: HistoryMaintainer) -> str:
     """Make passes until there is nothing left to do; what they did."""
     total = Pass(None)
     while True:
-        done = keeper.look_after(unasked=True)
+        done = keeper.run_once(unasked=True)
         total = Pass(
             done.plan,
             expired=done.expired,
@@ -564,7 +564,7 @@ def _said_plainly(url: str) -> Iterator[None]:
     except (RedisUnusableError, HistoryMismatchError) as error:
         _fail(EXIT_REDIS, str(error))
     except RedisError as error:
-        _fail(EXIT_REDIS, str(problem(error, url)))
+        _fail(EXIT_REDIS, str(explain_error(error, url)))
     except UnknownHistoryError as error:
         _fail(_EXIT_FAILED, str(error))
     except ArchiveError as error:

@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 import redis
 
-from rollout_api.job import FieldError, ManifestError, RolloutJob
-from rollout_api.keys import HistoryKeys, MessageKeys
-from rollout_api.quantity import parse_quantity
-from rollout_api.redis_connection import without_password
-from rollout_api.tasks import end
+from rollout_api.asyncio_tasks import end
+from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
+from rollout_api.redis_client.connection import without_password
 from rollout_worker.child_process import Reaper
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.engine.model_source import default_cache, load_tokenizer, resolve_model, tokenizer_fingerprint
-from rollout_worker.history.connection import check, connect, connect_history, persist, problem
+from rollout_worker.history.connection import check, connect, connect_history, retry
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.dataset import DatasetTrainer
 from rollout_worker.job.dataset_source import Dataset, done_before, load_dataset, run_dataset
@@ -120,7 +120,7 @@ async def run_local(
                 )
                 state.finish()
             except redis.RedisError as error:
-                raise problem(error, url) from error
+                raise explain_error(error, url) from error
     return report
 
 
@@ -142,8 +142,8 @@ async def _run_on_ray(
         reaper.know()
         ray_job = RayJob(setup)
         ray_job.start()
-        plane = setup.plane()
-        await ray_job.engines_ready(plane, engines)
+        job_store = setup.job_store()
+        await ray_job.engines_ready(job_store, engines)
         reaper.know()
         deadline = job.spec.lifecycle.active_deadline_seconds
         work: asyncio.Future[JobReport | None] = asyncio.ensure_future(
@@ -192,7 +192,7 @@ async def _until_redis_fails(
             try:
                 await probe
             except redis.RedisError as error:
-                say(f"Stopping, since {problem(error, url)}")
+                say(f"Stopping, since {explain_error(error, url)}")
                 raise
         return await task
     finally:
@@ -201,7 +201,7 @@ async def _until_redis_fails(
 
 async def _probe(server: redis.Redis) -> None:
     while True:
-        await asyncio.to_thread(persist, _write, server)
+        await asyncio.to_thread(retry, _write, server)
         await asyncio.sleep(_PROBE_S)
 
 

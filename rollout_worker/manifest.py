@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from rollout_api.job import KIND, FieldError, ManifestError, RolloutJob, parse_job
+from rollout_api.manifest.rollout_job import KIND, FieldError, ManifestError, RolloutJob, parse_job
 
 
 def read_manifest(path: Path) -> RolloutJob:

@@ -8,8 +8,8 @@ from typing import Any
 
 import redis
 
-from rollout_api.keys import MessageKeys
-from rollout_worker.history.connection import persist
+from rollout_api.protocol.keys import MessageKeys
+from rollout_worker.history.connection import retry
 
 
 def share_token(server: redis.Redis, keys: MessageKeys) -> None:
@@ -18,9 +18,9 @@ def share_token(server: redis.Redis, keys: MessageKeys) -> None:
     To be called before Ray is imported, which reads it then and never again (2.60).
     """
     if "RAY_AUTH_TOKEN" not in os.environ:
-        token: Any = persist(server.get, keys.ray_token)
+        token: Any = retry(server.get, keys.ray_token)
         if token is None:  # not at each start: a server that is full takes no writes
-            persist(lambda: server.set(keys.ray_token, secrets.token_hex(32), nx=True))
-            token = persist(server.get, keys.ray_token)
+            retry(lambda: server.set(keys.ray_token, secrets.token_hex(32), nx=True))
+            token = retry(server.get, keys.ray_token)
         os.environ["RAY_AUTH_TOKEN"] = token.decode()
     os.environ["RAY_AUTH_MODE"] = "token"

@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import yaml
 
-from rollout_api.job import GROUP, KIND, PLURAL, VERSION, RolloutJobSpec
-from rollout_api.job_status import RolloutJobStatus
-from rollout_api.manifest_types import JobName
+from rollout_api.manifest.field_types import JobName
+from rollout_api.manifest.rollout_job import GROUP, KIND, PLURAL, VERSION, RolloutJobSpec
+from rollout_api.manifest.status import RolloutJobStatus
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "crds" / f"{PLURAL}.{GROUP}.yaml"

@@ -1,4 +1,4 @@
-"""Writes docs/manifest.md from the models in ``rollout_api.job``: ``python scripts/manifest_docs.py``."""
+"""Generate docs/manifest.md from the models in ``rollout_api.manifest``: ``python scripts/manifest_docs.py``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from rollout_api.job import RolloutJobSpec
+from rollout_api.manifest.rollout_job import RolloutJobSpec
 
 TARGET = Path(__file__).parents[1] / "docs" / "manifest.md"
 

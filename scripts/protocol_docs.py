@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 from pydantic.json_schema import models_json_schema
 
-from rollout_api.messages import (
+from rollout_api.protocol.messages import (
     MESSAGES,
     SCHEMA_VERSION,
     Broadcast,
@@ -44,7 +44,7 @@ from rollout_api.messages import (
     encode,
     problem_id_of,
 )
-from rollout_api.weights import checksum
+from rollout_api.weights.checksum import checksum
 
 ROOT = Path(__file__).parents[1] / "docs"
 PAGE, SCHEMA, VECTORS = ROOT / "protocol.md", ROOT / "protocol" / "schema.json", ROOT / "protocol" / "vectors.json"

@@ -12,7 +12,7 @@ import sys
 import uuid
 from collections.abc import Sequence
 
-from rollout_api.tasks import end
+from rollout_api.asyncio_tasks import end
 from rollout_operator import logs
 from rollout_operator.api import KubernetesApi
 from rollout_operator.cluster import Cluster

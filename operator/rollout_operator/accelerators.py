@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_api.job import GROUP
-from rollout_api.job_pods import Accelerator
+from rollout_api.manifest.pod_spec import Accelerator
+from rollout_api.manifest.rollout_job import GROUP
 
 GPU_RESOURCE = "nvidia.com/gpu"
 

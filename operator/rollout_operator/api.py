@@ -12,7 +12,7 @@ import aiohttp
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
-from rollout_api.job import API_VERSION, KIND, PLURAL
+from rollout_api.manifest.rollout_job import API_VERSION, KIND, PLURAL
 from rollout_operator import names
 from rollout_operator.observed import Manifest
 from rollout_operator.watched import Watched, watched

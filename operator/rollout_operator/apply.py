@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 
-from rollout_api.job import API_VERSION, KIND
+from rollout_api.manifest.rollout_job import API_VERSION, KIND
 from rollout_operator import names
 from rollout_operator.actions import Action, Apply, Create, DeleteJob, DeletePod, Note, Plan, SetFinalizer
 from rollout_operator.api import ApiError, KubernetesApi, job_reference, pod_reference

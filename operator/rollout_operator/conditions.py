@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from rollout_api.job_status import Condition, ConditionType, State
+from rollout_api.manifest.status import Condition, ConditionType, State
 
 Truth = Literal["True", "False", "Unknown"]
 

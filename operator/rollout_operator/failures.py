@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from rollout_api.exit_codes import EXIT_MANIFEST, EXIT_MODEL, EXIT_REDIS
-from rollout_api.job_pods import FailurePolicy, FailureRule
+from rollout_api.manifest.pod_spec import FailurePolicy, FailureRule
+from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_MODEL, EXIT_REDIS
 from rollout_operator.observed import PodView
 
 _CLUSTERS_DOING = frozenset(

@@ -7,7 +7,7 @@ from typing import Any
 
 import kopf
 
-from rollout_api.job import GROUP, PLURAL, VERSION
+from rollout_api.manifest.rollout_job import GROUP, PLURAL, VERSION
 from rollout_operator.observed import Manifest
 
 Told = Callable[[Manifest], None]

@@ -39,7 +39,7 @@ class HeadStatus(BaseModel):
     steps: int = 0
     canaries: int = 0
     """Rollouts without drafts that were compared with their siblings."""
-    law_drifted: bool = False
+    distribution_drift: bool = False
     """Whether drafts change what is sampled."""
     unverified: tuple[str, ...] = ()
     """Engines whose drafts do not reach the model as they are made."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import kopf
 
-from rollout_api.job import API_VERSION, PLURAL
+from rollout_api.manifest.rollout_job import API_VERSION, PLURAL
 from rollout_operator import handlers
 from rollout_operator.api import ApiError, KubernetesApi
 from rollout_operator.observed import Manifest

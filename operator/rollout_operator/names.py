@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_api.job import GROUP
+from rollout_api.manifest.rollout_job import GROUP
 
 APP = "das-rollout"
 MANAGED_BY = "app.kubernetes.io/managed-by"

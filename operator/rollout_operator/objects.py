@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from rollout_api.job import API_VERSION, KIND
-from rollout_api.job_status import Connection
-from rollout_api.keys import MessageKeys
+from rollout_api.manifest.rollout_job import API_VERSION, KIND
+from rollout_api.manifest.status import Connection
+from rollout_api.protocol.keys import MessageKeys
 from rollout_operator import names
 from rollout_operator.cluster import Cluster
 from rollout_operator.pods import MANIFEST_FILE, WEIGHTS_MOUNT, JobIdentity, redis_secret

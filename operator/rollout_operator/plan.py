@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollout_api.job import MANAGER, FieldError, ManifestError, RolloutJob, parse_job
-from rollout_api.job_status import ConditionType, Failure, ProgressStatus, RolloutJobStatus, WorkersStatus
+from rollout_api.manifest.rollout_job import MANAGER, FieldError, ManifestError, RolloutJob, parse_job
+from rollout_api.manifest.status import ConditionType, Failure, ProgressStatus, RolloutJobStatus, WorkersStatus
 from rollout_operator import names
 from rollout_operator.actions import Action, Apply, Create, DeleteJob, DeletePod, Note, Plan, SetFinalizer, Steps
 from rollout_operator.conditions import Conditions, is_true, state, timestamp
@@ -519,8 +519,8 @@ class _Pass:
         kind = ConditionType.DRAFTS_HEALTHY
         if self.job.spec.speculation.policy == "off":
             self.conditions.say(kind, "Unknown", "Off", "speculation.policy is off")
-        elif head.law_drifted:
-            self.conditions.say(kind, "False", "LawDrifted", _DRIFTED)
+        elif head.distribution_drift:
+            self.conditions.say(kind, "False", "DistributionDrift", _DRIFTED)
         elif head.unverified:
             self.conditions.say(kind, "False", "NotVerified", _UNVERIFIED + ", ".join(head.unverified)[:_LONGEST_TEXT])
         elif head.canaries < _TELLING_CANARIES:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_api.job import API_VERSION, KIND, RolloutJob
-from rollout_api.job_pods import Resources, Toleration
-from rollout_api.manifest_types import SecretKey
+from rollout_api.manifest.field_types import SecretKey
+from rollout_api.manifest.pod_spec import Resources, Toleration
+from rollout_api.manifest.rollout_job import API_VERSION, KIND, RolloutJob
 from rollout_operator import names
 from rollout_operator.accelerators import GPU_RESOURCE, node_affinity
 from rollout_operator.strategic_merge import merged

@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollout_api.job_status import ConditionType
-from rollout_api.tasks import end
+from rollout_api.asyncio_tasks import end
+from rollout_api.manifest.status import ConditionType
 from rollout_operator import names
 from rollout_operator.actions import Note
 from rollout_operator.api import ApiError, KubernetesApi

@@ -1,7 +1,8 @@
 """Users of jobs' own on a Redis server: a process apart from the operator, which knows no password.
 
 For each RolloutJob with ``redis.managed`` there is a user on the server who may do what
-:func:`rollout_api.redis_access.access_rules` says, and a Secret ``<job>-redis`` with its URL, which ends with the job.
+:func:`rollout_api.redis_client.access_rules.access_rules` says, and a Secret ``<job>-redis`` with its URL,
+which ends with the job.
 Passwords are made from a key and the job's uid (HMAC-SHA256), so nothing has to be read back: to create Secrets is all
 that this process may do with them.
 """
@@ -24,9 +25,9 @@ from urllib.parse import urlsplit, urlunsplit
 import kopf
 import redis.asyncio
 
-from rollout_api.job import API_VERSION, GROUP, KIND, PLURAL, VERSION, ManifestError, parse_job
-from rollout_api.redis_access import access_rules
-from rollout_api.tasks import end
+from rollout_api.asyncio_tasks import end
+from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, VERSION, ManifestError, parse_job
+from rollout_api.redis_client.access_rules import access_rules
 from rollout_operator import handlers, logs, names
 from rollout_operator.api import ApiError, KubernetesApi
 from rollout_operator.observed import Manifest

@@ -6,7 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection
 
-from rollout_api.job_pods import Workers
+from rollout_api.manifest.pod_spec import Workers
 from rollout_operator.head_status import EngineStatus, HeadStatus
 from rollout_operator.observed import PodView
 

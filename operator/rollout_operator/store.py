@@ -6,7 +6,7 @@ import json
 from collections import OrderedDict, defaultdict
 from typing import Any
 
-from rollout_api.job import GROUP, KIND
+from rollout_api.manifest.rollout_job import GROUP, KIND
 from rollout_operator.observed import Manifest, PodView
 
 JobKey = tuple[str, str]

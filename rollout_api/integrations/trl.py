@@ -7,12 +7,12 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rollout_api.client.prompts import Prompt
+from rollout_api.client.sync_client import RolloutClient
+from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import RolloutClientError
 from rollout_api.integrations.version_directories import VersionDirectories
-from rollout_api.messages import Purpose, Rollout
-from rollout_api.prompts import Prompt
-from rollout_api.sync_client import RolloutClient
-from rollout_api.trajectory import Trajectory
+from rollout_api.protocol.messages import Purpose, Rollout
 
 Turn = Callable[[Sequence[Trajectory]], list[Rollout]]
 """Let the model speak next in each trajectory, under the trainer's sampling and the current weights."""

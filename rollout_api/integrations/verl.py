@@ -32,11 +32,11 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
-from rollout_api.client import AsyncRolloutClient
+from rollout_api.client.async_client import AsyncRolloutClient
+from rollout_api.client.prompts import Prompt
 from rollout_api.errors import InvalidRequestError, RolloutClientError
 from rollout_api.integrations.version_directories import VersionDirectories
-from rollout_api.messages import FinishReason, Rollout
-from rollout_api.prompts import Prompt
+from rollout_api.protocol.messages import FinishReason, Rollout
 
 NAME = "das"
 REDIS_VARIABLE = "ROLLOUT_REDIS_URL"

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rollout_api.job_spec import Engine as EngineSpec
-from rollout_api.job_spec import Sampling
-from rollout_api.messages import Drafts, FinishReason, Partial, RolloutRequest, UpdateMode
-from rollout_api.quantity import parse_quantity
+from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.spec import Engine as EngineSpec
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Drafts, FinishReason, Partial, RolloutRequest, UpdateMode
 from rollout_worker.engine.adapters import BATCH_ADAPTERS, KEPT_ADAPTERS, Adapters, unheeded
 from rollout_worker.engine.compat import EngineError, WeightLabels, end_tokens, engine_args, lora_rank
 from rollout_worker.engine.drafting import Drafting

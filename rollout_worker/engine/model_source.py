@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from rollout_api.job_spec import Model
+from rollout_api.manifest.spec import Model
 
 _SHAPE_KEYS = (
     "architectures",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_api.messages import FinishReason, Partial, WeightSpan
+from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollout_api.job_spec import Sampling
-from rollout_api.messages import Drafts, Partial
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Drafts, Partial
 from rollout_worker.engine.compat import streaming, top_p_for_drafts
 
 EXTRA_ARGS_KEY = "das"

@@ -68,7 +68,7 @@ class HostExtension:
 
     def das_join(self, incoming: dict[str, Any]) -> None:
         """Meet trainer and other engines of a broadcast (``Incoming``, as a dictionary), unless they have met."""
-        from rollout_api.broadcast import join
+        from rollout_api.weights.broadcast import join
 
         name, group = self._das_group
         if name == incoming["group"]:
@@ -137,7 +137,7 @@ class DraftingExtension(HostExtension):
         Returns:
             Whether this rank drafts.
         """
-        from rollout_api.keys import HistoryKeys
+        from rollout_api.protocol.keys import HistoryKeys
         from rollout_worker.drafting.drafter import Drafter
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.compat import on_output_rank, sample_plainly_without_drafts

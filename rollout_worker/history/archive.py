@@ -19,9 +19,9 @@ import redis
 import zstandard
 from numpy.typing import NDArray
 
-from rollout_api.history_lengths import rollout_key
-from rollout_api.keys import HistoryKeys, history_of
-from rollout_worker.history.keeper import known_history
+from rollout_api.protocol.keys import HistoryKeys, history_of
+from rollout_api.protocol.length_entries import rollout_key
+from rollout_worker.history.maintenance import known_history
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.server_functions import Call, Redis, run
 from rollout_worker.history.store import ADOPT, PUBLISHED, START, Appended, HistoryStore

@@ -17,8 +17,16 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.retry import Retry
 
-from rollout_api.redis_address import Kind, RedisAddress, parse_address
-from rollout_api.redis_connection import SENTINEL, Said, async_client, no_primary, passes, primary_of, without_password
+from rollout_api.redis_client.address import Kind, RedisAddress, parse_address
+from rollout_api.redis_client.connection import (
+    SENTINEL,
+    Said,
+    async_client,
+    no_primary,
+    passes,
+    primary_of,
+    without_password,
+)
 from rollout_worker.history.redis_cluster import Cluster
 
 if TYPE_CHECKING:
@@ -54,7 +62,7 @@ def connect(url: str, *, timeout: float = _REPLY_TIMEOUT_S) -> redis.Redis:
     Every write of this project is idempotent, so a command whose reply was lost may be sent again.
 
     Args:
-        url: of the server, or of the Sentinels that know it (:func:`rollout_api.redis_address.parse_address`).
+        url: of the server, or of the Sentinels that know it (:func:`rollout_api.redis_client.address.parse_address`).
         timeout: seconds to wait for a connection, and for a reply.
 
     Raises:
@@ -211,7 +219,7 @@ def check(client: redis.Redis | redis.RedisCluster, url: str) -> dict[str, Any]:
     try:
         infos = list(_infos(client))
     except redis.RedisError as error:
-        raise problem(error, url) from error
+        raise explain_error(error, url) from error
     for info in infos:
         _check_server(info, url)
     return max(infos, key=_is_full)
@@ -263,7 +271,7 @@ def wait_until_usable(client: redis.Redis | redis.RedisCluster, url: str) -> Non
             if not _is_full(info):
                 return
             full = redis.exceptions.OutOfMemoryError(f"{info['used_memory']} bytes of {info['maxmemory']} are used")
-            raise problem(full, url) from full
+            raise explain_error(full, url) from full
         except RedisUnusableError as error:
             cause = error.__cause__
             if not (isinstance(cause, redis.RedisError) and _may_pass(cause)) or time.monotonic() > deadline:
@@ -285,7 +293,7 @@ def _may_pass(error: redis.RedisError) -> bool:
     return passes(error) or isinstance(error, redis.exceptions.OutOfMemoryError)
 
 
-def problem(error: redis.RedisError, url: str) -> RedisUnusableError:
+def explain_error(error: redis.RedisError, url: str) -> RedisUnusableError:
     """Say in a person's words what *error* means and what to do."""
     where = f"Redis at {without_password(url)}"
     kept = "rollouts reported as done are kept, and the same command goes on from there"
@@ -328,7 +336,7 @@ def problem(error: redis.RedisError, url: str) -> RedisUnusableError:
     return RedisUnusableError(f"{where} failed: {type(error).__name__}: {error}")
 
 
-def persist(command: Callable[..., _Result], *args: Any) -> _Result:
+def retry(command: Callable[..., _Result], *args: Any) -> _Result:
     """``command(*args)``, tried again while Redis is away, for :data:`PATIENCE_S`; the command must be idempotent.
 
     Raises:
@@ -344,7 +352,7 @@ def persist(command: Callable[..., _Result], *args: Any) -> _Result:
             time.sleep(_PAUSE_S)
 
 
-async def patiently(command: Callable[..., Awaitable[_Result]], *args: Any) -> _Result:
+async def retry_async(command: Callable[..., Awaitable[_Result]], *args: Any) -> _Result:
     """``await command(*args)``, tried again for as long as Redis is away or full; the command must be idempotent.
 
     What runs in a job waits for its server rather than lose what it has: a full server is back-pressure.

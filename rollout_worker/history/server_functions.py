@@ -12,7 +12,7 @@ from typing import Any
 import redis
 from redis.cluster import PipelineCommand
 
-from rollout_api.redis_connection import passes
+from rollout_api.redis_client.connection import passes
 from rollout_worker.history.redis_cluster import Cluster
 
 Redis = redis.Redis | redis.RedisCluster

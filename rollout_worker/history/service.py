@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import redis
 
-from rollout_api.keys import HistoryKeys
-from rollout_api.redis_connection import passes
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.redis_client.connection import passes
 from rollout_worker.history.connection import RedisUnusableError
-from rollout_worker.history.keeper import LEASE_S, PASS_EVERY_S, RETENTION_S, Keeper, Pass, pause_after
+from rollout_worker.history.maintenance import LEASE_S, PASS_EVERY_S, RETENTION_S, HistoryMaintainer, Pass, pause_after
 from rollout_worker.history.server_functions import Redis
 from rollout_worker.history.store import histories
 
@@ -51,7 +51,7 @@ class HistoryFigures:
 class _Watched:
     """A history and when it is looked at next, by ``time.monotonic()``."""
 
-    keeper: Keeper
+    keeper: HistoryMaintainer
     figures: HistoryFigures
     due: float = 0.0
     failures: int = 0
@@ -149,11 +149,11 @@ class HistoryService:
                 self._watched[name] = _Watched(self._keeper(client, keys), HistoryFigures(name))
         self._show()
 
-    def _keeper(self, client: Redis, keys: HistoryKeys) -> Keeper:
-        return Keeper(client, keys, token=self._token, retention=self._retention, stopping=self._stopping)
+    def _keeper(self, client: Redis, keys: HistoryKeys) -> HistoryMaintainer:
+        return HistoryMaintainer(client, keys, token=self._token, retention=self._retention, stopping=self._stopping)
 
     def _look_after(self, name: str, watched: _Watched) -> None:
-        done = watched.keeper.look_after()
+        done = watched.keeper.run_once()
         watched.failures = 0
         watched.due = time.monotonic() + pause_after(done)
         figures = watched.figures

@@ -13,9 +13,16 @@ from typing import Any
 
 import redis
 
-from rollout_api.history_lengths import LengthEntry, pack_entry, pack_recent, rollout_key, unpack_entries, unpack_recent
-from rollout_api.keys import HISTORIES, SHARDS, HistoryKeys, history_of
 from rollout_api.length_stats import LengthStats
+from rollout_api.protocol.keys import HISTORIES, SHARDS, HistoryKeys, history_of
+from rollout_api.protocol.length_entries import (
+    LengthEntry,
+    pack_entry,
+    pack_recent,
+    rollout_key,
+    unpack_entries,
+    unpack_recent,
+)
 from rollout_worker.history.learned import decode_learned, encode_learned
 from rollout_worker.history.records import (
     HistoryRecord,

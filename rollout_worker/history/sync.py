@@ -12,9 +12,9 @@ from typing import Protocol, TypeAlias
 
 import redis
 
-from rollout_api.history_lengths import rollout_key
 from rollout_api.length_stats import LengthStats
-from rollout_api.redis_connection import passes
+from rollout_api.protocol.length_entries import rollout_key
+from rollout_api.redis_client.connection import passes
 from rollout_worker.history.records import TokenArray
 from rollout_worker.history.store import START, HistoryStore, LogSlice
 

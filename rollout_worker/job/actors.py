@@ -20,12 +20,12 @@ from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine
 from rollout_worker.engine.model_source import ModelError
 from rollout_worker.history.connection import connect, connect_history
-from rollout_worker.history.keeper import KeeperThread
+from rollout_worker.history.maintenance import MaintenanceThread
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.fleet import Fleet
 from rollout_worker.job.http import StatusServer
-from rollout_worker.job.plane import StaleCoordinatorError
+from rollout_worker.job.job_store import StaleCoordinatorError
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import JobSetup
 
@@ -90,7 +90,7 @@ class RelayActor:
         _log_plainly()
         self._relay = Relay(connect(setup.redis_url), setup.keys, setup.store())
         self._relay.start()
-        self._keeper = KeeperThread(connect_history(setup.history_url or setup.redis_url), setup.history_keys)
+        self._keeper = MaintenanceThread(connect_history(setup.history_url or setup.redis_url), setup.history_keys)
         self._keeper.start()
 
 
@@ -119,7 +119,7 @@ class EngineActor:
 async def _coordinate(actor: CoordinatorActor, setup: JobSetup) -> None:
     coordinator = Coordinator(
         setup.job,
-        setup.plane(),
+        setup.job_store(),
         setup.store(),
         vocabulary=setup.vocabulary,
         history_apart=bool(setup.history_url),
@@ -158,7 +158,7 @@ async def _serve_once(
         return None
     worker = EngineWorker(
         engine,
-        setup.plane(),
+        setup.job_store(),
         setup.store(),
         name=name,
         worker=os.environ.get(WORKER_ENV, ""),

@@ -6,7 +6,7 @@ import json
 import random
 from typing import NamedTuple
 
-from rollout_api.messages import FinishReason, Rollout, RolloutRequest
+from rollout_api.protocol.messages import FinishReason, Rollout, RolloutRequest
 from rollout_worker.policy.canary import CANARY_TOKENS, DriftTest, canary_of, uniform_rank
 
 _QUANTITIES = 2

@@ -9,9 +9,10 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 
-from rollout_api.job import RolloutJob
-from rollout_api.keys import DATA, named
-from rollout_api.messages import (
+from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.protocol.keys import DATA, named
+from rollout_api.protocol.messages import (
     SCHEMA_VERSION,
     Cancel,
     Close,
@@ -24,18 +25,17 @@ from rollout_api.messages import (
     WeightUpdate,
     decode,
 )
-from rollout_api.quantity import parse_quantity
 from rollout_worker.engine.sampling import AdmissionError, admit
-from rollout_worker.history.connection import patiently
+from rollout_worker.history.connection import retry_async
 from rollout_worker.history.lengths import ExpectedLengths
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.canaries import Canaries
-from rollout_worker.job.moving import moves_of
+from rollout_worker.job.job_store import Assignment, EngineReport, Entry, JobStore, StaleCoordinatorError, arrival
+from rollout_worker.job.migration import plan_migrations
 from rollout_worker.job.open_request import OpenRequest
-from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, StaleCoordinatorError, arrival
 from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest, Scheduler
 from rollout_worker.job.status import JobStatus, StatusBoard
-from rollout_worker.policy.lengths_ahead import work_ahead
+from rollout_worker.policy.remaining_length import work_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Coordinator:
     def __init__(
         self,
         job: RolloutJob,
-        plane: MessagePlane,
+        job_store: JobStore,
         history: HistoryStore,
         *,
         vocabulary: int,
@@ -73,14 +73,14 @@ class Coordinator:
 
         Args:
             job: the manifest.
-            plane: the job's messages.
+            job_store: the job's messages.
             history: for the lengths of earlier rollouts.
             vocabulary: number of token ids that the model knows.
             history_apart: whether the history is on a server of its own.
             scheduler: who goes first; default: :class:`ProbeThenLongest`.
         """
         self.board = StatusBoard(job)
-        self._job, self._plane = job, plane
+        self._job, self._job_store = job, job_store
         self._lengths, self._history_name, self._history_apart = (
             ExpectedLengths(history),
             history.keys.full_name,
@@ -147,25 +147,29 @@ class Coordinator:
 
     async def _recover(self) -> None:
         """Make of what is in Redis the state that a coordinator which never ended would have."""
-        plane, keys = self._plane, self._plane.keys
-        self._server = await patiently(plane.server)
-        self._number = await patiently(plane.take_over)
+        job_store, keys = self._job_store, self._job_store.keys
+        self._server = await retry_async(job_store.server)
+        self._number = await retry_async(job_store.take_over)
         # events before this point are in what is read below
-        self._cursors = {keys.requests: "0", keys.control: "0", keys.events: await patiently(plane.last, keys.events)}
-        await patiently(self._publish_job)
-        self._updates = await patiently(plane.weights)
-        self._attempts = await patiently(plane.attempts)
-        self._resumable = await patiently(plane.partial_ids)
-        if (kept := await patiently(plane.canaries)) is not None:
+        self._cursors = {
+            keys.requests: "0",
+            keys.control: "0",
+            keys.events: await retry_async(job_store.last, keys.events),
+        }
+        await retry_async(self._publish_job)
+        self._updates = await retry_async(job_store.weights)
+        self._attempts = await retry_async(job_store.attempts)
+        self._resumable = await retry_async(job_store.partial_ids)
+        if (kept := await retry_async(job_store.canaries)) is not None:
             self._canaries.unpack(kept)
             self._canaries_kept = self._canaries.test.canaries
-        reports = await patiently(plane.engines)
+        reports = await retry_async(job_store.engines)
         held: dict[tuple[str, int], str] = {}
         for engine in reports:
-            for order in await patiently(plane.orders, engine):
+            for order in await retry_async(job_store.orders, engine):
                 if order.assignment is not None:
                     held[order.assignment.request_id, order.assignment.sample] = engine
-        entries = await patiently(plane.entries, keys.requests)
+        entries = await retry_async(job_store.entries, keys.requests)
         await self._take_up(entries, held)
         if entries:
             self._cursors[keys.requests] = entries[-1][0]
@@ -185,7 +189,7 @@ class Coordinator:
         await self._recover()
 
     async def _publish_job(self) -> None:
-        spec, client, keys = self._job.spec, self._plane.client, self._plane.keys
+        spec, client, keys = self._job.spec, self._job_store.client, self._job_store.keys
         about: dict[
             str | bytes | bytearray | memoryview | int | float, str | bytes | bytearray | memoryview | int | float
         ] = {
@@ -207,11 +211,11 @@ class Coordinator:
     # what comes in
 
     async def _read(self) -> None:
-        keys = self._plane.keys
+        keys = self._job_store.keys
         cursors = dict(self._cursors)
         if self._open_rollouts >= self._job.spec.queue.max_rollouts:
             del cursors[keys.requests]
-        found = await patiently(lambda: self._plane.read(cursors, block=_WAIT_S, count=_READ))
+        found = await retry_async(lambda: self._job_store.read(cursors, block=_WAIT_S, count=_READ))
         for stream, entries in found.items():
             self._cursors[stream] = entries[-1][0]
         for _, fields in found.get(keys.events, []):
@@ -222,7 +226,7 @@ class Coordinator:
             await self._control(entry, fields.get(DATA.encode(), b""))
         if self._early and keys.requests in cursors and len(requests) < _READ:
             # every request that a cancellation overtook has been taken up, or was never sent
-            await patiently(self._plane.delete, keys.control, *self._early_entries)
+            await retry_async(self._job_store.delete, keys.control, *self._early_entries)
             self._early.clear()
             self._early_entries.clear()
 
@@ -234,22 +238,22 @@ class Coordinator:
             try:
                 request = self._readable(data)
             except CodecError as error:
-                await self._bury(self._plane.keys.requests, entry, data, str(error))
+                await self._bury(self._job_store.keys.requests, entry, data, str(error))
                 continue
             try:
                 request = self._admissible(request, len(data))
             except AdmissionError as error:
                 await self._refuse(entry, data, request, str(error))
                 continue
-            state = await patiently(self._plane.admit, entry, request)
+            state = await retry_async(self._job_store.admit, entry, request)
             if state == 1:
                 taken.append((entry, request))
             elif (reason := _NOT_ADMITTED.get(state)) is not None:
                 refusal = Refusal(request_id=request.request_id, reason=reason, answered=state == -1)
-                await patiently(self._plane.reply, request.reply_to, refusal)
+                await retry_async(self._job_store.reply, request.reply_to, refusal)
         if not taken:
             return
-        progress = await patiently(self._plane.progress, [request.request_id for _, request in taken])
+        progress = await retry_async(self._job_store.progress, [request.request_id for _, request in taken])
         lengths = await self._lengths.of(request.problem for _, request in taken)
         holders = await self._holders([request for _, request in taken])
         overtaken: list[str] = []
@@ -280,7 +284,7 @@ class Coordinator:
             if one.cancelled:
                 self._end_waiting(one, FinishReason.CANCELLED)
         if overtaken:
-            await patiently(self._plane.mark_cancelled, overtaken)
+            await retry_async(self._job_store.mark_cancelled, overtaken)
 
     def _readable(self, data: bytes) -> RolloutRequest:
         request = decode(data)
@@ -291,8 +295,8 @@ class Coordinator:
     def _admissible(self, request: RolloutRequest, size: int) -> RolloutRequest:
         """The request with the job's sampling settings under its own; AdmissionError if it cannot be served."""
         spec = self._job.spec
-        if request.job_uid != self._plane.keys.uid:
-            raise AdmissionError(f"it is for job {request.job_uid}, this is {self._plane.keys.uid}; connect again")
+        if request.job_uid != self._job_store.keys.uid:
+            raise AdmissionError(f"it is for job {request.job_uid}, this is {self._job_store.keys.uid}; connect again")
         if size > (most := int(parse_quantity(spec.queue.max_request_bytes))):
             raise AdmissionError(f"{size} bytes; spec.queue.maxRequestBytes allows {most}")
         try:
@@ -327,19 +331,21 @@ class Coordinator:
 
     async def _refuse(self, entry: str, data: bytes, request: RolloutRequest, reason: str) -> None:
         logger.warning("Refused request %s of %s: %s", request.request_id, request.reply_to, reason)
-        await patiently(self._plane.reply, request.reply_to, Refusal(request_id=request.request_id, reason=reason))
-        await self._bury(self._plane.keys.requests, entry, data, reason)
+        await retry_async(
+            self._job_store.reply, request.reply_to, Refusal(request_id=request.request_id, reason=reason)
+        )
+        await self._bury(self._job_store.keys.requests, entry, data, reason)
 
     async def _bury(self, stream: str, entry: str, data: bytes, reason: str) -> None:
         logger.warning("To the dead letters, from %s: %s", stream.rpartition(":")[2], reason)
         self.board.dead += 1
-        await patiently(self._plane.bury, stream, entry, data, reason)
+        await retry_async(self._job_store.bury, stream, entry, data, reason)
 
     async def _holders(self, requests: list[RolloutRequest]) -> list[str | None]:
-        keys = [self._plane.keys.trajectory(request.trajectory_id or "") for request in requests]
+        keys = [self._job_store.keys.trajectory(request.trajectory_id or "") for request in requests]
         if not any(request.turn for request in requests):
             return [None] * len(requests)
-        found = await patiently(self._plane.client.mget, keys)
+        found = await retry_async(self._job_store.client.mget, keys)
         return [
             str(engine, "utf-8") if isinstance(engine, bytes) and request.turn else None
             for engine, request in zip(found, requests, strict=True)
@@ -371,7 +377,7 @@ class Coordinator:
         )
 
     async def _control(self, entry: str, data: bytes) -> None:
-        control = self._plane.keys.control
+        control = self._job_store.keys.control
         try:
             message = decode(data)
             if not isinstance(message, WeightUpdate | Cancel | Close):
@@ -383,8 +389,8 @@ class Coordinator:
             if self._updates and message.weight_version < (newest := self._updates[-1].weight_version):
                 await self._bury(control, entry, data, f"weight version {message.weight_version} comes after {newest}")
                 return
-            await patiently(self._plane.set_weights, message)
-            self._updates = await patiently(self._plane.weights)
+            await retry_async(self._job_store.set_weights, message)
+            self._updates = await retry_async(self._job_store.weights)
             for engine in list(self._engines):
                 await self._order(engine, ["weights"])
         elif isinstance(message, Cancel):
@@ -395,9 +401,9 @@ class Coordinator:
                 self._early_entries.add(entry)
                 return
         else:
-            await patiently(self._plane.client.hset, self._plane.keys.job, "closing", "1")
+            await retry_async(self._job_store.client.hset, self._job_store.keys.job, "closing", "1")
             self._closing = True
-        await patiently(self._plane.delete, control, entry)
+        await retry_async(self._job_store.delete, control, entry)
 
     async def _cancel(self, request_ids: Iterable[str]) -> None:
         """Cancel those of *request_ids* that are open, all together: a step may have thousands."""
@@ -405,7 +411,7 @@ class Coordinator:
         running = [one for one in found if one is not None and not one.cancelled]
         if not running:
             return
-        await patiently(self._plane.mark_cancelled, [one.request.request_id for one in running])
+        await retry_async(self._job_store.mark_cancelled, [one.request.request_id for one in running])
         orders: defaultdict[str, list[str]] = defaultdict(list)
         for one in running:
             one.cancelled = True
@@ -473,11 +479,11 @@ class Coordinator:
 
     async def _look_around(self) -> None:
         """Which engines are there, which were lost, what is overdue, who does not read."""
-        if await patiently(self._plane.server) != self._server:
+        if await retry_async(self._job_store.server) != self._server:
             await self._start_over()
-        if await patiently(self._plane.coordinator) > self._number:
+        if await retry_async(self._job_store.coordinator) > self._number:
             raise StaleCoordinatorError("another coordinator has taken over")
-        reports = await patiently(self._plane.engines)
+        reports = await retry_async(self._job_store.engines)
         came = {engine for engine, (_, alive) in reports.items() if alive} - self._engines.keys()
         for engine in came:
             logger.info("Engine %s is there.", engine)
@@ -494,7 +500,7 @@ class Coordinator:
 
     async def _reclaim(self, lost: dict[str, EngineReport]) -> None:
         for engine, report in lost.items():
-            orders = await patiently(self._plane.reclaim, self._number, engine)
+            orders = await retry_async(self._job_store.reclaim, self._number, engine)
             self._engines.pop(engine, None)
             if orders is None:
                 continue
@@ -508,7 +514,7 @@ class Coordinator:
             await self._give_to_others(samples, lost=not report.draining)
 
     async def _give_to_others(self, samples: set[tuple[str, int]], *, lost: bool) -> None:
-        self._resumable |= await patiently(self._plane.partial_ids)
+        self._resumable |= await retry_async(self._job_store.partial_ids)
         held = []
         for request_id, sample in sorted(samples):
             self._unassign(request_id, sample)
@@ -516,7 +522,7 @@ class Coordinator:
             if one is not None and sample not in one.done:
                 held.append((one, sample))
         # what ended just before is in the ledger, and its event may still be on its way
-        progress = await patiently(self._plane.progress, [one.request.request_id for one, _ in held])
+        progress = await retry_async(self._job_store.progress, [one.request.request_id for one, _ in held])
         still = []
         for (one, sample), (done, _) in zip(held, progress, strict=True):
             if sample in done:
@@ -525,7 +531,7 @@ class Coordinator:
                 still.append((one, sample))
         if lost:
             ids = [str(one.request.rollout_id(sample)) for one, sample in still]
-            self._attempts |= zip(ids, await patiently(self._plane.count_loss, ids), strict=True)
+            self._attempts |= zip(ids, await retry_async(self._job_store.count_loss, ids), strict=True)
         for one, sample in still:
             count = self._attempts.get(str(one.request.rollout_id(sample)), 0)
             if count >= _GIVE_UP_AFTER:
@@ -543,11 +549,11 @@ class Coordinator:
         """
         without = set()
         for engine in self._engines:
-            orders = await patiently(self._plane.orders, engine)
+            orders = await retry_async(self._job_store.orders, engine)
             there = {(o.assignment.request_id, o.assignment.sample) for o in orders if o.assignment is not None}
             without |= {(engine, *key) for key in self._assigned[engine] - there}
         behind = [one for one in self._open.values() if one.assigned]
-        progress = await patiently(self._plane.progress, [one.request.request_id for one in behind])
+        progress = await retry_async(self._job_store.progress, [one.request.request_id for one in behind])
         for one, (done, _) in zip(behind, progress, strict=True):
             for sample in done:
                 self._note({b"r": one.request.request_id.encode(), b"s": str(sample).encode()})
@@ -560,7 +566,7 @@ class Coordinator:
         self._without_order = without
 
     async def _order(self, engine: str, orders: Sequence[Assignment | str]) -> bool:
-        return await patiently(self._plane.assign, self._number, engine, orders) is not None
+        return await retry_async(self._job_store.assign, self._number, engine, orders) is not None
 
     async def _move_some(self) -> None:
         """At the end of a step, when nothing waits, let some rollouts of busy engines go on on idle ones."""
@@ -572,12 +578,12 @@ class Coordinator:
         }
         last = self.board.last
         a_step = 1.0 + (0.0 if last is None else last["accepted_per_step"])
-        for move in moves_of(self._engines, held, rate=self._rate(), tokens_a_step=a_step):
+        for move in plan_migrations(self._engines, held, rate=self._rate(), tokens_a_step=a_step):
             request_id, sample = move.rollout
             one = self._open[request_id]
             logger.info("Rollout %s goes on elsewhere than on %s.", one.request.rollout_id(sample), move.source)
             order = Assignment(request_id, sample, one.entry)
-            given = await patiently(self._plane.assign, self._number, move.source, [order], "move")
+            given = await retry_async(self._job_store.assign, self._number, move.source, [order], "move")
             self.board.moved += given is not None
 
     def _rate(self) -> float:
@@ -622,7 +628,7 @@ class Coordinator:
     async def _end_overdue(self) -> None:
         if not any(one.deadline is not None for one in self._open.values()):
             return
-        now = await patiently(self._plane.clock)
+        now = await retry_async(self._job_store.clock)
         for one in [one for one in self._open.values() if one.deadline is not None and one.deadline <= now]:
             self._end_waiting(one, FinishReason.DEADLINE)
 
@@ -669,12 +675,12 @@ class Coordinator:
         some = [one for one in some if self._open.get(one[0].request.request_id) is one[0]]
         if not some:
             return
-        partials = await patiently(self._plane.partials, [(one.request, sample) for one, sample, _, _ in some])
+        partials = await retry_async(self._job_store.partials, [(one.request, sample) for one, sample, _, _ in some])
         ended = [
             (one.request, Rollout.of(one.request, sample, partial or one.request.prefix, reason, detail=detail))
             for (one, sample, reason, detail), partial in zip(some, partials, strict=True)
         ]
-        await patiently(self._plane.finish_all, ended)
+        await retry_async(self._job_store.finish_all, ended)
         for (one, sample, _, _), (_, rollout) in zip(some, ended, strict=True):
             # at once: of so many that end together, events are trimmed before they are read
             length = str(len(rollout.token_ids))
@@ -685,7 +691,7 @@ class Coordinator:
     async def _find_slow_clients(self) -> None:
         most = int(parse_quantity(self._job.spec.queue.max_unread_results))
         clients = list({one.request.reply_to for one in self._open.values()})
-        sizes = await asyncio.gather(*(patiently(self._plane.unread, client) for client in clients))
+        sizes = await asyncio.gather(*(retry_async(self._job_store.unread, client) for client in clients))
         unread = dict(zip(clients, sizes, strict=True))
         slow = frozenset(client for client, (_, size) in unread.items() if size > most)
         for client in slow - self._slow:
@@ -700,11 +706,11 @@ class Coordinator:
         self.board.unread = {client: count for client, (count, _) in unread.items()}
 
     async def _say(self) -> None:
-        totals = await patiently(self._plane.totals)
+        totals = await retry_async(self._job_store.totals)
         now, rate = time.monotonic(), self._rate()
         ahead = work_ahead(part for one in self._open.values() for part in one.ahead(rate, now))
         status: JobStatus = self.board.status(
-            uid=self._plane.keys.uid,
+            uid=self._job_store.keys.uid,
             coordinator=self._number,
             requests=len(self._open),
             waiting=self._scheduler.waiting(),
@@ -717,23 +723,23 @@ class Coordinator:
             canaries=self._canaries.test,
             closing=self._closing,
         )
-        await patiently(self._plane.set_status, json.dumps(status).encode())
+        await retry_async(self._job_store.set_status, json.dumps(status).encode())
         if self._canaries.test.canaries != self._canaries_kept:
             self._canaries_kept = self._canaries.test.canaries
-            await patiently(self._plane.keep_canaries, self._canaries.pack())
+            await retry_async(self._job_store.keep_canaries, self._canaries.pack())
         engines = max(1, len(self._engines))
         waiting = [(len(group.samples), group.predicted) for group in self._scheduler.groups()]
         rollouts, tokens = sum(count for count, _ in waiting), sum(count * length for count, length in waiting)
-        await patiently(self._plane.set_waiting, round(rollouts / engines), tokens / engines)
+        await retry_async(self._job_store.set_waiting, round(rollouts / engines), tokens / engines)
 
     async def _ended(self) -> bool:
         if not self._closing or self._open:
             return False
-        keys = self._plane.keys
+        keys = self._job_store.keys
         # the relay ends with the job
         for stream in (keys.requests, keys.outbox, keys.rewards):
-            if await patiently(self._plane.client.xlen, stream):
+            if await retry_async(self._job_store.client.xlen, stream):
                 return False
-        await patiently(self._plane.client.hset, self._plane.keys.job, "state", "closed")
-        await patiently(self._plane.let_expire)
+        await retry_async(self._job_store.client.hset, self._job_store.keys.job, "state", "closed")
+        await retry_async(self._job_store.let_expire)
         return True

@@ -11,14 +11,14 @@ from typing import Any
 
 import redis
 
-from rollout_api.client import AsyncRolloutClient
-from rollout_api.history_lengths import rollout_key
-from rollout_api.job import RolloutJob
-from rollout_api.keys import MessageKeys
-from rollout_api.messages import Drafts, Purpose, Rollout, RolloutId, UpdateMode
-from rollout_api.prompts import Prompt
-from rollout_api.tasks import end
-from rollout_worker.history.connection import persist
+from rollout_api.asyncio_tasks import end
+from rollout_api.client.async_client import AsyncRolloutClient
+from rollout_api.client.prompts import Prompt
+from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.length_entries import rollout_key
+from rollout_api.protocol.messages import Drafts, Purpose, Rollout, RolloutId, UpdateMode
+from rollout_worker.history.connection import retry
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.ledger import LedgerEntry, read_ledger
 from rollout_worker.job.problems import Problem
@@ -131,7 +131,7 @@ class DatasetTrainer:
             await end(watch)
         report.corrupt_records = int(max((c.get("history_corrupt", 0) for c in counters), default=0))
         report.index_bytes = int(sum(c.get("index_bytes", 0) for c in counters))
-        report.dead_letters = int(await asyncio.to_thread(persist, self._server.xlen, self._keys.dead))
+        report.dead_letters = int(await asyncio.to_thread(retry, self._server.xlen, self._keys.dead))
         return report
 
     def _prompts(self, mode: Mode) -> list[Prompt]:
@@ -144,7 +144,7 @@ class DatasetTrainer:
     async def _done(self, epoch: int) -> dict[str, LedgerEntry]:
         """What is made of an epoch already: rollout id → entry."""
         request_ids = [one.request_id for one in self._client.step(epoch, self._prompts(Mode.DAS)).prepare()]
-        ledger = await asyncio.to_thread(persist, read_ledger, self._server, self._keys, request_ids)
+        ledger = await asyncio.to_thread(retry, read_ledger, self._server, self._keys, request_ids)
         return {
             str(RolloutId(self._keys.uid, request_id, sample)): entry
             for request_id, samples in ledger.items()
@@ -174,7 +174,7 @@ class DatasetTrainer:
         problems = sorted({entry.problem_id for entry in done.values()})
         rewards: dict[bytes, float] = {}
         for problem in problems:
-            rewards |= await asyncio.to_thread(persist, self._store.rewards, problem)
+            rewards |= await asyncio.to_thread(retry, self._store.rewards, problem)
         return [
             RolloutRow(
                 rollout_id,
@@ -241,7 +241,7 @@ class DatasetTrainer:
 
     async def _history_has_all(self) -> None:
         """Wait until all that is done is in the history, so that the next drafts see it."""
-        while await asyncio.to_thread(persist, self._server.xlen, self._keys.outbox):
+        while await asyncio.to_thread(retry, self._server.xlen, self._keys.outbox):
             await asyncio.sleep(_WATCH_S)
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import redis
 from pydantic.alias_generators import to_camel
 
-from rollout_api.client import AsyncRolloutClient
-from rollout_api.job import FieldError, ManifestError, RolloutJob
-from rollout_api.keys import MessageKeys
-from rollout_api.tasks import end
+from rollout_api.asyncio_tasks import end
+from rollout_api.client.async_client import AsyncRolloutClient
+from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
+from rollout_api.protocol.keys import MessageKeys
 from rollout_worker.engine.model_source import default_cache, resolve_checkpoint
-from rollout_worker.history.connection import persist
+from rollout_worker.history.connection import retry
 from rollout_worker.job.dataset import DatasetTrainer
 from rollout_worker.job.ledger import count_ended
 from rollout_worker.job.problems import Problem, load_problems
@@ -61,7 +61,7 @@ def load_dataset(job: RolloutJob, model: Path, tokenizer: Any) -> Dataset | None
 
 def done_before(server: redis.Redis, keys: MessageKeys) -> int:
     """Rollouts of the dataset that earlier runs of the job have ended."""
-    return persist(count_ended, server, keys, _CLIENT)
+    return retry(count_ended, server, keys, _CLIENT)
 
 
 async def run_dataset(

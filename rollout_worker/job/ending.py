@@ -7,9 +7,9 @@ from typing import Literal
 
 import redis
 
-from rollout_api.keys import MessageKeys, named
+from rollout_api.protocol.keys import MessageKeys, named
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.plane import KEPT_S
+from rollout_worker.job.job_store import KEPT_S
 from rollout_worker.job.relay import Relay
 
 logger = logging.getLogger(__name__)

@@ -15,17 +15,17 @@ from typing import Any
 
 import redis
 
-from rollout_api.job_spec import Sampling
-from rollout_api.messages import FinishReason, Partial, Rollout, RolloutRequest, WeightsKind, WeightUpdate
-from rollout_api.tasks import end
+from rollout_api.asyncio_tasks import end
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import FinishReason, Partial, Rollout, RolloutRequest, WeightsKind, WeightUpdate
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine, Generated
 from rollout_worker.engine.sampling import AdmissionError, can_continue
-from rollout_worker.history.connection import patiently
+from rollout_worker.history.connection import retry_async
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.plane import Assignment, EngineReport, Entry, MessagePlane, Order, arrival
+from rollout_worker.job.job_store import Assignment, EngineReport, Entry, JobStore, Order, arrival
 from rollout_worker.job.weights import WeightsError, WeightTransport
-from rollout_worker.policy.futility import Futility
+from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class EngineWorker:
     def __init__(
         self,
         engine: Engine,
-        plane: MessagePlane,
+        job_store: JobStore,
         store: HistoryStore,
         *,
         name: str,
@@ -107,13 +107,13 @@ class EngineWorker:
         transport: WeightTransport,
         broadcast: bool = False,
         given_up: bool = False,
-        futility: Futility | None = None,
+        futility: SpeculationCutoff | None = None,
     ) -> None:
         """Take what a worker needs; :meth:`run` begins.
 
         Args:
             engine: started; the caller closes it.
-            plane: the job's messages.
+            job_store: the job's messages.
             store: the job's history.
             name: of the worker, the same over its restarts.
             worker: the process on its machine that may tell it to leave; '' if there is none.
@@ -125,12 +125,12 @@ class EngineWorker:
             given_up: whether the engine is one without speculation because drafting did not pay.
             futility: when to give drafting up; default: as it comes.
         """
-        self._engine, self._plane, self._store = engine, plane, store
+        self._engine, self._job_store, self._store = engine, job_store, store
         self._checkpoint_tokens, self._sampling, self._transport = checkpoint_tokens, sampling, transport
         plain = engine.config.drafting is None and not given_up
         self.gives_up = False
         """Whether it ends for another to go on without speculation, since drafting does not pay."""
-        self._futility = futility or Futility()
+        self._futility = futility or SpeculationCutoff()
         self._futile_since: float | None = None
         self._report = EngineReport(name, worker, os.getpid(), slots, plain, given_up, engine.weight_version)
         if broadcast:
@@ -140,7 +140,7 @@ class EngineWorker:
         self._leaving: asyncio.Task[None] | None = None
         self._running: dict[tuple[str, int], _Running] = {}
         self._requests: OrderedDict[str, asyncio.Task[RolloutRequest | None]] = OrderedDict()
-        self._history = _Announcer(engine, store, plane.keys.uid)
+        self._history = _Announcer(engine, store, job_store.keys.uid)
         self._partials: dict[tuple[str, int], tuple[RolloutRequest, Partial]] = {}
         self._partials_there = asyncio.Event()
         self._look_for_weights = asyncio.Event()
@@ -158,9 +158,9 @@ class EngineWorker:
         Raises:
             EngineError: if the engine died; its rollouts go on elsewhere.
         """
-        self._clock_ahead = await patiently(self._plane.clock) - time.time()
-        self._head = await patiently(self._plane.head)
-        self._server = await patiently(self._plane.server)
+        self._clock_ahead = await retry_async(self._job_store.clock) - time.time()
+        self._head = await retry_async(self._job_store.head)
+        self._server = await retry_async(self._job_store.server)
         await self._update()  # before any work is taken
         self._failure = asyncio.get_running_loop().create_future()
         await self._register()
@@ -184,14 +184,14 @@ class EngineWorker:
         finally:
             await end(*loops, *(running.task for running in self._running.values() if running.task is not None))
             try:
-                await self._plane.leave(self._id)  # others go on at once instead of after the lease
+                await self._job_store.leave(self._id)  # others go on at once instead of after the lease
             except redis.RedisError as error:
                 logger.info("Redis was not told that engine %s ends (%s); its lease will run out.", self._id, error)
 
     async def drain(self, grace: float) -> None:
         """Take no more work, let what runs end for *grace* seconds, hand the rest over, and end :meth:`run`."""
         self._report.draining = True
-        await patiently(lambda: self._plane.heartbeat(self._id, self._report))
+        await retry_async(lambda: self._job_store.heartbeat(self._id, self._report))
         tasks = [running.task for running in self._running.values() if running.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=grace)
@@ -208,20 +208,22 @@ class EngineWorker:
     async def _register(self) -> None:
         self._id = f"{self._report.name}-{secrets.token_hex(4)}"
         self._read_stats()
-        await patiently(lambda: self._plane.heartbeat(self._id, self._report, begin=True))
+        await retry_async(lambda: self._job_store.heartbeat(self._id, self._report, begin=True))
 
     async def _beat(self) -> None:
         told = (0, 0.0)
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             await self._tell()
-            if (waiting := await patiently(self._plane.waiting)) != told:
+            if (waiting := await retry_async(self._job_store.waiting)) != told:
                 await self._engine.tell_waiting(*waiting)
                 told = waiting
             if self._report.draining:
                 continue
-            grace = await patiently(self._plane.asked_to_leave, self._report.worker)
-            if grace is None and (head := await patiently(self._plane.head)):  # none in a Redis that lost its data
+            grace = await retry_async(self._job_store.asked_to_leave, self._report.worker)
+            if grace is None and (
+                head := await retry_async(self._job_store.head)
+            ):  # none in a Redis that lost its data
                 self._head = self._head or head
                 if head != self._head:
                     grace = 0.0  # this Ray cluster is a thing of the past
@@ -264,11 +266,11 @@ class EngineWorker:
     async def _tell(self) -> None:
         async with self._telling:  # one at a time begins anew, so that there is one lease
             self._read_stats()
-            known = await patiently(self._plane.heartbeat, self._id, self._report)
-            if (server := await patiently(self._plane.server)) != self._server:
+            known = await retry_async(self._job_store.heartbeat, self._id, self._report)
+            if (server := await retry_async(self._job_store.server)) != self._server:
                 # its last moments may be lost, and with them what was ordered, or that it was done
                 self._server, why = server, "Redis was started anew"
-                await patiently(self._plane.leave, self._id)
+                await retry_async(self._job_store.leave, self._id)
             elif not known:
                 why = "it was taken to be lost"
             else:
@@ -288,9 +290,9 @@ class EngineWorker:
         while True:
             if reading != self._id:
                 reading, cursor = self._id, "0"
-            inbox = self._plane.keys.inbox(reading)
+            inbox = self._job_store.keys.inbox(reading)
             at = {inbox: cursor}
-            found = await patiently(self._read_inbox, at)
+            found = await retry_async(self._read_inbox, at)
             for entry, fields in found.get(inbox, []):
                 cursor = entry
                 order = Order.read(entry, fields)
@@ -298,7 +300,7 @@ class EngineWorker:
                     await self._carry_out(order)
 
     async def _read_inbox(self, at: dict[str, str]) -> dict[str, list[Entry]]:
-        return await self._plane.read(at, block=_INBOX_WAIT_S, count=256)
+        return await self._job_store.read(at, block=_INBOX_WAIT_S, count=256)
 
     async def _carry_out(self, order: Order) -> None:
         if order.kind == "move" and order.assignment is not None:
@@ -309,7 +311,7 @@ class EngineWorker:
         elif order.assignment is not None:
             key = (order.assignment.request_id, order.assignment.sample)
             if key in self._running:  # the same order, repeated since its reply was lost
-                await patiently(self._plane.delete, self._plane.keys.inbox(self._id), order.order_id)
+                await retry_async(self._job_store.delete, self._job_store.keys.inbox(self._id), order.order_id)
                 return
             running = self._running[key] = _Running(order, order.assignment)
             running.task = asyncio.ensure_future(self._guarded(key, running))
@@ -321,7 +323,7 @@ class EngineWorker:
         elif order.kind == "weights":
             self._report.failed.clear()  # published anew, what could not be loaded is tried again
             self._look_for_weights.set()
-        await patiently(self._plane.delete, self._plane.keys.inbox(self._id), order.order_id)
+        await retry_async(self._job_store.delete, self._job_store.keys.inbox(self._id), order.order_id)
 
     async def _guarded(self, key: tuple[str, int], running: _Running) -> None:
         engine_id = self._id
@@ -343,16 +345,18 @@ class EngineWorker:
         assignment, order = running.assignment, running.order
         request = await self._request(assignment.entry)
         if request is None or self._report.draining:
-            inbox = self._plane.keys.inbox(engine_id)
+            inbox = self._job_store.keys.inbox(engine_id)
             if request is None:  # answered meanwhile
-                await patiently(self._plane.delete, inbox, order.order_id)
+                await retry_async(self._job_store.delete, inbox, order.order_id)
             else:
                 await self._give_back(running, engine_id, "draining")
             return
         started_at = time.time()
-        done, cancelled, prefix = await patiently(self._plane.before, request, assignment.sample, assignment.resumed)
+        done, cancelled, prefix = await retry_async(
+            self._job_store.before, request, assignment.sample, assignment.resumed
+        )
         if done:
-            await patiently(self._plane.delete, self._plane.keys.inbox(engine_id), order.order_id)
+            await retry_async(self._job_store.delete, self._job_store.keys.inbox(engine_id), order.order_id)
             return
         if prefix is not None and not can_continue(request.sampling):
             prefix = None
@@ -384,7 +388,7 @@ class EngineWorker:
         said = Partial(token_ids=made.token_ids, logprobs=made.logprobs, spans=made.spans) if made else None
         if reason is None:  # handed over
             if said is not None:
-                await patiently(self._plane.checkpoint, request, assignment.sample, said)
+                await retry_async(self._job_store.checkpoint, request, assignment.sample, said)
             if running.moving:
                 await self._give_back(running, engine_id, "moved")
             return
@@ -402,13 +406,13 @@ class EngineWorker:
             started_at=started_at,
             finished_at=time.time(),
         )
-        await patiently(lambda: self._plane.finish(request, rollout, engine=engine_id, order=order.order_id))
+        await retry_async(lambda: self._job_store.finish(request, rollout, engine=engine_id, order=order.order_id))
 
     async def _give_back(self, running: _Running, engine_id: str, reason: str) -> None:
         assignment = running.assignment
         # first: as soon as it is given back it may be ordered here again, which must not pass for a repetition
         self._running.pop((assignment.request_id, assignment.sample), None)
-        await patiently(self._plane.give_back, engine_id, running.order.order_id, assignment, reason)
+        await retry_async(self._job_store.give_back, engine_id, running.order.order_id, assignment, reason)
 
     async def _generate(self, running: _Running, request: RolloutRequest, prefix: Partial | None) -> Generated:
         key = (running.assignment.request_id, running.assignment.sample)
@@ -438,7 +442,7 @@ class EngineWorker:
         return await asyncio.shield(task)
 
     async def _read_request(self, entry: str) -> RolloutRequest | None:
-        request = await patiently(self._plane.request, entry)
+        request = await retry_async(self._job_store.request, entry)
         return request.under(self._sampling) if request is not None else None
 
     # partials
@@ -449,7 +453,9 @@ class EngineWorker:
             await self._partials_there.wait()
             self._partials_there.clear()
             pending, self._partials = self._partials, {}
-            writes = (self._plane.checkpoint(request, key[1], partial) for key, (request, partial) in pending.items())
+            writes = (
+                self._job_store.checkpoint(request, key[1], partial) for key, (request, partial) in pending.items()
+            )
             outcomes = await asyncio.gather(*writes, return_exceptions=True)
             failures = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
             if failures and not failing:
@@ -474,7 +480,7 @@ class EngineWorker:
     async def _update(self) -> None:
         """Serve what is to be served; what cannot be loaded is said, and the old weights go on."""
         async with self._updating:
-            updates = await patiently(self._plane.weights)
+            updates = await retry_async(self._job_store.weights)
             for update in updates:
                 version, full = update.weight_version, update.weights is WeightsKind.FULL
                 served = self._engine.full_version if full else self._engine.weight_version
@@ -608,7 +614,7 @@ class _Announcer:
                 continue
             await asyncio.sleep(0.01)  # what came in the same moment goes together
             if self._generation is None:
-                generation: int = await patiently(asyncio.to_thread, self._store.generation)
+                generation: int = await retry_async(asyncio.to_thread, self._store.generation)
                 self._generation = generation
             announced, wanted, self._wanted = dict(self._known), self._wanted, set()
             await self._engine.announce(list(announced), self._generation, wanted=list(wanted), wait=_HISTORY_WAIT_S)

@@ -8,8 +8,8 @@ from typing import Any
 import msgpack
 import redis
 
-from rollout_api.keys import MessageKeys
-from rollout_api.messages import CodecError, Rollout
+from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.messages import CodecError, Rollout
 
 META_FIELDS = frozenset({b"entry", b"n", b"cancelled"})
 """Fields of a request's ledger that are no samples."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rollout_api.length_stats import LengthStats
-from rollout_api.messages import RolloutRequest
+from rollout_api.protocol.messages import RolloutRequest
 from rollout_worker.history.lengths import NOTHING_KNOWN
-from rollout_worker.policy.lengths_ahead import Ahead
+from rollout_worker.policy.remaining_length import Ahead
 
 _ROUNDED = 64
 

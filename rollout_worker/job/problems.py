@@ -7,9 +7,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_api.job import FieldError, ManifestError
-from rollout_api.job_spec import DatasetSource, Task
-from rollout_api.messages import problem_id_of
+from rollout_api.manifest.rollout_job import FieldError, ManifestError
+from rollout_api.manifest.spec import DatasetSource, Task
+from rollout_api.protocol.messages import problem_id_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import signal
 from typing import Any
 
 from rollout_worker.engine.compat import EngineError
-from rollout_worker.job.plane import MessagePlane
+from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.setup import JobSetup
 
 logger = logging.getLogger(__name__)
@@ -89,14 +89,14 @@ class RayJob:
         for name, actor in (("coordinator", CoordinatorActor), ("relay", RelayActor)):
             ray.remote(actor).options(**lasting(name, self._setup.uid)).remote(self._setup)
 
-    async def engines_ready(self, plane: MessagePlane, wanted: int) -> None:
+    async def engines_ready(self, job_store: JobStore, wanted: int) -> None:
         """Wait until *wanted* engines have taken up their work.
 
         Raises:
             EngineError: as soon as one cannot start.
         """
         while True:
-            engines = await plane.engines()
+            engines = await job_store.engines()
             if sum(alive for _, alive in engines.values()) >= wanted:
                 return
             errors = await self._ask("engine_errors")

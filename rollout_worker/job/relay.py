@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 import redis
 
-from rollout_api.dead_letters import add_dead_letter
-from rollout_api.keys import CONTEXT, DATA, MessageKeys
-from rollout_api.messages import CodecError, Rewards, Rollout, RolloutId, decode, unpack_tokens
-from rollout_worker.history.connection import persist
+from rollout_api.protocol.dead_letters import add_dead_letter
+from rollout_api.protocol.keys import CONTEXT, DATA, MessageKeys
+from rollout_api.protocol.messages import CodecError, Rewards, Rollout, RolloutId, decode, unpack_tokens
+from rollout_worker.history.connection import retry
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.server_functions import concerns_the_server
 from rollout_worker.history.store import HistoryStore
@@ -72,7 +72,7 @@ class Relay:
         said = 0.0
         while not self._stopping.is_set():
             try:
-                carried = persist(self._carry_batch)
+                carried = retry(self._carry_batch)
                 self.failure = None
             except Exception as error:  # it may pass; meanwhile entries wait in the outbox
                 if self.failure is None or time.monotonic() - said > _SAY_EVERY_S:

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollout_api.job import RolloutJob, parse_job
-from rollout_api.keys import HistoryKeys, MessageKeys
-from rollout_api.quantity import parse_quantity
+from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.rollout_job import RolloutJob, parse_job
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.engine.drafting import Drafting, HistoryBinding
 from rollout_worker.engine.host import EngineConfig
 from rollout_worker.engine.model_source import default_cache, resolve_model
 from rollout_worker.history.connection import connect_async, connect_history
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.plane import MessagePlane
+from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.weights import ByAddress, SharedFiles, TrainerMemory, WeightTransport
 from rollout_worker.policy.policies import longest_draft
 
@@ -61,9 +61,9 @@ class JobSetup:
         """Of the job's history."""
         return HistoryKeys(self.job.metadata.namespace, self.job.history_name)
 
-    def plane(self) -> MessagePlane:
+    def job_store(self) -> JobStore:
         """The message plane, for the asyncio loop of the caller."""
-        return MessagePlane(connect_async(self.redis_url, block=BLOCK_S), self.keys)
+        return JobStore(connect_async(self.redis_url, block=BLOCK_S), self.keys)
 
     def store(self) -> HistoryStore:
         """The history."""

@@ -9,10 +9,10 @@ from typing import TypedDict
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from rollout_api.job import RolloutJob
-from rollout_worker.job.plane import EngineReport
+from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_worker.job.job_store import EngineReport
 from rollout_worker.policy.canary import DriftTest
-from rollout_worker.policy.lengths_ahead import WorkAhead
+from rollout_worker.policy.remaining_length import WorkAhead
 
 _RATE_WINDOW_S = 10.0
 _TELLING_TOKENS = 4096
@@ -69,9 +69,9 @@ class JobStatus(TypedDict):
     """Share of decoding time that drafts saved, by what steps without drafts would have cost; None if unknown."""
     canaries: int
     """Rollouts without drafts that were compared with their siblings."""
-    law_evidence: float
+    drift_e_value: float
     """For drafts changing what is sampled: not expected to grow from 1 while they do not."""
-    law_drifted: bool
+    distribution_drift: bool
     unverified: list[str]
     """Engines whose drafts do not reach the model as they are made."""
     tokens_per_second: float
@@ -172,8 +172,8 @@ class StatusBoard:
             "accepted_per_step": accepted / steps if steps else 0.0,
             "saved": self._saved(engines),
             "canaries": canaries.canaries,
-            "law_evidence": canaries.evidence,
-            "law_drifted": canaries.drifted,
+            "drift_e_value": canaries.evidence,
+            "distribution_drift": canaries.drifted,
             "unverified": [report.name for report in engines.values() if _unverified(report.counters)],
             "tokens_per_second": speed,
             "seconds_left": left,
@@ -258,8 +258,8 @@ class StatusCollector:
             "engines_failed": ("Engines that do not start.", len(status["engine_errors"])),
             "status_age_seconds": ("Since these figures were made: many, while Redis is away.", self._board.age),
             "weight_version": ("The weight version to be served.", status["weight_version"]),
-            "law_evidence": ("For drafts changing what is sampled: 1000 is an alarm.", status["law_evidence"]),
-            "law_drifted": ("Whether drafts change what is sampled.", float(status["law_drifted"])),
+            "drift_e_value": ("For drafts changing what is sampled: 1000 is an alarm.", status["drift_e_value"]),
+            "distribution_drift": ("Whether drafts change what is sampled.", float(status["distribution_drift"])),
             "engines_given_up": (
                 "Engines without speculation, as drafting did not pay.",
                 sum(engine["given_up"] for engine in status["engines"]),

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from rollout_api.broadcast import BACKENDS
-from rollout_api.messages import WeightsKind, WeightUpdate
-from rollout_api.weights import checksum
+from rollout_api.protocol.messages import WeightsKind, WeightUpdate
+from rollout_api.weights.broadcast import BACKENDS
+from rollout_api.weights.checksum import checksum
 from rollout_worker.engine.host import Engine
 from rollout_worker.engine.model_source import ModelError, resolve_adapter, resolve_checkpoint
 from rollout_worker.engine.weights import Incoming

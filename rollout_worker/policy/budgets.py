@@ -11,7 +11,7 @@ import numpy as np
 from rollout_api.length_stats import LengthClass, LengthStats
 from rollout_worker.policy.acceptance_curve import AcceptanceCurve, DasAcceptance
 from rollout_worker.policy.das_optimal import optimal_budgets
-from rollout_worker.policy.lengths_ahead import last_probabilities
+from rollout_worker.policy.remaining_length import last_probabilities
 from rollout_worker.policy.rollouts import Column, Floats, Integers, Lengths, RunningRollouts
 from rollout_worker.policy.step_cost import StepCost
 

@@ -9,7 +9,7 @@ import numpy as np
 from rollout_worker.policy.budgets import NOTHING_WAITS, Allowance, BudgetPolicy, Waiting
 from rollout_worker.policy.cost_fit import CostFit, Step
 from rollout_worker.policy.governor import EXPLORATION, Governor
-from rollout_worker.policy.rests import Rests
+from rollout_worker.policy.idle_backoff import IdleBackoff
 from rollout_worker.policy.rollouts import Column, Floats, Integers
 from rollout_worker.policy.step_cost import StepCost
 
@@ -53,7 +53,7 @@ class DraftController:
         self.seconds_without = 0.0
         """That the same tokens would have taken without drafts, by the cost of steps."""
         self._policy, self._governed = policy, governed
-        self._rests = Rests()
+        self._rests = IdleBackoff()
         self._with_drafts = 0
         """Steps."""
         self._worth = Column()

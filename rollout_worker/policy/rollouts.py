@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.policy.lengths_ahead import remaining
+from rollout_worker.policy.remaining_length import remaining
 
 POINTS = 8
 """Quantiles of a rollout's length."""

@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 import redis.asyncio
-from job_side import VOCABULARY, JobSide, wait_until
 from redis.commands.core import AsyncScript
 
 from rollout_api import (
@@ -56,10 +55,11 @@ from rollout_api import (
     decode,
     encode,
 )
-from rollout_api.keys import TRAINER_GROUP, named
-from rollout_api.prompts import SamplingOverrides
-from rollout_api.results import MOST_UNREAD
+from rollout_api.client.prompts import SamplingOverrides
+from rollout_api.client.result_stream import MOST_UNREAD
+from rollout_api.protocol.keys import TRAINER_GROUP, named
 from rollout_worker.embedded_redis import EmbeddedRedis
+from tests.support.job_side import VOCABULARY, JobSide, wait_until
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 BEYOND = Partial(token_ids=[VOCABULARY], spans=[WeightSpan(start=0, weight_version=0)])
@@ -505,7 +505,7 @@ def test_room_is_counted_right_through_errors_cancellations_and_new_ids(redis_ur
 def test_steps_that_ended_long_ago_are_forgotten(
     client: RolloutClient, job: JobSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_api.client._ENDED_STEPS_KEPT", 2)
+    monkeypatch.setattr("rollout_api.client.async_client._ENDED_STEPS_KEPT", 2)
     with job.serving():
         for step in (1, 2, 3, 1):
             client.generate(PROMPTS, step=step)
@@ -567,7 +567,7 @@ def test_what_is_acknowledged_behind_what_is_held_is_deleted(redis_url: str, job
 def test_an_acknowledgement_that_fails_leaves_no_request_in_halves(
     redis_url: str, job: JobSide, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_api.results._ACKNOWLEDGED_AT_ONCE", 3)
+    monkeypatch.setattr("rollout_api.client.result_stream._ACKNOWLEDGED_AT_ONCE", 3)
     call = AsyncScript.__call__
     calls: list[int] = []
 
@@ -1037,7 +1037,7 @@ def test_a_job_that_has_ended_is_said_when_connecting(redis_url: str, job: JobSi
 def test_no_coordinator_is_said_and_waited_for(
     client: RolloutClient, job: JobSide, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollout_api.client._COORDINATOR_GRACE_S", 0.5)
+    monkeypatch.setattr("rollout_api.client.async_client._COORDINATOR_GRACE_S", 0.5)
     progress: list[Progress] = []
     with client.step(0, PROMPTS, on_progress=progress.append) as step:
         job.wait_for_requests(3)
@@ -1089,7 +1089,7 @@ def test_enough_groups_end_the_step(client: RolloutClient, job: JobSide) -> None
     assert {2} == groups.partial.keys()
     done, broken_off = groups.partial[2]
     assert (FinishReason.STOP, FinishReason.CANCELLED) == (done.finish_reason, broken_off.finish_reason)
-    rest = Prompt([6], weight_version=3).going_on_from(broken_off)
+    rest = Prompt([6], weight_version=3).continue_from(broken_off)
     with client.step(1, [rest]) as step:
         [request] = job.wait_for_requests(1)
         step.cancel()
@@ -1097,7 +1097,7 @@ def test_enough_groups_end_the_step(client: RolloutClient, job: JobSide) -> None
     assert broken_off.token_ids == request.prefix.token_ids
     assert (1, None) == (request.sampling.n, request.weight_version)
     with pytest.raises(InvalidRequestError, match="ended by itself"):
-        Prompt([6]).going_on_from(done)
+        Prompt([6]).continue_from(done)
 
 
 def test_a_step_left_early_cancels_and_drops_the_rest(

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 import pytest
 import redis
-from job_side import HISTORY, JobSide, remember, wait_until
-from servers import Cluster
 
 from rollout_api import (
     AsyncRolloutClient,
@@ -24,6 +22,8 @@ from rollout_api import (
     VersionMismatchError,
 )
 from rollout_worker.embedded_redis import EmbeddedRedis
+from tests.support.job_side import HISTORY, JobSide, remember, wait_until
+from tests.support.redis_servers import Cluster
 
 ODD = "a {problem} of 100%"
 T = TypeVar("T")

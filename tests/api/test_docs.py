@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from rollout_api.job_spec import Source
+from rollout_api.manifest.spec import Source
 
 ROOT = Path(__file__).parents[2]
 

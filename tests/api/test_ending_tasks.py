@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from rollout_api.tasks import end
+from rollout_api.asyncio_tasks import end
 
 
 async def deaf(cancellations: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api.history_lengths import (
+from rollout_api.protocol.length_entries import (
     ENTRY_BYTES,
     KEY_BYTES,
     LengthEntry,

@@ -31,7 +31,7 @@ from rollout_api import (
     encode,
     problem_id_of,
 )
-from rollout_api.messages import MESSAGES, Message
+from rollout_api.protocol.messages import MESSAGES, Message
 
 token_ids = st.lists(st.integers(0, 2**32 - 2), max_size=50)
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -13,12 +13,12 @@ from typing import Any
 import jsonschema
 import pytest
 import redis
-from job_side import JobSide
 
 from rollout_api import CodecError, decode, encode, problem_id_of
-from rollout_api.keys import MessageKeys, named
-from rollout_api.messages import MESSAGES
-from rollout_api.weights import checksum
+from rollout_api.protocol.keys import MessageKeys, named
+from rollout_api.protocol.messages import MESSAGES
+from rollout_api.weights.checksum import checksum
+from tests.support.job_side import JobSide
 
 ROOT = Path(__file__).parents[2]
 VECTORS = json.loads((ROOT / "docs" / "protocol" / "vectors.json").read_text())

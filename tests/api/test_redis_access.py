@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import redis
 
-from rollout_api.keys import HISTORIES, HistoryKeys, MessageKeys
-from rollout_api.redis_access import access_rules, service_rules
-from rollout_worker.history.keeper import Keeper
+from rollout_api.protocol.keys import HISTORIES, HistoryKeys, MessageKeys
+from rollout_api.redis_client.access_rules import access_rules, service_rules
+from rollout_worker.history.maintenance import HistoryMaintainer
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import START, Appended, HistoryStore, Problem, histories
 
@@ -72,8 +72,8 @@ def denied(*calls: Callable[[], object]) -> None:
 def test_a_jobs_user_may_keep_its_history_and_say_that_it_is_there(admin: redis.Redis, connect: Connect) -> None:
     user = connect("job", access_rules("rl", "job", UID, OURS.name))
     keep(HistoryStore(user, OURS, window=4))
-    keeper = Keeper(user, OURS, token="the job's")
-    assert 3 == keeper.look_after().problems
+    keeper = HistoryMaintainer(user, OURS, token="the job's")
+    assert 3 == keeper.run_once().problems
     keeper.resign()
     assert {OURS.full_name.encode()} == admin.smembers(HISTORIES)
 
@@ -89,7 +89,7 @@ def test_a_jobs_user_knows_nothing_of_other_histories(admin: redis.Redis, connec
         lambda: theirs.lengths("p"),
         lambda: theirs.length_stats(None),
         lambda: theirs.use(["p"]),
-        Keeper(user, THEIRS, token="the job's").lead,
+        HistoryMaintainer(user, THEIRS, token="the job's").lead,
         lambda: user.xrange(HistoryKeys("other", OURS.name).log("p")),
         # names of others' histories cannot be read, nor taken away from the service
         lambda: histories(user),
@@ -123,8 +123,8 @@ def test_the_services_user_may_look_after_every_history(admin: redis.Redis, conn
     assert store.compact("p")
     store.trim("p")
     store.set_horizon(2)
-    keeper = Keeper(user, OURS, token="the service's")
-    assert 3 == keeper.look_after().problems
+    keeper = HistoryMaintainer(user, OURS, token="the service's")
+    assert 3 == keeper.run_once().problems
     keeper.resign()
     assert ["p"] == dropped(store, "p")
     store.delete()
@@ -170,7 +170,7 @@ def test_the_services_user_knows_nothing_of_messages_and_rules_nothing(admin: re
 def test_the_rules_are_printed_as_redis_takes_them(
     connect: Connect, admin: redis.Redis, arguments: list[str], expected: list[str]
 ) -> None:
-    command = [sys.executable, "-m", "rollout_api.redis_access", *arguments]
+    command = [sys.executable, "-m", "rollout_api.redis_client.access_rules", *arguments]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     connect("printed", printed.split())
     connect("given", expected)
@@ -178,6 +178,8 @@ def test_the_rules_are_printed_as_redis_takes_them(
 
 
 def test_other_arguments_are_answered_by_the_usage() -> None:
-    done = subprocess.run([sys.executable, "-m", "rollout_api.redis_access", "rl"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "rollout_api.redis_client.access_rules", "rl"], capture_output=True, text=True
+    )
     assert 1 == done.returncode
     assert "NAMESPACE NAME UID HISTORY" in done.stderr

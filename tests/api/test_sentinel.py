@@ -12,10 +12,10 @@ import pytest
 import redis
 import redis.asyncio.sentinel
 import redis.sentinel
-from servers import Certificates, Sentinels, free_port
 
 from rollout_api.errors import InvalidRequestError, RedisAwayError
-from rollout_api.redis_connection import Patience, RedisTarget, address, connection_to
+from rollout_api.redis_client.connection import RedisTarget, RetryPolicy, address, connection_to
+from tests.support.redis_servers import Certificates, Sentinels, free_port
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def sentinels(tmp_path: Path) -> Iterator[Sentinels]:
 
 async def written_over_a_failover(target: RedisTarget, running: Sentinels) -> list[bytes]:
     client: Any = connection_to(target)
-    patience = Patience(address(client), 30)
+    patience = RetryPolicy(address(client), 30)
     try:
         await patience.of(lambda: client.set("before", 1), what="write")
         assert 1 == await client.wait(1, 5000)
@@ -66,7 +66,7 @@ def test_sentinels_that_are_silent_are_given_up_soon_and_named() -> None:
     client = connection_to(f"redis+sentinel://:secret@{','.join(f'127.0.0.1:{port}' for port in ports)}/main")
 
     async def ask() -> None:
-        await Patience(address(client), 1).of(client.ping, what="ask")
+        await RetryPolicy(address(client), 1).of(client.ping, what="ask")
 
     began = time.monotonic()
     with pytest.raises(RedisAwayError, match=f"main, whose Sentinels are 127.0.0.1:{ports[0]},") as caught:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from testbed import VOCABULARY, make_model
 
 from benchmarks.rollout import figures_of, lower_bound
 from benchmarks.rollout_runs import DRAFT, KEYS, Bench, Material, Run, Sampled, engines_of, redis_server, request_of
@@ -17,6 +16,7 @@ from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
 from rollout_worker.engine.sampling import SOURCES
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
+from tests.support.reference_model import VOCABULARY, make_model
 
 PROMPT = [4, 4, 2, 17]
 END = VOCABULARY - 1

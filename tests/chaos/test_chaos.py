@@ -23,15 +23,15 @@ import psutil
 import pytest
 import redis
 import yaml
-from histories import ids_in
-from kubelet import Kubelet
-from ports import free_port
-from proxy import Proxy
-from testbed import make_model
-from trainer import GROUPS, SAMPLES, TOKENS
 
-from rollout_api.keys import DATA, HistoryKeys, MessageKeys
-from rollout_api.messages import CodecError, Refusal, Rollout, decode
+from rollout_api.protocol.keys import DATA, HistoryKeys, MessageKeys
+from rollout_api.protocol.messages import CodecError, Refusal, Rollout, decode
+from tests.support.chaos_trainer import GROUPS, SAMPLES, TOKENS
+from tests.support.history_contents import ids_in
+from tests.support.ports import free_port
+from tests.support.process_supervisor import Kubelet
+from tests.support.reference_model import make_model
+from tests.support.tcp_proxy import Proxy
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "240"))
@@ -193,7 +193,7 @@ class Field:
         for number in range(2):
             self.start_worker(number)
         for rank in range(TRAINERS):
-            trainer = [sys.executable, str(Path(__file__).with_name("trainer.py")), "--redis", self.url, "--uid", UID]
+            trainer = [sys.executable, "-m", "tests.support.chaos_trainer", "--redis", self.url, "--uid", UID]
             trainer += ["--rank", str(rank), "--journal", str(self.journal(rank)), "--stop", str(self._stop)]
             self.kubelet.start(f"trainer-{rank}", trainer)
 

@@ -19,20 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from histories import ids_in
-from live import LiveJob, manifest, start_engine
-from proxy import Proxy
-from servers import Server
-from testbed import EOS, VOCABULARY, LoopThread, make_model
 
 from rollout_api import AsyncRolloutClient, Prompt, Rollout
-from rollout_api.history_lengths import rollout_key
-from rollout_api.job_spec import Sampling
-from rollout_api.keys import HistoryKeys
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.protocol.length_entries import rollout_key
 from rollout_worker.engine.host import Engine
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore, histories
 from rollout_worker.job.relay import Relay
+from tests.support.history_contents import ids_in
+from tests.support.in_process_job import LiveJob, manifest, start_engine
+from tests.support.redis_servers import Server
+from tests.support.reference_model import EOS, VOCABULARY, LoopThread, make_model
+from tests.support.tcp_proxy import Proxy
 
 KEYS = HistoryKeys("default", "live")
 WINDOW = 16

@@ -6,11 +6,12 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
-from control_plane import ControlPlane
-from jobs import Jobs
-from operator_process import OperatorProcess
-from real_cluster import RealCluster, real_cluster
-from virtual_nodes import VirtualNodes
+
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.jobs import Jobs
+from tests.support.cluster.operator_process import OperatorProcess
+from tests.support.cluster.real_cluster import RealCluster, real_cluster
+from tests.support.cluster.virtual_nodes import VirtualNodes
 
 _numbers = itertools.count()
 

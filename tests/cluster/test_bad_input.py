@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from jobs import Jobs
 
 from rollout_api import ManifestError, parse_job
+from tests.support.cluster.jobs import Jobs
 
 LONG = "a" * 46
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import redis
-from control_plane import wait_for
 from prometheus_client.parser import text_string_to_metric_families
-from real_cluster import NAMESPACE, RELEASE, RealCluster
 
-from rollout_api.keys import HISTORIES
+from rollout_api.protocol.keys import HISTORIES
+from tests.support.cluster.control_plane import wait_for
+from tests.support.cluster.real_cluster import NAMESPACE, RELEASE, RealCluster
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -6,10 +6,11 @@ import signal
 from collections.abc import Callable
 
 import pytest
-from control_plane import ControlPlane
-from jobs import Jobs
-from operator_process import OperatorProcess
-from virtual_nodes import VirtualNodes
+
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.jobs import Jobs
+from tests.support.cluster.operator_process import OperatorProcess
+from tests.support.cluster.virtual_nodes import VirtualNodes
 
 
 def test_killed_around_every_call_it_makes_what_one_that_lives_makes(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
-from control_plane import ControlPlane
-from jobs import Jobs
-from operator_process import OperatorProcess
 from rollout_operator import names
-from virtual_nodes import VirtualNodes
+
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.jobs import Jobs
+from tests.support.cluster.operator_process import OperatorProcess
+from tests.support.cluster.virtual_nodes import VirtualNodes
 
 pytestmark = pytest.mark.usefixtures("operator")
 
@@ -140,7 +141,7 @@ def test_idle_jobs_cost_nothing_and_running_ones_no_changes(
     jobs: Jobs, operator: OperatorProcess, nodes: VirtualNodes
 ) -> None:
     def looks() -> float:
-        return operator.metric("rollout_operator_looks_total")
+        return operator.metric("rollout_operator_reconciles_total")
 
     for number in range(5):
         jobs.make(f"idle-{number}", lifecycle={"suspend": True})

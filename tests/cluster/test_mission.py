@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
-from control_plane import wait_for
-from real_cluster import EXAMPLES, RELEASE, RealCluster
 
-from rollout_api.keys import MessageKeys
+from rollout_api.protocol.keys import MessageKeys
 from rollout_worker.job.ledger import LedgerEntry, read_ledger
+from tests.support.cluster.control_plane import wait_for
+from tests.support.cluster.real_cluster import EXAMPLES, RELEASE, RealCluster
 
 pytestmark = pytest.mark.timeout(1200)
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from control_plane import wait_for
-from real_cluster import NAMESPACE, RELEASE, OwnCluster, RealCluster
 
 from rollout_api import Rollout, RolloutClient
+from tests.support.cluster.control_plane import wait_for
+from tests.support.cluster.real_cluster import NAMESPACE, RELEASE, OwnCluster, RealCluster
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 import redis
-from chart import render
-from control_plane import ControlPlane, wait_for
-from jobs import Jobs
 from kubernetes import client
-from ports import free_port
 from rollout_operator.redis_users import prefix_of
 
-from rollout_api.keys import HistoryKeys, MessageKeys, named
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys, named
+from tests.support.cluster.chart import render
+from tests.support.cluster.control_plane import ControlPlane, wait_for
+from tests.support.cluster.jobs import Jobs
+from tests.support.ports import free_port
 
 PASSWORD, KEY = "the-admins-own", "k" * 40
 PREFIX = prefix_of(KEY.encode())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from chart import render
-from control_plane import ControlPlane
-from jobs import Jobs
 from kubernetes import client
-from operator_process import OperatorProcess
 from rollout_operator import names
-from virtual_nodes import VirtualNodes
+
+from tests.support.cluster.chart import render
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.jobs import Jobs
+from tests.support.cluster.operator_process import OperatorProcess
+from tests.support.cluster.virtual_nodes import VirtualNodes
 
 KINDS = ["serviceaccounts", "configmaps", "services", "networkpolicies", "poddisruptionbudgets"]
 PRECAUTIONS = {

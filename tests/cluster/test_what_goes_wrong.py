@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from control_plane import wait_for
-from real_cluster import NAMESPACE, RealCluster
+
+from tests.support.cluster.control_plane import wait_for
+from tests.support.cluster.real_cluster import NAMESPACE, RealCluster
 
 # name, what is wrong in the manifest, reason of the Event, what its message says
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
-from oracle import Oracle
 
 from rollout_worker.drafting import SuffixIndex
+from tests.support.index_oracle import Oracle
 
 # Two or three different tokens make matches long and votes divided; the largest token id must sort before START.
 TOKENS = st.sampled_from([0, 1, 2**32 - 2])

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bed import KEYS, MAX_DRAFT_TOKENS, Bed, config
-from testbed import Law, LoopThread, make_model
 
 from rollout_worker.engine.drafting import Drafting, HistoryBinding
 from rollout_worker.engine.host import Engine
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
+from tests.support.engines import KEYS, MAX_DRAFT_TOKENS, Bed, config
+from tests.support.reference_model import Law, LoopThread, make_model
 
 
 @pytest.fixture(scope="session")

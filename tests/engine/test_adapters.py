@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from bed import KEYS, Bed, config
 from safetensors.torch import load_file, save_file
-from test_continuing import ENDLESS, so_far
-from testbed import Law, LoopThread, chi_square, make_adapter, make_model, merged_law
 
-from rollout_api.job_spec import Sampling
-from rollout_api.messages import Partial, UpdateMode, WeightSpan
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Partial, UpdateMode, WeightSpan
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.drafting import Drafting
 from rollout_worker.engine.host import Engine, Generated
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
+from tests.engine.test_continuing import ENDLESS, so_far
+from tests.support.engines import KEYS, Bed, config
+from tests.support.reference_model import Law, LoopThread, chi_square, make_adapter, make_model, merged_law
 
 PROMPT = [5, 1, 9, 2]
 RANK = 5

@@ -6,13 +6,13 @@ import asyncio
 
 import numpy as np
 import pytest
-from bed import MAX_DRAFT_TOKENS, Bed
-from test_lossless import LEAST_P, PROMPT, PROMPTS, SAMPLES, accepted_share, tokens
-from testbed import EOS, Law, chi_square
 
-from rollout_api.job_spec import Sampling
-from rollout_api.messages import Drafts, FinishReason, Partial, RolloutRequest, WeightSpan
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Drafts, FinishReason, Partial, RolloutRequest, WeightSpan
 from rollout_worker.engine.host import Generated
+from tests.engine.test_lossless import LEAST_P, PROMPT, PROMPTS, SAMPLES, accepted_share, tokens
+from tests.support.engines import MAX_DRAFT_TOKENS, Bed
+from tests.support.reference_model import EOS, Law, chi_square
 
 ENDLESS = list(range(12))
 """No end of sequence among the tokens."""

@@ -7,10 +7,10 @@ import signal
 import time
 
 import redis
-from bed import MAX_DRAFT_TOKENS, Bed
-from testbed import POSITIONS
 
-from rollout_api.job_spec import Sampling
+from rollout_api.manifest.spec import Sampling
+from tests.support.engines import MAX_DRAFT_TOKENS, Bed
+from tests.support.reference_model import POSITIONS
 
 PROMPT = [4, 4, 2, 17]
 

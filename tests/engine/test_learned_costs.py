@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bed import KEYS, Bed, config
-from testbed import LoopThread
 
-from rollout_api.job_spec import Sampling
+from rollout_api.manifest.spec import Sampling
 from rollout_worker.engine.drafting import Drafting
 from rollout_worker.engine.host import Engine
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
+from tests.support.engines import KEYS, Bed, config
+from tests.support.reference_model import LoopThread
 
 PROMPT = [4, 4, 2, 17]
 LOOPS = Sampling(n=8, max_tokens=200, allowed_token_ids=[1, 2], temperature=0)

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bed import Bed, config
-from testbed import EOS, VOCABULARY, Law, LoopThread, chi_square
 
-from rollout_api.job_spec import Sampling
-from rollout_api.keys import HistoryKeys
-from rollout_api.messages import RolloutRequest
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.protocol.messages import RolloutRequest
 from rollout_worker.engine.drafting import Drafting
 from rollout_worker.engine.host import Engine, Generated
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import HistoryStore
+from tests.support.engines import Bed, config
+from tests.support.reference_model import EOS, VOCABULARY, Law, LoopThread, chi_square
 
 PROMPT = [5, 1, 9, 2]
 SAMPLES = 4000
@@ -114,11 +114,11 @@ def test_without_the_cpu_fix_the_law_is_lost(
     broken = config(model, drafting)
     speculative = {
         "method": "custom_class",
-        "model": "unmended.UnmendedProposer",
+        "model": "tests.support.unpatched_proposer.UnpatchedProposer",
         "num_speculative_tokens": drafting.max_draft_tokens,
     }
     path = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}{os.pathsep}{path}"
+    os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{path}"
     try:
         engine = loop.run(Engine.start(replace(broken, overrides={"speculative_config": speculative})))
     finally:

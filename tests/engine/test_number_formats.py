@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from bed import Bed, config
-from testbed import LoopThread
 
-from rollout_api.job_spec import Sampling
+from rollout_api.manifest.spec import Sampling
 from rollout_worker.engine.host import Engine
+from tests.support.engines import Bed, config
+from tests.support.reference_model import LoopThread
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_api.job_spec import Sampling
-from rollout_api.messages import Partial, WeightSpan
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Partial, WeightSpan
 from rollout_worker.engine.compat import sample_plainly_without_drafts
 from rollout_worker.engine.sampling import (
     AdmissionError,

@@ -13,17 +13,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bed import Bed, config
 from safetensors.torch import load_file, save_file
-from testbed import EOS, Law, LoopThread, make_model
 
-from rollout_api.job_spec import Sampling
-from rollout_api.messages import Partial, UpdateMode, WeightSpan
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Partial, UpdateMode, WeightSpan
 from rollout_worker.engine import host
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine, Generated
 from rollout_worker.engine.model_source import ModelError, resolve_adapter, resolve_checkpoint
 from rollout_worker.engine.weights import check_weights
+from tests.support.engines import Bed, config
+from tests.support.reference_model import EOS, Law, LoopThread, make_model
 
 PROMPT = [5, 1, 9, 2]
 LONG_PROMPT = [int(token) for token in np.random.default_rng(5).integers(0, EOS, size=290)]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servers import Cluster, Server
 
 from rollout_worker.history.connection import connect_history
+from tests.support.redis_servers import Cluster, Server
 
 
 @pytest.fixture(scope="session")

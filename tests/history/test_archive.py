@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import redis
 import zstandard
-from servers import Cluster, Server
 
-from rollout_api.history_lengths import rollout_key
-from rollout_api.keys import HistoryKeys
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.protocol.length_entries import rollout_key
 from rollout_worker.history.archive import (
     ArchiveError,
     Exported,
@@ -24,10 +23,11 @@ from rollout_worker.history.archive import (
     read_contents,
 )
 from rollout_worker.history.connection import connect_history
-from rollout_worker.history.keeper import UnknownHistoryError
+from rollout_worker.history.maintenance import UnknownHistoryError
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.server_functions import Redis
 from rollout_worker.history.store import START, HistoryMismatchError, HistoryStore
+from tests.support.redis_servers import Cluster, Server
 
 KEYS, COPY = HistoryKeys("default", "math"), HistoryKeys("team", "copy")
 ODD = "a {problem} of 50%\n»"

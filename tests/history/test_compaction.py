@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from rollout_api.keys import HistoryKeys
+from rollout_api.protocol.keys import HistoryKeys
 from rollout_worker.history.connection import connect_history
 from rollout_worker.history.records import HistoryRecord, decode_records
 from rollout_worker.history.server_functions import Call, Function, run

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 import redis
 import redis.sentinel
-from servers import Certificates, Cluster, Sentinels, Server, until
 
-from rollout_api.redis_connection import passes
+from rollout_api.redis_client.connection import passes
 from rollout_worker.history.connection import (
     RedisUnusableError,
     check,
     connect,
     connect_async,
     connect_history,
-    persist,
     problem,
+    retry,
     wait_until_usable,
 )
+from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server, until
 
 
 def checked(url: str) -> None:
@@ -145,7 +145,7 @@ def test_a_malformed_url() -> None:
     ],
 )
 def test_every_error_says_what_to_do(error: redis.RedisError, says: str) -> None:
-    assert says in str(problem(error, "redis://h"))
+    assert says in str(explain_error(error, "redis://h"))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_a_hiccup_is_waited_out(redis_url: str) -> None:
     pid = int(client.info()["process_id"])
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(3, os.kill, (pid, signal.SIGCONT)).start()
-    assert persist(client.set, "key", "value")
+    assert retry(client.set, "key", "value")
 
 
 def test_what_does_not_pass_by_itself_is_raised_at_once(redis_url: str) -> None:
@@ -185,7 +185,7 @@ def test_what_does_not_pass_by_itself_is_raised_at_once(redis_url: str) -> None:
     started = time.monotonic()
     try:
         with pytest.raises(redis.exceptions.OutOfMemoryError):
-            persist(client.set, "key", "value")
+            retry(client.set, "key", "value")
     finally:
         client.config_set("maxmemory", 0)
     assert time.monotonic() - started < 2
@@ -194,7 +194,7 @@ def test_what_does_not_pass_by_itself_is_raised_at_once(redis_url: str) -> None:
 def test_a_server_that_stays_away_is_given_up_within_ten_seconds(unused_port: int) -> None:
     started = time.monotonic()
     with pytest.raises(redis.ConnectionError):
-        persist(connect(f"redis://127.0.0.1:{unused_port}").ping)
+        retry(connect(f"redis://127.0.0.1:{unused_port}").ping)
     assert time.monotonic() - started < 10
 
 
@@ -253,7 +253,7 @@ def test_the_primary_is_found_by_sentinels_and_again_after_a_failover(
             failing = threading.Thread(target=running.fail_over)
             failing.start()
             while failing.is_alive():
-                persist(client.set, "during", 1)
+                retry(client.set, "during", 1)
             assert b"1" == client.get("before")
             assert running.primary.port == client.info()["tcp_port"]
 
@@ -303,7 +303,7 @@ def test_nothing_is_sent_to_a_cluster_before_it_is_used(unused_port: int) -> Non
     with pytest.raises(RedisUnusableError, match="cannot be reached"):
         check(client, url)
     with pytest.raises(redis.ConnectionError):
-        persist(client.get, "key")
+        retry(client.get, "key")
     assert time.monotonic() - started < 10
     client.close()
 
@@ -353,7 +353,7 @@ def test_each_primary_of_a_cluster_is_checked(cluster: Cluster, number: int, mon
 def test_a_node_that_is_used_as_if_it_were_a_server(cluster: Cluster) -> None:
     node, key = cluster.servers[0], next(str(i) for i in range(99) if cluster.owner(str(i)) is not cluster.servers[0])
     with connect(node.url) as client, pytest.raises(redis.exceptions.MovedError) as caught:
-        persist(client.get, key)
+        retry(client.get, key)
     assert "redis+cluster://" in str(problem(caught.value, node.url))
 
 
@@ -383,7 +383,7 @@ def test_a_cluster_that_lacks_a_node_is_waited_for(tmp_path: Path, caplog: pytes
         waiting.join(20)
         assert not waiting.is_alive()
         assert "Waiting: Redis at" in caplog.text
-        assert [b"1", b"2"] == [persist(client.get, kept), persist(client.get, gone)]
+        assert [b"1", b"2"] == [retry(client.get, kept), retry(client.get, gone)]
 
 
 def test_a_cluster_that_was_gone_altogether_is_found_again(tmp_path: Path) -> None:
@@ -398,4 +398,4 @@ def test_a_cluster_that_was_gone_altogether_is_found_again(tmp_path: Path) -> No
         for server in cluster.servers:
             server.start()
         cluster.wait_until_ok()
-        assert b"value" == persist(client.get, "key")
+        assert b"value" == retry(client.get, "key")

@@ -12,17 +12,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
-from servers import Certificates, Cluster, Sentinels, Server, until
-from sinks import name, names
 
-from rollout_api.keys import HistoryKeys
-from rollout_api.redis_access import access_rules, service_rules
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.redis_client.access_rules import access_rules, service_rules
 from rollout_worker.drafting.index import SuffixIndex
-from rollout_worker.history.connection import connect_history, persist
-from rollout_worker.history.keeper import Keeper, new_token
+from rollout_worker.history.connection import connect_history, retry
+from rollout_worker.history.maintenance import HistoryMaintainer, new_token
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import START, Appended, HistoryMismatchError, HistoryStore, histories
 from rollout_worker.history.sync import HistorySync
+from tests.support.recording_sink import name, names
+from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server, until
 
 KEYS = HistoryKeys("default", "math")
 PROBLEMS = [f"p{number}" for number in range(12)]
@@ -161,7 +161,7 @@ def test_a_server_that_comes_back_empty_makes_the_history_begin_anew_and_nobody_
             sync.announce(["p0"], 9)
             assert sync.wait_ready(10)
             server.restart()  # without persistence
-            assert Appended.NEW == persist(lambda: store.append("p0", record("after", 9)))
+            assert Appended.NEW == retry(lambda: store.append("p0", record("after", 9)))
             assert 10 == store.publish("run", 9)
             assert Appended.NEW == store.append("p0", record("later", 10))
             deadline = time.monotonic() + 20
@@ -191,9 +191,9 @@ def test_who_knows_less_does_not_set_the_generations_back_of_a_history_that_begi
         engine, relay, other = stores
         assert [10, 10] == [max(store.publish("run", version) for version in range(10)) for store in stores[:2]]
         server.restart()  # without persistence
-        assert 11 == persist(lambda: engine.publish("run", 10))
-        assert Appended.NEW == persist(lambda: relay.append("p0", record("late", 10)))
-        assert 12 == persist(lambda: other.publish("other run", 0))
+        assert 11 == retry(lambda: engine.publish("run", 10))
+        assert Appended.NEW == retry(lambda: relay.append("p0", record("late", 10)))
+        assert 12 == retry(lambda: other.publish("other run", 0))
 
 
 def test_nothing_is_appended_to_what_another_tokenizer_has_made_of_a_history_that_went(tmp_path: Path) -> None:
@@ -202,9 +202,9 @@ def test_nothing_is_appended_to_what_another_tokenizer_has_made_of_a_history_tha
         store.open("tokenizer")
         assert Appended.NEW == store.append("p0", record("a", 1))
         server.restart()  # without persistence
-        persist(lambda: other.open("another tokenizer"))
+        retry(lambda: other.open("another tokenizer"))
         with pytest.raises(HistoryMismatchError, match="holds rollouts of another tokenizer"):
-            persist(lambda: store.append("p0", record("b", 1)))
+            retry(lambda: store.append("p0", record("b", 1)))
         assert {} == in_history(other)
 
 
@@ -263,8 +263,8 @@ def test_the_shipped_rules_suffice_for_a_job_and_for_the_service_and_keep_jobs_a
             store_at(other).append("p0", record("b"))
         with pytest.raises(redis.exceptions.NoPermissionError):
             store_at(other).read({"p0": START})
-        keeper = Keeper(connect_history(service), KEYS, token=new_token())
-        assert keeper.look_after().plan is not None
+        keeper = HistoryMaintainer(connect_history(service), KEYS, token=new_token())
+        assert keeper.run_once().plan is not None
         looking = store_at(service)
         assert looking.compact("p0")
         assert {"a": 1} == in_history(looking)

@@ -20,15 +20,15 @@ import numpy as np
 import pytest
 from click.testing import Result
 from prometheus_client.parser import text_string_to_metric_families
-from servers import Server, free_port, until
 from typer.testing import CliRunner
 
-from rollout_api.exit_codes import EXIT_REDIS, EXIT_STATE
-from rollout_api.keys import HistoryKeys
+from rollout_api.protocol.exit_codes import EXIT_REDIS, EXIT_STATE
+from rollout_api.protocol.keys import HistoryKeys
 from rollout_worker.history.connection import connect_history
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore, histories
 from rollout_worker.history_cli import _edges, _shares, app
+from tests.support.redis_servers import Server, free_port, until
 
 KEYS, OTHER = HistoryKeys("default", "math"), HistoryKeys("team", "code")
 DAY_S = 86400.0

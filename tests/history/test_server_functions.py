@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import redis
-from servers import Cluster, Server, until
 
-from rollout_worker.history.connection import connect_history, persist
+from rollout_worker.history.connection import connect_history, retry
 from rollout_worker.history.server_functions import Call, Function, run, run_all
+from tests.support.redis_servers import Cluster, Server, until
 
 PUBLISH = Function("publish")
 
@@ -151,7 +151,7 @@ def test_a_server_that_was_started_anew_is_given_its_functions_again(tmp_path: P
     with Server(tmp_path, appendonly=True) as server, connect_history(server.url) as client:
         assert [1, 1] == run_all(client, published("a", "b"))
         server.restart()
-        assert [1, 1] == persist(run_all, client, published("a", "b"))
+        assert [1, 1] == retry(run_all, client, published("a", "b"))
 
 
 def test_a_server_that_is_away_raises(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_slots_that_move_all_the_time_lose_nothing(cluster: Cluster) -> None:
         with connect_history(cluster.url) as client:
             version = 0
             while not stop.is_set():
-                done.append(persist(run, client, Call(PUBLISH, [key], [f"run:{version}", 0])))
+                done.append(retry(run, client, Call(PUBLISH, [key], [f"run:{version}", 0])))
                 version += 1
 
     writing = threading.Thread(target=write)
@@ -241,7 +241,7 @@ def test_a_node_that_is_silent_costs_seconds_and_not_minutes(tmp_path: Path) -> 
             cluster.servers[1].resume()
         assert time.monotonic() - began < 10
         cluster.wait_until_ok()
-        assert [1] * 64 == persist(run_all, client, published(*KEYS))
+        assert [1] * 64 == retry(run_all, client, published(*KEYS))
 
 
 def test_a_node_that_comes_back_is_used_again(tmp_path: Path) -> None:
@@ -252,4 +252,4 @@ def test_a_node_that_comes_back_is_used_again(tmp_path: Path) -> None:
             run_all(client, published(*KEYS))
         cluster.servers[0].start()
         cluster.wait_until_ok()
-        assert [1] * 64 == persist(run_all, client, published(*KEYS))
+        assert [1] * 64 == retry(run_all, client, published(*KEYS))

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import redis
 
-from rollout_api.history_lengths import pack_entry, rollout_key
-from rollout_api.keys import HistoryKeys
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.protocol.length_entries import pack_entry, rollout_key
 from rollout_worker.history.connection import connect_history
 from rollout_worker.history.lengths import NOTHING_KNOWN, ExpectedLengths
 from rollout_worker.history.records import HistoryRecord

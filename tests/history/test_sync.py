@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from sinks import Memory, name, names
 
-from rollout_api.keys import HistoryKeys
+from rollout_api.protocol.keys import HistoryKeys
 from rollout_worker.drafting.index import SuffixIndex
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.history.connection import connect, connect_history
-from rollout_worker.history.keeper import Keeper
 from rollout_worker.history.learned import encode_learned
+from rollout_worker.history.maintenance import HistoryMaintainer
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.sync import HistorySink, HistorySync
+from tests.support.recording_sink import Memory, name, names
 
 KEYS = HistoryKeys("default", "math")
 
@@ -583,7 +583,7 @@ def test_a_server_whose_clock_is_set_back_is_followed(
         append(store, "p", rollout, 1)
         assert eventually(lambda count=number: len(index.rollouts("p")) == count)  # type: ignore[misc]
     assert names("a", "b", "c", "d") == index.rollouts("p")
-    keeper = Keeper(client, KEYS, token="a")
+    keeper = HistoryMaintainer(client, KEYS, token="a")
     assert (plan := keeper.plan()).unused < 60
     assert not plan.expired
-    assert not keeper.look_after().failed
+    assert not keeper.run_once().failed

@@ -11,15 +11,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from servers import Server
-from sinks import Memory
 
-from rollout_api.keys import HistoryKeys
+from rollout_api.protocol.keys import HistoryKeys
 from rollout_worker.history.connection import connect
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.sync import HistorySync
 from rollout_worker.job.engine_worker import _Announcer
+from tests.support.recording_sink import Memory
+from tests.support.redis_servers import Server
 
 KEYS = HistoryKeys("default", "math")
 

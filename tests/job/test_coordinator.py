@@ -14,13 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 import redis
-from live import manifest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_api.job import RolloutJob
-from rollout_api.job_spec import Sampling
-from rollout_api.keys import DATA, HistoryKeys, MessageKeys
-from rollout_api.messages import (
+from rollout_api.asyncio_tasks import end
+from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.keys import DATA, HistoryKeys, MessageKeys
+from rollout_api.protocol.messages import (
     Cancel,
     FinishReason,
     Message,
@@ -33,17 +33,17 @@ from rollout_api.messages import (
     decode,
     encode,
 )
-from rollout_api.tasks import end
 from rollout_worker.history.connection import connect, connect_async
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job import coordinator as module
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.http import StatusServer
+from rollout_worker.job.job_store import EngineReport, JobStore, Order, StaleCoordinatorError
 from rollout_worker.job.ledger import LedgerEntry
-from rollout_worker.job.plane import EngineReport, MessagePlane, Order, StaleCoordinatorError
 from rollout_worker.job.setup import BLOCK_S
 from rollout_worker.job.status import JobStatus, StatusBoard
 from rollout_worker.policy.canary import canary_of
+from tests.support.in_process_job import manifest
 
 JOB = MessageKeys("uid")
 VOCABULARY = 10
@@ -64,8 +64,8 @@ def request(name: str, n: int = 1, **more: Any) -> RolloutRequest:
 class Around:
     """A coordinator's surroundings."""
 
-    def __init__(self, url: str, plane: MessagePlane) -> None:
-        self.url, self.plane = url, plane
+    def __init__(self, url: str, job_store: JobStore) -> None:
+        self.url, self.job_store = url, job_store
         self.redis = connect(url)
 
     def send(self, stream: str, *messages: Message) -> None:
@@ -90,7 +90,7 @@ class Around:
 
     async def orders(self, engine: str, count: int) -> list[Order]:
         deadline = time.monotonic() + PATIENCE_S
-        while len(orders := await self.plane.orders(engine)) < count:
+        while len(orders := await self.job_store.orders(engine)) < count:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         return orders
@@ -101,7 +101,9 @@ class Around:
 
         async def beat() -> None:
             while True:
-                await self.plane.heartbeat(name, EngineReport(name, slots=slots, counters=counters or {}), begin=True)
+                await self.job_store.heartbeat(
+                    name, EngineReport(name, slots=slots, counters=counters or {}), begin=True
+                )
                 await asyncio.sleep(0.5)
 
         beating = asyncio.ensure_future(beat())
@@ -112,15 +114,15 @@ class Around:
 
     @asynccontextmanager
     async def coordinator(self, job: RolloutJob | None = None) -> AsyncIterator[Coordinator]:
-        plane = MessagePlane(connect_async(self.url, block=BLOCK_S), JOB)
-        coordinator = Coordinator(job or manifest(), plane, history_of(self.redis), vocabulary=VOCABULARY)
+        job_store = JobStore(connect_async(self.url, block=BLOCK_S), JOB)
+        coordinator = Coordinator(job or manifest(), job_store, history_of(self.redis), vocabulary=VOCABULARY)
         running = asyncio.ensure_future(coordinator.run())
         try:
             yield coordinator
             assert not running.done(), running.exception()
         finally:
             await end(running)
-            await plane.client.aclose()
+            await job_store.client.aclose()
 
 
 Story = Callable[[Around], Coroutine[Any, Any, None]]
@@ -130,7 +132,7 @@ Story = Callable[[Around], Coroutine[Any, Any, None]]
 def play(redis_url: str) -> Callable[[Story], None]:
     async def run(story: Story) -> None:
         client = connect_async(redis_url)
-        await story(Around(redis_url, MessagePlane(client, JOB)))
+        await story(Around(redis_url, JobStore(client, JOB)))
         await client.aclose()
 
     return lambda story: asyncio.run(run(story))
@@ -146,7 +148,7 @@ def test_what_an_engine_gave_back_unheard_is_given_out_again(
             around.send(JOB.requests, request("r", n=2))
             first, _ = await around.orders(engine, 2)
             # its event was trimmed before the coordinator could read it
-            await around.plane.delete(JOB.inbox(engine), first.order_id)
+            await around.job_store.delete(JOB.inbox(engine), first.order_id)
             orders = await around.orders(engine, 2)
         assert {0, 1} == {order.assignment.sample for order in orders if order.assignment is not None}
 
@@ -160,12 +162,12 @@ def test_an_engine_gives_back_only_what_it_has(play: Callable[[Story], None]) ->
             [order] = await around.orders(engine, 1)
             assert order.assignment is not None
             for gone in ("b", "b"):  # said late, and twice
-                await around.plane.give_back(gone, "0-0", order.assignment, "draining")
+                await around.job_store.give_back(gone, "0-0", order.assignment, "draining")
             for _ in range(2):  # its reply was lost, and it was said again
-                await around.plane.give_back(engine, order.order_id, order.assignment, "not served")
+                await around.job_store.give_back(engine, order.order_id, order.assignment, "not served")
             [again] = await around.orders(engine, 1)
             await asyncio.sleep(0.5)
-            assert [again] == await around.plane.orders(engine)
+            assert [again] == await around.job_store.orders(engine)
 
     play(story)
 
@@ -180,7 +182,7 @@ def test_what_ended_while_there_was_no_coordinator_frees_its_engine(play: Callab
             assert order.assignment is not None
             # the ledger has it, and the order is still there: the engine died between the two, say
             done = Rollout.of(asked, order.assignment.sample, None, FinishReason.LENGTH)
-            await around.plane.finish(asked, done, engine=engine, order="0-0")
+            await around.job_store.finish(asked, done, engine=engine, order="0-0")
             async with around.coordinator():
                 orders = await around.orders(engine, 2)
         assert {0, 1} == {order.assignment.sample for order in orders if order.assignment is not None}
@@ -254,7 +256,7 @@ def test_engines_get_work_while_thousands_of_rollouts_are_cancelled(play: Callab
 def test_a_coordinator_that_was_replaced_ends_though_it_has_nothing_to_give_out(play: Callable[[Story], None]) -> None:
     async def story(around: Around) -> None:
         client = connect_async(around.url, block=BLOCK_S)
-        first = Coordinator(manifest(), MessagePlane(client, JOB), history_of(around.redis), vocabulary=VOCABULARY)
+        first = Coordinator(manifest(), JobStore(client, JOB), history_of(around.redis), vocabulary=VOCABULARY)
         running = asyncio.ensure_future(first.run())
         await around.until(lambda: around.redis.exists(JOB.status))
         async with around.coordinator():
@@ -334,7 +336,7 @@ def test_a_length_that_was_not_heard_is_not_taken_for_nought(
             probes = reversed(await around.orders(engine, 2))
             for order, asked, length in zip(probes, (long, short), (12, 10), strict=True):
                 assert asked.request_id == order.request_id
-                await around.plane.finish(asked, made(asked, 0, length), engine=engine, order=order.order_id)
+                await around.job_store.finish(asked, made(asked, 0, length), engine=engine, order=order.order_id)
             assert ["long", "long"] == [order.request_id for order in await around.orders(engine, 2)]
             # ended, and the event was trimmed before the coordinator could read it
             around.redis.hset(JOB.ledger("long"), "1", LedgerEntry.of(made(long, 1, 12)).pack())
@@ -353,7 +355,7 @@ def test_weights_that_are_older_than_the_newest_go_to_the_dead_letters(play: Cal
                 WeightUpdate(weight_version=6, uri="/six"),
             )
             await around.until(lambda: not around.redis.xlen(JOB.control))
-            assert [7] == [update.weight_version for update in await around.plane.weights()]
+            assert [7] == [update.weight_version for update in await around.job_store.weights()]
         [(_, letter)] = around.redis.xrange(JOB.dead)
         assert b"weight version 6 comes after 7" == letter[b"reason"]
 
@@ -370,7 +372,7 @@ def test_an_idle_engine_takes_rollouts_of_one_whose_steps_are_long(play: Callabl
             await around.orders(a, 8)
             async with around.engine("b", slots=16, counters=slow):
                 async with asyncio.timeout(PATIENCE_S):
-                    while not (moves := [one for one in await around.plane.orders(a) if one.kind == "move"]):
+                    while not (moves := [one for one in await around.job_store.orders(a) if one.kind == "move"]):
                         await asyncio.sleep(0.1)
                 # half of them; but none that cannot go on from what it has
                 assert {"r"} == {move.request_id for move in moves}
@@ -379,13 +381,13 @@ def test_an_idle_engine_takes_rollouts_of_one_whose_steps_are_long(play: Callabl
                 assert first is not None
                 (order,) = [
                     one
-                    for one in await around.plane.orders(a)
+                    for one in await around.job_store.orders(a)
                     if one.kind == "sample"
                     and one.assignment is not None
                     and one.assignment.entry == first.entry
                     and one.assignment.sample == first.sample
                 ]
-                await around.plane.give_back(a, order.order_id, first, "moved")
+                await around.job_store.give_back(a, order.order_id, first, "moved")
                 (taken,) = await around.orders("b", 1)
                 assert taken.assignment is not None
                 assert ("r", first.sample, True) == (
@@ -420,7 +422,7 @@ def test_canaries_are_compared_with_their_siblings_across_coordinators(play: Cal
                         spans=[WeightSpan(start=0, weight_version=0)],
                     )
                     rollout = Rollout.of(one, sample, said, FinishReason.STOP)
-                    await around.plane.finish(one, rollout, engine=engine, order=order.order_id)
+                    await around.job_store.finish(one, rollout, engine=engine, order=order.order_id)
                 async with asyncio.timeout(PATIENCE_S):
                     while board.last is None or board.last["canaries"] < already + len(some):
                         await asyncio.sleep(0.1)
@@ -428,11 +430,11 @@ def test_canaries_are_compared_with_their_siblings_across_coordinators(play: Cal
 
             async with around.coordinator() as coordinator:
                 early = await answer(names[:4], coordinator.board)
-                assert not early["law_drifted"]
+                assert not early["distribution_drift"]
             async with around.coordinator() as coordinator:
                 late = await answer(names[4:], coordinator.board)
-        assert (60, True) == (late["canaries"], late["law_drifted"])
-        assert late["law_evidence"] > 1000 > early["law_evidence"] > 1
+        assert (60, True) == (late["canaries"], late["distribution_drift"])
+        assert late["drift_e_value"] > 1000 > early["drift_e_value"] > 1
 
     play(story)
 
@@ -460,14 +462,14 @@ def test_status_and_metrics_are_served_and_agree(play: Callable[[Story], None]) 
             assert first.assignment is not None
             partial = Partial(token_ids=[1] * 9, spans=[WeightSpan(start=0, weight_version=0)])
             done = Rollout.of(asked, 0, partial, FinishReason.LENGTH, steps=4, drafted=8, accepted=5)
-            await around.plane.finish(asked, done, engine=engine, order=first.order_id)
+            await around.job_store.finish(asked, done, engine=engine, order=first.order_id)
             status: dict[str, Any] = {}
             async with asyncio.timeout(PATIENCE_S):  # it is made once a second
                 while status.get("done") != 1:
                     await asyncio.sleep(0.1)
                     code, body = await get(f"{url}/status")
                     status = json.loads(body)
-            waits = await around.plane.waiting()
+            waits = await around.job_store.waiting()
             _, body = await get(f"{url}/metrics")
             assert (200, "ok\n") == await get(f"{url}/healthz")
             await server.stop()

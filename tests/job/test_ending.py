@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 import redis
-from test_plane import HISTORY, JOB, request, rollout
 
-from rollout_api.client import AsyncRolloutClient
+from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.errors import JobEndedError
-from rollout_api.keys import named
-from rollout_api.messages import encode
+from rollout_api.protocol.keys import named
+from rollout_api.protocol.messages import encode
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import START, HistoryStore
 from rollout_worker.job.ending import End, end_job
-from rollout_worker.job.plane import KEPT_S
+from rollout_worker.job.job_store import KEPT_S
+from tests.job.test_job_store import HISTORY, JOB, request, rollout
 
 NAME = "default/math"
 

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import redis
 import yaml
-from histories import ids_in
-from policies import TASKS, make_policies
-from ports import free_port
 
-from rollout_api.keys import HistoryKeys, MessageKeys
-from rollout_api.redis_access import access_rules
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
+from rollout_api.redis_client.access_rules import access_rules
 from rollout_worker.embedded_redis import EmbeddedRedis
+from tests.support.history_contents import ids_in
+from tests.support.ports import free_port
+from tests.support.random_policies import TASKS, make_policies
 
 UID = "a-job-of-pods"
 EPOCHS = 2

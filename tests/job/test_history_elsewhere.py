@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import redis
 import yaml
-from ports import free_port
-from test_plane import JOB, request, rollout
 
-from rollout_api.exit_codes import EXIT_MANIFEST, EXIT_REDIS
-from rollout_api.keys import HistoryKeys
-from rollout_api.messages import encode
-from rollout_worker.cluster import _say_if_unusable
+from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_REDIS
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.protocol.messages import encode
+from rollout_worker.distributed import _say_if_unusable
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import START, HistoryStore
+from tests.job.test_job_store import JOB, request, rollout
+from tests.support.ports import free_port
 
 HISTORY = HistoryKeys("default", "shared")
 

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from sinks import names
 
-from rollout_api.history_lengths import rollout_key
-from rollout_api.job_spec import Sampling
-from rollout_api.keys import DATA
-from rollout_api.messages import FinishReason, Rewards, Rollout, RolloutRequest, WeightSpan, encode
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.keys import DATA
+from rollout_api.protocol.length_entries import rollout_key
+from rollout_api.protocol.messages import FinishReason, Rewards, Rollout, RolloutRequest, WeightSpan, encode
 from rollout_worker.drafting.drafter import Drafter
 from rollout_worker.drafting.index import SuffixIndex
 from rollout_worker.history.connection import connect
@@ -24,6 +23,7 @@ from rollout_worker.job.ending import end_job
 from rollout_worker.job.ledger import LedgerEntry
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import JobSetup
+from tests.support.recording_sink import names
 
 WINDOW = 4
 TOKENIZER = "a" * 40

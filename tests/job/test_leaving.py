@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_api.keys import MessageKeys
-from rollout_worker.cluster import _let_engines_leave
+from rollout_api.protocol.keys import MessageKeys
+from rollout_worker.distributed import _let_engines_leave
 from rollout_worker.history.connection import connect
 
 JOB = MessageKeys("leaving")

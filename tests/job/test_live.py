@@ -14,9 +14,6 @@ from typing import Any
 import psutil
 import pytest
 import redis
-from live import CHECKPOINT_TOKENS, LiveJob, live, manifest, start_engine
-from ports import free_port
-from testbed import EOS, VOCABULARY, Law, LoopThread, make_adapter, make_model, merged_law
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollout_api import (
@@ -30,13 +27,16 @@ from rollout_api import (
     WeightsError,
     encode,
 )
-from rollout_api.broadcast import JOIN_S
-from rollout_api.in_memory import ModelInMemory
-from rollout_api.job_spec import Sampling
-from rollout_api.messages import Broadcast, Refusal, RolloutRequest, TensorToCome, WeightUpdate, decode
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Broadcast, Refusal, RolloutRequest, TensorToCome, WeightUpdate, decode
+from rollout_api.weights.broadcast import JOIN_S
+from rollout_api.weights.in_memory import ModelInMemory
 from rollout_worker.engine.compat import EngineError
 from rollout_worker.engine.host import Engine
-from rollout_worker.policy.futility import Futility
+from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
+from tests.support.in_process_job import CHECKPOINT_TOKENS, LiveJob, live, manifest, start_engine
+from tests.support.ports import free_port
+from tests.support.reference_model import EOS, VOCABULARY, Law, LoopThread, make_adapter, make_model, merged_law
 
 ENDLESS = list(range(EOS))
 """Tokens to allow so that a rollout goes on to max_tokens."""
@@ -382,7 +382,7 @@ def test_cancelled_and_overdue_rollouts_come_back_as_they_are(stage: Stage) -> N
         # a partial rollout goes on in the next step, as one rollout
         chosen = begun[0]
         index = int(chosen.rollout_id.split(":")[2].split("-")[0])
-        (whole,) = await gather(client, 2, [asked[index].going_on_from(chosen)])
+        (whole,) = await gather(client, 2, [asked[index].continue_from(chosen)])
         assert chosen.token_ids == whole.token_ids[: len(chosen.token_ids)]
         assert 480 == len(whole.token_ids)
         assert whole.logprobs is not None
@@ -536,13 +536,13 @@ def test_an_update_does_not_wait_for_a_pinned_rollout_that_waits_for_it(stage: S
     async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
         await running.until(lambda: len(running.redis.hgetall(running.keys.engines)) == 2)
         for worker in running.workers.values():  # Redis is slow just when an engine looks for its weights
-            weights = worker._plane.weights
+            weights = worker._job_store.weights
 
             async def slow(ask: Any = weights) -> Any:
                 await asyncio.sleep(0.5)
                 return await ask()
 
-            worker._plane.weights = slow  # type: ignore[method-assign]
+            worker._job_store.weights = slow  # type: ignore[method-assign]
         sampling = Sampling(n=4, max_tokens=20, allowed_token_ids=ENDLESS)
         async with client.step(1, prompts(60, sampling=sampling, weight_version=0)) as pinned:
             await running.until(lambda: running.redis.xlen(running.keys.results("trainer")) > 20)
@@ -837,10 +837,10 @@ def test_rollouts_that_are_to_go_on_elsewhere_do_so_from_what_they_have(stage: S
         await running.until(lambda: running.redis.hlen(running.keys.partials) >= 20)
         coordinator, source = running.coordinator, running.workers["engine-0"]._id
         assert coordinator is not None
-        orders = await coordinator._plane.orders(source)
+        orders = await coordinator._job_store.orders(source)
         moved = [order.assignment for order in orders if order.assignment is not None][:6]
         assert 6 == len(moved)
-        await coordinator._plane.assign(coordinator._number, source, moved, "move")
+        await coordinator._job_store.assign(coordinator._number, source, moved, "move")
         rollouts = await task
         assert_once(running, rollouts, 32)
         ids = [RolloutId.parse(rollout.rollout_id) for rollout in rollouts]
@@ -858,7 +858,7 @@ def test_an_engine_on_which_drafting_does_not_pay_ends_between_two_steps_for_one
     async def story(running: LiveJob, client: AsyncRolloutClient) -> None:
         sampling = Sampling(n=4, max_tokens=200, allowed_token_ids=ENDLESS)
         worker, task = running.workers["engine-0"], running.tasks.pop("engine-0")
-        worker._futility = Futility(least_seconds=0.01, stopped=0.0)  # as if it never paid
+        worker._futility = SpeculationCutoff(least_seconds=0.01, stopped=0.0)  # as if it never paid
         rollouts = await gather(client, 1, prompts(8, sampling=sampling))
         assert_once(running, rollouts, 32)
         await asyncio.wait_for(task, 20)

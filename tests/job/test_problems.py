@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from policies import make_policies
 
 from rollout_api import ManifestError
-from rollout_api.job_spec import DatasetSource
+from rollout_api.manifest.spec import DatasetSource
+from tests.support.random_policies import make_policies
 
 
 @pytest.fixture(scope="module")

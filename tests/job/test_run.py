@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import redis
 import yaml
-from histories import ids_in
-from policies import TASKS, make_policies
 
-from rollout_api.keys import HistoryKeys, MessageKeys
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.job.ledger import LedgerEntry, read_ledger
+from tests.support.history_contents import ids_in
+from tests.support.random_policies import TASKS, make_policies
 
 SAMPLES = 8
 PROBLEMS = sum(task["problems"] for task in TASKS)

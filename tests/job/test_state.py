@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from rollout_api import FinishReason, Rollout, RolloutJob, WeightSpan, encode, parse_job
-from rollout_api.keys import DATA, HistoryKeys, MessageKeys
+from rollout_api.protocol.keys import DATA, HistoryKeys, MessageKeys
 from rollout_worker.history.connection import connect
 from rollout_worker.history.store import START, HistoryStore
 from rollout_worker.local import StateError, _JobState

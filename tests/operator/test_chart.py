@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import redis
 import yaml
-from ports import free_port
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 
-from rollout_api.redis_access import service_rules
+from rollout_api.redis_client.access_rules import service_rules
 from rollout_worker.history.service import ServiceState
 from rollout_worker.history_http import HistoryCollector
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "das-rollout"

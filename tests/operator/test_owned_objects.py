@@ -7,7 +7,7 @@ from typing import Any
 from rollout_operator import names
 from rollout_operator.store import Store
 
-from rollout_api.job import API_VERSION, KIND
+from rollout_api.manifest.rollout_job import API_VERSION, KIND
 
 
 def owned(name: str, uid: str, owner: str = "job-uid", **more: Any) -> dict[str, Any]:

@@ -6,10 +6,11 @@ import copy
 from typing import Any
 
 import pytest
-from model import ModelCluster
 from rollout_operator import names
 from rollout_operator.head_status import EngineStatus, HeadStatus
 from rollout_operator.observed import Obstacle
+
+from tests.support.simulated_cluster import ModelCluster
 
 SPEC: dict[str, Any] = {
     "source": {"trainer": {}},
@@ -72,7 +73,7 @@ def test_what_drafts_do_is_a_condition_and_an_event_where_it_is_bad() -> None:
     for said, condition in (
         ({"canaries": 50}, ("True", "Checked")),
         ({"unverified": ("a",)}, ("False", "NotVerified")),
-        ({"law_drifted": True}, ("False", "LawDrifted")),
+        ({"distribution_drift": True}, ("False", "DistributionDrift")),
     ):
         cluster.notes.clear()
         cluster.head = cluster.head.model_copy(update=said)

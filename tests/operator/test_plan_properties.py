@@ -7,9 +7,10 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from model import ModelCluster
 from rollout_operator import names
 from rollout_operator.head_status import EngineStatus, HeadStatus
+
+from tests.support.simulated_cluster import ModelCluster
 
 PASSES = 12
 GPUS = 2

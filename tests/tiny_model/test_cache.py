@@ -38,7 +38,7 @@ TRAIN_SLOWLY = """
 import sys, time
 from pathlib import Path
 from rollout_worker.tiny_model import ensure
-from test_cache import SMALL
+from tests.tiny_model.test_cache import SMALL
 
 def progress(now):
     print(now.step, flush=True)
@@ -129,7 +129,7 @@ def test_kill_in_the_middle_leaves_nothing_half_made(tmp_path: Path) -> None:
         [sys.executable, "-c", TRAIN_SLOWLY, str(directory)],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert process.stdout is not None
     with process:
@@ -181,6 +181,6 @@ def test_import_is_light() -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert "[]" == result.stdout.strip()

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from updating_job import UpdatingJob
 
 from rollout_api import (
     FinishReason,
@@ -23,6 +22,7 @@ from rollout_api import (
     WeightsError,
 )
 from rollout_api.integrations.trl import JobRollouts, Turn, repeats
+from tests.support.updating_job import UpdatingJob
 
 PROMPTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=20)
 

@@ -17,7 +17,6 @@ import torch
 import verl
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from updating_job import UpdatingJob
 from verl.checkpoint_engine.base import CheckpointEngineManager, CheckpointEngineRegistry
 from verl.single_controller.base import Worker
 from verl.single_controller.base.decorator import Dispatch, register
@@ -34,6 +33,7 @@ from rollout_api.integrations.verl import (
     job_sampling,
     token_output,
 )
+from tests.support.updating_job import UpdatingJob
 
 JOB = "default/math"
 

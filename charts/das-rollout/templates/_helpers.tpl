@@ -44,7 +44,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 {{- end }}
 
-{{/* What that user may do: rollout_api.redis_access.service_rules(), quoted for a shell. */}}
+{{/* What that user may do: rollout_api.redis_client.access_rules.service_rules(), quoted for a shell. */}}
 {{- define "das-rollout.historyRules" -}}
 resetkeys '~history:*' resetchannels +@all -@admin -@dangerous -function '-script|flush' '-script|kill' +info -scan -randomkey clearselectors
 {{- end }}

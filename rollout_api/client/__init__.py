@@ -1,0 +1,1 @@
+"""The client that a trainer uses to talk to a job."""

@@ -1,0 +1,282 @@
+"""The client for trainers that are not asynchronous: the same, on an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar, Unpack
+
+from rollout_api.client.async_client import AsyncRolloutClient
+from rollout_api.client.groups import Gathering, Groups
+from rollout_api.client.job_info import JobInfo
+from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts
+from rollout_api.client.step import PROGRESS_S, AsyncStep, OnProgress, Progress
+from rollout_api.client.trajectory import Trajectory
+from rollout_api.client.weight_publisher import Checksum, InMemory, PublishedWeights
+from rollout_api.length_stats import LengthStats
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Drafts, Purpose, Rollout, UpdateMode, WeightsKind
+from rollout_api.redis_client.connection import RedisTarget
+
+_TAKEN_AT_ONCE = 64
+_Result = TypeVar("_Result")
+
+
+class _Loop:
+    """An event loop in a daemon thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollout client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
+        """The result of *work*, which is cancelled if the wait for it is interrupted (Ctrl-C)."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+
+class Step:
+    """The rollouts of some prompts: ``with client.step(17, prompts) as step: for rollout in step: …``.
+
+    As :class:`~rollout_api.client.step.AsyncStep`; callbacks are called in the thread that iterates.
+    """
+
+    def __init__(self, step: AsyncStep, loop: _Loop) -> None:
+        self._step, self._loop = step, loop
+        self._taken: deque[Rollout] = deque()
+
+    def start(self) -> Self:
+        """See :meth:`AsyncStep.start`."""
+        self._loop.run(self._step.start())
+        self._taken.clear()  # what an earlier opening left is delivered again
+        return self
+
+    def end(self, *, acknowledge: bool = True) -> None:
+        """See :meth:`AsyncStep.end`."""
+        self._loop.run(self._step.end(acknowledge=acknowledge))
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.end(acknowledge=error is None)
+
+    def __iter__(self) -> Iterator[Rollout]:
+        """See :meth:`AsyncStep.__aiter__`."""
+        while True:
+            # what one loop over it leaves, the next one gets
+            while self._taken:
+                yield self._taken.popleft()
+            rollouts = self._loop.run(self._step.take(_TAKEN_AT_ONCE, PROGRESS_S))
+            self._step.report_progress(final=rollouts is None)
+            if rollouts is None:
+                return
+            self._taken += rollouts
+
+    @property
+    def progress(self) -> Progress:
+        """How far the step is."""
+        return self._step.progress
+
+    def index(self, rollout: Rollout) -> int:
+        """See :meth:`AsyncStep.index`."""
+        return self._step.index(rollout)
+
+    @property
+    def sizes(self) -> list[int]:
+        """See :attr:`AsyncStep.sizes`."""
+        return self._step.sizes
+
+    def cancel(self) -> None:
+        """See :meth:`AsyncStep.cancel`."""
+        self._loop.run(self._step.cancel())
+
+    def collect(self, at_least: int | None = None) -> Groups:
+        """See :meth:`AsyncStep.collect`."""
+        gathering = Gathering(self.sizes)
+        cancelled = False
+        for rollout in self:
+            gathering.add(self.index(rollout), rollout)
+            if at_least is not None and gathering.complete >= at_least and not cancelled:
+                cancelled = True
+                self.cancel()
+        return gathering.groups()
+
+    def trajectory(
+        self, prompt: Sequence[int], *, problem_id: str = "", purpose: Purpose = Purpose.TRAIN
+    ) -> Trajectory:
+        """See :meth:`AsyncStep.trajectory`."""
+        return self._step.trajectory(prompt, problem_id=problem_id, purpose=purpose)
+
+    def turn(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        sampling: Sampling | SamplingOverrides | Mapping[str, Any] | None = None,
+        weight_version: int | None = None,
+        priority: int = 0,
+        deadline_seconds: float | None = None,
+    ) -> list[Rollout]:
+        """See :meth:`AsyncStep.turn`."""
+        return self._loop.run(
+            self._step.turn(
+                trajectories,
+                sampling=sampling,
+                weight_version=weight_version,
+                priority=priority,
+                deadline_seconds=deadline_seconds,
+            )
+        )
+
+
+class RolloutClient:
+    """A trainer's connection to one job: ``with RolloutClient.connect(…) as client``.
+
+    As :class:`~rollout_api.AsyncRolloutClient`, which does the work in a thread. Of one client, one thread may use one
+    step at a time.
+    """
+
+    def __init__(self, client: AsyncRolloutClient) -> None:
+        """Connect *client*; use :meth:`connect`."""
+        self._client = client
+        self._loop = _Loop()
+        try:
+            self._loop.run(client.open())
+        except BaseException:
+            self._loop.close()
+            raise
+
+    @classmethod
+    def connect(
+        cls,
+        redis: RedisTarget,
+        job: str | None = None,
+        *,
+        uid: str | None = None,
+        name: str = "trainer",
+        timeout: float = 60.0,
+        patience: float = 120.0,
+        history_redis: RedisTarget | None = None,
+    ) -> Self:
+        """Connect; see :meth:`AsyncRolloutClient.connect` and :meth:`AsyncRolloutClient.open`."""
+        return cls(
+            AsyncRolloutClient.connect(
+                redis, job, uid=uid, name=name, timeout=timeout, patience=patience, history_redis=history_redis
+            )
+        )
+
+    def close(self) -> None:
+        """See :meth:`AsyncRolloutClient.close`."""
+        try:
+            self._loop.run(self._client.close())
+        finally:
+            self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def name(self) -> str:
+        """Of this client."""
+        return self._client.name
+
+    @property
+    def job(self) -> JobInfo:
+        """What the job can serve."""
+        return self._client.job
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """See :attr:`AsyncRolloutClient.status`."""
+        return self._client.status
+
+    def step(
+        self,
+        step: int,
+        prompts: Sequence[Prompt | Sequence[int]] = (),
+        *,
+        on_progress: OnProgress | None = None,
+    ) -> Step:
+        """See :meth:`AsyncRolloutClient.step`."""
+        return Step(self._client.step(step, prompts, on_progress=on_progress), self._loop)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        step: int,
+        problem_ids: Sequence[str] | None = None,
+        sampling: Sampling | Mapping[str, Any] | None = None,
+        purpose: Purpose | str = Purpose.TRAIN,
+        priority: int = 0,
+        deadline_seconds: float | None = None,
+        weight_version: int | None = None,
+        drafts: Drafts | str = Drafts.HISTORY,
+        on_progress: OnProgress | None = None,
+        **overrides: Unpack[SamplingOverrides],
+    ) -> list[list[Rollout]]:
+        """See :meth:`AsyncRolloutClient.generate`."""
+        asked = make_prompts(
+            prompts, problem_ids, sampling, overrides, purpose, priority, deadline_seconds, weight_version, drafts
+        )
+        with self.step(step, asked, on_progress=on_progress) as one:
+            gathering = Gathering(one.sizes)
+            for rollout in one:
+                gathering.add(one.index(rollout), rollout)
+        return gathering.in_order()
+
+    def publish_weights(
+        self,
+        version: int,
+        weights: str | Path | InMemory,
+        *,
+        kind: WeightsKind | str = WeightsKind.FULL,
+        mode: UpdateMode | str = UpdateMode.RECOMPUTE,
+        sha256: Checksum = "compute",
+        wait: bool = True,
+        timeout: float = 600.0,
+    ) -> PublishedWeights:
+        """See :meth:`AsyncRolloutClient.publish_weights`."""
+        return self._loop.run(
+            self._client.publish_weights(
+                version, weights, kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout
+            )
+        )
+
+    def weight_version(self, *, timeout: float = 600.0) -> int:
+        """See :meth:`AsyncRolloutClient.weight_version`."""
+        return self._loop.run(self._client.weight_version(timeout=timeout))
+
+    def report_rewards(self, rewards: Mapping[str, float]) -> None:
+        """See :meth:`AsyncRolloutClient.report_rewards`."""
+        self._loop.run(self._client.report_rewards(rewards))
+
+    def length_stats(self, problem: str | None = None) -> LengthStats:
+        """See :meth:`AsyncRolloutClient.length_stats`."""
+        return self._loop.run(self._client.length_stats(problem))
+
+    def close_job(self) -> None:
+        """See :meth:`AsyncRolloutClient.close_job`."""
+        self._loop.run(self._client.close_job())

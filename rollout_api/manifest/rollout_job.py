@@ -1,0 +1,259 @@
+"""The ``RolloutJob`` resource, ``das.rollout.dev/v1alpha1``, and how a manifest is checked.
+
+The same manifest is run by ``rollout run`` on one machine and by the operator on a cluster. The sections of ``spec``
+are in :mod:`rollout_api.manifest.spec` and :mod:`rollout_api.manifest.pod_spec`; ``status`` is in
+:mod:`rollout_api.manifest.status`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Self, TypeVar
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
+
+from rollout_api.manifest.field_types import DnsLabel, DnsName, JobName, Part, Text, rules
+from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, Workers
+from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.spec import (
+    Engine,
+    History,
+    Model,
+    Queue,
+    Redis,
+    Sampling,
+    Source,
+    Speculation,
+    Weights,
+)
+from rollout_api.redis_client.address import without_password
+
+GROUP = "das.rollout.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "RolloutJob"
+PLURAL = "rolloutjobs"
+MANAGER = f"{GROUP}/operator"
+"""``spec.managedBy`` of the jobs that the operator runs."""
+
+_PartT = TypeVar("_PartT", bound=Part)
+
+_FIXED = ("source", "model", "weights", "engine", "sampling", "speculation", "queue", "history", "redis")
+"""Sections that do not change while a job exists: its head, its engines and its trainers have read them."""
+
+
+class RolloutJobSpec(Part):
+    """What a user asks for."""
+
+    model_config = ConfigDict(
+        json_schema_extra=rules(
+            *((f"self.{name} == oldSelf.{name}", f"{name} cannot be changed; make another job") for name in _FIXED),
+            (
+                "has(self.managedBy) ? has(oldSelf.managedBy) && self.managedBy == oldSelf.managedBy "
+                ": !has(oldSelf.managedBy)",
+                "managedBy cannot be changed; make another job",
+            ),
+            (
+                "self.workers.gpusPerWorker != 0 || "
+                "(self.engine.tensorParallelSize == 1 && self.engine.pipelineParallelSize == 1)",
+                "engine.tensorParallelSize and engine.pipelineParallelSize must be 1 on a CPU worker "
+                "(workers.gpusPerWorker: 0)",
+            ),
+            (
+                "self.workers.gpusPerWorker % (self.engine.tensorParallelSize * self.engine.pipelineParallelSize) == 0",
+                "workers.gpusPerWorker must be a multiple of engine.tensorParallelSize × engine.pipelineParallelSize",
+            ),
+            (
+                "self.sampling.maxTokens < self.engine.maxModelLen",
+                "sampling.maxTokens leaves no room for a prompt in engine.maxModelLen",
+            ),
+            (
+                "self.speculation.policy == 'off' || self.sampling.minP == 0.0",
+                'sampling.minP: vLLM does not support it with speculation; remove it, or set speculation.policy: "off"',
+            ),
+            (
+                "self.speculation.policy == 'off' || size(self.sampling.logitBias) == 0",
+                "sampling.logitBias: vLLM does not support it with speculation; remove it, or set speculation.policy: "
+                '"off"',
+            ),
+            (
+                "self.workers.gpusPerWorker != 0 || !has(self.engine.kvCacheMemory) || "
+                "!has(self.workers.resources.memory) || quantity(string(self.engine.kvCacheMemory))"
+                ".isLessThan(quantity(string(self.workers.resources.memory)))",
+                "engine.kvCacheMemory does not fit into a CPU worker's workers.resources.memory",
+            ),
+        )
+    )
+
+    source: Source
+    model: Model
+    weights: Weights = Field(default_factory=Weights)
+    engine: Engine = Field(default_factory=Engine)
+    sampling: Sampling = Field(default_factory=Sampling)
+    workers: Workers = Field(default_factory=Workers)
+    head: Head = Field(default_factory=Head)
+    image: Image = Field(default_factory=Image)
+    speculation: Speculation = Field(default_factory=Speculation)
+    queue: Queue = Field(default_factory=Queue)
+    history: History = Field(default_factory=History)
+    redis: Redis = Field(default_factory=Redis)
+    lifecycle: Lifecycle = Field(default_factory=Lifecycle)
+    priority_class_name: DnsName | None = Field(default=None, description="Priority class of the job's pods.")
+    managed_by: Text | None = Field(
+        default=None,
+        description=f"Another controller that runs the job, as MultiKueue does. Default: {MANAGER}.",
+    )
+
+    @property
+    def engines_per_worker(self) -> int:
+        """Engines that share one worker."""
+        return self.workers.gpus_per_worker // self.engine.gpus or 1
+
+    @model_validator(mode="after")
+    def _rules_across_sections(self) -> Self:
+        if errors := _errors_across_sections(self.sampling, self.speculation, self.workers, self.engine):
+            raise PydanticCustomError("fields", "several fields are wrong", {"errors": errors})
+        return self
+
+
+class Metadata(Part):
+    """Name, labels and the like; Kubernetes' own further fields are let through."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: JobName
+    namespace: DnsLabel = "default"
+
+
+class RolloutJob(Part):
+    """A whole manifest."""
+
+    api_version: Literal["das.rollout.dev/v1alpha1"]
+    kind: Literal["RolloutJob"]
+    metadata: Metadata
+    spec: RolloutJobSpec
+
+    @property
+    def history_name(self) -> str:
+        """Name of the history this job reads and writes, within its namespace."""
+        return self.spec.history.name or self.metadata.name
+
+
+@dataclass(frozen=True)
+class FieldError:
+    """One thing that is wrong with a manifest."""
+
+    path: str
+    """Where, as written in the manifest: ``spec.sampling.topP`` or ``spec.source.dataset.tasks[1].name``."""
+    message: str
+
+
+class ManifestError(ValueError):
+    """A manifest that cannot be accepted, with everything that is wrong with it."""
+
+    def __init__(self, errors: list[FieldError]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"{error.path}: {error.message}" for error in errors))
+
+
+def _errors_across_sections(
+    sampling: Sampling | None, speculation: Speculation | None, workers: Workers | None, engine: Engine | None
+) -> list[FieldError]:
+    """Rules that tie sections together; a section that is wrong in itself is given as None."""
+    errors: list[FieldError] = []
+    if sampling and speculation and speculation.policy != "off":
+        errors += [
+            FieldError(
+                f"sampling.{name}",
+                "vLLM does not support it with speculation; remove it, or set speculation.policy: off",
+            )
+            for name in sampling.refused_with_drafts()
+        ]
+    if workers and engine:
+        gpus, one = workers.gpus_per_worker, engine.gpus
+        if gpus == 0:
+            sizes = {
+                "tensorParallelSize": engine.tensor_parallel_size,
+                "pipelineParallelSize": engine.pipeline_parallel_size,
+            }
+            message = "must be 1 on a CPU worker (workers.gpusPerWorker: 0)"
+            errors += [FieldError(f"engine.{name}", message) for name, size in sizes.items() if size != 1]
+        elif gpus % one:
+            message = (
+                f"{gpus} is no multiple of the {one} GPUs of one engine (tensorParallelSize × pipelineParallelSize)"
+            )
+            errors.append(FieldError("workers.gpusPerWorker", message))
+    if workers and engine and workers.resources.memory and engine.kv_cache_memory:
+        memory, cache = workers.resources.memory, engine.kv_cache_memory
+        if workers.gpus_per_worker == 0 and parse_quantity(cache) >= parse_quantity(memory):
+            message = f"{cache} does not fit into a CPU worker's workers.resources.memory, {memory}"
+            errors.append(FieldError("engine.kvCacheMemory", message))
+    if sampling and engine and sampling.max_tokens >= engine.max_model_len:
+        message = f"{sampling.max_tokens} leaves no room for a prompt in engine.maxModelLen, {engine.max_model_len}"
+        errors.append(FieldError("sampling.maxTokens", message))
+    return errors
+
+
+def _section(spec: Mapping[str, object], name: str, model: type[_PartT]) -> _PartT | None:
+    try:
+        return model.model_validate(spec.get(name, {}))
+    except ValidationError:
+        return None
+
+
+def _path(parts: tuple[int | str, ...]) -> str:
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+_ADVICE = {
+    "extra_forbidden": "unknown field; remove it or correct its name",
+    "missing": "missing; it has no default",
+}
+
+
+def parse_job(manifest: object) -> RolloutJob:
+    """Check a manifest (a mapping, as read from YAML) and return it as a model.
+
+    Raises:
+        ManifestError: listing **every** error found, each by the path of its field.
+    """
+    if not isinstance(manifest, Mapping):
+        raise ManifestError([FieldError("(manifest)", f"must be a mapping, is {type(manifest).__name__}")])
+    try:
+        return RolloutJob.model_validate(manifest)
+    except ValidationError as invalid:
+        errors = []
+        for error in invalid.errors(include_url=False):
+            errors += _field_errors(error)
+        # pydantic skips rules across sections once a section is wrong; those between sound sections still count
+        if not any(error.path.startswith("spec.") for error in errors) or not isinstance(manifest.get("spec"), Mapping):
+            raise ManifestError(errors) from None
+        spec = manifest["spec"]
+        across = _errors_across_sections(
+            _section(spec, "sampling", Sampling),
+            _section(spec, "speculation", Speculation),
+            _section(spec, "workers", Workers),
+            _section(spec, "engine", Engine),
+        )
+        known = {error.path for error in errors}
+        errors += [FieldError(f"spec.{e.path}", e.message) for e in across if f"spec.{e.path}" not in known]
+        raise ManifestError(errors) from None
+
+
+def _field_errors(error: Any) -> list[FieldError]:
+    path = _path(error["loc"])
+    if error["type"] == "fields":
+        return [FieldError(f"{path}.{sub.path}", sub.message) for sub in error["ctx"]["errors"]]
+    message = _ADVICE.get(error["type"]) or re.sub(r"^(Value error, |Input )", "", error["msg"])
+    shown = error.get("input")
+    if isinstance(shown, str) and "://" in shown:
+        shown = without_password(shown)
+    if error["type"] not in _ADVICE and isinstance(shown, str | int | float) and str(shown) not in message:
+        message += f" (is {shown!r})"
+    return [FieldError(path, message)]

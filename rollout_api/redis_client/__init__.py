@@ -1,0 +1,1 @@
+"""Connections to Redis: addresses, connection settings, retries, and access rules."""

@@ -1,0 +1,1 @@
+"""Real servers, reference implementations and harnesses that several tests share."""

@@ -1,0 +1,259 @@
+"""A model small enough that its exact law can be written down, and that law."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from scipy import stats
+
+from rollout_api.manifest.spec import Sampling
+
+VOCABULARY = 24
+"""Token ids; the last is the end of sequence. Few enough for every one to be drawn often."""
+EOS = VOCABULARY - 1
+POSITIONS = 512
+
+_Result = TypeVar("_Result")
+
+
+def make_model(directory: Path, *, seed: int = 3, tied: bool = False) -> Path:
+    """A random Qwen3 whose next-token distributions are neither flat nor certain, with a word for each token."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    words = {f"w{token}": token for token in range(EOS)} | {"<eos>": EOS}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=POSITIONS,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).float()
+    with torch.no_grad():
+        # tied, a larger gain would only make each token repeat itself
+        model.lm_head.weight *= 4.0 if tied else 12.0
+    model.save_pretrained(directory)
+    return directory
+
+
+class Law:
+    """The exact next-token distributions of a model under given sampling settings, in float32."""
+
+    def __init__(self, directory: Path) -> None:
+        from transformers import Qwen3ForCausalLM
+
+        self._model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._model.eval()
+
+    def logits(self, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Raw logits after each token of contexts of one length. Shape (contexts, length, VOCABULARY)."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor(contexts)).logits.double()
+        return logits.clone()
+
+    def probabilities(
+        self, prompt: Sequence[int], responses: Sequence[Sequence[int]], sampling: Sampling
+    ) -> NDArray[np.float64]:
+        """What vLLM documents that it samples from, after each response so far. Shape (responses, VOCABULARY)."""
+        logits = self.logits([[*prompt, *response] for response in responses])[:, -1]
+        for row, response in zip(logits, responses, strict=True):
+            _restrict(row, prompt, response, sampling)
+        return torch.softmax(_truncate(logits / sampling.temperature, sampling), dim=-1).numpy()
+
+    def errors(
+        self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sampling: Sampling
+    ) -> NDArray[np.float64]:
+        """How far *logprobs* are from the law's for the tokens of a response. Shape (tokens,)."""
+        return self._errors(self.logits([[*prompt, *response]])[0], prompt, response, logprobs, sampling)
+
+    def worst_error(
+        self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sampling: Sampling
+    ) -> float:
+        """Largest difference between *logprobs* and the law's for the tokens of a response."""
+        return float(self.errors(prompt, response, logprobs, sampling).max())
+
+    def errors_over(
+        self,
+        before: Law,
+        switch: int,
+        prompt: Sequence[int],
+        response: Sequence[int],
+        logprobs: Sequence[float],
+        sampling: Sampling,
+    ) -> NDArray[np.float64]:
+        """As :meth:`errors`, where the keys and values of what came before token *switch* are those of another law.
+
+        The token before it was sampled, but not read yet.
+        """
+        from transformers import DynamicCache
+
+        tokens, read = torch.tensor([[*prompt, *response]]), len(prompt) + switch - 1
+        cache = DynamicCache()
+        with torch.inference_mode():
+            first = before._model(tokens[:, :read], past_key_values=cache).logits
+            then = self._model(tokens[:, read:], past_key_values=cache).logits
+        return self._errors(torch.cat([first, then], dim=1).double()[0].clone(), prompt, response, logprobs, sampling)
+
+    def _errors(
+        self,
+        logits: torch.Tensor,
+        prompt: Sequence[int],
+        response: Sequence[int],
+        logprobs: Sequence[float],
+        sampling: Sampling,
+    ) -> NDArray[np.float64]:
+        logits = logits[len(prompt) - 1 : -1]
+        for position, row in enumerate(logits):
+            _restrict(row, prompt, response[:position], sampling)
+        exact = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
+        chosen = exact[range(len(response)), list(response)]
+        return (chosen - torch.tensor(logprobs, dtype=torch.float64)).abs().numpy()
+
+
+def _restrict(row: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> None:
+    if sampling.allowed_token_ids:
+        barred = [token for token in range(VOCABULARY) if token not in sampling.allowed_token_ids]
+        row[barred] = -torch.inf
+    if len(response) < sampling.min_tokens:
+        row[EOS] = -torch.inf
+    seen = sorted({*prompt, *response})
+    row[seen] = torch.where(
+        row[seen] > 0, row[seen] / sampling.repetition_penalty, row[seen] * sampling.repetition_penalty
+    )
+    for token, count in Counter(response).items():
+        row[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+
+
+def _truncate(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    if sampling.top_k:
+        floor = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if sampling.top_p < 1:
+        ascending, order = logits.sort(dim=-1)
+        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
+        logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
+    return logits
+
+
+def chi_square(
+    law: Law, prompt: Sequence[int], responses: Sequence[Sequence[int]], sampling: Sampling, *, first: int = 1
+) -> tuple[float, int]:
+    """Test sampled tokens against the exact law, given what was sampled before each.
+
+    Args:
+        law: of the model.
+        prompt: common to all responses.
+        responses: what was sampled.
+        sampling: how.
+        first: position of the first token that is tested; position 0 follows the prompt and is never drafted.
+
+    Returns:
+        The p-value that all of it came from the law, and how many tokens were tested. Tokens of probability 0 give 0.
+    """
+    following: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+    for response in responses:
+        for position in range(first, len(response)):
+            following[tuple(response[:position])][response[position]] += 1
+    by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for context, counts in following.items():
+        if counts.total() >= 20:
+            by_length[len(context)].append(context)
+    statistic, freedom, tested = 0.0, 0, 0
+    for contexts in by_length.values():
+        for context, p in zip(contexts, law.probabilities(prompt, contexts, sampling), strict=True):
+            counts = following[context]
+            total = counts.total()
+            tested += total
+            observed = np.array([counts[token] for token in range(VOCABULARY)], dtype=float)
+            if observed[p < 1e-9].any():
+                return 0.0, tested
+            # pool what is rare, so that each cell expects at least 5
+            common = p * total >= 5
+            seen = np.append(observed[common], observed[~common].sum())
+            expected = np.append(p[common] * total, p[~common].sum() * total)
+            if expected[-1] < 5 and len(expected) > 1:
+                rarest = int(expected[:-1].argmin())
+                seen[rarest] += seen[-1]
+                expected[rarest] += expected[-1]
+                seen, expected = seen[:-1], expected[:-1]
+            statistic += float(((seen - expected) ** 2 / expected).sum())
+            freedom += len(expected) - 1
+    return float(stats.chi2.sf(statistic, freedom)), tested
+
+
+class LoopThread:
+    """An asyncio loop in a thread, for engines that outlive one test."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, _Result], timeout: float = 300) -> _Result:
+        """Await *work* in the loop; where it stands, if it does not end in *timeout* seconds."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            if not future.done():
+                for task in asyncio.all_tasks(self._loop):
+                    task.print_stack()
+            raise
+
+    def stop(self) -> None:
+        """End the loop."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+
+
+def make_adapter(directory: Path, model: Path, seed: int, *, rank: int = 5) -> Path:
+    """A random adapter of all linear layers, as PEFT would save it."""
+    torch.manual_seed(seed)
+    tensors = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        if "proj" in name:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors[f"{module}.lora_A.weight"] = torch.randn(rank, weight.shape[1]) * 0.2
+            tensors[f"{module}.lora_B.weight"] = torch.randn(weight.shape[0], rank) * 0.2
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    modules = sorted({name.split(".")[-3] for name in tensors})
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": modules, "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def merged_law(model: Path, adapter: Path, directory: Path) -> Law:
+    """The law of the model plus the adapter, merged by hand."""
+    shutil.copytree(model, directory)
+    weights, added = (load_file(path) for path in (model / "model.safetensors", adapter / "adapter_model.safetensors"))
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    for name in weights:
+        module = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{module}.lora_A.weight" in added:
+            product = added[f"{module}.lora_B.weight"] @ added[f"{module}.lora_A.weight"]
+            weights[name] = weights[name] + settings["lora_alpha"] / settings["r"] * product
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    return Law(directory)

@@ -38,6 +38,7 @@ from rollout_worker.history.connection import (
     check,
     connect,
     connect_history,
+    explain_error,
     retry,
     wait_until_usable,
 )

@@ -25,7 +25,7 @@ from rollout_api.redis_client.connection import without_password
 from rollout_worker.child_process import Reaper
 from rollout_worker.embedded_redis import EmbeddedRedis
 from rollout_worker.engine.model_source import default_cache, load_tokenizer, resolve_model, tokenizer_fingerprint
-from rollout_worker.history.connection import check, connect, connect_history, retry
+from rollout_worker.history.connection import check, connect, connect_history, explain_error, retry
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.dataset import DatasetTrainer
 from rollout_worker.job.dataset_source import Dataset, done_before, load_dataset, run_dataset

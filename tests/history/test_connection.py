@@ -23,7 +23,7 @@ from rollout_worker.history.connection import (
     connect,
     connect_async,
     connect_history,
-    problem,
+    explain_error,
     retry,
     wait_until_usable,
 )

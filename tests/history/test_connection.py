@@ -354,7 +354,7 @@ def test_a_node_that_is_used_as_if_it_were_a_server(cluster: Cluster) -> None:
     node, key = cluster.servers[0], next(str(i) for i in range(99) if cluster.owner(str(i)) is not cluster.servers[0])
     with connect(node.url) as client, pytest.raises(redis.exceptions.MovedError) as caught:
         retry(client.get, key)
-    assert "redis+cluster://" in str(problem(caught.value, node.url))
+    assert "redis+cluster://" in str(explain_error(caught.value, node.url))
 
 
 def state(node: Server) -> str:

@@ -2,48 +2,71 @@
 VENV := .venv/bin
 NATIVE := $(wildcard rollout_worker/drafting/native/*.[ch]pp)
 CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/das-rollout
+VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/project \
+	$(addprefix tests/history/,test_eviction.py test_records.py test_window.py)
 
-help:  ## show this
+help:  ## Show this help.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"
 
-env:  ## make or update .venv (installs system packages where it may)
+env:  ## Create or update .venv; install missing system packages if permitted.
 	@scripts/setup-env
 
-demo: env  ## train the tiny policy (once) and run the quickstart job
+demo: env  ## Train the tiny policy (once) and run the quickstart job.
 	$(VENV)/rollout tiny-model
 	$(VENV)/rollout run -f examples/quickstart.yaml --json .rollout/quickstart.json
 
-test: env lint  ## lint, types, import contracts and the test suite
+test: env lint  ## Run lint, type checks, import contracts and the test suite.
 	$(VENV)/pytest
 
-test-chaos: env  ## a job on several Ray nodes under fire (minutes; CHAOS_SEED, CHAOS_SECONDS)
+test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
+	$(VENV)/pytest $(FAST_TESTS)
+
+test-chaos: env  ## Kill parts of a job on several Ray nodes (CHAOS_SEED, CHAOS_SECONDS).
 	$(VENV)/pytest tests/chaos -s
 
-kubernetes:  ## build the Kubernetes of test-cluster, the first time
+kubernetes:  ## Build the Kubernetes that test-cluster uses, if it is not cached.
 	tests/support/cluster/build-kubernetes $(CACHE)/kubernetes
 
-images: kubernetes  ## build the images that test-cluster runs, where they are not of this tree (after env)
+images: kubernetes  ## Build the images that test-cluster runs, if they are outdated.
 	[ -n "$(KUBECONFIG)" ] || tests/support/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
 
-test-cluster: env images  ## the operator on a real Kubernetes of its own, or on that of KUBECONFIG
+test-cluster: env images  ## Test the operator on its own Kubernetes, or on the cluster of KUBECONFIG.
 	$(VENV)/pytest tests/cluster
 
-test-native: env  ## the index under sanitizers of memory, undefined behaviour and data races
+test-native: env  ## Test the suffix index under address, undefined-behavior and thread sanitizers.
 	scripts/test-native
 
-lint: env  ## formatting, lint, types and import contracts
+lint: env  ## Check formatting, lint rules, types and import contracts.
 	$(VENV)/ruff format --check .
 	$(VENV)/ruff check .
 	$(VENV)/clang-format --dry-run -Werror $(NATIVE)
 	$(VENV)/mypy
 	$(VENV)/lint-imports
 
-format: env  ## format and mend what can be mended
+format: env  ## Format the code and apply automatic fixes.
 	$(VENV)/ruff format .
 	$(VENV)/ruff check --fix .
 	$(VENV)/clang-format -i $(NATIVE)
 
-clean:  ## remove .venv, builds and job state
-	rm -rf .venv build .rollout
+generate: env  ## Generate the CRD, the chart's copy of it, and the reference pages.
+	$(VENV)/python scripts/crd.py
+	$(VENV)/python scripts/manifest_docs.py
+	$(VENV)/python scripts/protocol_docs.py
 
-.PHONY: help env demo test test-chaos kubernetes images test-cluster test-native lint format clean
+wheels: env  ## Build the wheel and the source distribution into dist/.
+	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+chart: env  ## Lint and package the Helm chart into dist/.
+	$(VENV)/helm lint charts/das-rollout
+	$(VENV)/helm package charts/das-rollout --destination dist
+
+docker-images:  ## Build the operator's image and the GPU worker's image with Docker.
+	docker build -f operator/Dockerfile -t das-rollout-operator:$(VERSION) .
+	docker build -f rollout_worker/Dockerfile -t das-rollout-worker:$(VERSION) .
+
+clean:  ## Remove .venv, builds and job state.
+	rm -rf .venv build dist .rollout
+
+.PHONY: help env demo test test-fast test-chaos kubernetes images test-cluster test-native lint format generate wheels \
+	chart docker-images clean

@@ -1,55 +1,93 @@
-"""How a benchmark writes down what it found."""
+"""Figures that a benchmark reports, and the files in which it writes its results."""
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Canvas
+
+_SIGNIFICANT_DIGITS = 6
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One promise and what was measured."""
+    """One measured value, with the target it has to meet."""
 
     name: str
     value: float
     unit: str
     peer: str
-    """What it was measured against, in the same run; empty: nothing."""
+    """What the value is relative to, measured in the same run; empty if there is no peer."""
     op: Literal[">=", "<="]
     target: float | None
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met; None without one."""
+        """Whether the target is met; None if there is no target."""
         if self.target is None:
             return None
         return self.value >= self.target if self.op == ">=" else self.value <= self.target
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
+    """Return the median, minimum and maximum."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least *share* of all do not exceed."""
+    """Return the smallest value that is not exceeded by at least *share* of all values."""
     ordered = sorted(values)
     return ordered[max(0, min(len(ordered) - 1, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
 
 
 def report(file: Path | None, figures: Sequence[Figure], **details: Any) -> None:
-    """Print figures, and write them with all *details* to *file*."""
+    """Print the figures and, if *file* is given, write them there together with *details*."""
     for figure in figures:
         target = "" if figure.target is None else f"  (target {figure.op} {figure.target:g}: {_verdict(figure)})"
         against = f", against {figure.peer}" if figure.peer else ""
         print(f"{figure.name}: {figure.value:.4g} {figure.unit}{against}{target}")
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"figures": [asdict(figure) for figure in figures], **details}, indent=1) + "\n")
+        write_results(file, {"figures": [asdict(figure) for figure in figures], **details})
+
+
+def write_results(file: Path, results: Mapping[str, Any]) -> None:
+    """Replace *file* by a JSON object of *results*: one line per list element, six significant digits."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(".partial")
+    lines = (f"{json.dumps(key)}: {_as_json(_rounded(value))}" for key, value in results.items())
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    partial.replace(file)
+
+
+def save_svg(canvas: Canvas, file: Path) -> None:
+    """Write a matplotlib figure as SVG, without a date and with one line per path."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    canvas.savefig(file, metadata={"Date": None})
+    drawing = re.sub(r' d="[^"]*"', lambda path: " " + " ".join(path[0].split()), file.read_text())
+    file.write_text(drawing)
+
+
+def _as_json(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict | list):
+        return "[\n " + ",\n ".join(json.dumps(element) for element in value) + "\n]"
+    return json.dumps(value)
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{_SIGNIFICANT_DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(element) for key, element in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(element) for element in value]
+    return value
 
 
 def _verdict(figure: Figure) -> str:

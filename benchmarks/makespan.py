@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.figures import Figure, report
+from benchmarks.figures import Figure, report, save_svg
 from benchmarks.ngram_drafter import Ngram
 from benchmarks.problems import Problem, add_trace_arguments, chosen_problems
 from benchmarks.simulation import Hardware, Lengths, Mode, Simulation, Step, Truth
@@ -205,8 +205,7 @@ def plot(file: Path, steps: Mapping[Case, Step]) -> None:
         axis.set(title=f"batch {batch} over {workers}", xlabel="seconds", ylabel="rollouts left", yscale="symlog")
         axis.legend(fontsize="small")
     figure.tight_layout()
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, metadata={"Date": None})
+    save_svg(figure, file)
 
 
 def main() -> None:

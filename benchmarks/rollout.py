@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.figures import Figure, report
+from benchmarks.figures import Figure, report, write_results
 from benchmarks.problems import Problem, add_trace_arguments, chosen_problems
 from benchmarks.random_model import END, random_model, shape_of_7b
 from benchmarks.rollout_runs import (
@@ -175,15 +175,12 @@ class Results:
         """Keep a run at once."""
         self.runs.append(run)
         if self._file is not None:
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._file.with_suffix(".partial")
             content = {
                 "figures": [asdict(one) for one in figures],
                 "settings": self._settings,
                 "runs": [asdict(one) for one in self.runs],
             }
-            partial.write_text(json.dumps(content, indent=1) + "\n")
-            partial.replace(self._file)
+            write_results(self._file, content)
 
 
 async def measure(

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from benchmarks.figures import Figure, report
+from benchmarks.figures import Figure, report, save_svg, write_results
 from benchmarks.serving import served
 from rollout_worker.engine.model_source import default_cache
 from rollout_worker.tiny_model import ensure
@@ -208,15 +208,12 @@ def plot(runs: dict[str, list[Run]], file: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)
     canvas.tight_layout()
-    canvas.savefig(file, metadata={"Date": None})
+    save_svg(canvas, file)
 
 
 def write(file: Path, runs: Sequence[Run]) -> None:
     """Keep what there is so far."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps({"figures": [], "runs": [asdict(run) for run in runs]}))
-    partial.replace(file)
+    write_results(file, {"figures": [], "runs": [asdict(run) for run in runs]})
 
 
 def say(text: str) -> None:

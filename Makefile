@@ -53,6 +53,7 @@ generate: env  ## Generate the CRD, the chart's copy of it, and the reference pa
 	$(VENV)/python scripts/crd.py
 	$(VENV)/python scripts/manifest_docs.py
 	$(VENV)/python scripts/protocol_docs.py
+	$(VENV)/python scripts/code_map.py
 
 wheels: env  ## Build the wheel and the source distribution into dist/.
 	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .

@@ -1,1 +1,1 @@
-"""What the project promises, measured beside its peers: ``python -m benchmarks.NAME --json FILE``; see ``--help``."""
+"""Benchmarks that measure the project beside its peers: ``python -m benchmarks.NAME --json FILE``; see README.md."""

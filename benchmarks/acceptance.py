@@ -1,10 +1,10 @@
-"""What drafts are worth on recorded rollouts: ours and arctic-inference's, replayed side by side.
+"""Measures acceptance and calibration of drafts for recorded rollouts: the suffix index and arctic-inference's tree.
 
     python -m benchmarks.acceptance --trace FILE --tokenizer FILE --json FILE
 
-Of each problem, rollouts of the earlier checkpoint (in a trace without checkpoints: the first samples) are history; the
-others are generated again as :mod:`benchmarks.replay` says, both drafters seeing the same. Both have a few settings,
-and all are run; between them is interpolated, so that each is compared at its best for as many drafted tokens.
+The rollouts of the earlier checkpoint (in a trace without checkpoints: the first samples of each problem) are history.
+The others are replayed by :mod:`benchmarks.replay`, for both drafters in the same way. Both run with many settings, and
+the results are interpolated, so that each is compared at its best settings for the same number of draft tokens.
 """
 
 from __future__ import annotations
@@ -19,72 +19,74 @@ from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.figures import Figure, report
-from benchmarks.problems import Problem, add_trace_arguments, chosen_problems
-from benchmarks.replay import Drafter, Outcome, replay
-from benchmarks.suffix_drafters import PEER, Ours, Peer, Scope
+from benchmarks.problems import Problem, add_trace_arguments, selected_problems
+from benchmarks.replay import Outcome, ReplayDrafter, replay
+from benchmarks.suffix_drafters import PEER, Scope, SuffixIndexDrafter, SuffixTreeDrafter
 
 MIN_SURVIVALS = (0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01)
 MIN_TOKEN_PROBS = (0.0, 0.03, 0.1, 0.3, 0.5)
 MAX_SPEC_FACTORS = (1.0, 2.0, 4.0, 8.0)
 DRAFTED = (2, 4, 8)
-PEERS_BUDGET = 32
-"""Of its default setting here, with a factor of 1 and a least probability of 0.1."""
-LEAST_IN_DECILE = 200
+PEER_BUDGET = 32
+"""Budget of the peer's default setting, which has a factor of 1 and a minimum probability of 0.1."""
+MIN_DECILE_TOKENS = 200
+"""Deciles with fewer tokens are ignored."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A drafter and how it drafts."""
+    """A drafter and its parameters."""
 
     scope: Scope
     budget: int
-    ours: bool
+    is_index: bool
+    """Whether the drafter is the suffix index; otherwise it is the peer."""
     min_survival: float = 0.0
     max_spec_factor: float = 1.0
     min_token_prob: float = 0.1
 
-    def drafter(self) -> Drafter:
-        """A new one."""
-        if self.ours:
-            return Ours(self.scope, min_survival=self.min_survival)
-        return Peer(self.scope, max_spec_factor=self.max_spec_factor, min_token_prob=self.min_token_prob)
+    def drafter(self) -> ReplayDrafter:
+        """Create the drafter."""
+        if self.is_index:
+            return SuffixIndexDrafter(self.scope, min_survival=self.min_survival)
+        return SuffixTreeDrafter(self.scope, max_spec_factor=self.max_spec_factor, min_token_prob=self.min_token_prob)
 
 
 _problems: list[Problem] = []
-"""Of this process; workers inherit it."""
+"""The problems of the trace; worker processes inherit them."""
 
 
 def run(setting: Setting) -> Outcome:
-    """Replay all problems under a setting, from a cold start."""
+    """Replay all problems with a setting. Nothing was learned before."""
     drafter, outcome = setting.drafter(), Outcome()
-    together = setting.scope in ("foreign", "all")
-    if together:
+    shares_history = setting.scope in ("cross_problem", "all")
+    if shares_history:
         for problem in _problems:
             for trajectory in problem.history:
-                drafter.learn(trajectory)
+                drafter.add_history(trajectory)
     for problem in _problems:
-        if not together:
+        if not shares_history:
             for trajectory in problem.history:
-                drafter.learn(trajectory)
-        replay(drafter, problem.name, problem.running, setting.budget, outcome)
+                drafter.add_history(trajectory)
+        replay(drafter, problem.name, problem.evaluated, setting.budget, outcome)
     return outcome
 
 
 def settings(scope: Scope, budgets: Sequence[int]) -> list[Setting]:
-    """All that are run for a scope."""
+    """Return all settings of a scope."""
     peer = [
-        Setting(scope, budget, ours=False, max_spec_factor=factor, min_token_prob=least)
-        for budget in sorted({*budgets, PEERS_BUDGET})
+        Setting(scope, budget, is_index=False, max_spec_factor=factor, min_token_prob=min_prob)
+        for budget in sorted({*budgets, PEER_BUDGET})
         for factor in MAX_SPEC_FACTORS
-        for least in MIN_TOKEN_PROBS
+        for min_prob in MIN_TOKEN_PROBS
     ]
     return peer + [
-        Setting(scope, budget, ours=True, min_survival=least) for budget in budgets for least in MIN_SURVIVALS
+        Setting(scope, budget, is_index=True, min_survival=survival) for budget in budgets for survival in MIN_SURVIVALS
     ]
 
 
 def frontier(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
-    """Drafted and accepted tokens a step on the upper hull of what settings, or mixtures of them, reach."""
+    """Return the upper convex hull of (drafted, accepted) tokens per step that settings or mixtures of them reach."""
     hull: list[tuple[float, float]] = []
     for x, y in sorted([(0.0, 0.0), *((one.drafted_per_step, one.accepted_per_step) for one in outcomes)]):
         while len(hull) > 1 and (hull[-1][0] - hull[-2][0]) * (y - hull[-2][1]) >= (hull[-1][1] - hull[-2][1]) * (
@@ -92,12 +94,12 @@ def frontier(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
         ):
             hull.pop()
         hull.append((x, y))
-    best = max(range(len(hull)), key=lambda place: hull[place][1])
+    best = max(range(len(hull)), key=lambda index: hull[index][1])
     return hull[: best + 1]
 
 
 def accepted_at(hull: Sequence[tuple[float, float]], drafted: float) -> float:
-    """Accepted tokens a step for as many drafted; the most there are beyond the last point."""
+    """Return the accepted tokens per step at a number of drafted tokens per step; beyond the hull, its maximum."""
     for (x0, y0), (x1, y1) in pairwise(hull):
         if drafted <= x1:
             return y0 + (y1 - y0) * (drafted - x0) / (x1 - x0)
@@ -105,7 +107,7 @@ def accepted_at(hull: Sequence[tuple[float, float]], drafted: float) -> float:
 
 
 def drafted_for(hull: Sequence[tuple[float, float]], accepted: float) -> float:
-    """Drafted tokens a step for as many accepted; infinite if that is never reached."""
+    """Return the drafted tokens per step at a number of accepted tokens per step; infinite beyond the hull."""
     for (x0, y0), (x1, y1) in pairwise(hull):
         if accepted <= y1:
             return x0 + (x1 - x0) * (accepted - y0) / (y1 - y0)
@@ -113,67 +115,70 @@ def drafted_for(hull: Sequence[tuple[float, float]], accepted: float) -> float:
 
 
 def compare(scope: Scope, outcomes: dict[Setting, Outcome], *, multi_turn: bool) -> list[Figure]:
-    """What is asked of a scope."""
-    ours = {setting: outcome for setting, outcome in outcomes.items() if setting.ours}
-    peers = {setting: outcome for setting, outcome in outcomes.items() if not setting.ours}
-    our_hull, peer_hull = frontier(list(ours.values())), frontier(list(peers.values()))
-    least = {"problem": 1.06 if multi_turn else 1.10, "all": 1.05 if multi_turn else 1.12}.get(scope)
+    """Return the figures of a scope, which compare the two drafters."""
+    index = {setting: outcome for setting, outcome in outcomes.items() if setting.is_index}
+    peers = {setting: outcome for setting, outcome in outcomes.items() if not setting.is_index}
+    index_hull, peer_hull = frontier(list(index.values())), frontier(list(peers.values()))
+    target = {"problem": 1.06 if multi_turn else 1.10, "all": 1.05 if multi_turn else 1.12}.get(scope)
     figures = [
         Figure(
-            f"accepted a step at {drafted} drafted, {scope}",
-            accepted_at(our_hull, drafted) / accepted_at(peer_hull, drafted),
-            "of the peer's",
-            f"{PEER} at its best",
+            f"accepted per step at {drafted} drafted, {scope}",
+            accepted_at(index_hull, drafted) / accepted_at(peer_hull, drafted),
+            "times the peer",
+            f"{PEER} at its best settings",
             ">=",
-            least,
+            target,
         )
         for drafted in DRAFTED
     ]
-    default = peers[Setting(scope, PEERS_BUDGET, ours=False)]
+    default = peers[Setting(scope, PEER_BUDGET, is_index=False)]
     figures.append(
         Figure(
-            f"tokens drafted for the default's acceptance, {scope}",
-            drafted_for(our_hull, default.accepted_per_step) / default.drafted_per_step,
-            "of the peer's",
+            f"drafted tokens at the acceptance of the default setting, {scope}",
+            drafted_for(index_hull, default.accepted_per_step) / default.drafted_per_step,
+            "times the peer",
             PEER,
             "<=",
             {"problem": 0.90 if multi_turn else 0.80}.get(scope),
         )
     )
-    nearest = min(ours.values(), key=lambda one: abs(one.accepted_per_step - default.accepted_per_step))
-    for name, outcome, peer, asked in (("", nearest, "", scope == "problem"), (f" of {PEER}", default, PEER, False)):
+    nearest = min(index.values(), key=lambda one: abs(one.accepted_per_step - default.accepted_per_step))
+    for name, outcome, peer, has_target in (
+        ("", nearest, "", scope == "problem"),
+        (f" of {PEER}", default, PEER, False),
+    ):
         calibration = outcome.calibration()
         figures += [
             Figure(
-                f"Brier score{name} under the base rate's, {scope}",
-                100 * calibration.gain,
+                f"Brier score{name} below that of the base rate, {scope}",
+                100 * calibration.brier_skill,
                 "%",
                 peer,
                 ">=",
-                28 if asked else None,
+                28 if has_target else None,
             ),
             Figure(
-                f"worst decile{name}, {scope}",
-                100 * calibration.worst(LEAST_IN_DECILE),
+                f"largest decile error{name}, {scope}",
+                100 * calibration.max_decile_error(MIN_DECILE_TOKENS),
                 "points",
                 peer,
                 "<=",
-                4 if asked else None,
+                4 if has_target else None,
             ),
         ]
     return figures
 
 
 def row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
-    """A setting's line of the JSON."""
+    """Return the entry of a setting in the JSON file."""
     calibration = outcome.calibration()
     return {
         "scope": setting.scope,
-        "drafter": "ours" if setting.ours else PEER,
+        "drafter": "suffix index" if setting.is_index else PEER,
         "budget": setting.budget,
         **(
             {"min_survival": setting.min_survival}
-            if setting.ours
+            if setting.is_index
             else {"max_spec_factor": setting.max_spec_factor, "min_token_prob": setting.min_token_prob}
         ),
         "steps": outcome.steps,
@@ -187,23 +192,25 @@ def row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_trace_arguments(parser)
-    parser.add_argument("--history", type=int, help="rollouts of a problem [default: all, or half its samples]")
-    parser.add_argument("--budget", default="4,8,16,32", help="most tokens of a draft, each is run")
-    parser.add_argument("--scope", default="problem", help="of problem, foreign, self, all")
+    parser.add_argument(
+        "--history", type=int, help="history rollouts per problem [default: all, or half of the samples]"
+    )
+    parser.add_argument("--budget", default="4,8,16,32", help="maximum draft lengths; each is run")
+    parser.add_argument("--scope", default="problem", help="comma-separated: problem, cross_problem, self, all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     budgets = [int(one) for one in options.budget.split(",")]
     scopes: list[Scope] = options.scope.split(",")
     if unknown := set(scopes) - set(get_args(Scope)):
-        parser.error(f"--scope knows {', '.join(get_args(Scope))}, not {', '.join(sorted(unknown))}")
-    _problems.extend(chosen_problems(parser, options, history=options.history))
+        parser.error(f"--scope must be some of {', '.join(get_args(Scope))}; got {', '.join(sorted(unknown))}")
+    _problems.extend(selected_problems(parser, options, history=options.history))
     multi_turn = any(
         not segment.generated
         for problem in _problems
-        for one in (*problem.history, *problem.running)
+        for one in (*problem.history, *problem.evaluated)
         for segment in one.segments
     )
     wanted = [setting for scope in scopes for setting in settings(scope, budgets)]
@@ -223,8 +230,8 @@ def main() -> None:
         figures,
         trace=options.trace.name,
         problems=len(_problems),
-        rollouts=sum(len(problem.running) for problem in _problems),
-        tokens=sum(one.generated for problem in _problems for one in problem.running),
+        rollouts=sum(len(problem.evaluated) for problem in _problems),
+        tokens=sum(one.generated for problem in _problems for one in problem.evaluated),
         history_rollouts=sum(len(problem.history) for problem in _problems),
         settings=[row(setting, outcome) for setting, outcome in outcomes.items()],
     )

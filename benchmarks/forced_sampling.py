@@ -1,9 +1,9 @@
-"""Makes vLLM say recorded rollouts: the same shim in every mode, so that acceptance and lengths are real.
+"""A shim that makes vLLM sample recorded tokens, so that all modes produce the same rollouts.
 
-Just before tokens are sampled, the logit of the recorded token is put above all others at each position. The forward
-pass, the sampler and the rejection sampler run in full and do what they always do: a draft token is accepted if it is
-the recorded one. What a real model would say behind a token of its own that differs is never asked for. Acceptance
-measured so is called *replayed*.
+Just before sampling, the logit of the recorded token is set above all others at every position. The forward pass, the
+sampler and the rejection sampler still do all their work, and a draft token is accepted if it equals the recorded
+token. Acceptance measured in this way is called *replayed acceptance*: it does not show what the model would have
+sampled after a token of its own that differs from the recording.
 """
 
 from __future__ import annotations
@@ -14,58 +14,60 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_worker.engine.compat import mend_draft_sampling
-from rollout_worker.engine.worker_extension import DraftingExtension, HostExtension
+from rollout_worker.engine.compat import patch_draft_sampling
+from rollout_worker.engine.worker_extension import DraftingExtension, EngineExtension
 
-_ABOVE_ALL = 3e4
+_FORCED_LOGIT = 3e4
 
 
-class _Forcing:
-    """Mixed into a host extension; its methods are collective calls."""
+class _ForcedSampling:
+    """A mixin for vLLM worker extensions; its methods are called with ``collective_rpc``."""
 
     model_runner: Any
     _bench_recorded: dict[str, np.ndarray]
-    _bench_noted: dict[str, list[int]]
-    _bench_noting = False
+    _bench_acceptance: dict[str, list[int]]
+    _bench_records_acceptance = False
     _bench_shim_seconds = 0.0
     _bench_drafting_seconds = 0.0
     _bench_steps = 0
 
-    def bench_prepare(self) -> None:
-        """Put the shim and the stop-watches in place; once."""
-        mend_draft_sampling()
-        self._bench_recorded, self._bench_noted = {}, {}
+    def bench_install(self) -> None:
+        """Install the shim and the timers in the model runner; call once."""
+        patch_draft_sampling()
+        self._bench_recorded, self._bench_acceptance = {}, {}
         runner = self.model_runner
         sample, propose = runner._sample, runner.propose_draft_token_ids
 
-        def forced(logits: torch.Tensor, metadata: Any) -> Any:
+        def forced_sample(logits: torch.Tensor, metadata: Any) -> Any:
             started = time.perf_counter()
             self._force(logits, metadata)
             self._bench_shim_seconds += time.perf_counter() - started
             self._bench_steps += 1
             sampled = sample(logits, metadata)
-            for row, tokens in enumerate(sampled.sampled_token_ids.tolist() if self._bench_noting else ()):
-                rollout = runner.input_batch.req_ids[row].rpartition("#")[0]
-                self._bench_noted.setdefault(rollout, []).append(sum(token >= 0 for token in tokens) - 1)
+            if self._bench_records_acceptance:
+                for row, tokens in enumerate(sampled.sampled_token_ids.tolist()):
+                    accepted = sum(token >= 0 for token in tokens) - 1
+                    self._bench_acceptance.setdefault(self._rollout_of(row), []).append(accepted)
             return sampled
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
+        def timed_propose(*args: Any, **kwargs: Any) -> Any:
             started = time.perf_counter()
             try:
                 return propose(*args, **kwargs)
             finally:
                 self._bench_drafting_seconds += time.perf_counter() - started
 
-        runner._sample, runner.propose_draft_token_ids = forced, timed
+        runner._sample, runner.propose_draft_token_ids = forced_sample, timed_propose
 
-    def bench_record(self, recorded: dict[str, list[int]]) -> None:
-        """From now on these rollouts, by id, say these tokens; all before are forgotten."""
+    def bench_set_rollouts(self, recorded: dict[str, list[int]]) -> None:
+        """Replace the recorded rollouts: by rollout id, the tokens to sample."""
         self._bench_recorded = {key: np.array(tokens, dtype=np.int64) for key, tokens in recorded.items()}
 
-    def bench_remember(self, history: list[tuple[list[int], list[list[int]]]]) -> None:
-        """Give vLLM's own suffix decoding the same history as ours: prompts, each with its responses; nothing else.
+    def bench_set_history(self, history: list[tuple[list[int], list[list[int]]]]) -> None:
+        """Give vLLM's suffix decoding exactly this history: (prompt, responses) for each problem.
 
-        Ours forgets what it has: it reads its history from Redis, and takes drafts from other problems', too.
+        The project's own index is emptied instead: it reads the same history from Redis. Emptying it keeps rollouts of
+        earlier measurements out of its cross-problem pool.
         """
         index = getattr(self, "_das_index", None)
         for problem in index.problems() if index is not None else ():
@@ -84,48 +86,54 @@ class _Forcing:
                 cache.add_active_response(request_id, response)
                 cache.stop_request(request_id)
 
-    def bench_note(self) -> None:
-        """From now on keep how many draft tokens each step had accepted."""
-        self._bench_noting = True
+    def bench_record_acceptance(self) -> None:
+        """Record from now on how many draft tokens each step accepts."""
+        self._bench_records_acceptance = True
 
-    def bench_noted(self) -> dict[str, list[int]]:
-        """By rollout: draft tokens accepted in each step, that which read the prompt included."""
-        return self._bench_noted
+    def bench_acceptance(self) -> dict[str, list[int]]:
+        """Return, by rollout id, the accepted draft tokens of each step, including the step that read the prompt."""
+        return self._bench_acceptance
 
     def bench_times(self) -> dict[str, float]:
-        """Since the start: steps, and seconds spent in the shim and in proposing drafts."""
+        """Return the steps since the start, and the seconds spent in the shim and in proposing drafts."""
         return {
             "steps": self._bench_steps,
             "shim_seconds": self._bench_shim_seconds,
             "drafting_seconds": self._bench_drafting_seconds,
         }
 
+    def _rollout_of(self, row: int) -> str:
+        request_id: str = self.model_runner.input_batch.req_ids[row]
+        return request_id.rpartition("#")[0]
+
     def _force(self, logits: torch.Tensor, metadata: Any) -> None:
         runner = self.model_runner
         batch = runner.input_batch
         starts = runner.query_start_loc.np[: batch.num_reqs + 1]
-        at = starts[1:] - 1 if metadata is None else metadata.logits_indices.cpu().numpy()
-        rows = np.searchsorted(starts, at, side="right") - 1
-        # of the tokens that logits are of, the place in the sequence; what is sampled comes behind it
-        places = runner.positions[torch.from_numpy(at.astype(np.int64)).to(runner.positions.device)].cpu().numpy() + 1
+        logit_indices = starts[1:] - 1 if metadata is None else metadata.logits_indices.cpu().numpy()
+        rows = np.searchsorted(starts, logit_indices, side="right") - 1
+        # A row of logits belongs to a token of the sequence; what is sampled from it is the token after that.
+        device_indices = torch.from_numpy(logit_indices.astype(np.int64)).to(runner.positions.device)
+        places = runner.positions[device_indices].cpu().numpy() + 1
         places -= batch.num_prompt_tokens[rows]
-        sampled, tokens = [], []
+        forced_rows, forced_tokens = [], []
         for row in range(batch.num_reqs):
-            recorded = self._bench_recorded.get(batch.req_ids[row].rpartition("#")[0])
+            recorded = self._bench_recorded.get(self._rollout_of(row))
             if recorded is None:
                 continue
-            mine = np.flatnonzero(rows == row)
-            mine = mine[(places[mine] >= 0) & (places[mine] < len(recorded))]
-            sampled.append(mine)
-            tokens.append(recorded[places[mine]])
-        if sampled:
-            where = torch.from_numpy(np.concatenate(sampled)).to(logits.device)
-            logits[where, torch.from_numpy(np.concatenate(tokens)).to(logits.device)] = _ABOVE_ALL
+            of_row = np.flatnonzero(rows == row)
+            of_row = of_row[(places[of_row] >= 0) & (places[of_row] < len(recorded))]
+            forced_rows.append(of_row)
+            forced_tokens.append(recorded[places[of_row]])
+        if forced_rows:
+            row_indices = torch.from_numpy(np.concatenate(forced_rows)).to(logits.device)
+            token_indices = torch.from_numpy(np.concatenate(forced_tokens)).to(logits.device)
+            logits[row_indices, token_indices] = _FORCED_LOGIT
 
 
-class ForcedEngine(_Forcing, HostExtension):
-    """Of an engine whose drafts are not ours, or that drafts nothing."""
+class ForcedEngine(_ForcedSampling, EngineExtension):
+    """The worker extension of engines without drafts or with vLLM's own."""
 
 
-class ForcedDraftingEngine(_Forcing, DraftingExtension):
-    """Of an engine that drafts from history."""
+class ForcedDraftingEngine(_ForcedSampling, DraftingExtension):
+    """The worker extension of engines that draft from the history."""

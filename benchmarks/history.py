@@ -1,22 +1,20 @@
-"""What the history costs: appends, bytes in Redis, and how soon it is in an index.
+"""Measure the history: appends, bytes in Redis, and how soon new rollouts are in a worker's index.
 
     python -m benchmarks.history --json FILE [--trace TRACE … --tokenizer TOKENIZER] [--scale]
 
-Redis is a real server on the loopback, started for each measurement. Synthetic are problems of 64 rollouts of 2,000
-tokens, three fifths of them from a template that they share. ``--scale`` adds a hundredth of a large history.
+Each measurement starts a real Redis server on the loopback interface. The synthetic data are problems of 64 rollouts of
+2,000 tokens, of which three fifths come from a template that the rollouts of a problem share. ``--scale`` adds a
+hundredth of a large history.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
-import tempfile
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -26,14 +24,15 @@ import numpy as np
 import zstandard
 
 from benchmarks.figures import Figure, quantile, report, spread
-from benchmarks.index import LENGTH, templated, words
-from benchmarks.suffix_drafters import PEER, signed, suffix_tree
+from benchmarks.index import LENGTH, templated, zipf_tokens
+from benchmarks.redis_server import redis_server
+from benchmarks.suffix_drafters import PEER, as_int32, suffix_tree
 from benchmarks.traces import Tokens, Trajectory, load_tokenizer, read_trace
 from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.redis_client.connection import connect
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS
-from rollout_worker.embedded_redis import EmbeddedRedis
-from rollout_worker.history.connection import connect
+from rollout_worker.history.maintenance.operations import MaintenanceOperations
 from rollout_worker.history.records import CONTEXT_TOKENS, HistoryRecord, decode_records
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.sync import HistorySync
@@ -42,107 +41,113 @@ KEYS = HistoryKeys("bench", "history")
 RUN = "5a0a3cb1-5c1e-4f10-9a1d-0f4f2c1b8a77"
 PROBLEMS, ROLLOUTS = 32, 64
 WRITERS = (1, 4, 16)
-BATCH = 64
-"""Rollouts that a relay carries at once."""
+APPEND_BATCH = 64
+"""Rollouts that a relay appends in one call."""
 DELTAS = 100
-DRAFTED = 8
-AT_ONCE = 32
-"""Problems of which a worker has rollouts running."""
+"""Measurements of the delta sync."""
+DRAFT_TOKENS = 8
+WORKER_PROBLEMS = 32
+"""Problems of which a worker has running rollouts."""
 INDEX_BYTES = 2**31
-SHARE = 100
-"""The scale benchmark is this part of the history in question."""
-SCALE = {"problems": 40_000, "samples": 16, "versions": 16, "tokens": 8000, "workers": 256, "problems a worker": 16}
+SYNC_TIMEOUT_S = 120.0
+SCALE_DIVISOR = 100
+"""The scale benchmark runs with the number of problems divided by this."""
+SCALE = {"problems": 40_000, "samples": 16, "versions": 16, "tokens": 8000, "workers": 256, "problems per worker": 16}
+"""The large history that the scale benchmark extrapolates to."""
 
 Problems = Mapping[str, Sequence[HistoryRecord]]
 
 
-@contextmanager
-def server() -> Iterator[str]:
-    """URL of an empty Redis."""
-    with tempfile.TemporaryDirectory() as directory:
-        lock = os.open(Path(directory) / "lock", os.O_CREAT | os.O_RDWR)
-        embedded = EmbeddedRedis(Path(directory) / "redis", keep_open=lock)
-        try:
-            yield embedded.start()
-        finally:
-            embedded.stop()
-            os.close(lock)
-
-
 def store_at(url: str, window: int = 16) -> HistoryStore:
-    """The history that is measured."""
+    """Return the history that is measured."""
     return HistoryStore(connect(url), KEYS, window=window)
 
 
-def record(
+def make_record(
     problem: str, number: int, tokens: Tokens, context: Tokens | None = None, generation: int = 1
 ) -> HistoryRecord:
-    """As a relay makes it, its id as long as real ones."""
+    """Return a record as a relay creates it, with a rollout id of realistic length."""
     request = zlib.crc32(f"{problem}/{generation}".encode())
-    ids = f"{RUN}/trainer:{generation}:{request % 1000}-{request:012x}/{number}/0"
+    rollout_id = f"{RUN}/trainer:{generation}:{request % 1000}-{request:012x}/{number}/0"
     context = np.empty(0, np.uint32) if context is None else context
     tokens = np.asarray(tokens, dtype=np.uint32)
-    return HistoryRecord(ids, RUN, generation, generation, tokens, "stop", context, generation)
+    return HistoryRecord(rollout_id, RUN, generation, generation, tokens, "stop", context, generation)
 
 
 def synthetic(problems: int, rollouts: int, rng: np.random.Generator) -> dict[str, list[HistoryRecord]]:
-    """Problems with rollouts that share a template."""
+    """Return problems with rollouts that share a template."""
     names = [f"{number:032x}" for number in range(problems)]
     return {
-        name: [record(name, sample, tokens) for sample, tokens in enumerate(templated(rng, rollouts))] for name in names
+        name: [make_record(name, sample, tokens) for sample, tokens in enumerate(templated(rng, rollouts))]
+        for name in names
     }
 
 
 def recorded(trajectories: Sequence[Trajectory]) -> dict[str, list[HistoryRecord]]:
-    """The turns of a trace, each with the tokens before it, as a job records them."""
-    made: defaultdict[str, list[HistoryRecord]] = defaultdict(list)
+    """Return the turns of a trace by problem; as in a job, later turns have the tokens before them as context."""
+    problems: defaultdict[str, list[HistoryRecord]] = defaultdict(list)
     for trajectory in trajectories:
         before, turns = [trajectory.prompt], 0
         for segment in trajectory.segments:
             if segment.generated:
                 context = np.concatenate(before)[-CONTEXT_TOKENS:].astype(np.uint32) if turns else None
-                name = trajectory.problem
-                made[name].append(record(name, len(made[name]), segment.tokens, context))
+                records = problems[trajectory.problem]
+                records.append(make_record(trajectory.problem, len(records), segment.tokens, context))
                 turns += 1
             before.append(segment.tokens)
-    return dict(made)
+    return dict(problems)
 
 
-def tokens_of(problems: Problems) -> int:
-    """Of all responses."""
-    return sum(len(one.tokens) for records in problems.values() for one in records)
+def count_tokens(problems: Problems) -> int:
+    """Return the tokens of all responses."""
+    return sum(len(record.tokens) for records in problems.values() for record in records)
 
 
 def wait_ready(sync: HistorySync) -> None:
-    """Wait until all that was announced is in the index."""
-    if not sync.wait_ready(120):
-        raise RuntimeError(f"the history is not in the index after 120 s: {sync.counters}")
+    """Wait until the history of all announced problems is in the index.
+
+    Raises:
+        RuntimeError: if that takes longer than :data:`SYNC_TIMEOUT_S`.
+    """
+    if not sync.wait_ready(SYNC_TIMEOUT_S):
+        raise RuntimeError(f"the history was not in the index after {SYNC_TIMEOUT_S:g} s: {sync.counters}")
 
 
 def append(store: HistoryStore, problems: Problems) -> None:
-    """As a relay does it."""
-    pairs = [(problem, one) for problem, records in problems.items() for one in records]
-    for at in range(0, len(pairs), BATCH):
-        store.append_all(pairs[at : at + BATCH])
+    """Append all records in batches, as a relay does."""
+    pairs = [(problem, record) for problem, records in problems.items() for record in records]
+    for first in range(0, len(pairs), APPEND_BATCH):
+        store.append_all(pairs[first : first + APPEND_BATCH])
 
 
-# appends
+def compact(store: HistoryStore, problems: Problems) -> None:
+    """Compact all problems completely."""
+    operations = MaintenanceOperations(store)
+    for problem in problems:
+        while operations.compact(problem):
+            pass
+
+
+# Appends
 
 
 def _write(url: str, number: int, count: int, begin: Any, ended: Any) -> None:
     rng = np.random.default_rng(number)
     store = store_at(url)
-    pairs = [(f"{number}-{one % 8}", record(f"{number}-{one % 8}", one, words(rng, LENGTH))) for one in range(count)]
-    store.generation()
+    pairs = []
+    for rollout in range(count):
+        problem = f"{number}-{rollout % 8}"
+        pairs.append((problem, make_record(problem, rollout, zipf_tokens(rng, LENGTH))))
+    store.metadata.generation()
     begin.wait()
-    for at in range(0, count, BATCH):
-        store.append_all(pairs[at : at + BATCH])
+    for first in range(0, count, APPEND_BATCH):
+        store.append_all(pairs[first : first + APPEND_BATCH])
     ended.put(time.monotonic())
 
 
 def append_rate(writers: int, count: int) -> float:
-    """Rollouts of 2,000 tokens a second, by so many processes that append *count* each."""
-    with server() as url:
+    """Return the rollouts per second that *writers* processes append, with *count* rollouts of 2,000 tokens each."""
+    with redis_server() as url:
         begin, ended = multiprocessing.Event(), multiprocessing.Queue()
         processes = [
             multiprocessing.Process(target=_write, args=(url, number, count, begin, ended)) for number in range(writers)
@@ -152,20 +157,20 @@ def append_rate(writers: int, count: int) -> float:
         while len(connect(url).client_list()) < writers:
             time.sleep(0.05)
         time.sleep(0.2)
-        began = time.monotonic()
+        started = time.monotonic()
         begin.set()
         last = max(ended.get() for _ in processes)
         for process in processes:
             process.join()
-    return writers * count / (last - began)
+    return writers * count / (last - started)
 
 
-# bytes
+# Bytes
 
 
 def bytes_in_redis(problems: Problems) -> tuple[float, float]:
-    """Bytes a token by MEMORY USAGE of all keys of the history, as appended and compacted."""
-    with server() as url:
+    """Return the bytes per token by MEMORY USAGE of all keys of the history, before and after compaction."""
+    with redis_server() as url:
         client, store = connect(url), store_at(url)
         store.open("tokenizer")
         append(store, problems)
@@ -174,33 +179,59 @@ def bytes_in_redis(problems: Problems) -> tuple[float, float]:
             return sum(client.memory_usage(key, samples=0) or 0 for key in client.scan_iter(count=1000))
 
         before = usage()
-        for problem in problems:
-            while store.compact(problem):
-                pass
-        return before / tokens_of(problems), usage() / tokens_of(problems)
+        compact(store, problems)
+        return before / count_tokens(problems), usage() / count_tokens(problems)
 
 
 def codecs(problems: Problems) -> dict[str, dict[str, float]]:
-    """Ways to write a problem's token ids: bytes a token, and million tokens a second read."""
-    count = tokens_of(problems)
-    samples = [np.concatenate([one.tokens for one in records]).astype("<u2") for records in problems.values()]
-    if any(int(one.tokens.max(initial=0)) >= 2**16 for records in problems.values() for one in records):
-        samples = [np.concatenate([one.tokens for one in records]).astype("<u4") for records in problems.values()]
-    plain = [one.tobytes() for one in samples]
-    dictionary = zstandard.train_dictionary(64 * 1024, plain * max(1, 8 // len(plain)))
-    ways: dict[str, tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]] = {
+    """Compare ways to encode the token ids of a problem.
+
+    Returns:
+        By codec: bytes per token, and millions of tokens decoded per second of CPU time.
+
+    Raises:
+        RuntimeError: if a codec does not restore the token ids.
+    """
+    count = count_tokens(problems)
+    wide = any(int(record.tokens.max(initial=0)) >= 2**16 for records in problems.values() for record in records)
+    dtype = np.dtype("<u4" if wide else "<u2")
+    plain = [
+        np.concatenate([record.tokens for record in records]).astype(dtype).tobytes() for records in problems.values()
+    ]
+    results = {}
+    for name, (encode, decode) in _codecs(plain, dtype).items():
+        encoded = [encode(data) for data in plain]
+        started = time.process_time()
+        decoded = [decode(data) for data in encoded]
+        seconds = time.process_time() - started
+        if decoded != plain:
+            raise RuntimeError(f"the codec {name} does not restore what was encoded")
+        results[name] = {
+            "bytes per token": sum(map(len, encoded)) / count,
+            "decoded, million tokens/s": count / max(seconds, 1e-9) / 1e6,
+        }
+    return results
+
+
+_Codec = Callable[[bytes], bytes]
+
+
+def _codecs(plain: Sequence[bytes], dtype: np.dtype[Any]) -> dict[str, tuple[_Codec, _Codec]]:
+    """Return an encoder and a decoder by name."""
+    dictionary = zstandard.train_dictionary(64 * 1024, list(plain) * max(1, 8 // len(plain)))
+    return {
         "plain": (lambda data: data, lambda data: data),
-        "msgpack of numbers": (
-            lambda data: msgpack.packb(np.frombuffer(data, samples[0].dtype).tolist()),
-            lambda data: np.array(msgpack.unpackb(data), samples[0].dtype).tobytes(),
+        "msgpack integers": (
+            lambda data: msgpack.packb(np.frombuffer(data, dtype).tolist()),
+            lambda data: np.array(msgpack.unpackb(data), dtype).tobytes(),
         ),
         "bit-packed": (
-            lambda data: _bit_pack(data, samples[0].dtype),
-            lambda data: _bit_unpack(data, samples[0].dtype),
+            lambda data: _bit_pack(data, dtype),
+            lambda data: _bit_unpack(data, dtype),
         ),
         "delta, zstd 9": (
-            lambda data: zstandard.compress(_delta(data, samples[0].dtype), 9),
-            lambda data: _undelta(zstandard.decompress(data), samples[0].dtype),
+            lambda data: zstandard.compress(_delta(data, dtype), 9),
+            lambda data: _undelta(zstandard.decompress(data), dtype),
         ),
         "zlib 6": (zlib.compress, zlib.decompress),
         **{
@@ -212,19 +243,6 @@ def codecs(problems: Problems) -> dict[str, dict[str, float]]:
             zstandard.ZstdDecompressor(dict_data=dictionary).decompress,
         ),
     }
-    found = {}
-    for name, (write, read) in ways.items():
-        written = [write(data) for data in plain]
-        began = time.process_time()
-        back = [read(data) for data in written]
-        seconds = time.process_time() - began
-        if back != plain:
-            raise RuntimeError(f"{name} does not bring back what was written")
-        found[name] = {
-            "bytes a token": sum(map(len, written)) / count,
-            "read, million tokens a second": count / max(seconds, 1e-9) / 1e6,
-        }
-    return found
 
 
 def _bit_pack(data: bytes, dtype: Any) -> bytes:
@@ -250,45 +268,48 @@ def _undelta(data: bytes, dtype: Any) -> bytes:
     return np.cumsum(np.frombuffer(data, dtype), dtype=dtype).tobytes()
 
 
-# reading
+# Synchronization
 
 
-class _Timed(SuffixIndex):
-    """An index that knows how long it took to build."""
+class _TimedIndex(SuffixIndex):
+    """An index that measures the time it spends in building."""
 
     def __init__(self) -> None:
         super().__init__(max_bytes=INDEX_BYTES, pool_tokens=POOL_TOKENS)
-        self.seconds = 0.0
+        self.build_seconds = 0.0
 
     def add(self, problem: str, rollouts: Any) -> int:
-        """As an index does."""
-        began = time.perf_counter()
+        """Add rollouts and measure the time."""
+        started = time.perf_counter()
         added = super().add(problem, rollouts)
-        self.seconds += time.perf_counter() - began
+        self.build_seconds += time.perf_counter() - started
         return added
 
 
 def cold_sync(problems: Problems, *, compacted: bool) -> dict[str, float]:
-    """Seconds until all problems are in a new index, and tokens decoded and built a second of that."""
-    with server() as url:
+    """Measure how long it takes until all problems are in a new index.
+
+    Returns:
+        The seconds from the announcement until the index is complete, and the tokens per second of decoding and
+        building alone.
+    """
+    with redis_server() as url:
         store = store_at(url)
         store.open("tokenizer")
         append(store, problems)
         if compacted:
-            for problem in problems:
-                while store.compact(problem):
-                    pass
-        timed = _Timed()
-        sync = HistorySync(store_at(url), timed)
+            compact(store, problems)
+        index = _TimedIndex()
+        sync = HistorySync(store_at(url), index)
         sync.start()
-        began = time.perf_counter()
+        started = time.perf_counter()
         sync.announce(problems, 1)
         wait_ready(sync)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - started
         sync.stop()
-        if sync.counters.tokens != tokens_of(problems):
-            raise RuntimeError(f"{sync.counters.tokens} tokens came of {tokens_of(problems)}")
-        data = [
+        if sync.counters.tokens != count_tokens(problems):
+            raise RuntimeError(f"{sync.counters.tokens} of {count_tokens(problems)} tokens were read")
+        encoded = [
             value
             for problem in problems
             for value in (
@@ -297,27 +318,28 @@ def cold_sync(problems: Problems, *, compacted: bool) -> dict[str, float]:
                 else [fields[b"d"] for _, fields in connect(url).xrange(KEYS.log(problem))]
             )
         ]
-        began = time.perf_counter()
-        for value in data:
+        started = time.perf_counter()
+        for value in encoded:
             decode_records(value)
-        decoding = time.perf_counter() - began
-    return {"seconds": seconds, "decode and build, tokens/s": tokens_of(problems) / (decoding + timed.seconds)}
+        decode_seconds = time.perf_counter() - started
+    tokens_per_s = count_tokens(problems) / (decode_seconds + index.build_seconds)
+    return {"seconds": seconds, "decode and build, tokens/s": tokens_per_s}
 
 
-def peers_trees(problems: Problems) -> float:
-    """Seconds in which the peer builds a tree for each problem, from tokens in memory."""
-    began = time.perf_counter()
+def build_peer_trees(problems: Problems) -> float:
+    """Return the seconds in which the peer builds one tree per problem from tokens in memory."""
+    started = time.perf_counter()
     for records in problems.values():
         tree = suffix_tree(64)
-        for number, one in enumerate(records):
-            tree.extend(number, signed(one.tokens))
-    return time.perf_counter() - began
+        for number, record in enumerate(records):
+            tree.extend(number, as_int32(record.tokens))
+    return time.perf_counter() - started
 
 
 def delta_sync(problems: Problems, rng: np.random.Generator) -> list[float]:
-    """Seconds from an append to its being in the index of a worker that follows *problems*, for each of some."""
+    """Return the seconds from each of several appends until the rollout is in the index of a worker that follows."""
     names = list(problems)
-    with server() as url:
+    with redis_server() as url:
         store = store_at(url)
         append(store, problems)
         index = SuffixIndex(max_bytes=INDEX_BYTES, pool_tokens=POOL_TOKENS)
@@ -328,94 +350,102 @@ def delta_sync(problems: Problems, rng: np.random.Generator) -> list[float]:
         delays = []
         for number in range(DELTAS):
             name = names[number % len(names)]
-            one = record(name, 100_000 + number, words(rng, LENGTH))
-            time.sleep(float(rng.random()) * 0.3)
-            began = time.perf_counter()
-            store.append(name, one)
-            known = len(problems[name]) + number // len(names) + 1
-            while len(index.rollouts(name)) < known:
+            new = make_record(name, 100_000 + number, zipf_tokens(rng, LENGTH))
+            time.sleep(float(rng.random()) * 0.3)  # Append at a random moment between two polls of the worker.
+            started = time.perf_counter()
+            store.append(name, new)
+            expected = len(problems[name]) + number // len(names) + 1
+            while len(index.rollouts(name)) < expected:
                 time.sleep(0.001)
-            delays.append(time.perf_counter() - began)
+            delays.append(time.perf_counter() - started)
         sync.stop()
     return delays
 
 
-# a worker that takes another's place
+# Replacement of a worker
 
 
 def _accepted_per_step(index: SuffixIndex, rollouts: Mapping[str, Tokens]) -> float:
-    """Drafted tokens that are accepted in a verification step, one rollout after the other, of each problem one."""
+    """Replay one rollout per problem, one after the other, and return the accepted draft tokens per step."""
     accepted = steps = 0
     for problem, tokens in rollouts.items():
-        handle, said, at = index.open(problem), tokens.tolist(), 0
-        while at < len(said):
-            draft = index.draft(handle, DRAFTED).tokens
-            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, said[at:], strict=False)))
-            index.extend(handle, said[at : at + right + 1])
-            at, accepted, steps = at + right + 1, accepted + right, steps + 1
+        handle, recorded_tokens, position = index.open(problem), tokens.tolist(), 0
+        while position < len(recorded_tokens):
+            draft = index.draft(handle, DRAFT_TOKENS).tokens
+            pairs = zip(draft, recorded_tokens[position:], strict=False)
+            correct = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            index.extend(handle, recorded_tokens[position : position + correct + 1])
+            position, accepted, steps = position + correct + 1, accepted + correct, steps + 1
         index.close(handle)
     return accepted / steps
 
 
-def _start(url: str, problems: Sequence[str]) -> tuple[float, SuffixIndex]:
-    """A worker's index, and the seconds until all history of *problems* was in it."""
+def _start_worker(url: str, problems: Sequence[str]) -> tuple[float, SuffixIndex]:
+    """Return the seconds until a new index holds the whole history of *problems*, and the index."""
     index = SuffixIndex(max_bytes=INDEX_BYTES, pool_tokens=POOL_TOKENS)
-    began = time.perf_counter()
+    started = time.perf_counter()
     sync = HistorySync(store_at(url), index)
     sync.start()
     sync.announce(problems, 1)
     wait_ready(sync)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     sync.stop()
     return seconds, index
 
 
-def _replacement(url: str, rollouts: Mapping[str, Tokens], answer: Any) -> None:
-    seconds, index = _start(url, list(rollouts))
+def _run_replacement(url: str, rollouts: Mapping[str, Tokens], answer: Any) -> None:
+    seconds, index = _start_worker(url, list(rollouts))
     answer.put((seconds, _accepted_per_step(index, rollouts)))
 
 
 def warm_start(problems: Problems) -> dict[str, float]:
-    """A worker that has drafted dies; how soon another process drafts from the history, and how well.
+    """Measure how soon, and how well, a new worker drafts from the history of a worker that was lost.
 
-    Of each problem the last two rollouts are not in the history: from the first the worker has learned, the second
-    comes after its death.
+    The last two rollouts of each problem are not in the history. The lost worker drafted for the first of them and
+    adapted to it; the second is replayed after the loss.
     """
-    chosen = dict(islice(((name, records) for name, records in problems.items() if len(records) > 3), AT_ONCE))
+    several = ((name, records) for name, records in problems.items() if len(records) > 3)
+    chosen = dict(islice(several, WORKER_PROBLEMS))
+    history = {name: records[:-2] for name, records in chosen.items()}
     context = multiprocessing.get_context("spawn")
-    with server() as url:
+    with redis_server() as url:
         store = store_at(url)
         store.open("tokenizer")
-        append(store, {name: records[:-2] for name, records in chosen.items()})
+        append(store, history)
         for name in chosen:
-            store.compact(name)
-        _, first = _start(url, list(chosen))
-        _accepted_per_step(first, {name: records[-2].tokens for name, records in chosen.items()})
+            MaintenanceOperations(store).compact(name)
+        _, lost = _start_worker(url, list(chosen))
+        _accepted_per_step(lost, {name: records[-2].tokens for name, records in chosen.items()})
         rollouts = {name: records[-1].tokens for name, records in chosen.items()}
         answer = context.Queue()
-        process = context.Process(target=_replacement, args=(url, rollouts, answer))
+        process = context.Process(target=_run_replacement, args=(url, rollouts, answer))
         process.start()
         seconds, replaced = answer.get()
         process.join()
         empty = SuffixIndex(max_bytes=INDEX_BYTES, pool_tokens=POOL_TOKENS)
         return {
             "seconds": seconds,
-            "tokens": tokens_of({name: records[:-2] for name, records in chosen.items()}),
-            "accepted a step, replaced": replaced,
-            "accepted a step, as it was": _accepted_per_step(first, rollouts),
-            "accepted a step, without history": _accepted_per_step(empty, rollouts),
+            "tokens": count_tokens(history),
+            "accepted per step, replacement": replaced,
+            "accepted per step, lost worker": _accepted_per_step(lost, rollouts),
+            "accepted per step, without history": _accepted_per_step(empty, rollouts),
         }
 
 
-# scale
+# Scale
 
 
 def scale(rng: np.random.Generator) -> dict[str, Any]:
-    """A hundredth of a large history: problems sampled once a version, packed, and read by a worker for the next."""
-    count, window = SCALE["problems"] // SHARE, SCALE["versions"]
-    templates = [words(rng, SCALE["tokens"]) for _ in range(count)]
-    pages: dict[str, Any] = {}
-    with server() as url:
+    """Measure a hundredth of a large history.
+
+    Every problem is sampled and compacted once per version, and a worker reads its problems at the start of each
+    version.
+    """
+    count, window = SCALE["problems"] // SCALE_DIVISOR, SCALE["versions"]
+    names = [f"{number:032x}" for number in range(count)]
+    templates = [zipf_tokens(rng, SCALE["tokens"]) for _ in range(count)]
+    results: dict[str, Any] = {}
+    with redis_server() as url:
         client, store = connect(url), store_at(url, window)
         store.open("tokenizer", max_bytes=2**40)
         appending = compacting = syncing = 0.0
@@ -423,159 +453,157 @@ def scale(rng: np.random.Generator) -> dict[str, Any]:
         index = SuffixIndex(max_bytes=INDEX_BYTES, pool_tokens=POOL_TOKENS)
         sync = HistorySync(store_at(url, window), index)
         sync.start()
-        mine = [f"{number:032x}" for number in range(SCALE["problems a worker"])]
+        of_worker = names[: SCALE["problems per worker"]]
 
         def network() -> int:
             return int(client.info("stats")["total_net_output_bytes"])
 
         for version in range(1, window + 3):
             generation = store.publish(RUN, version)
-            # an epoch begins with what the one before it has left, packed by then
-            before, began = network(), time.perf_counter()
-            sync.announce(mine, generation)
+            # The worker reads the rollouts of the version before, which are compacted by now.
+            before, started = network(), time.perf_counter()
+            sync.announce(of_worker, generation)
             wait_ready(sync)
             if version > 2:
-                syncing += time.perf_counter() - began
+                syncing += time.perf_counter() - started
                 sent += network() - before
                 synced += 1
             sync.announce([], generation)
             wait_ready(sync)
             rollouts: list[tuple[str, HistoryRecord]] = []
-            for number, template in enumerate(templates):
-                name = f"{number:032x}"
+            for name, template in zip(names, templates, strict=True):
                 for sample in range(SCALE["samples"]):
-                    said = template.copy()
-                    for at in rng.integers(0, len(said) - 60, len(said) // 60):
-                        said[at : at + 24] = words(rng, 24)
-                    rollouts.append((name, record(name, sample, said, generation=generation)))
-                if len(rollouts) >= 512 or number == count - 1:
-                    began = time.perf_counter()
-                    for at in range(0, len(rollouts), BATCH):
-                        store.append_all(rollouts[at : at + BATCH], newest=generation)
-                    appending += time.perf_counter() - began
+                    rollout = template.copy()
+                    for first in rng.integers(0, len(rollout) - 60, len(rollout) // 60):
+                        rollout[first : first + 24] = zipf_tokens(rng, 24)
+                    rollouts.append((name, make_record(name, sample, rollout, generation=generation)))
+                if len(rollouts) >= 512 or name == names[-1]:
+                    started = time.perf_counter()
+                    for first in range(0, len(rollouts), APPEND_BATCH):
+                        store.append_all(rollouts[first : first + APPEND_BATCH], newest=generation)
+                    appending += time.perf_counter() - started
                     tokens += sum(len(one.tokens) for _, one in rollouts)
                     rollouts = []
-            began = time.perf_counter()
-            for number in range(count):
-                store.compact(f"{number:032x}")
-            compacting += time.perf_counter() - began
+            started = time.perf_counter()
+            operations = MaintenanceOperations(store)
+            for name in names:
+                operations.compact(name)
+            compacting += time.perf_counter() - started
         sync.stop()
-        known = store.problems()
-        kept = sum(one.bytes for one in known)
+        stored = sum(problem.bytes for problem in store.catalog.problems())
         in_window = count * SCALE["samples"] * window * SCALE["tokens"]
-        pages["bytes a token of the window"] = kept / in_window
-        pages["bytes, whole history"] = kept * SHARE
-        pages["resident, by Redis"] = client.info("memory")["used_memory"]
-        pages["appended, tokens/s, one writer"] = tokens / appending
-        pages["compacted, tokens/s, one service"] = tokens / compacting
-        pages["a worker's delta for a batch, bytes"] = sent / synced
-        pages["a worker's delta for a batch, seconds"] = syncing / synced
-        pages["all workers' deltas for a batch, bytes"] = SCALE["workers"] * sent / synced
-        pages["deltas of an epoch, bytes"] = SCALE["problems"] / SCALE["problems a worker"] * sent / synced
+        results["bytes per token of the window"] = stored / in_window
+        results["bytes, whole history"] = stored * SCALE_DIVISOR
+        results["resident bytes, by Redis"] = client.info("memory")["used_memory"]
+        results["appended, tokens/s, one writer"] = tokens / appending
+        results["compacted, tokens/s, one service"] = tokens / compacting
+        results["delta of one worker per batch, bytes"] = sent / synced
+        results["delta of one worker per batch, seconds"] = syncing / synced
+        results["deltas of all workers per batch, bytes"] = SCALE["workers"] * sent / synced
+        results["deltas of an epoch, bytes"] = SCALE["problems"] / SCALE["problems per worker"] * sent / synced
         cold = HistorySync(store_at(url, window), SuffixIndex(max_bytes=INDEX_BYTES, pool_tokens=POOL_TOKENS))
         cold.start()
-        before, began = network(), time.perf_counter()
-        cold.announce(mine, store.generation())
+        before, started = network(), time.perf_counter()
+        cold.announce(of_worker, store.metadata.generation())
         wait_ready(cold)
-        pages["a new worker's whole history, seconds"] = time.perf_counter() - began
-        pages["a new worker's whole history, bytes"] = network() - before
-        pages["a new worker's whole history, tokens"] = cold.counters.tokens
+        results["whole history of a new worker, seconds"] = time.perf_counter() - started
+        results["whole history of a new worker, bytes"] = network() - before
+        results["whole history of a new worker, tokens"] = cold.counters.tokens
         cold.stop()
-        shards = [client.zcard(KEYS.used(shard)) for shard in range(16)]
-        pages["problems of a shard"] = {"least": min(shards), "most": max(shards)}
-    return pages
+        shards = [client.zcard(KEYS.last_used(shard)) for shard in range(16)]
+        results["problems per shard"] = {"min": min(shards), "max": max(shards)}
+    return results
 
 
 def main() -> None:
-    """Run, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write")
-    parser.add_argument("--trace", type=Path, nargs="*", default=[])
-    parser.add_argument("--tokenizer", type=Path)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--scale", action="store_true", help="simulate a hundredth of a large history (minutes)")
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--trace", type=Path, nargs="*", default=[], help="trace files to measure as well")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, optionally gzipped; required with --trace")
+    parser.add_argument("--rounds", type=int, default=3, help="repetitions of each measurement [%(default)s]")
+    parser.add_argument("--scale", action="store_true", help="also measure a hundredth of a large history (minutes)")
     options = parser.parse_args()
     if options.trace and not options.tokenizer:
-        parser.error("--trace needs the --tokenizer that its text is read with")
+        parser.error("--trace requires --tokenizer")
 
     figures: list[Figure] = []
     details: dict[str, Any] = {}
     rng = np.random.default_rng(0)
     problems = synthetic(PROBLEMS, ROLLOUTS, rng)
     for writers in WRITERS:
-        rates = [append_rate(writers, 4096 // writers) for _ in range(options.rounds)]
-        details[f"appends, {writers} writers"] = spread(rates)
-        figures.append(Figure(f"appends, {writers} writers", spread(rates)["median"], "rollouts/s", "", ">=", None))
+        rates = spread([append_rate(writers, 4096 // writers) for _ in range(options.rounds)])
+        name = f"append rate, {writers} {'writer' if writers == 1 else 'writers'}"
+        details[name] = rates
+        figures.append(Figure(name, rates["median"], "rollouts/s", "", ">=", None))
 
-    sets: dict[str, Problems] = {"synthetic": problems}
+    datasets: dict[str, Problems] = {"synthetic": problems}
     if options.trace:
         tokenizer = load_tokenizer(options.tokenizer)
-        sets |= {file.name.partition(".")[0]: recorded(read_trace(file, tokenizer)) for file in options.trace}
-    for name, data in sets.items():
+        datasets |= {file.name.partition(".")[0]: recorded(read_trace(file, tokenizer)) for file in options.trace}
+    for name, data in datasets.items():
         before, after = bytes_in_redis(data)
         target = None if name == "synthetic" else 2.0
-        figures.append(Figure(f"bytes a token in Redis, {name}", after, "B", "", "<=", target))
-        figures.append(Figure(f"bytes a token before compaction, {name}", before, "B", "", "<=", None))
+        figures.append(Figure(f"bytes per token in Redis, {name}", after, "B", "", "<=", target))
+        figures.append(Figure(f"bytes per token before compaction, {name}", before, "B", "", "<=", None))
         details[f"codecs, {name}"] = codecs(data)
 
-    cold = [cold_sync(problems, compacted=True) for _ in range(options.rounds)]
-    logs = [cold_sync(problems, compacted=False) for _ in range(options.rounds)]
-    peer = [peers_trees(problems) for _ in range(options.rounds)]
-    size = f"{PROBLEMS} problems x {ROLLOUTS} rollouts x {LENGTH} tokens"
-    rate = "decode and build, tokens/s"
+    figures += _measure_cold_sync(problems, options.rounds, details)
+    delays = delta_sync({name: problems[name][:8] for name in list(problems)[:16]}, rng)
     figures += [
-        Figure(f"cold sync, {size}", spread([one["seconds"] for one in cold])["median"], "s", "", "<=", 1.5),
-        Figure("decode and build", spread([one[rate] for one in cold])["median"], "tokens/s", "", ">=", 10e6),
+        Figure("delta sync, median", quantile(delays, 0.5), "s", "", "<=", None),
+        Figure("delta sync, p99", quantile(delays, 0.99), "s", "", "<=", None),
+    ]
+    for name, data in datasets.items():
+        starts = [warm_start(data) for _ in range(options.rounds)]
+        details[f"warm start, {name}"] = starts
+        seconds = spread([start["seconds"] for start in starts])["median"]
+        figures.append(Figure(f"warm start, {name}", seconds, "s", "", "<=", None))
+        for peer in ("lost worker", "without history"):
+            ratios = [start["accepted per step, replacement"] / start[f"accepted per step, {peer}"] for start in starts]
+            ratio = spread(ratios)["median"]
+            figures.append(
+                Figure(f"accepted per step of a replacement, {name}", ratio, "of the peer's", peer, ">=", None)
+            )
+    if options.scale:
+        details["scale"] = {**SCALE, "divisor": SCALE_DIVISOR, **scale(rng)}
+        for name, value in details["scale"].items():
+            print(f"scale: {name}: {value}")
+        figures += [
+            Figure(f"scale: {name}", details["scale"][name], unit, "", "<=", None)
+            for name, unit in (
+                ("bytes per token of the window", "B"),
+                ("bytes, whole history", "B"),
+                ("deltas of all workers per batch, bytes", "B"),
+                ("delta of one worker per batch, seconds", "s"),
+                ("whole history of a new worker, seconds", "s"),
+            )
+        ]
+    report(options.json, figures, **details)
+
+
+def _measure_cold_sync(problems: Problems, rounds: int, details: dict[str, Any]) -> list[Figure]:
+    """Return the figures of the cold sync, and add its measurements to *details*."""
+    compacted = [cold_sync(problems, compacted=True) for _ in range(rounds)]
+    logs = [cold_sync(problems, compacted=False) for _ in range(rounds)]
+    peer = [build_peer_trees(problems) for _ in range(rounds)]
+    details |= {"cold sync": compacted, "cold sync, not compacted": logs, "seconds of the peer's trees": peer}
+    size = f"{PROBLEMS} problems x {ROLLOUTS} rollouts x {LENGTH} tokens"
+    rates = [one["decode and build, tokens/s"] for one in compacted]
+    ratios = [one["seconds"] / peer_seconds for one, peer_seconds in zip(compacted, peer, strict=True)]
+    return [
+        Figure(f"cold sync, {size}", spread([one["seconds"] for one in compacted])["median"], "s", "", "<=", 1.5),
+        Figure("decode and build", spread(rates)["median"], "tokens/s", "", ">=", 10e6),
         Figure(
-            "cold sync to an index, by building trees from memory",
-            spread([ours["seconds"] / theirs for ours, theirs in zip(cold, peer, strict=True)])["median"],
-            "ratio",
+            "cold sync, relative to building trees from memory",
+            spread(ratios)["median"],
+            "of the peer's",
             PEER,
             "<=",
             None,
         ),
         Figure("cold sync, not compacted", spread([one["seconds"] for one in logs])["median"], "s", "", "<=", None),
     ]
-    details |= {"cold sync": cold, "cold sync, not compacted": logs, "trees of the peer, seconds": peer}
-    delays = delta_sync({name: problems[name][:8] for name in list(problems)[:16]}, rng)
-    figures += [
-        Figure("delta sync, median", quantile(delays, 0.5), "s", "", "<=", None),
-        Figure("delta sync, p99", quantile(delays, 0.99), "s", "", "<=", None),
-    ]
-    for name, data in sets.items():
-        started = [warm_start(data) for _ in range(options.rounds)]
-        details[f"warm start, {name}"] = started
-        figures += [
-            Figure(f"warm start, {name}", spread([one["seconds"] for one in started])["median"], "s", "", "<=", None),
-            *(
-                Figure(
-                    f"accepted a step by a replaced worker, by {whose}, {name}",
-                    spread([one["accepted a step, replaced"] / one[f"accepted a step, {key}"] for one in started])[
-                        "median"
-                    ],
-                    "ratio",
-                    "",
-                    ">=",
-                    None,
-                )
-                for whose, key in (("the one before it", "as it was"), ("one without history", "without history"))
-            ),
-        ]
-    if options.scale:
-        details["scale"] = {**SCALE, "share": 1 / SHARE, **scale(rng)}
-        for name, value in details["scale"].items():
-            print(f"scale: {name}: {value}")
-        figures += [
-            Figure(f"scale: {name}", details["scale"][name], unit, "", "<=", None)
-            for name, unit in (
-                ("bytes a token of the window", "B"),
-                ("bytes, whole history", "B"),
-                ("all workers' deltas for a batch, bytes", "B"),
-                ("a worker's delta for a batch, seconds", "s"),
-                ("a new worker's whole history, seconds", "s"),
-            )
-        ]
-    report(options.json, figures, **details)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
-"""Costs of the suffix index, beside arctic-inference's suffix tree with the same data.
+"""Measures time and memory of the suffix index, compared with arctic-inference's suffix tree on the same data.
 
     python -m benchmarks.index --json FILE
 
-Each drafter and each data set has a process of its own. Synthetic are problems of eight rollouts of 2,000 tokens, three
-fifths of them from a template that they share, or worst cases; ``--trace`` adds recorded text, repeated under other
-problems until there is enough. The peer is a tree of depth 64 for each problem, as ours are scoped by problem, too.
+Each structure and each data set is measured in a process of its own. The synthetic data are problems of eight rollouts
+of 2,000 tokens, three fifths of which come from a template that the rollouts share, and worst cases. ``--trace`` adds
+recorded text, repeated under other problem names until there is enough. The peer has one tree of depth 64 for each
+problem, because the index is scoped by problem as well.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from functools import partial
 from itertools import cycle
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import psutil
 
 from benchmarks.figures import Figure, quantile, report, spread
-from benchmarks.suffix_drafters import PEER, signed, suffix_tree
+from benchmarks.suffix_drafters import PEER, as_int32, suffix_tree
 from benchmarks.traces import Tokens, by_problem, load_tokenizer, read_trace
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS, SOURCES
@@ -40,40 +41,41 @@ DRAFTS = 4000
 REMOVALS = 100
 BATCHES = (1, 8, 64, 256)
 RUNNING = 256
+THREADED = "suffix index, 2 threads"
 
 Problem = list[Tokens]
-"""Its rollouts."""
+"""The rollouts of a problem."""
 
 
-def words(rng: np.random.Generator, count: int) -> Tokens:
-    """Token ids, few of them frequent, as in text."""
+def zipf_tokens(rng: np.random.Generator, count: int) -> Tokens:
+    """Return random token ids with a heavy-tailed distribution, as in text."""
     return (float(VOCABULARY) ** rng.random(count) - 1).astype(np.uint32)
 
 
 def templated(rng: np.random.Generator, rollouts: int = ROLLOUTS) -> Problem:
-    """Rollouts that share stretches of a template."""
-    template = words(rng, LENGTH)
-    made = []
+    """Return rollouts that share parts of a template."""
+    template = zipf_tokens(rng, LENGTH)
+    problem = []
     for _ in range(rollouts):
-        tokens, at = template.copy(), 0
-        while at < LENGTH:
-            end = min(LENGTH, at + int(rng.integers(1, 60)))
+        tokens, begin = template.copy(), 0
+        while begin < LENGTH:
+            end = min(LENGTH, begin + int(rng.integers(1, 60)))
             if rng.random() > SHARED:
-                tokens[at:end] = words(rng, end - at)
-            at = end
-        made.append(tokens)
-    return made
+                tokens[begin:end] = zipf_tokens(rng, end - begin)
+            begin = end
+        problem.append(tokens)
+    return problem
 
 
-WORST: dict[str, Callable[[np.random.Generator], Problem]] = {
+WORST_CASES: dict[str, Callable[[np.random.Generator], Problem]] = {
     "a constant rollout": lambda rng: [np.full(ROLLOUTS * LENGTH, 7, np.uint32)],
-    "eight identical rollouts": lambda rng: [words(rng, LENGTH)] * ROLLOUTS,
-    "a short loop": lambda rng: [np.resize(words(rng, 7), ROLLOUTS * LENGTH)],
+    "eight identical rollouts": lambda rng: [zipf_tokens(rng, LENGTH)] * ROLLOUTS,
+    "a short loop": lambda rng: [np.resize(zipf_tokens(rng, 7), ROLLOUTS * LENGTH)],
 }
 
 
 def synthetic(make: Callable[[np.random.Generator], Problem], tokens: int) -> Iterator[Problem]:
-    """Problems until there are *tokens*."""
+    """Yield problems until they have *tokens* tokens in total."""
     rng = np.random.default_rng(0)
     while tokens > 0:
         problem = make(rng)
@@ -82,7 +84,7 @@ def synthetic(make: Callable[[np.random.Generator], Problem], tokens: int) -> It
 
 
 def recorded(groups: list[Problem], tokens: int) -> Iterator[Problem]:
-    """Problems of a trace, again and again, until there are *tokens*."""
+    """Yield the problems of a trace repeatedly, until they have *tokens* tokens in total."""
     for problem in cycle(groups):
         if tokens <= 0:
             return
@@ -91,8 +93,8 @@ def recorded(groups: list[Problem], tokens: int) -> Iterator[Problem]:
 
 
 @contextmanager
-def repeated(work: Callable[[], None]) -> Iterator[None]:
-    """Work that another thread does again and again meanwhile."""
+def running_in_background(work: Callable[[], None]) -> Iterator[None]:
+    """Repeat *work* in another thread until the block ends."""
     done = threading.Event()
 
     def run() -> None:
@@ -108,84 +110,84 @@ def repeated(work: Callable[[], None]) -> Iterator[None]:
         thread.join()
 
 
-class Ours:
-    """A :class:`SuffixIndex`."""
+class MeasuredIndex:
+    """The suffix index."""
 
-    name = "ours"
+    name = "suffix index"
 
     def __init__(self, threads: int = 1) -> None:
         self.index = SuffixIndex(depth=DEPTH, threads=threads)
 
     def build(self, problem: str, rollouts: Problem) -> None:
-        """Add all at once."""
+        """Add all rollouts of a problem in one call."""
         self.index.add(problem, [(str(number), number, tokens) for number, tokens in enumerate(rollouts)])
 
-    def settle(self) -> None:
-        """Nothing is left to do in the background."""
-        self.index.settle()
+    def wait_idle(self) -> None:
+        """Wait until the background thread is idle."""
+        self.index.wait_idle()
 
     def bytes(self) -> int:
-        """By its own account."""
+        """Return the memory in use as the structure itself reports it."""
         return self.index.bytes()
 
     def open(self, problem: str, context: Tokens, *, live: bool = False) -> int:
-        """A running rollout that has said *context*; if *live*, its siblings and itself are to draft from it."""
+        """Open a rollout that ends with *context*; if *live*, it and its siblings draft from its text."""
         handle = self.index.open(problem, sources=SOURCES if live else ("history",))
         self.index.extend(handle, context)
         return handle
 
     def draft(self, handle: int) -> None:
-        """One draft."""
+        """Draft for one rollout."""
         self.index.draft(handle, BUDGET)
 
     def close(self, handle: int) -> None:
-        """A running rollout has ended."""
+        """Close a rollout."""
         self.index.close(handle)
 
     def batch(self, handles: list[int]) -> None:
-        """A draft for each, in one call."""
+        """Draft for all in one call."""
         self.index.draft_batch(handles, [BUDGET] * len(handles))
 
     def append(self, handles: list[int], tokens: list[Any]) -> None:
-        """What running rollouts said in a step, in one call."""
+        """Extend all rollouts by the tokens of a step in one call."""
         self.index.extend_batch(handles, tokens)
 
-    def as_taken(self, tokens: Tokens) -> Any:
-        """As `append` takes them: an engine has lists of what was sampled."""
+    def as_argument(self, tokens: Tokens) -> Any:
+        """Convert tokens for `append`. Engines pass lists."""
         return tokens.tolist()
 
     @contextmanager
-    def read_meanwhile(self, contexts: list[tuple[str, Tokens]]) -> Iterator[None]:
-        """Draft for siblings in another thread."""
-        handles = [self.open(*contexts[place % len(contexts)], live=True) for place in range(RUNNING)]
-        with repeated(lambda: self.batch(handles)):
+    def drafting_in_background(self, contexts: list[tuple[str, Tokens]]) -> Iterator[None]:
+        """Draft for siblings in another thread until the block ends."""
+        handles = [self.open(*contexts[number % len(contexts)], live=True) for number in range(RUNNING)]
+        with running_in_background(lambda: self.batch(handles)):
             yield
 
     def remove(self, problem: str) -> None:
-        """Forget the oldest rollout."""
+        """Remove the oldest rollout of a problem."""
         self.index.drop_before(problem, 1)
 
 
-class AsInEngines(Ours):
-    """With a foreign pool, from which all requests draft, too, as well as from what is being said."""
+class EngineIndex(MeasuredIndex):
+    """The suffix index as engines use it: with a cross-problem pool, and with drafts from all sources."""
 
-    name = "ours, as engines have it"
+    name = "suffix index as in engines"
 
     def __init__(self) -> None:
         self.index = SuffixIndex(depth=DEPTH, threads=2, pool_tokens=POOL_TOKENS)
 
     def open(self, problem: str, context: Tokens, *, live: bool = False) -> int:
-        """A running rollout that has said *context*."""
+        """Open a rollout that ends with *context*."""
         return super().open(problem, context, live=True)
 
     def batch(self, handles: list[int]) -> None:
-        """A draft for each, in one call, and two tokens that were sampled."""
+        """Draft for all in one call, then extend all by two tokens in one call."""
         drafts = self.index.draft_batch(handles, [BUDGET] * len(handles))
         self.index.extend_batch(handles, [[*draft.tokens[:1], 0] for draft in drafts])
 
 
-class Peer:
-    """A tree for each problem."""
+class MeasuredTree:
+    """The peer: a suffix tree for each problem."""
 
     name = PEER
 
@@ -194,83 +196,88 @@ class Peer:
         self._open: list[tuple[Any, Any]] = []
 
     def build(self, problem: str, rollouts: Problem) -> None:
-        """Add one after the other."""
+        """Add the rollouts of a problem one by one."""
         tree = self._trees[problem] = suffix_tree(DEPTH)
         for number, tokens in enumerate(rollouts):
-            tree.extend_ndarray(number, signed(tokens))
+            tree.extend_ndarray(number, as_int32(tokens))
 
-    def settle(self) -> None:
-        """Nothing is left to do in the background."""
+    def wait_idle(self) -> None:
+        """Return at once: the tree has no background thread."""
 
     def bytes(self) -> int:
-        """By its own account."""
+        """Return the memory in use as the structure itself reports it."""
         return sum(tree.estimate_memory() for tree in self._trees.values())
 
     def open(self, problem: str, context: Tokens, *, live: bool = False) -> int:
-        """A running rollout that has said *context*."""
-        self._open.append((self._trees[problem], signed(context)[-DEPTH:]))
+        """Open a rollout that ends with *context*."""
+        self._open.append((self._trees[problem], as_int32(context)[-DEPTH:]))
         return len(self._open) - 1
 
     def draft(self, handle: int) -> None:
-        """One draft."""
+        """Draft for one rollout."""
         tree, context = self._open[handle]
         tree.speculate_ndarray(context, BUDGET, 4.0, 0.0, 0.1, False)
 
     def close(self, _: int) -> None:
-        """A running rollout has ended; it keeps nothing of it but what it said."""
+        """Do nothing: the tree has no state of open rollouts."""
 
     def batch(self, handles: list[int]) -> None:
-        """A draft for each; it has no call for many."""
+        """Draft for all, one by one, since the tree has no call for a batch."""
         for handle in handles:
             self.draft(handle)
 
     def append(self, handles: list[int], tokens: list[Any]) -> None:
-        """What running rollouts said in a step; it has no call for many."""
-        for handle, said in zip(handles, tokens, strict=True):
-            self._open[handle][0].extend_ndarray(ROLLOUTS + handle, said)
+        """Extend all rollouts by the tokens of a step, one by one."""
+        for handle, sampled in zip(handles, tokens, strict=True):
+            self._open[handle][0].extend_ndarray(ROLLOUTS + handle, sampled)
 
-    def as_taken(self, tokens: Tokens) -> Any:
-        """As `append` takes them."""
-        return signed(tokens)
+    def as_argument(self, tokens: Tokens) -> Any:
+        """Convert tokens for `append`."""
+        return as_int32(tokens)
 
     @contextmanager
-    def read_meanwhile(self, contexts: list[tuple[str, Tokens]]) -> Iterator[None]:
-        """Draft from trees of its own in another thread: those that are appended to are for one thread."""
-        apart = Peer()
+    def drafting_in_background(self, contexts: list[tuple[str, Tokens]]) -> Iterator[None]:
+        """Draft from other trees in another thread until the block ends; a tree must be used by one thread only."""
+        other = MeasuredTree()
         for name, context in contexts[:RUNNING]:
-            apart.build(name, [context])
-        handles = [apart.open(*contexts[place % len(apart._trees)]) for place in range(RUNNING)]
-        with repeated(lambda: apart.batch(handles)):
+            other.build(name, [context])
+        handles = [other.open(*contexts[number % len(other._trees)]) for number in range(RUNNING)]
+        with running_in_background(lambda: other.batch(handles)):
             yield
 
     def remove(self, problem: str) -> None:
-        """Forget the oldest rollout."""
+        """Remove the oldest rollout of a problem."""
         self._trees[problem].remove(0)
 
 
 @dataclass
 class Costs:
-    """What one drafter needed for one data set."""
+    """Costs of one structure for one data set."""
 
     build: float
-    """Tokens a second of CPU time."""
+    """Tokens per second of CPU time."""
     bytes: float
-    """A token, by its own account."""
+    """Bytes per token, as the structure itself reports them."""
     resident: float
-    """A token, of the process' memory."""
+    """Growth of the process's resident memory, in bytes per token."""
     drafts: list[float]
-    """Seconds of each."""
+    """Seconds of each draft."""
     append: float
-    """Seconds a token."""
+    """Seconds of CPU time per token."""
     live_bytes: float
-    """A token of running rollouts, by its own account."""
+    """Bytes per token of running rollouts, as the structure itself reports them."""
     removals: list[float]
+    """Seconds of each removal of a rollout."""
     batches: dict[int, float]
-    """Median seconds, by size."""
+    """Median seconds of a batch, by its size."""
 
 
-def measure(drafter: Ours | Peer, problems: Iterator[Problem], *, whole: bool) -> Costs:
-    """Build, then if *whole* use it."""
+Found = dict[str, list[Costs]]
+"""The costs of each structure, by name, one for each round."""
+
+
+def measure(drafter: MeasuredIndex | MeasuredTree, problems: Iterator[Problem], *, build_only: bool) -> Costs:
+    """Measure building and, unless *build_only*, drafting, appending and removing."""
     rng = np.random.default_rng(1)
     process, seconds, tokens, resident = psutil.Process(), 0.0, 0, 0
     contexts: list[tuple[str, Tokens]] = []
@@ -279,24 +286,24 @@ def measure(drafter: Ours | Peer, problems: Iterator[Problem], *, whole: bool) -
         before = process.memory_info().rss
         started = time.process_time()
         drafter.build(str(number), rollouts)
-        drafter.settle()
+        drafter.wait_idle()
         seconds += time.process_time() - started
         resident += process.memory_info().rss - before
         tokens += sum(map(len, rollouts))
-        one = rollouts[int(rng.integers(len(rollouts)))]
-        at = int(rng.integers(1, len(one)))
-        contexts.append((str(number), one[max(0, at - DEPTH) : at].copy()))
-    held = drafter.bytes() / tokens
-    costs = Costs(tokens / seconds, held, resident / tokens, [], 0.0, 0.0, [], {})
-    if not whole:
+        rollout = rollouts[int(rng.integers(len(rollouts)))]
+        end = int(rng.integers(1, len(rollout)))
+        contexts.append((str(number), rollout[max(0, end - DEPTH) : end].copy()))
+    reported = drafter.bytes() / tokens
+    costs = Costs(tokens / seconds, reported, resident / tokens, [], 0.0, 0.0, [], {})
+    if build_only:
         return costs
-    for place in rng.integers(len(contexts), size=DRAFTS):  # of another problem each: nothing is in the caches
-        handle = drafter.open(*contexts[place])
+    for number in rng.integers(len(contexts), size=DRAFTS):  # mostly different problems, so that caches are cold
+        handle = drafter.open(*contexts[number])
         started = time.perf_counter()
         drafter.draft(handle)
         costs.drafts.append(time.perf_counter() - started)
         drafter.close(handle)
-    handles = [drafter.open(*contexts[place % len(contexts)]) for place in range(RUNNING)]
+    handles = [drafter.open(*contexts[number % len(contexts)]) for number in range(RUNNING)]
     for size in BATCHES:
         times = []
         for _ in range(20):
@@ -304,11 +311,11 @@ def measure(drafter: Ours | Peer, problems: Iterator[Problem], *, whole: bool) -
             drafter.batch(handles[:size])
             times.append(time.perf_counter() - started)
         costs.batches[size] = quantile(times, 0.5)
-    said = [drafter.as_taken(words(rng, 2)) for _ in range(64)]
-    handles = [drafter.open(*contexts[place % len(contexts)], live=True) for place in range(RUNNING)]
-    steps = [rng.permutation(len(said)).repeat(RUNNING // len(said)) for _ in range(LENGTH // 2)]
-    batches = [[said[place] for place in step] for step in steps]
-    with drafter.read_meanwhile(contexts):
+    sampled = [drafter.as_argument(zipf_tokens(rng, 2)) for _ in range(64)]
+    handles = [drafter.open(*contexts[number % len(contexts)], live=True) for number in range(RUNNING)]
+    steps = [rng.permutation(len(sampled)).repeat(RUNNING // len(sampled)) for _ in range(LENGTH // 2)]
+    batches = [[sampled[number] for number in step] for step in steps]
+    with drafter.drafting_in_background(contexts):
         before = drafter.bytes()
         started = time.thread_time()
         for batch in batches:
@@ -322,54 +329,124 @@ def measure(drafter: Ours | Peer, problems: Iterator[Problem], *, whole: bool) -
     return costs
 
 
-def apart(work: Callable[[], Costs]) -> Costs:
-    """Measured in a process of its own."""
+def in_own_process(work: Callable[[], Costs]) -> Costs:
+    """Run a measurement in a process of its own."""
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
 
     def run(end: Connection) -> None:
         end.send(work())
 
-    process = context.Process(target=run, args=(theirs,))
+    process = context.Process(target=run, args=(sender,))
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        costs: Costs = ours.recv()
+        costs: Costs = receiver.recv()
     except EOFError:
-        raise RuntimeError("a measurement ended without a result; see above") from None
+        raise RuntimeError("the process of a measurement ended without a result; see its output above") from None
     finally:
         process.join()
     return costs
 
 
-def compared(problems: Callable[[], Iterator[Problem]], *, whole: bool, rounds: int) -> dict[str, list[Costs]]:
-    """Both, in turn."""
-    kinds: dict[str, Callable[[], Ours | Peer]] = {Ours.name: Ours, Peer.name: Peer}
-    if whole:
-        kinds[THREADED] = partial(Ours, threads=2)
-        kinds[AsInEngines.name] = AsInEngines
-    found: dict[str, list[Costs]] = {name: [] for name in kinds}
+def compare(problems: Callable[[], Iterator[Problem]], *, build_only: bool, rounds: int) -> Found:
+    """Measure all structures alternately, in several rounds; return the costs by name."""
+    structures: dict[str, Callable[[], MeasuredIndex | MeasuredTree]] = {
+        MeasuredIndex.name: MeasuredIndex,
+        MeasuredTree.name: MeasuredTree,
+    }
+    if not build_only:
+        structures[THREADED] = partial(MeasuredIndex, threads=2)
+        structures[EngineIndex.name] = EngineIndex
+    found: Found = {name: [] for name in structures}
     for turn in range(rounds):
-        for name in list(kinds)[:: 1 if turn % 2 else -1]:
-            found[name].append(apart(lambda kind=kinds[name]: measure(kind(), problems(), whole=whole)))
+        for name in list(structures)[:: 1 if turn % 2 else -1]:
+            found[name].append(
+                in_own_process(lambda create=structures[name]: measure(create(), problems(), build_only=build_only))
+            )
     return found
 
 
-THREADED = "ours, 2 threads"
+class Results:
+    """The figures of this benchmark, and the details for the JSON file."""
+
+    def __init__(self) -> None:
+        self.figures: list[Figure] = []
+        self.ratios: dict[str, dict[str, Any]] = {}
+        self.batches_ms: dict[str, list[float]] = {}
+        """Median milliseconds of a batch, of the index and of the peer."""
+
+    def add(self, name: str, value: float, unit: str, op: Literal[">=", "<="], target: float | None = None) -> None:
+        """Add a figure of the index alone."""
+        self.figures.append(Figure(name, value, unit, "", op, target))
+
+    def add_ratio(
+        self, name: str, found: Found, cost: Callable[[Costs], float], op: Literal[">=", "<="], target: float | None
+    ) -> None:
+        """Add the ratio of a cost of the index to that of the peer, with its spread over the rounds."""
+        values = {kind: [cost(costs) for costs in found[kind]] for kind in (MeasuredIndex.name, MeasuredTree.name)}
+        ratios = spread([index / peer for index, peer in zip(*values.values(), strict=True)])
+        self.figures.append(Figure(name, ratios["median"], "times the peer", PEER, op, target))
+        self.ratios[name] = {**ratios, **values}
+
+    def add_all(self, found: Found, about: str, *, has_targets: bool) -> None:
+        """Add all figures of one data set, described by *about*."""
+
+        def target(value: float) -> float | None:
+            return value if has_targets else None
+
+        index = found[MeasuredIndex.name][-1]
+        self.add_ratio(f"bulk build, {about}", found, lambda one: one.build, ">=", target(12))
+        self.add(f"bytes per token, {about}", index.bytes, "B", "<=", target(10))
+        self.add(f"resident bytes per token, {about}", index.resident, "B", "<=")
+        self.add_ratio(f"bytes, {about}", found, lambda one: one.bytes, "<=", None)
+        for share, limit in ((0.5, 1 / 4), (0.99, 1 / 10)):
+            name = f"draft of {BUDGET}, p{share * 100:g}, {about}"
+            self.add_ratio(name, found, lambda one, share=share: quantile(one.drafts, share), "<=", target(limit))
+        self.add_ratio(f"append, {about}", found, lambda one: one.append, "<=", target(1 / 10))
+        live_bytes = median(found[MeasuredIndex.name], lambda one: one.live_bytes)
+        self.add(f"bytes per token of running rollouts, {about}", live_bytes, "B", "<=")
+        name = f"removing the oldest rollout, p50, {about}"
+        self.add_ratio(name, found, lambda one: quantile(one.removals, 0.5), "<=", None)
+        self._add_batches(found, about, target(0.5))
+        self._add_engine_figures(found[EngineIndex.name], about)
+        drop_ms = 1000 * quantile([one for costs in found[MeasuredIndex.name] for one in costs.removals], 0.99)
+        self.add(f"dropping a generation of a problem, p99, {about}", drop_ms, "ms", "<=", target(1))
+
+    def _add_batches(self, found: Found, about: str, target: float | None) -> None:
+        for structure, threads in ((MeasuredIndex.name, 1), (THREADED, 2)):
+            for size in BATCHES:
+                index_ms = 1000 * median(found[structure], lambda one, size=size: one.batches[size])
+                peer_ms = 1000 * median(found[MeasuredTree.name], lambda one, size=size: one.batches[size])
+                self.batches_ms[f"{size}, {threads} threads, {about}"] = [index_ms, peer_ms]
+            name = f"batch of {BATCHES[-1]}, {threads} thread{'s' * (threads > 1)}, {about}"
+            self.add(name, index_ms, "ms", "<=", target if threads == 2 else None)
+
+    def _add_engine_figures(self, costs: list[Costs], about: str) -> None:
+        removals = [one for each in costs for one in each.removals]
+        build = median(costs, lambda one: one.build) / 1e6
+        batch_ms = 1000 * median(costs, lambda one: one.batches[BATCHES[-1]])
+        drop_ms = 1000 * quantile(removals, 0.99)
+        self.add(f"as in engines: bulk build, {about}", build, "M tokens/s", ">=")
+        self.add(f"as in engines: batch and append of {BATCHES[-1]}, {about}", batch_ms, "ms", "<=")
+        self.add(f"as in engines: bytes per token, {about}", costs[-1].bytes, "B", "<=")
+        self.add(f"as in engines: dropping a generation of a problem, p99, {about}", drop_ms, "ms", "<=")
 
 
-def ratio(found: dict[str, list[Costs]], of: Callable[[Costs], float]) -> dict[str, float]:
-    """Ours by the peer's, with its spread."""
-    return spread([of(ours) / of(peer) for ours, peer in zip(found[Ours.name], found[Peer.name], strict=True)])
+def median(costs: list[Costs], cost: Callable[[Costs], float]) -> float:
+    """Return the median of a cost over the rounds."""
+    return spread([cost(one) for one in costs])["median"]
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--tokens", default="1000000,10000000", help="of data; the last size counts")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--trace", type=Path)
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, gzip or not")
+    parser.add_argument(
+        "--tokens", default="1000000,10000000", help="sizes of the data sets; targets apply to the last one"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each structure")
+    parser.add_argument("--trace", type=Path, help="recorded rollouts to measure in addition")
+    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, possibly compressed with gzip")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     sizes = [int(one) for one in options.tokens.split(",")]
@@ -381,70 +458,17 @@ def main() -> None:
             for group in by_problem(trajectories).values()
         ]
         data["recorded"] = lambda size: recorded(groups, size)
-    figures: list[Figure] = []
-    details: dict[str, Any] = {}
-
-    def show(name: str, found: dict[str, list[Costs]], of: Callable[[Costs], float], op: Any, target: Any) -> None:
-        values = ratio(found, of)
-        figures.append(Figure(name, values["median"], "times the peer's", PEER, op, target))
-        details.setdefault("ratios", {})[name] = {
-            **values,
-            **{kind: [of(costs) for costs in found[kind]] for kind in (Ours.name, Peer.name)},
-        }
-
+    results = Results()
     for size in sizes:
         for name, problems in data.items():
-            found = compared(lambda problems=problems, size=size: problems(size), whole=True, rounds=options.rounds)
-            about = f"{name}, {size / 1e6:g}M tokens"
-            last = size == sizes[-1]
-            show(f"bulk build, {about}", found, lambda one: one.build, ">=", 12 if last else None)
-            ours = found[Ours.name][-1]
-            figures.append(Figure(f"bytes a token, {about}", ours.bytes, "B", "", "<=", 10 if last else None))
-            figures.append(Figure(f"resident bytes a token, {about}", ours.resident, "B", "", "<=", None))
-            show(f"bytes, {about}", found, lambda one: one.bytes, "<=", None)
-            for share, target in ((0.5, 1 / 4), (0.99, 1 / 10)):
-                show(
-                    f"draft of {BUDGET}, p{share * 100:g}, {about}",
-                    found,
-                    lambda one, share=share: quantile(one.drafts, share),
-                    "<=",
-                    target if last else None,
-                )
-            show(f"append, {about}", found, lambda one: one.append, "<=", 1 / 10 if last else None)
-            live = spread([one.live_bytes for one in found[Ours.name]])["median"]
-            figures.append(Figure(f"bytes a token that is being said, {about}", live, "B", "", "<=", None))
-            show(
-                f"removing the oldest rollout, p50, {about}", found, lambda one: quantile(one.removals, 0.5), "<=", None
+            found = compare(
+                lambda problems=problems, size=size: problems(size), build_only=False, rounds=options.rounds
             )
-            for kind, threads in ((Ours.name, 1), (THREADED, 2)):
-                for batch in BATCHES:
-                    value = 1000 * spread([one.batches[batch] for one in found[kind]])["median"]
-                    peer = 1000 * spread([one.batches[batch] for one in found[Peer.name]])["median"]
-                    details.setdefault("batches_ms", {})[f"{batch}, {threads} threads, {about}"] = [value, peer]
-                    if batch == BATCHES[-1]:
-                        target = 0.5 if last and threads == 2 else None
-                        name_ = f"batch of {batch}, {threads} thread{'s' * (threads > 1)}, {about}"
-                        figures.append(Figure(name_, value, "ms", "", "<=", target))
-            engines = found[AsInEngines.name]
-            batch = spread([one.batches[BATCHES[-1]] for one in engines])["median"]
-            drops = [one for costs in engines for one in costs.removals]
-            for name_, value, unit, better in (
-                ("bulk build", spread([one.build for one in engines])["median"] / 1e6, "M tokens/s", ">="),
-                ("batch and append of 256", 1000 * batch, "ms", "<="),
-                ("bytes a token", engines[-1].bytes, "B", "<="),
-                ("dropping a generation of a problem, p99", 1000 * quantile(drops, 0.99), "ms", "<="),
-            ):
-                figures.append(Figure(f"as engines have it: {name_}, {about}", value, unit, "", better, None))
-            removal = 1000 * quantile([one for costs in found[Ours.name] for one in costs.removals], 0.99)
-            figures.append(
-                Figure(
-                    f"dropping a generation of a problem, p99, {about}", removal, "ms", "", "<=", 1 if last else None
-                )
-            )
-    for name, make in WORST.items():
-        found = compared(lambda make=make: synthetic(make, sizes[0]), whole=False, rounds=options.rounds)
-        show(f"bulk build, {name}", found, lambda one: one.build, ">=", 5)
-    report(options.json, figures, **details)
+            results.add_all(found, f"{name}, {size / 1e6:g}M tokens", has_targets=size == sizes[-1])
+    for name, make in WORST_CASES.items():
+        found = compare(lambda make=make: synthetic(make, sizes[0]), build_only=True, rounds=options.rounds)
+        results.add_ratio(f"bulk build, {name}", found, lambda one: one.build, ">=", 5)
+    report(options.json, results.figures, ratios=results.ratios, batches_ms=results.batches_ms)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How long a training step's rollouts take under each way to draft, simulated on recorded rollouts.
+"""Simulate the makespan of a training step under each way to draft, on recorded rollouts.
 
     python -m benchmarks.makespan --trace FILE --tokenizer FILE --cost-model h100-7b --workers 1 --batch 128 --json FILE
 
-All rollouts of the evaluated checkpoint are one training step; those of the checkpoint before are the history. Drafts
-come from the real drafters and pass where the recording says so; what a step of an engine costs is the cost model's
-word (:mod:`benchmarks.simulation`).
+All rollouts of the evaluated checkpoint form one training step; the rollouts of the checkpoint before it are the
+history. Drafts come from the real drafters and are accepted where they agree with the recording. The duration of a
+verification step comes from a cost model, not from a measurement (:mod:`benchmarks.simulation`).
 """
 
 from __future__ import annotations
@@ -14,167 +14,197 @@ import asyncio
 import json
 import multiprocessing
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.figures import Figure, report, save_svg
-from benchmarks.ngram_drafter import Ngram
-from benchmarks.problems import Problem, add_trace_arguments, chosen_problems
-from benchmarks.simulation import Hardware, Lengths, Mode, Simulation, Step, Truth
-from benchmarks.step_times import fitted
-from benchmarks.suffix_drafters import Ours, Peer
-from rollout_worker.policy.budgets import BudgetPolicy, DasClasses, DasOptimal, Fixed, Marginal, Pool
+from benchmarks.ngram_drafter import NgramDrafter
+from benchmarks.problems import Problem, add_trace_arguments, selected_problems
+from benchmarks.simulation import Hardware, KnownLengths, MeasuredSurvival, Mode, SimulatedStep, Simulation
+from benchmarks.step_times import fit_cost_model
+from benchmarks.suffix_drafters import SuffixIndexDrafter, SuffixTreeDrafter
+from rollout_worker.policy.das_policies import DasClasses, DasOptimal
+from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy
+from rollout_worker.policy.marginal import Marginal
+from rollout_worker.policy.simple_policies import Fixed
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 
-DRAFT, UNLIMITED, PEERS_DRAFT, NGRAM_DRAFT = 16, 64, 32, 5
-"""Most tokens of a draft: by default in a job, without limit, vLLM's for suffix decoding, and its usual n-grams'."""
-POOL = 8192
-"""Most tokens of a step in vLLM on such a GPU."""
+MAX_DRAFT, UNLIMITED_DRAFT, SUFFIX_DRAFT, NGRAM_DRAFT = 16, 64, 32, 5
+"""Maximum tokens of a draft: a job's default, the policy ``unlimited``, vLLM's suffix decoding, vLLM's n-grams."""
+MAX_BATCHED_TOKENS = 8192
+"""Maximum tokens of a verification step, as vLLM sets it on such a GPU."""
 FIT = "fit"
 HARDWARE = {"h100-7b": Hardware(H100_7B, kv_tokens=1_000_000)}
+PLOT_POINTS = 200
+"""Points in time, from 0 to the makespan, at which the number of unfinished rollouts is recorded."""
 
 
-def _ours() -> Ours:
-    return Ours("all")
+MIN_TOKEN_PROB = 0.1
+"""The survival below which arctic-inference ends a draft, by default in vLLM."""
 
 
-def _arctic() -> Peer:
-    return Peer("all", depth=24)
+class _Inputs(NamedTuple):
+    """What all simulations have in common; the simulating processes inherit it from the main process."""
+
+    problems: Sequence[Problem]
+    hardware: Hardware
+    min_token_prob: float
 
 
-def _arctic_by_problem() -> Peer:
-    return Peer("problem", depth=24)
+_inputs: list[_Inputs] = []
 
 
-def _marginal(lengths: Lengths) -> BudgetPolicy:
-    return Marginal(Pool(DRAFT, POOL), lengths.of)
+def _index() -> SuffixIndexDrafter:
+    return SuffixIndexDrafter("all")
 
 
-def _fixed(lengths: Lengths) -> BudgetPolicy:
-    return Fixed(Pool(DRAFT, POOL), lengths.of)
+def _one_tree() -> SuffixTreeDrafter:
+    return SuffixTreeDrafter("all", depth=24, min_token_prob=_min_token_prob())
 
 
-def _unlimited(lengths: Lengths) -> BudgetPolicy:
-    return Fixed(Pool(UNLIMITED, POOL), lengths.of)
+def _tree_per_problem() -> SuffixTreeDrafter:
+    return SuffixTreeDrafter("problem", depth=24, min_token_prob=_min_token_prob())
 
 
-def _das_classes(lengths: Lengths) -> BudgetPolicy:
-    return DasClasses(Pool(DRAFT, POOL), lengths.of, lengths.of_all)
+def _min_token_prob() -> float:
+    return _inputs[0].min_token_prob if _inputs else MIN_TOKEN_PROB
 
 
-def _das_optimal(lengths: Lengths) -> BudgetPolicy:
-    return DasOptimal(Pool(DRAFT, POOL), lengths.of)
+def _marginal(lengths: KnownLengths) -> DraftPolicy:
+    return Marginal(DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS), lengths.of_problem)
+
+
+def _fixed(lengths: KnownLengths) -> DraftPolicy:
+    return Fixed(DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS), lengths.of_problem)
+
+
+def _unlimited(lengths: KnownLengths) -> DraftPolicy:
+    return Fixed(DraftLimits(UNLIMITED_DRAFT, MAX_BATCHED_TOKENS), lengths.of_problem)
+
+
+def _das_classes(lengths: KnownLengths) -> DraftPolicy:
+    return DasClasses(DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS), lengths.of_problem, lengths.overall)
+
+
+def _das_optimal(lengths: KnownLengths) -> DraftPolicy:
+    return DasOptimal(DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS), lengths.of_problem)
 
 
 MODES: dict[str, Mode] = {
     "none": Mode(None, longest_first=False),
     "none-longest-first": Mode(None),
-    "ngram": Mode(Ngram, budget=NGRAM_DRAFT, longest_first=False),
-    "arctic-inference": Mode(_arctic, budget=PEERS_DRAFT, longest_first=False),
-    "arctic-inference-by-problem": Mode(_arctic_by_problem, budget=PEERS_DRAFT, longest_first=False),
-    "fixed": Mode(_ours, _fixed, moves=True),
-    "unlimited": Mode(_ours, _unlimited, moves=True),
-    "das-classes": Mode(_ours, _das_classes, moves=True),
-    "das-optimal": Mode(_ours, _das_optimal, moves=True),
-    "marginal": Mode(_ours, _marginal, moves=True),
-    "marginal-as-they-come": Mode(_ours, _marginal, longest_first=False, moves=True),
-    "marginal-where-they-are": Mode(_ours, _marginal),
-    "policy-oracle": Mode(_ours, _marginal, true_lengths=True, moves=True),
-    "clairvoyant": Mode(_ours, _unlimited, true_lengths=True, foresees=True, moves=True),
+    "ngram": Mode(NgramDrafter, budget=NGRAM_DRAFT, longest_first=False),
+    "arctic-inference": Mode(_one_tree, budget=SUFFIX_DRAFT, longest_first=False),
+    "arctic-inference-per-problem": Mode(_tree_per_problem, budget=SUFFIX_DRAFT, longest_first=False),
+    "fixed": Mode(_index, _fixed, migrates=True),
+    "unlimited": Mode(_index, _unlimited, migrates=True),
+    "das-classes": Mode(_index, _das_classes, migrates=True),
+    "das-optimal": Mode(_index, _das_optimal, migrates=True),
+    "marginal": Mode(_index, _marginal, migrates=True),
+    "marginal-arrival-order": Mode(_index, _marginal, longest_first=False, migrates=True),
+    "marginal-no-migration": Mode(_index, _marginal),
+    "policy-oracle": Mode(_index, _marginal, knows_lengths=True, migrates=True),
+    "clairvoyant": Mode(_index, _unlimited, knows_lengths=True, knows_acceptance=True, migrates=True),
 }
-
-
-RIVALS = ("das-classes", "das-optimal", "arctic-inference", "arctic-inference-by-problem")
-"""Beside which `marginal` is to take less time."""
+"""By name: every mode that can be simulated; benchmarks/README.md describes them."""
+RIVALS = ("das-classes", "das-optimal", "arctic-inference", "arctic-inference-per-problem")
+"""Modes than which `marginal` must not take longer."""
 
 
 class Case(NamedTuple):
-    """What is simulated."""
+    """One simulation: a mode, the number of engines, and the rollouts that run at a time on all of them."""
 
     mode: str
     workers: int
     batch: int
 
 
-_problems: list[Problem] = []
-_hardware: list[Hardware] = []
+def simulate(case: Case) -> SimulatedStep:
+    """Simulate one case."""
+    mode, (inputs,) = MODES[case.mode], _inputs
 
+    def run(measured: MeasuredSurvival | None = None) -> SimulatedStep:
+        return Simulation(
+            inputs.problems, mode, inputs.hardware, engines=case.workers, batch=case.batch, measured=measured
+        ).run()
 
-def simulate(case: Case) -> Step:
-    """One step."""
-    mode, (hardware,) = MODES[case.mode], _hardware
-    step = Simulation(_problems, mode, hardware, engines=case.workers, batch=case.batch).run()
-    if mode.true_lengths and not mode.foresees:
-        # once more, with what the first time has shown of what is accepted
-        truth = Truth(step)
-        step = Simulation(_problems, mode, hardware, engines=case.workers, batch=case.batch, truth=truth).run()
-    step.survivals, step.passed = [], []
+    step = run()
+    if mode.knows_lengths and not mode.knows_acceptance:
+        # The first simulation measures how often tokens of each predicted survival are accepted; the second uses it.
+        step = run(MeasuredSurvival(step))
+    step.survivals, step.survived = [], []
     return step
 
 
 def hardware_of(name: str) -> Hardware:
-    """By name, of this machine, or of a file with the parts of :class:`StepCost` (seconds) and ``kv_tokens``.
+    """Return the hardware of a built-in cost model, of this machine (``fit``), or of a JSON file.
+
+    A file has the fields of :class:`StepCost`, in seconds, and ``kv_tokens``; ``benchmarks.step_times`` writes one.
 
     Raises:
-        ValueError: if it is neither.
+        ValueError: if *name* is neither a known name nor a valid file.
     """
     if name in HARDWARE:
         return HARDWARE[name]
     try:
-        said = asyncio.run(fitted()) if name == FIT else json.loads(Path(name).read_text())
-        cost = StepCost(**{one: float(said[one]) for one in StepCost._fields if one in said})
-        return Hardware(cost, int(said["kv_tokens"]))
+        values: Mapping[str, Any] = asyncio.run(fit_cost_model()) if name == FIT else json.loads(Path(name).read_text())
+        cost = StepCost(**{field: float(values[field]) for field in StepCost._fields if field in values})
+        return Hardware(cost, int(values["kv_tokens"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         known = ", ".join((*HARDWARE, FIT))
         raise ValueError(
-            f"--cost-model {name}: {type(error).__name__}: {error}; it is one of {known}, or a JSON file "
-            f"with {', '.join(StepCost._fields)} (seconds) and kv_tokens"
+            f"--cost-model {name}: {type(error).__name__}: {error}; use one of {known}, or a JSON file with the "
+            f"fields {', '.join(StepCost._fields)} (in seconds) and kv_tokens"
         ) from None
 
 
-def tail(step: Step, points: int = 200) -> list[tuple[float, int]]:
-    """Rollouts that have not ended, over time in seconds."""
+def unfinished_over_time(step: SimulatedStep) -> list[int]:
+    """Return the number of unfinished rollouts at :data:`PLOT_POINTS` equidistant times from 0 to the makespan."""
     ends = np.sort(step.ends)
-    times = np.linspace(0, step.seconds, points)
-    left = len(ends) - np.searchsorted(ends, times, side="right")
-    return [(float(time), int(count)) for time, count in zip(times, left, strict=True)]
+    times = np.linspace(0, step.seconds, PLOT_POINTS)
+    unfinished: list[int] = (len(ends) - np.searchsorted(ends, times, side="right")).tolist()
+    return unfinished
 
 
-def figures_of(steps: Mapping[Case, Step]) -> list[Figure]:
-    """What is promised of ``marginal``, in each case in which what it is compared with was run."""
+def figures_of(seconds: Mapping[Case, float]) -> list[Figure]:
+    """Compare the makespan of ``marginal``, in seconds, with that of every other mode of the same size."""
     figures = []
-    for case, step in steps.items():
+    for case in seconds:
         if case.mode != "marginal":
             continue
-        where = f"batch {case.batch} over {case.workers}"
-        seconds = {mode: steps[case._replace(mode=mode)].seconds for mode in MODES if case._replace(mode=mode) in steps}
+        size = f"batch {case.batch} over {case.workers}"
+        makespans = {mode: seconds[case._replace(mode=mode)] for mode in MODES if case._replace(mode=mode) in seconds}
         figures += [
-            Figure(f"time, {where}", step.seconds / seconds[rival], "x", rival, "<=", 1.0)
+            Figure(f"makespan of marginal, {size}", makespans["marginal"] / makespans[rival], "x", rival, "<=", 1.0)
             for rival in RIVALS
-            if rival in seconds
+            if rival in makespans
         ]
-        if "none" not in seconds:
+        if "none" not in makespans:
             continue
-        saved = {mode: 1 - one / seconds["none"] for mode, one in seconds.items()}
-        least = 0.5 if (case.workers, case.batch) == (8, 128) else None
-        figures.append(Figure(f"rollout time saved, {where}", saved["marginal"], "of none's", "none", ">=", least))
-        for limit, target in (("policy-oracle", 0.9), ("clairvoyant", None)):
+        saved = {mode: 1 - makespan / makespans["none"] for mode, makespan in makespans.items()}
+        target = 0.5 if (case.workers, case.batch) == (8, 128) else None
+        figures.append(
+            Figure(f"makespan saved by marginal, {size}", saved["marginal"], "of none's", "none", ">=", target)
+        )
+        for limit, share_target in (("policy-oracle", 0.9), ("clairvoyant", None)):
             if limit in saved:
                 share = saved["marginal"] / saved[limit]
-                figures.append(Figure(f"share of the saving, {where}", share, "of the limit's", limit, ">=", target))
+                figures.append(
+                    Figure(f"saving of marginal, {size}", share, "of the limit's", limit, ">=", share_target)
+                )
         figures += [
-            Figure(f"rollout time saved by {mode}, {where}", saved[mode], "of none's", "none", ">=", None)
+            Figure(f"makespan saved by {mode}, {size}", saved[mode], "of none's", "none", ">=", None)
             for mode in saved
             if mode not in ("none", "marginal")
         ]
     return figures
 
 
-def row(case: Case, step: Step) -> dict[str, Any]:
-    """A case's line of the JSON."""
+def row_of(case: Case, step: SimulatedStep) -> dict[str, Any]:
+    """Return the JSON object of one case."""
     return {
         **case._asdict(),
         "seconds": step.seconds,
@@ -183,52 +213,75 @@ def row(case: Case, step: Step) -> dict[str, Any]:
         "accepted_per_step": step.accepted_per_step,
         "drafted_per_step": step.drafted_per_step,
         "preempted": step.preempted,
-        "moved": step.moved,
-        "left_over_time": tail(step),
+        "migrated": step.migrated,
+        "unfinished_over_time": unfinished_over_time(step),
     }
 
 
-def plot(file: Path, steps: Mapping[Case, Step]) -> None:
-    """Draw how many rollouts have not ended, over time: a panel for each number of engines and batch."""
+def plot(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Plot the unfinished rollouts over time, with one panel per number of engines and batch size.
+
+    Args:
+        file: the SVG file to write.
+        rows: the results of :func:`row_of`, which a results file also contains under ``cases``.
+    """
     import matplotlib
 
     matplotlib.use("svg")
     matplotlib.rcParams.update({"svg.hashsalt": "makespan", "svg.fonttype": "none"})
     import matplotlib.pyplot as plt
 
-    panels = list(dict.fromkeys((case.workers, case.batch) for case in steps))
+    panels = list(dict.fromkeys((row["workers"], row["batch"]) for row in rows))
     figure, axes = plt.subplots(len(panels), 1, figsize=(8, 4 * len(panels)), squeeze=False)
     for (workers, batch), axis in zip(panels, axes[:, 0], strict=True):
-        for case, step in steps.items():
-            if (case.workers, case.batch) == (workers, batch):
-                axis.plot(*zip(*tail(step), strict=True), label=case.mode)
-        axis.set(title=f"batch {batch} over {workers}", xlabel="seconds", ylabel="rollouts left", yscale="symlog")
+        for row in rows:
+            if (row["workers"], row["batch"]) == (workers, batch):
+                unfinished = row["unfinished_over_time"]
+                axis.plot(np.linspace(0, row["seconds"], len(unfinished)), unfinished, label=row["mode"])
+        engines = "1 engine" if workers == 1 else f"{workers} engines"
+        axis.set(
+            title=f"batch {batch} on {engines} (simulated)",
+            xlabel="seconds",
+            ylabel="unfinished rollouts",
+            yscale="symlog",
+        )
         axis.legend(fontsize="small")
     figure.tight_layout()
     save_svg(figure, file)
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_trace_arguments(parser)
     parser.add_argument(
-        "--cost-model", default="h100-7b", help="h100-7b, fit (267M parameters on this machine), or a JSON file"
+        "--cost-model",
+        default="h100-7b",
+        help="h100-7b, fit (measure 267M parameters on this machine), or a JSON file [%(default)s]",
     )
-    parser.add_argument("--workers", default="1", help="engines, each is run: 1,8")
-    parser.add_argument("--batch", default="128", help="rollouts at a time on all engines, each is run: 16,64,128")
-    parser.add_argument("--policies", default=",".join(MODES), help="some of: %(default)s")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path, help="an SVG of how many rollouts run over time")
+    parser.add_argument("--workers", default="1", help="comma-separated numbers of engines, such as 1,8 [%(default)s]")
+    parser.add_argument(
+        "--batch", default="128", help="comma-separated numbers of concurrent rollouts on all engines [%(default)s]"
+    )
+    parser.add_argument("--policies", default=",".join(MODES), help="comma-separated modes [%(default)s]")
+    parser.add_argument(
+        "--min-token-prob",
+        type=float,
+        default=MIN_TOKEN_PROB,
+        help="survival below which arctic-inference ends a draft [%(default)s, as in vLLM]",
+    )
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument("--plot", type=Path, help="SVG file for a plot of the unfinished rollouts over time")
     options = parser.parse_args()
-    try:
-        _hardware.append(hardware_of(options.cost_model))
-    except ValueError as error:
-        parser.error(str(error))
-    _problems.extend(chosen_problems(parser, options))
     modes = options.policies.split(",")
     if unknown := set(modes) - set(MODES):
-        parser.error(f"--policies knows {', '.join(MODES)}, not {', '.join(sorted(unknown))}")
+        parser.error(f"--policies: unknown {', '.join(sorted(unknown))}; the modes are {', '.join(MODES)}")
+    try:
+        hardware = hardware_of(options.cost_model)
+    except ValueError as error:
+        parser.error(str(error))
+    problems = selected_problems(parser, options)
+    _inputs.append(_Inputs(problems, hardware, options.min_token_prob))
     cases = [
         Case(mode, workers, batch)
         for workers in map(int, options.workers.split(","))
@@ -236,26 +289,28 @@ def main() -> None:
         for mode in modes
         if batch >= workers
     ]
-    steps: dict[Case, Step] = {}
+    steps: dict[Case, SimulatedStep] = {}
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         for case, step in zip(cases, pool.imap(simulate, cases), strict=True):
             steps[case] = step
             print(
                 f"{case.mode}, batch {case.batch} over {case.workers}: {step.seconds:.2f} s, "
-                f"{step.accepted_per_step:.2f} accepted of {step.drafted_per_step:.2f} drafted a step",
+                f"{step.accepted_per_step:.2f} accepted of {step.drafted_per_step:.2f} draft tokens per step",
                 flush=True,
             )
+    rows = [row_of(case, step) for case, step in steps.items()]
     report(
         options.json,
-        figures_of(steps),
+        figures_of({case: step.seconds for case, step in steps.items()}),
         trace=options.trace.name,
-        problems=len(_problems),
-        rollouts=sum(len(problem.running) for problem in _problems),
-        cost_model={**_hardware[0].cost._asdict(), "kv_tokens": _hardware[0].kv_tokens},
-        steps=[row(case, step) for case, step in steps.items()],
+        problems=len(problems),
+        rollouts=sum(len(problem.evaluated) for problem in problems),
+        cost_model={**hardware.cost._asdict(), "kv_tokens": hardware.kv_tokens},
+        min_token_prob=options.min_token_prob,
+        cases=rows,
     )
     if options.plot is not None:
-        plot(options.plot, steps)
+        plot(options.plot, rows)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Agents with tools as a load: each turn goes to the engine that holds its context's keys and values.
+"""Measure multi-turn trajectories whose turns run on the engine that has their context cached.
 
     python -m benchmarks.multi_turn --trace FILE --tokenizer FILE --json FILE
 
-Replayed are a trace's lengths and what its environment said: the model (random, two CPU engines) samples as many tokens
-as the recorded one did, and then meets the recorded answer. All trajectories run at once, and each speaks as soon as
-its environment has. Compared with the same requests without ``trajectory_id``, which go wherever there is room.
+The benchmark replays the lengths of a trace and the answers of its environment: a model with random weights on two CPU
+engines samples as many tokens per turn as were recorded, and then receives the recorded answer. All trajectories run
+concurrently. The peer is the same load without ``trajectory_id``, whose requests run on any engine with a free slot.
 """
 
 from __future__ import annotations
@@ -22,166 +22,177 @@ from typing import Any
 
 from benchmarks.figures import Figure, quantile, report, spread
 from benchmarks.random_model import VOCABULARY, random_model
-from benchmarks.serving import served
+from benchmarks.serving import run_job
 from benchmarks.traces import Tokens, Trajectory, load_tokenizer, read_trace
 from rollout_api import AsyncRolloutClient, Prompt
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_worker.history.connection import connect
+from rollout_api.redis_client.connection import connect
 from rollout_worker.history.store import HistoryStore
 
 CONTEXT = 8192
+"""Maximum tokens of a trajectory."""
+OUTBOX_POLL_S = 0.1
+JOB_NAME = "multi-turn"
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """One trajectory of a trace, in tokens."""
+class RecordedTrajectory:
+    """One trajectory of a trace, in the vocabulary of the random model."""
 
     problem: str
     prompt: list[int]
     turns: list[tuple[int, list[int]]]
-    """How long the model spoke, and what the environment answered."""
+    """For each turn: the number of tokens that the model sampled, and the environment's answer."""
 
     @property
     def length(self) -> int:
-        """Tokens of the whole context at the end."""
-        return len(self.prompt) + sum(said + len(answer) for said, answer in self.turns)
+        """Tokens of the whole trajectory."""
+        return len(self.prompt) + sum(sampled + len(answer) for sampled, answer in self.turns)
 
 
 @dataclass
-class Played:
-    """What a run measured."""
+class LoadResult:
+    """What was measured while the whole load ran once."""
 
     seconds: float
-    tokens: int
-    """Sampled."""
+    """The makespan."""
+    sampled: int
+    """Sampled tokens."""
     context: int
-    """Tokens of all turns' contexts behind the first turn."""
+    """Context tokens of all turns after the first of each trajectory."""
     cached: int
-    """Of those, whose keys and values were there."""
-    waits: list[float]
-    """Seconds of each turn."""
+    """Those of the context tokens whose keys and values were cached."""
+    turn_seconds: list[float]
+    """Duration of each turn."""
 
     @property
     def cached_share(self) -> float:
-        """Share of the contexts that was not computed again."""
+        """Share of the context tokens that did not have to be computed again."""
         return self.cached / max(1, self.context)
 
 
-def that_fit(trajectories: Sequence[Trajectory], count: int) -> list[Recorded]:
-    """The first *count* trajectories that fit into the context.
+def fitting_trajectories(trajectories: Sequence[Trajectory], count: int) -> list[RecordedTrajectory]:
+    """Return the first *count* trajectories that fit into the context.
 
     Raises:
         ValueError: if there is none.
     """
-    recorded = [one for one in map(_recorded, trajectories) if one.turns and one.length < CONTEXT]
-    if not recorded:
+    fitting = [one for one in map(_recorded, trajectories) if one.turns and one.length < CONTEXT]
+    if not fitting:
         raise ValueError(f"the trace has no trajectory that fits into {CONTEXT} tokens")
-    return recorded[:count]
+    return fitting[:count]
 
 
-def _recorded(trajectory: Trajectory) -> Recorded:
-    context, turns = known(trajectory.prompt), []
-    said = 0
+def _recorded(trajectory: Trajectory) -> RecordedTrajectory:
+    prompt, turns = map_to_vocabulary(trajectory.prompt), []
+    sampled = 0
     for segment in trajectory.segments:
         if segment.generated:
-            said += len(segment.tokens)
-        elif said:
-            turns.append((said, known(segment.tokens)))
-            said = 0
+            sampled += len(segment.tokens)
+        elif sampled:
+            turns.append((sampled, map_to_vocabulary(segment.tokens)))
+            sampled = 0
         else:
-            context += known(segment.tokens)
-    if said:
-        turns.append((said, []))
-    return Recorded(trajectory.problem, context, turns)
+            prompt += map_to_vocabulary(segment.tokens)
+    if sampled:
+        turns.append((sampled, []))
+    return RecordedTrajectory(trajectory.problem, prompt, turns)
 
 
-def known(tokens: Tokens) -> list[int]:
-    """As tokens of the random model's vocabulary."""
+def map_to_vocabulary(tokens: Tokens) -> list[int]:
+    """Map token ids to the vocabulary of the random model."""
     return [int(token) for token in tokens % VOCABULARY]
 
 
-async def play(client: AsyncRolloutClient, run: int, trace: list[Recorded], *, holding: bool) -> Played:
-    """All trajectories at once, by ``trajectory_id`` (*holding*) or as unrelated requests."""
-    waits: list[float] = []
+async def run_load(
+    client: AsyncRolloutClient, number: int, trace: list[RecordedTrajectory], *, with_trajectory_ids: bool
+) -> LoadResult:
+    """Run all trajectories concurrently once, with ``trajectory_id`` or as unrelated requests."""
+    turn_seconds: list[float] = []
     context = cached = sampled = 0
-    nonce = random.Random(run).sample(range(VOCABULARY), 8)  # so that no run finds the keys of another
+    # A prefix of its own keeps a load from finding the cached keys and values of another one.
+    prefix = random.Random(number).sample(range(VOCABULARY), 8)
 
-    async def one(step: Any, number: int, recorded: Recorded) -> None:
+    async def run_trajectory(step: Any, index: int, recorded: RecordedTrajectory) -> None:
         nonlocal context, cached, sampled
-        prompt, problem = nonce + recorded.prompt, f"{recorded.problem}-{run}"
-        chat = step.trajectory(prompt, problem_id=problem)
+        prompt, problem = prefix + recorded.prompt, f"{recorded.problem}-{number}"
+        trajectory = step.trajectory(prompt, problem_id=problem)
         for turn, (length, answer) in enumerate(recorded.turns):
-            began = time.perf_counter()
+            started = time.perf_counter()
             sampling = {"n": 1, "max_tokens": length}
-            if holding:
-                (said,) = await step.turn([chat], sampling=sampling)
+            if with_trajectory_ids:
+                (rollout,) = await step.turn([trajectory], sampling=sampling)
             else:
-                asked = [Prompt(chat.context, problem, sampling=sampling)]
-                async with client.step((run * 1000 + number) * 1000 + turn, asked) as alone:
-                    (said,) = [rollout async for rollout in alone]
-                chat.append(said)
-            waits.append(time.perf_counter() - began)
-            sampled += len(said.token_ids)
+                prompts = [Prompt(trajectory.context, problem, sampling=sampling)]
+                async with client.step((number * 1000 + index) * 1000 + turn, prompts) as unrelated:
+                    (rollout,) = [rollout async for rollout in unrelated]
+                trajectory.append(rollout)
+            turn_seconds.append(time.perf_counter() - started)
+            sampled += len(rollout.token_ids)
             if turn:
-                context += len(chat.context) - len(said.token_ids)
-                cached += said.cached_tokens
-            chat.observe(answer)
+                context += len(trajectory.context) - len(rollout.token_ids)
+                cached += rollout.num_cached_tokens
+            trajectory.observe(answer)
 
     started = time.perf_counter()
-    async with client.step(run) as step:
-        await asyncio.gather(*(one(step, number, recorded) for number, recorded in enumerate(trace)))
-    return Played(time.perf_counter() - started, sampled, context, cached, waits)
+    async with client.step(number) as step:
+        await asyncio.gather(*(run_trajectory(step, index, recorded) for index, recorded in enumerate(trace)))
+    return LoadResult(time.perf_counter() - started, sampled, context, cached, turn_seconds)
 
 
-async def measure(url: str, trace: list[Recorded], pairs: int) -> dict[str, list[Played]]:
-    """Interleaved pairs of runs; closes the job."""
-    runs: dict[str, list[Played]] = {"holding": [], "anywhere": []}
-    async with AsyncRolloutClient.connect(url, "default/multi-turn", timeout=600) as client:
-        await play(client, 1, trace[:2], holding=True)  # warms up
+async def measure(url: str, trace: list[RecordedTrajectory], pairs: int) -> tuple[list[LoadResult], list[LoadResult]]:
+    """Run interleaved pairs of loads, and close the job.
+
+    Returns:
+        The results with and without trajectory ids, in the order of the pairs.
+    """
+    results: dict[bool, list[LoadResult]] = {True: [], False: []}
+    async with AsyncRolloutClient.connect(url, f"default/{JOB_NAME}", timeout=600) as client:
+        await run_load(client, 1, trace[:2], with_trajectory_ids=True)  # Warm up.
         for pair in range(pairs):
-            for way in ("holding", "anywhere") if pair % 2 else ("anywhere", "holding"):
-                run = 2 + 2 * pair + (way == "holding")
-                runs[way].append(await play(client, run, trace, holding=way == "holding"))
-            holding, anywhere = runs["holding"][-1], runs["anywhere"][-1]
+            for with_ids in (True, False) if pair % 2 else (False, True):
+                number = 2 + 2 * pair + with_ids
+                results[with_ids].append(await run_load(client, number, trace, with_trajectory_ids=with_ids))
+            ours, peer = results[True][-1], results[False][-1]
             print(
-                f"pair {pair + 1}: {holding.seconds:.1f} s, {holding.cached_share:.0%} cached; anywhere "
-                f"{anywhere.seconds:.1f} s, {anywhere.cached_share:.0%} cached",
+                f"pair {pair + 1}: with trajectory ids {ours.seconds:.1f} s, {ours.cached_share:.0%} cached; "
+                f"without {peer.seconds:.1f} s, {peer.cached_share:.0%} cached",
                 flush=True,
             )
         outbox, redis = MessageKeys(client.job.uid).outbox, connect(url)
-        while redis.xlen(outbox):  # until all is in the history
-            await asyncio.sleep(0.1)
+        while redis.xlen(outbox):  # Wait until the relay has appended everything to the history.
+            await asyncio.sleep(OUTBOX_POLL_S)
         await client.close_job()
-    return runs
+    return results[True], results[False]
 
 
-def foreign_tokens(url: str, trace: list[Recorded], runs: int) -> int:
-    """Tokens in the history beyond those that the model sampled in all runs: the environment's must not be there."""
-    store = HistoryStore(connect(url), HistoryKeys("default", "multi-turn"), window=16)
-    kept = 0
-    for run in range(2, 2 + runs):
-        problems = {f"{recorded.problem}-{run}": "-" for recorded in trace}
-        kept += sum(
-            len(record.tokens) for found in store.read(problems, count=100_000).values() for record in found.records
+def unsampled_tokens_in_history(url: str, trace: list[RecordedTrajectory], loads: int) -> int:
+    """Return how many tokens the history holds beyond those that the model sampled; expected is 0."""
+    store = HistoryStore(connect(url), HistoryKeys("default", JOB_NAME), window=16)
+    stored = 0
+    for number in range(2, 2 + loads):
+        problems = {f"{recorded.problem}-{number}": "-" for recorded in trace}
+        stored += sum(
+            len(record.tokens) for batch in store.read(problems, count=100_000).values() for record in batch.records
         )
-    return kept - runs * sum(said for recorded in trace for said, _ in recorded.turns)
+    return stored - loads * sum(sampled for recorded in trace for sampled, _ in recorded.turns)
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, gzip or not")
-    parser.add_argument("--trajectories", type=int, default=16)
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--trace", type=Path, required=True, help="trace file with multi-turn trajectories")
+    parser.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json, optionally gzipped")
+    parser.add_argument("--trajectories", type=int, default=16, help="number of trajectories [%(default)s]")
+    parser.add_argument("--pairs", type=int, default=3, help="measured pairs [%(default)s]")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
-    trace = that_fit(read_trace(options.trace, load_tokenizer(options.tokenizer)), options.trajectories)
+    trace = fitting_trajectories(read_trace(options.trace, load_tokenizer(options.tokenizer)), options.trajectories)
     model = random_model(hidden=256, layers=4, positions=CONTEXT + 64)
     manifest = {
         "apiVersion": "das.rollout.dev/v1alpha1",
         "kind": "RolloutJob",
-        "metadata": {"name": "multi-turn"},
+        "metadata": {"name": JOB_NAME},
         "spec": {
             "model": {"uri": str(model)},
             "source": {"trainer": {}},
@@ -191,31 +202,35 @@ def main() -> None:
     }
     with (
         tempfile.TemporaryDirectory(prefix="multi-turn-") as directory,
-        served(manifest, Path(directory) / "job") as url,
+        run_job(manifest, Path(directory) / "job") as url,
     ):
-        runs = asyncio.run(measure(url, trace, options.pairs))
-        foreign = foreign_tokens(url, trace, 2 * options.pairs)
-    ratios = [one.seconds / other.seconds for one, other in zip(runs["holding"], runs["anywhere"], strict=True)]
-    shares = {way: [one.cached_share for one in played] for way, played in runs.items()}
+        ours, without_ids = asyncio.run(measure(url, trace, options.pairs))
+        unsampled = unsampled_tokens_in_history(url, trace, 2 * options.pairs)
+    ratios = [one.seconds / other.seconds for one, other in zip(ours, without_ids, strict=True)]
+    cached = [statistics.median(result.cached_share for result in results) for results in (ours, without_ids)]
+    turn_seconds = [seconds for result in ours for seconds in result.turn_seconds]
     peer = "the same requests without trajectory ids"
-    waits = [wait for one in runs["holding"] for wait in one.waits]
     figures = [
-        Figure("context of later turns found cached", 100 * statistics.median(shares["holding"]), "%", "", ">=", None),
-        Figure("the same, wherever there is room", 100 * statistics.median(shares["anywhere"]), "%", "", ">=", None),
-        Figure("wall time", statistics.median(ratios), "of the peer's", peer, "<=", None),
-        Figure("tokens in the history that the model did not sample", foreign, "tokens", "", "<=", 0),
-        Figure("a turn, median", quantile(waits, 0.5), "s", "", "<=", None),
-        Figure("a turn, p99", quantile(waits, 0.99), "s", "", "<=", None),
+        Figure("cached context of later turns", 100 * cached[0], "%", "", ">=", None),
+        Figure("cached context of later turns, without trajectory ids", 100 * cached[1], "%", "", ">=", None),
+        Figure("makespan", statistics.median(ratios), "of the peer's", peer, "<=", None),
+        Figure("tokens in the history that the model did not sample", unsampled, "tokens", "", "<=", 0),
+        Figure("duration of a turn, median", quantile(turn_seconds, 0.5), "s", "", "<=", None),
+        Figure("duration of a turn, p99", quantile(turn_seconds, 0.99), "s", "", "<=", None),
     ]
     report(
         options.json,
         figures,
         trajectories=len(trace),
         turns=sum(len(recorded.turns) for recorded in trace),
-        tokens=runs["holding"][0].tokens,
+        tokens=ours[0].sampled,
         ratio=spread(ratios),
-        seconds={way: [one.seconds for one in played] for way, played in runs.items()},
-        cached=shares,
+        loads={
+            "seconds": [result.seconds for result in ours],
+            "cached_share": [result.cached_share for result in ours],
+            "seconds_without_ids": [result.seconds for result in without_ids],
+            "cached_share_without_ids": [result.cached_share for result in without_ids],
+        },
     )
 
 

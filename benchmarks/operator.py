@@ -1,8 +1,10 @@
-"""What the operator costs: ``python -m benchmarks.operator --jobs 1000 --json FILE``.
+"""Measure the operator with many jobs.
 
-A real API server, scheduler and controller-manager on this machine (tests/cluster), nodes without machines; heads
-answer /status from a server of this process. One operator process; its API calls are its own count, memory and CPU are
-the kernel's.
+    python -m benchmarks.operator --jobs 1000 --json FILE
+
+The API server, the scheduler and the controller manager are real and run on this machine; the nodes are virtual, and a
+server in this process answers the heads' status requests. One operator process is measured: API calls by its own
+counter, memory and CPU time by the kernel.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import argparse
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -20,24 +23,31 @@ from typing import Any
 import psutil
 
 from benchmarks.figures import Figure, quantile, report
-from tests.support.cluster.control_plane import ControlPlane, wait_for
+from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess
 from tests.support.cluster.virtual_nodes import VirtualNodes
+from tests.support.cluster.waiting import wait_for
 
 HEAD_PORT = 8080
-IDLE_S = 60.0
-RUNNING_S = 60.0
+"""Port on which every head serves its status."""
+MEASURED_S = 60.0
+"""Seconds over which CPU time is averaged."""
+SETTLE_S = 10.0
+"""Seconds between the last job's change of state and the measurement with running jobs."""
+MAX_RUNNING = 100
+"""Jobs that keep running; half of the others are suspended, half succeed."""
 CAPACITY = {"cpu": "4000", "memory": "64Ti", "pods": "4000", "nvidia.com/gpu": "4000"}
 
 
-class Head(BaseHTTPRequestHandler):
-    """/status of every head."""
+class HeadHandler(BaseHTTPRequestHandler):
+    """Serves the status of every head."""
 
     reads = 0
+    """Number of requests so far."""
 
     def do_GET(self) -> None:
-        """A status that is another each time."""
+        """Return a status that changes every second."""
         type(self).reads += 1
         done = int(time.time())
         engine = '{"worker": "w", "slots": 128, "assigned": 100, "idle_seconds": 0}'
@@ -48,14 +58,15 @@ class Head(BaseHTTPRequestHandler):
         self.wfile.write(body.encode())
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
-class Bench:
-    """A cluster, an operator and many jobs."""
+class OperatorBenchmark:
+    """A cluster with virtual nodes, one operator, and many jobs."""
 
     def __init__(self, directory: Path, count: int) -> None:
         self.names = [f"job-{number:04d}" for number in range(count)]
+        self.created: dict[str, datetime] = {}
         self.plane = ControlPlane(directory / "cluster")
         self.plane.start()
         self.jobs = Jobs(self.plane, "bench")
@@ -73,103 +84,102 @@ class Bench:
         )
 
     def process(self) -> psutil.Process:
-        """The operator's."""
-        if self.operator.process is None:
-            raise RuntimeError("the operator was not started")
-        return psutil.Process(self.operator.process.pid)
+        """Return the operator's process."""
+        return psutil.Process(self.operator.pid)
 
-    def calls(self) -> float:
-        """Calls to the API server that the operator has made."""
-        return self.operator.metric("rollout_operator_api_calls_total")
+    def api_calls(self) -> float:
+        """Return how many calls to the API server the operator has made."""
+        return self.operator.metric("rollout_operator_api_requests_total")
 
-    def quiet(self, seconds: float = 3.0) -> None:
-        """Wait until the operator has looked at nothing for so long."""
+    def wait_idle(self, seconds: float = 3.0) -> None:
+        """Wait until the operator has reconciled nothing for this many seconds."""
         last, since = -1.0, time.monotonic()
         while time.monotonic() - since < seconds:
-            looks = self.operator.metric("rollout_operator_reconciles_total")
-            if looks != last:
-                last, since = looks, time.monotonic()
+            reconciles = self.operator.metric("rollout_operator_reconciles_total")
+            if reconciles != last:
+                last, since = reconciles, time.monotonic()
             time.sleep(0.3)
 
     def cpu(self, seconds: float) -> float:
-        """Share of a core that the operator takes over some time."""
+        """Return the share of one core that the operator uses over the next *seconds*."""
         before = sum(self.process().cpu_times()[:2])
         time.sleep(seconds)
         return float(sum(self.process().cpu_times()[:2]) - before) / seconds
 
-    def all(self, names: list[str], work: Any) -> None:
-        """Do something to several jobs, some at a time."""
+    def for_each(self, names: list[str], action: Callable[[str], object]) -> None:
+        """Call *action* with each job name, eight at a time."""
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(work, names))
+            list(pool.map(action, names))
 
     def states(self) -> dict[str, int]:
-        """Jobs by state, as the operator has them."""
+        """Return the number of jobs in each state, by the operator's metrics."""
         lines = (line.rpartition(" ") for line in self.operator.get("metrics").splitlines())
         return {
-            about.split('"')[1]: int(float(value))
-            for about, _, value in lines
-            if about.startswith("rollout_operator_jobs{")
+            series.split('"')[1]: int(float(value))
+            for series, _, value in lines
+            if series.startswith("rollout_operator_jobs{")
         }
 
     def seconds_to_pods(self) -> list[float]:
-        """From the creation of each job to that of its last pod, by the API server's clock (whole seconds)."""
-        found = self.jobs.core.list_namespaced_pod("bench").items
+        """Return the time from the creation of each job to that of its last pod, in whole seconds of the API server."""
         last: dict[str, datetime] = {}
-        for pod in found:
+        for pod in self.jobs.core.list_namespaced_pod("bench").items:
             job = pod.metadata.labels["das.rollout.dev/job"]
             last[job] = max(last.get(job, pod.metadata.creation_timestamp), pod.metadata.creation_timestamp)
-        return [(last[name] - self.made[name]).total_seconds() for name in last if name in self.made]
+        return [(last[name] - self.created[name]).total_seconds() for name in last if name in self.created]
 
     def run(self) -> tuple[list[Figure], dict[str, Any]]:
-        """All figures, and more."""
+        """Run the benchmark and return its figures and further details."""
         count = len(self.names)
         self.operator.start()
         self.operator.wait_until_ready()
-        # as users make them: some at a time, and the time from each one's apply to its pods
-        before, self.made = self.calls(), {}
+        before = self.api_calls()
 
-        def make(name: str) -> None:
-            made = self.jobs.make(name, workers={"replicas": 1})
-            created = made["metadata"]["creationTimestamp"]
-            self.made[name] = datetime.fromisoformat(created.replace("Z", "+00:00"))
+        def create(name: str) -> None:
+            job = self.jobs.create(name, workers={"replicas": 1})
+            timestamp = job["metadata"]["creationTimestamp"]
+            self.created[name] = datetime.fromisoformat(timestamp.replace("Z", "+00:00"))
 
         began = time.monotonic()
-        self.all(self.names, make)
+        self.for_each(self.names, create)
         applied = time.monotonic() - began
         wait_for(lambda: len(self.jobs.core.list_namespaced_pod("bench").items) >= 2 * count, 600, "pods are missing")
-        all_there = time.monotonic() - began
+        all_created = time.monotonic() - began
         latencies = self.seconds_to_pods()
-        wait_for(lambda: self.states().get("Running", 0) == count, 600, "jobs do not run")
-        created_calls = (self.calls() - before) / count
+        wait_for(lambda: self.states().get("Running", 0) == count, 600, "not all jobs are running")
+        created_calls = (self.api_calls() - before) / count
 
-        running = self.names[: min(100, count)]
+        running = self.names[:MAX_RUNNING]
         idle = self.names[len(running) :]
-        self.all(idle[::2], lambda name: self.jobs.patch(name, lifecycle={"suspend": True}))
-        self.all(idle[1::2], lambda name: self.nodes.end("bench", f"{name}-head"))
+        self.for_each(idle[::2], lambda name: self.jobs.patch(name, lifecycle={"suspend": True}))
+        self.for_each(idle[1::2], lambda name: self.nodes.terminate_pod("bench", f"{name}-head"))
         wait_for(lambda: self.states().get("Running", 0) == len(running), 600, f"{self.states()}")
-        time.sleep(10)
-        reads, calls = Head.reads, self.calls()
-        busy = self.cpu(RUNNING_S)
-        busy_reads, busy_calls = (Head.reads - reads) / RUNNING_S, (self.calls() - calls) / RUNNING_S
+        time.sleep(SETTLE_S)
+        reads, calls = HeadHandler.reads, self.api_calls()
+        busy = self.cpu(MEASURED_S)
+        busy_reads = (HeadHandler.reads - reads) / MEASURED_S
+        busy_calls = (self.api_calls() - calls) / MEASURED_S
 
-        self.all(running, lambda name: self.nodes.end("bench", f"{name}-head"))
+        self.for_each(running, lambda name: self.nodes.terminate_pod("bench", f"{name}-head"))
         wait_for(lambda: not self.states().get("Running", 0), 600, f"{self.states()}")
-        self.quiet()
+        self.wait_idle()
         rss = self.process().memory_info().rss
-        resting = self.cpu(IDLE_S)
+        resting = self.cpu(MEASURED_S)
 
         self.operator.terminate()
         began = time.monotonic()
         self.operator.start()
         self.operator.wait_until_ready()
-        wait_for(lambda: self.operator.metric("rollout_operator_reconciles_total") >= count, 300, "no resync")
+        wait_for(
+            lambda: self.operator.metric("rollout_operator_reconciles_total") >= count, 300, "jobs are not reconciled"
+        )
         resync = time.monotonic() - began
-        self.quiet()
+        self.wait_idle()
         rss = max(rss, self.process().memory_info().rss)
         figures = [
             Figure("apply to all pods created, p50", quantile(latencies, 0.5), "s", "", "<=", None),
             Figure("apply to all pods created, p99", quantile(latencies, 0.99), "s", "", "<=", None),
-            Figure("API calls a job until it runs", created_calls, "calls", "", "<=", None),
+            Figure("API calls per job until it runs", created_calls, "calls", "", "<=", None),
             Figure("memory with all jobs", rss / 2**20, "MiB", "", "<=", 200.0),
             Figure("CPU with all jobs suspended or succeeded", 100 * resting, "% of a core", "", "<=", 5.0),
             Figure(f"CPU with {len(running)} jobs running", 100 * busy, "% of a core", "", "<=", None),
@@ -178,35 +188,36 @@ class Bench:
         details = {
             "jobs": count,
             "seconds to apply": applied,
-            "seconds until all pods were created": all_there,
-            "status reads a second": busy_reads,
-            "API calls a second with running jobs": busy_calls,
+            "seconds until all pods were created": all_created,
+            "status reads per second": busy_reads,
+            "API calls per second with running jobs": busy_calls,
             "states": self.states(),
         }
         return figures, details
 
     def close(self) -> None:
-        """End everything."""
-        if not self.operator.ended():
+        """Stop the operator and the cluster."""
+        if self.operator.is_running():
             self.operator.terminate()
         self.nodes.stop()
         self.plane.stop()
 
 
 def main() -> None:
-    """Run it."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=1000)
-    parser.add_argument("--json", type=Path)
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--jobs", type=int, default=1000, help="number of jobs [%(default)s]")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
-    server = ThreadingHTTPServer(("0.0.0.0", HEAD_PORT), Head)  # noqa: S104 – all of 127.0.0.0/8
+    # Every virtual node has an address of its own in 127.0.0.0/8.
+    server = ThreadingHTTPServer(("0.0.0.0", HEAD_PORT), HeadHandler)  # noqa: S104
     threading.Thread(target=server.serve_forever, daemon=True).start()
     with tempfile.TemporaryDirectory() as directory:
-        bench = Bench(Path(directory), options.jobs)
+        benchmark = OperatorBenchmark(Path(directory), options.jobs)
         try:
-            figures, details = bench.run()
+            figures, details = benchmark.run()
         finally:
-            bench.close()
+            benchmark.close()
     report(options.json, figures, **details)
 
 

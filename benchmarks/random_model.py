@@ -1,4 +1,4 @@
-"""A random Qwen3, for measuring speed: no download, no training."""
+"""Models with random weights for measuring speed, created without a download."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ from pathlib import Path
 
 VOCABULARY = 32_768
 END = VOCABULARY
-"""A token that these models have and that is none of the vocabulary of traces."""
+"""A token id outside the vocabulary of traces; forced rollouts end with it."""
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "das-rollout" / "benchmarks"
 
 
 def random_model(hidden: int = 1024, layers: int = 15, positions: int = 2048) -> Path:
-    """Directory of a Qwen3 with random parameters (default: 267M) and no end-of-sequence token, made once and kept."""
+    """Return the directory of a Qwen3 model with random weights and no end-of-sequence token.
+
+    The model is created on the first call and cached.
+
+    Args:
+        hidden: hidden size; with the default values the model has 267M parameters.
+        layers: number of layers.
+        positions: maximum context length in tokens.
+    """
     directory = _CACHE / f"qwen3-{hidden}-{layers}-{positions}-{END + 1}"
     if (directory / "config.json").is_file():
         return directory
@@ -39,8 +47,8 @@ def random_model(hidden: int = 1024, layers: int = 15, positions: int = 2048) ->
     return directory
 
 
-def shape_of_7b(positions: int = 16_384) -> Path:
-    """Directory of a model of the shape of Qwen2.5-7B, without weights: for ``load_format: dummy``."""
+def dummy_7b_model(positions: int = 16_384) -> Path:
+    """Return the directory of a model with Qwen2.5-7B's shape but no weights, for vLLM's ``load_format: dummy``."""
     from transformers import Qwen2Config
 
     directory = _CACHE / f"qwen2-7b-{positions}"

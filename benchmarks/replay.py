@@ -1,9 +1,9 @@
-"""Recorded rollouts under speculative decoding, as a lossless engine would take them.
+"""Replay of recorded rollouts under speculative decoding.
 
-At each verification step of a recorded rollout a drafter proposes tokens; those up to the first that the recording does
-not have are accepted, and one more token of the recording comes with the step. The rollouts of a problem run at once,
-one step each in turn, and a drafter may learn from all that was said up to then. A turn of the model ends with
-:data:`END_OF_TURN`, as chat models end theirs; what the environment answers costs no step.
+In each verification step of a recorded rollout, a drafter proposes tokens. The draft tokens that agree with the
+recording are accepted, up to the first that differs, and the rollout advances by one more token of the recording, as in
+a lossless engine. The rollouts of a problem take turns, one verification step each, and the drafter may use everything
+that was sampled so far. Each turn of the model ends with :data:`END_OF_TURN`; tokens of the environment need no step.
 """
 
 from __future__ import annotations
@@ -17,196 +17,207 @@ import numpy as np
 from benchmarks.traces import Tokens, Trajectory
 
 END_OF_TURN = 2**20
-"""A token id that no tokenizer of a trace has."""
+"""A token id that the tokenizers of traces do not use."""
 
 
 class Draft(NamedTuple):
-    """Tokens that may follow, each with its probability of being accepted if those before it are."""
+    """Draft tokens, each with the probability that it is accepted if all tokens before it are."""
 
     tokens: Sequence[int]
     probabilities: Sequence[float]
 
 
-class Drafter(Protocol):
-    """What is compared. Keys name running rollouts."""
+class ReplayDrafter(Protocol):
+    """A drafter that takes part in a replay; keys identify its open rollouts."""
 
-    def learn(self, trajectory: Trajectory) -> None:
-        """An earlier rollout."""
+    def add_history(self, trajectory: Trajectory) -> None:
+        """Add a finished rollout to the history."""
 
-    def begin(self, key: int, problem: str, prompt: Tokens) -> None:
-        """A rollout begins."""
+    def open(self, key: int, problem: str, prompt: Tokens) -> None:
+        """Begin a rollout."""
 
-    def observe(self, key: int, tokens: Tokens) -> None:
-        """The environment's answer, which is not drafted."""
+    def add_environment_tokens(self, key: int, tokens: Tokens) -> None:
+        """Append the environment's answer to a rollout; it is never drafted."""
 
-    def accept(self, key: int, tokens: Tokens) -> None:
-        """What the model sampled in a verification step."""
+    def add_sampled_tokens(self, key: int, tokens: Tokens) -> None:
+        """Append the tokens that the model sampled in one verification step."""
 
     def draft(self, keys: Sequence[int], budgets: Sequence[int]) -> Sequence[Draft]:
-        """What may follow."""
+        """Return one draft per key, of at most as many tokens as its budget."""
 
-    def end(self, key: int) -> None:
-        """A rollout is over; those of its problem that still run may learn from it."""
+    def close(self, key: int) -> None:
+        """End a rollout; running siblings may draft from it."""
 
-    def leave(self, problem: str) -> None:
-        """Nobody asks for drafts of the problem any more."""
+    def release_problem(self, problem: str) -> None:
+        """Free what is stored for a problem that needs no more drafts."""
 
 
 @dataclass
 class Outcome:
-    """What became of drafts."""
+    """Totals of a replay."""
 
     steps: int = 0
+    """Verification steps, counted per rollout."""
     drafted: int = 0
     accepted: int = 0
     probabilities: list[float] = field(default_factory=list)
-    """Of each draft token before which all were accepted."""
+    """The predicted probability of each draft token before which all tokens were accepted."""
     hits: list[bool] = field(default_factory=list)
-    """Whether that token was accepted, too."""
+    """For each of :attr:`probabilities`, whether the token was accepted."""
 
     @property
     def drafted_per_step(self) -> float:
-        """Tokens."""
+        """Draft tokens per verification step."""
         return self.drafted / self.steps
 
     @property
     def accepted_per_step(self) -> float:
-        """Tokens; as many and one are produced."""
+        """Accepted draft tokens per verification step; a rollout advances by one more."""
         return self.accepted / self.steps
 
     def calibration(self) -> Calibration:
-        """How well the probabilities are."""
+        """Compare the predicted probabilities with what was accepted."""
         return calibration(np.array(self.probabilities), np.array(self.hits, dtype=bool))
 
 
 class Decile(NamedTuple):
-    """Draft tokens of similar probability."""
+    """Draft tokens whose predicted probabilities lie in the same tenth of the interval [0, 1]."""
 
     count: int
-    said: float
-    """Mean probability."""
-    seen: float
-    """Share that was accepted."""
+    predicted: float
+    """Mean predicted probability."""
+    observed: float
+    """Share of the tokens that was accepted."""
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """How well probabilities tell what is accepted."""
+    """How well predicted probabilities agree with acceptance."""
 
     brier: float
+    """Brier score: the mean squared error of the predicted probabilities."""
     base_brier: float
-    """Of always saying the share that is accepted overall."""
+    """Brier score of the constant prediction that equals the overall acceptance rate."""
     deciles: tuple[Decile, ...]
-    """By probability, equally wide; without empty ones."""
+    """Non-empty deciles of the predicted probability, ascending."""
 
     @property
-    def gain(self) -> float:
-        """By how much the Brier score is under the base rate's."""
+    def brier_skill(self) -> float:
+        """Brier skill score: 1 - brier / base_brier."""
         return 1 - self.brier / self.base_brier if self.base_brier else 0.0
 
-    def worst(self, least: int) -> float:
-        """Largest difference between said and seen in a decile of at least *least* tokens."""
-        return max((abs(one.said - one.seen) for one in self.deciles if one.count >= least), default=0.0)
+    def max_decile_error(self, min_count: int) -> float:
+        """Return the largest difference between predicted and observed in a decile of at least *min_count* tokens."""
+        return max(
+            (abs(decile.predicted - decile.observed) for decile in self.deciles if decile.count >= min_count),
+            default=0.0,
+        )
 
 
-def calibration(said: np.ndarray, seen: np.ndarray) -> Calibration:
-    """Compare probabilities, shape (n,), with what happened, shape (n,) of bool."""
-    if not len(said):
+def calibration(predicted: np.ndarray, observed: np.ndarray) -> Calibration:
+    """Compare predicted probabilities, shape (n,), with outcomes, shape (n,) and dtype bool."""
+    if not len(predicted):
         return Calibration(0.0, 0.0, ())
-    rate = float(seen.mean())
-    places = np.minimum((said * 10).astype(int), 9)
+    rate = float(observed.mean())
+    bins = np.minimum((predicted * 10).astype(int), 9)
     deciles = tuple(
-        Decile(int(chosen.sum()), float(said[chosen].mean()), float(seen[chosen].mean()))
-        for chosen in (places == place for place in range(10))
-        if chosen.any()
+        Decile(int(members.sum()), float(predicted[members].mean()), float(observed[members].mean()))
+        for members in (bins == number for number in range(10))
+        if members.any()
     )
-    return Calibration(float(np.mean((said - seen) ** 2)), rate * (1 - rate), deciles)
+    return Calibration(float(np.mean((predicted - observed) ** 2)), rate * (1 - rate), deciles)
 
 
 @dataclass
-class Replayed:
-    """A recorded rollout on its way."""
+class ReplayedRollout:
+    """The position of a replay within one trajectory."""
 
     trajectory: Trajectory
-    turn: int = 0
-    at: int = 0
+    next_segment: int = 0
+    position: int = 0
+    """Number of tokens of the current turn that were sampled."""
     tokens: Tokens = field(default_factory=lambda: np.empty(0, np.uint32))
-    """Of this turn, with its end."""
+    """The current turn, including :data:`END_OF_TURN`."""
 
     @property
-    def over(self) -> bool:
-        """Whether it has said all, once :func:`next_turn` was asked for what comes next."""
-        return self.turn > len(self.trajectory.segments)
+    def finished(self) -> bool:
+        """Whether :func:`start_next_turn` found no further turn."""
+        return self.next_segment > len(self.trajectory.segments)
 
 
-def turn_tokens(tokens: Tokens) -> Tokens:
-    """A turn of the model with its end."""
+def with_end_of_turn(tokens: Tokens) -> Tokens:
+    """Append :data:`END_OF_TURN` to a turn of the model."""
     return np.append(tokens, np.uint32(END_OF_TURN))
 
 
-def replay(drafter: Drafter, problem: str, group: Iterable[Trajectory], budget: int, outcome: Outcome) -> None:
-    """Run the rollouts of one problem, with drafts of at most *budget* tokens; adds to *outcome*."""
-    running = {key: Replayed(trajectory) for key, trajectory in enumerate(group)}
-    for key, one in running.items():
-        drafter.begin(key, problem, one.trajectory.prompt)
-        next_turn(drafter, key, one)
+def replay(drafter: ReplayDrafter, problem: str, group: Iterable[Trajectory], budget: int, outcome: Outcome) -> None:
+    """Replay the rollouts of one problem with drafts of at most *budget* tokens, and add the totals to *outcome*."""
+    running = {key: ReplayedRollout(trajectory) for key, trajectory in enumerate(group)}
+    for key, rollout in running.items():
+        drafter.open(key, problem, rollout.trajectory.prompt)
+        start_next_turn(drafter, key, rollout)
     while running:
-        for key in [key for key, one in running.items() if one.over]:
-            drafter.end(key)
+        for key in [key for key, rollout in running.items() if rollout.finished]:
+            drafter.close(key)
             del running[key]
         keys = list(running)
         drafts = drafter.draft(keys, [budget] * len(keys)) if keys else ()
         for key, draft in zip(keys, drafts, strict=True):
-            one = running[key]
-            draft = until_end(draft)
-            accepted = _accepted(draft, one, outcome)
+            rollout = running[key]
+            draft = truncate_at_end_of_turn(draft)
+            accepted = _verify(draft, rollout, outcome)
             outcome.steps += 1
             outcome.drafted += len(draft.tokens)
             outcome.accepted += accepted
-            drafter.accept(key, one.tokens[one.at : one.at + accepted + 1])
-            one.at += accepted + 1
-            if one.at >= len(one.tokens):
-                next_turn(drafter, key, one)
-    drafter.leave(problem)
+            drafter.add_sampled_tokens(key, rollout.tokens[rollout.position : rollout.position + accepted + 1])
+            rollout.position += accepted + 1
+            if rollout.position >= len(rollout.tokens):
+                start_next_turn(drafter, key, rollout)
+    drafter.release_problem(problem)
 
 
-def until_end(draft: Draft) -> Draft:
-    """The draft without what no engine needs to verify, as it is behind the end of a turn."""
+def truncate_at_end_of_turn(draft: Draft) -> Draft:
+    """Drop the draft tokens after an end of turn, which no engine has to verify."""
     tokens = list(draft.tokens)
     length = tokens.index(END_OF_TURN) + 1 if END_OF_TURN in tokens else len(tokens)
     return Draft(tokens[:length], list(draft.probabilities)[:length])
 
 
-def passing(draft: Draft, one: Replayed) -> int:
-    """How many tokens pass; the last token of a turn may be one of them, and whatever is behind it is not."""
-    rest = one.tokens[one.at : one.at + len(draft.tokens)]
-    passed = 0
-    for token, said in zip(draft.tokens, rest.tolist(), strict=False):
-        if token != said:
+def count_accepted(draft: Draft, rollout: ReplayedRollout) -> int:
+    """Return how many draft tokens agree with the recording, up to the first that differs or the end of the turn."""
+    recorded = rollout.tokens[rollout.position : rollout.position + len(draft.tokens)]
+    accepted = 0
+    for drafted_token, recorded_token in zip(draft.tokens, recorded.tolist(), strict=False):
+        if drafted_token != recorded_token:
             break
-        passed += 1
-    return passed
-
-
-def _accepted(draft: Draft, one: Replayed, outcome: Outcome) -> int:
-    accepted = passing(draft, one)
-    # and the first that did not pass, unless the turn was over
-    seen = accepted + (accepted < len(draft.tokens) and one.at + accepted < len(one.tokens))
-    outcome.probabilities += draft.probabilities[:seen]
-    outcome.hits += [True] * accepted + [False] * (seen - accepted)
+        accepted += 1
     return accepted
 
 
-def next_turn(drafter: Drafter | None, key: int, one: Replayed) -> int:
-    """Pass over what the environment says to where the model speaks, or beyond the last segment; how much it said."""
-    segments = one.trajectory.segments
-    heard = 0
-    while one.turn < len(segments) and not segments[one.turn].generated:
+def _verify(draft: Draft, rollout: ReplayedRollout, outcome: Outcome) -> int:
+    accepted = count_accepted(draft, rollout)
+    # The first rejected token counts for calibration as well, unless the turn ended before it.
+    verified = accepted + (accepted < len(draft.tokens) and rollout.position + accepted < len(rollout.tokens))
+    outcome.probabilities += draft.probabilities[:verified]
+    outcome.hits += [True] * accepted + [False] * (verified - accepted)
+    return accepted
+
+
+def start_next_turn(drafter: ReplayDrafter | None, key: int, rollout: ReplayedRollout) -> int:
+    """Advance a rollout to the model's next turn, or past the last segment.
+
+    Returns:
+        The number of environment tokens that were passed over; they were added to the drafter.
+    """
+    segments = rollout.trajectory.segments
+    environment_tokens = 0
+    while rollout.next_segment < len(segments) and not segments[rollout.next_segment].generated:
+        tokens = segments[rollout.next_segment].tokens
         if drafter is not None:
-            drafter.observe(key, segments[one.turn].tokens)
-        heard += len(segments[one.turn].tokens)
-        one.turn += 1
-    if one.turn < len(segments):
-        one.tokens, one.at = turn_tokens(segments[one.turn].tokens), 0
-    one.turn += 1
-    return heard
+            drafter.add_environment_tokens(key, tokens)
+        environment_tokens += len(tokens)
+        rollout.next_segment += 1
+    if rollout.next_segment < len(segments):
+        rollout.tokens, rollout.position = with_end_of_turn(segments[rollout.next_segment].tokens), 0
+    rollout.next_segment += 1
+    return environment_tokens

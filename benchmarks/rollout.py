@@ -1,11 +1,11 @@
-"""How long rollouts take in real engines: plain vLLM, vLLM's own speculation, and ours, on the same rollouts.
+"""Measure real engines on the same rollouts: plain vLLM, vLLM's own speculation, and this project's.
 
     python -m benchmarks.rollout --modes none,none-v1-sync,ngram,suffix,das --batch 1,4,8,32,64 --json FILE
 
-Engines of all modes live side by side and take turns, so that each pair of runs has the machine in the same mood. All
-make the same rollouts (:mod:`benchmarks.forced_sampling`): those of a trace, of which an earlier checkpoint's are the
-history, or, by default, what the model itself sampled before (plain vLLM, temperature 1), an epoch after the other,
-each with the epochs before it as history.
+The engines of all modes are started together and take turns, so that changes of the machine's speed affect all alike.
+All produce the same rollouts (:mod:`benchmarks.forced_sampling`). With a trace, these are the rollouts of one
+checkpoint, and the history consists of those of an earlier checkpoint. Without a trace, plain vLLM first samples
+several epochs at temperature 1; the history of each epoch then consists of the epochs before it.
 """
 
 from __future__ import annotations
@@ -23,45 +23,48 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.figures import Figure, report, write_results
-from benchmarks.problems import Problem, add_trace_arguments, chosen_problems
-from benchmarks.random_model import END, random_model, shape_of_7b
+from benchmarks.figures import Figure, from_columns, report, to_columns, write_figures
+from benchmarks.problems import Problem, add_trace_arguments, selected_problems
+from benchmarks.random_model import END, dummy_7b_model, random_model
+from benchmarks.redis_server import redis_server
 from benchmarks.rollout_runs import (
-    GROUP,
+    GROUP_SIZE,
     KEYS,
     MODES,
-    PEERS_DRAFT,
-    Bench,
-    Material,
-    Run,
-    Sampled,
-    engines_of,
-    redis_server,
+    SUFFIX_DRAFT,
+    Measurement,
+    ModeRunner,
+    RecordedEpochs,
+    RecordedGroup,
+    start_engines,
 )
-from benchmarks.suffix_drafters import PEERS
-from rollout_worker.history.connection import connect
+from benchmarks.suffix_drafters import PEERS_DIRECTORY
+from rollout_api.redis_client.connection import connect
 from rollout_worker.history.store import HistoryStore
 
 POSITIONS = 8192
-NEVER_SLOWER, NEVER_SLOWER_LEAST = 0.98, 0.95
-FASTER_267M = {1: 1.7, 4: 1.25, 8: 1.05}
-"""Batch → how many times faster than none, of 267M parameters and the trace that is forced through them."""
-DRAFTER_SHARE = 0.03
-PAIRS = 7
-"""For a claim."""
-MINUTES = 3.0
-"""Of runs, where none are said: engines start and end besides."""
-_LONGEST = 1024
-"""Most tokens of what the model samples itself."""
-_ROUNDS_AT_MOST = 1000
+"""Context length of the models with random weights, in tokens."""
+MIN_SPEED, MIN_SPEED_LOWER_BOUND = 0.98, 0.95
+"""Targets for the speed of ``das`` relative to ``none``: the median, and the lower bound of the median."""
+MIN_SPEED_267M = {1: 1.7, 4: 1.25, 8: 1.05}
+"""By batch size: the target for the median with 267M parameters and a forced trace."""
+MAX_DRAFTER_SHARE = 0.03
+"""Target for the drafter's share of the time."""
+FULL_ROUNDS = 7
+"""Rounds of a full benchmark."""
+MAX_ROUNDS = 1000
+"""Rounds of a benchmark that ends when its time is up."""
+DEFAULT_MINUTES = 3.0
+MAX_SAMPLED_TOKENS = 1024
+"""Maximum tokens of a rollout that the model samples itself."""
 
 
-def model_of(name: str) -> Path:
-    """The directory of a model: tiny, 267m, 7b, or one of the caller's."""
+def model_directory(name: str) -> Path:
+    """Return the directory of a model: ``tiny``, ``267m``, ``7b``, or a path."""
     if name == "267m":
         return random_model(positions=POSITIONS)
     if name == "7b":
-        return shape_of_7b(positions=POSITIONS)
+        return dummy_7b_model(positions=POSITIONS)
     if name == "tiny":
         from rollout_worker.engine.model_source import default_cache
         from rollout_worker.tiny_model import ensure
@@ -70,193 +73,257 @@ def model_of(name: str) -> Path:
     return Path(name)
 
 
-def of_trace(problems: Sequence[Problem], most: int) -> Material:
-    """One epoch, of rollouts of one turn that with their prompts have at most *most* tokens."""
+def epochs_of_trace(problems: Sequence[Problem], max_tokens: int) -> RecordedEpochs:
+    """Return one epoch with the single-turn rollouts that fit into *max_tokens* together with their prompts.
+
+    Raises:
+        ValueError: if there is no such rollout.
+    """
     epoch = {}
     for problem in problems:
-        prompt = problem.running[0].prompt.tolist()
-        made, before = (
+        prompt = problem.evaluated[0].prompt.tolist()
+        rollouts, history = (
             [
-                [*one.segments[0].tokens.tolist(), END]
-                for one in group
-                if len(one.segments) == 1 and 0 < one.generated < most - len(prompt)
+                [*trajectory.segments[0].tokens.tolist(), END]
+                for trajectory in trajectories
+                if len(trajectory.segments) == 1 and 0 < trajectory.generated < max_tokens - len(prompt)
             ]
-            for group in (problem.running, problem.history)
+            for trajectories in (problem.evaluated, problem.history)
         )
-        if made:
-            epoch[problem.name] = Sampled(prompt, made, before, most - len(prompt))
+        if rollouts:
+            epoch[problem.name] = RecordedGroup(prompt, rollouts, history, max_tokens - len(prompt))
     if not epoch:
-        raise ValueError(f"the trace has no rollout of a single turn and {most} tokens at most")
-    return Material([epoch], [END])
+        raise ValueError(f"the trace has no single-turn rollout of at most {max_tokens} tokens")
+    return RecordedEpochs([epoch], [END])
 
 
-def prompts_of(model: Path, count: int) -> dict[str, list[int]]:
-    """Problems that the tiny model was trained on the like of."""
+def tiny_model_prompts(model: Path, count: int) -> dict[str, list[int]]:
+    """Return prompts of the kind of problem that the tiny model was trained on, by problem name."""
     from rollout_worker.tiny_model.tasks import training_problems
     from rollout_worker.tiny_model.tokenizer import load_tokenizer
 
-    tokenizer, found = load_tokenizer(model), {}
+    tokenizer, prompts = load_tokenizer(model), {}
     for _, question, _ in training_problems(1):
-        if len(found) == count:
+        if len(prompts) == count:
             break
-        asked = [{"role": "user", "content": question}]
-        found[f"problem {len(found)}"] = tokenizer.apply_chat_template(asked, add_generation_prompt=True)["input_ids"]
-    return found
+        chat = [{"role": "user", "content": question}]
+        prompts[f"problem {len(prompts)}"] = tokenizer.apply_chat_template(chat, add_generation_prompt=True)[
+            "input_ids"
+        ]
+    return prompts
 
 
-def lower_bound(ratios: Sequence[float], share: float = 0.05) -> float:
-    """Bootstrap: the median is no less than this with probability 1 - *share*."""
-    drawn = np.random.default_rng(0).choice(np.array(ratios), (4000, len(ratios)))
-    return float(np.quantile(np.median(drawn, axis=1), share))
+def lower_bound(ratios: Sequence[float], level: float = 0.05) -> float:
+    """Return a bootstrap lower bound of the median, which holds with probability 1 - *level*."""
+    samples = np.random.default_rng(0).choice(np.array(ratios), (4000, len(ratios)))
+    return float(np.quantile(np.median(samples, axis=1), level))
 
 
-def figures_of(runs: Sequence[Run], modes: Sequence[str], batches: Sequence[int], *, claim_267m: bool) -> list[Figure]:
-    """Speeds by that of none, of the pairs that there are."""
-    by_key = {run.key: run for run in runs}
+def figures_of(
+    measurements: Sequence[Measurement], modes: Sequence[str], batches: Sequence[int], *, claim_267m: bool
+) -> list[Figure]:
+    """Compare the modes, using the sets of rollouts that all modes have produced.
+
+    Args:
+        measurements: the measurements so far.
+        modes: the modes to compare.
+        batches: the batch sizes.
+        claim_267m: whether the targets for 267M parameters with a forced trace apply.
+    """
+    by_key = {measurement.key: measurement for measurement in measurements}
     figures = []
     for batch in batches:
-        keys = [run.key[1:] for run in runs if run.mode == modes[0] and run.batch == batch]
-        keys = [key for key in keys if all((mode, *key) in by_key for mode in modes)]
-        if not keys:
+        sets = [one.key[1:] for one in measurements if one.mode == modes[0] and one.batch == batch]
+        sets = [key for key in sets if all((mode, *key) in by_key for mode in modes)]
+        if sets:
+            by_mode = {mode: [by_key[mode, *key] for key in sets] for mode in modes}
+            figures += _figures_of_batch(by_mode, batch, claim_267m=claim_267m)
+    return figures
+
+
+def _figures_of_batch(by_mode: dict[str, list[Measurement]], batch: int, *, claim_267m: bool) -> list[Figure]:
+    figures = []
+    seconds = {mode: np.array([one.seconds for one in of_mode]) for mode, of_mode in by_mode.items()}
+    for mode, of_mode in by_mode.items():
+        where = f"{mode}, batch {batch}"
+        accepted = sum(one.accepted for one in of_mode)
+        rollout_steps = max(1, sum(one.tokens - one.accepted for one in of_mode))
+        throughput = float(np.median([one.tokens / one.seconds for one in of_mode]))
+        shim = sum(one.shim_seconds for one in of_mode) / sum(one.seconds for one in of_mode)
+        figures += [
+            Figure(f"accepted per step (replayed), {where}", accepted / rollout_steps, "tokens", "", ">=", None),
+            Figure(f"throughput, {where}", throughput, "tokens/s", "", ">=", None),
+            Figure(f"shim's share of the time, {where}", shim, "", "", "<=", None),
+        ]
+        if "none" not in by_mode or mode == "none":
             continue
-        seconds = {mode: np.array([by_key[mode, *key].seconds for key in keys]) for mode in modes}
-        medians = {}
-        for mode in modes:
-            mine = [by_key[mode, *key] for key in keys]
-            accepted = sum(run.accepted for run in mine) / max(1, sum(run.tokens - run.accepted for run in mine))
-            figures.append(
-                Figure(f"accepted per step (replayed), {mode}, batch {batch}", accepted, "tokens", "", ">=", None)
-            )
-            speed = float(np.median([run.tokens / run.seconds for run in mine]))
-            figures.append(Figure(f"tokens a second, {mode}, batch {batch}", speed, "tokens/s", "", ">=", None))
-            shim = sum(run.shim_seconds for run in mine) / sum(run.seconds for run in mine)
-            figures.append(Figure(f"shim's share of the time, {mode}, batch {batch}", shim, "", "", "<=", None))
-            if "none" not in modes or mode == "none":
-                continue
-            ratios = (seconds["none"] / seconds[mode]).tolist()
-            medians[mode] = float(np.median(ratios))
-            least, surely = None, None
-            if mode == "das":
-                least, surely = NEVER_SLOWER, NEVER_SLOWER_LEAST
-                if claim_267m and batch in FASTER_267M:
-                    least = FASTER_267M[batch]
-            name = f"speed of {mode}, batch {batch}"
-            figures.append(Figure(f"{name}, median of {len(ratios)} pairs", medians[mode], "x", "none", ">=", least))
-            figures.append(Figure(f"{name}, lower bound", lower_bound(ratios), "x", "none", ">=", surely))
-        if "das" in modes and len(modes) > 1:
-            fastest = min((mode for mode in modes if mode != "das"), key=lambda mode: float(np.median(seconds[mode])))
-            ratio = float(np.median(seconds[fastest] / seconds["das"]))
-            figures.append(Figure(f"speed of das, batch {batch}", ratio, "x", f"{fastest} (fastest)", ">=", 0.98))
-        if "das" in modes:
-            mine = [by_key["das", *key] for key in keys]
-            share = sum(run.drafting_seconds for run in mine) / sum(run.seconds for run in mine)
-            figures.append(Figure(f"drafter's share of the time, batch {batch}", share, "", "", "<=", DRAFTER_SHARE))
-            step = sum(run.drafting_seconds for run in mine) / sum(run.steps for run in mine) * 1e6
-            figures.append(Figure(f"drafter's time in a step, batch {batch}", step, "us", "", "<=", None))
-            if fitted := [run.base_tokens for run in mine if run.base_tokens is not None]:
-                name = f"c_base / c_tok as fitted, batch {batch}"
-                figures.append(Figure(name, float(np.median(fitted)), "tokens", "", ">=", None))
+        ratios = (seconds["none"] / seconds[mode]).tolist()
+        target, bound_target = None, None
+        if mode == "das":
+            target, bound_target = MIN_SPEED, MIN_SPEED_LOWER_BOUND
+            if claim_267m:
+                target = MIN_SPEED_267M.get(batch, target)
+        name = f"speed of {where}"
+        figures += [
+            Figure(f"{name}, median of {len(ratios)} pairs", float(np.median(ratios)), "x", "none", ">=", target),
+            Figure(f"{name}, lower bound", lower_bound(ratios), "x", "none", ">=", bound_target),
+        ]
+    if "das" in by_mode:
+        figures += _figures_of_das(by_mode, seconds, batch)
+    return figures
+
+
+def _figures_of_das(by_mode: dict[str, list[Measurement]], seconds: dict[str, np.ndarray], batch: int) -> list[Figure]:
+    figures = []
+    if len(by_mode) > 1:
+        fastest = min((mode for mode in by_mode if mode != "das"), key=lambda mode: float(np.median(seconds[mode])))
+        ratios = (seconds[fastest] / seconds["das"]).tolist()
+        peer, name = f"{fastest} (fastest)", f"speed of das against the fastest other mode, batch {batch}"
+        figures += [
+            Figure(name, float(np.median(ratios)), "x", peer, ">=", MIN_SPEED),
+            Figure(f"{name}, lower bound", lower_bound(ratios), "x", peer, ">=", None),
+        ]
+    das = by_mode["das"]
+    drafting = sum(one.drafting_seconds for one in das)
+    share = drafting / sum(one.seconds for one in das)
+    per_step = 1e6 * drafting / sum(one.steps for one in das)
+    figures += [
+        Figure(f"drafter's share of the time, batch {batch}", share, "", "", "<=", MAX_DRAFTER_SHARE),
+        Figure(f"drafter's time per step, batch {batch}", per_step, "us", "", "<=", None),
+    ]
+    if fitted := [one.base_tokens for one in das if one.base_tokens is not None]:
+        figures.append(
+            Figure(f"fitted c_base / c_tok, batch {batch}", float(np.median(fitted)), "tokens", "", ">=", None)
+        )
     return figures
 
 
 class Results:
-    """What was measured, in a file that a run which is broken off goes on from."""
+    """The measurements so far, in a file from which an interrupted benchmark resumes."""
 
     def __init__(self, file: Path | None, settings: dict[str, object], *, resume: bool) -> None:
-        self.runs: list[Run] = []
+        """Begin without measurements, or with those of an existing *file* if *resume* is true.
+
+        Raises:
+            ValueError: if the file has other settings.
+        """
+        self.measurements: list[Measurement] = []
         self._file, self._settings = file, settings
         if resume and file is not None and file.exists():
-            found = json.loads(file.read_text())
-            if found["settings"] != settings:
-                raise ValueError(f"{file} holds runs with other settings; move it away, or use another")
-            self.runs = [Run(**one) for one in found["runs"]]
+            content = json.loads(file.read_text())
+            if content["settings"] != settings:
+                raise ValueError(f"{file} has other settings; use another file, or move this one away")
+            self.measurements = [Measurement(**row) for row in from_columns(content["measurements"])]
 
-    def add(self, run: Run, figures: Sequence[Figure]) -> None:
-        """Keep a run at once."""
-        self.runs.append(run)
+    def add(self, measurement: Measurement) -> None:
+        """Add a measurement."""
+        self.measurements.append(measurement)
+
+    def save(self, figures: Sequence[Figure]) -> None:
+        """Write everything to the file, if there is one."""
         if self._file is not None:
-            content = {
-                "figures": [asdict(one) for one in figures],
-                "settings": self._settings,
-                "runs": [asdict(one) for one in self.runs],
-            }
-            write_results(self._file, content)
+            write_figures(self._file, figures, **self.details())
+
+    def details(self) -> dict[str, object]:
+        """Return what the file holds besides the figures."""
+        return {
+            "settings": self._settings,
+            "measurements": to_columns([asdict(measurement) for measurement in self.measurements]),
+        }
 
 
 async def measure(
     options: argparse.Namespace, problems: Sequence[Problem], results: Results, batches: Sequence[int]
 ) -> None:
-    """Make runs until there are enough, or time is up."""
+    """Measure sets of rollouts until all rounds are complete or the time is up."""
     modes = options.modes.split(",")
-    model = model_of(options.model)
-    most = POSITIONS - PEERS_DRAFT if options.trace is not None else 2 * _LONGEST
+    model = model_directory(options.model)
+    max_tokens = POSITIONS - SUFFIX_DRAFT if options.trace is not None else 2 * MAX_SAMPLED_TOKENS
     with redis_server() as url:
-        async with engines_of(modes, model, url, most=most, batch=max(batches)) as engines:
+        async with start_engines(modes, model, url, max_tokens=max_tokens, batch=max(batches)) as engines:
             if options.trace is not None:
-                material = of_trace(problems, most)
+                recorded = epochs_of_trace(problems, max_tokens)
             else:
-                count = options.problems or max(2, max(batches) // GROUP)
-                material = await Material.sampled(
-                    engines[modes[0]], prompts_of(model, count), epochs=options.epochs, samples=GROUP, most=_LONGEST
+                count = options.problems or max(2, max(batches) // GROUP_SIZE)
+                recorded = await RecordedEpochs.sample(
+                    engines[modes[0]],
+                    tiny_model_prompts(model, count),
+                    epochs=options.epochs,
+                    samples=GROUP_SIZE,
+                    max_tokens=MAX_SAMPLED_TOKENS,
                 )
-            bench = Bench(engines, material, HistoryStore(connect(url), KEYS, window=16))
-            for mode in modes:  # what is compiled, or read for the first time, is no run's
-                await bench.run(mode, min(batches), 0, -1)
+            runner = ModeRunner(engines, recorded, HistoryStore(connect(url), KEYS, window=16))
+            for mode in modes:  # Warm up, so that no measurement includes compilation.
+                await runner.run(mode, min(batches), 0, -1)
             started = time.monotonic()
             rng = random.Random(0)
-            for round_ in range(PAIRS if options.full else _ROUNDS_AT_MOST):
+            for round_ in range(FULL_ROUNDS if options.full else MAX_ROUNDS):
                 for batch in batches:
-                    for epoch in range(len(material.epochs)):
-                        order = [mode for mode in modes if (mode, batch, epoch, round_) not in _keys(results)]
+                    for epoch in range(len(recorded.epochs)):
+                        known = {measurement.key for measurement in results.measurements}
+                        order = [mode for mode in modes if (mode, batch, epoch, round_) not in known]
                         rng.shuffle(order)
                         for mode in order:
-                            run = await bench.run(mode, batch, epoch, round_)
-                            results.add(
-                                run, figures_of([*results.runs, run], modes, batches, claim_267m=_claim(options))
+                            measurement = await runner.run(mode, batch, epoch, round_)
+                            results.add(measurement)
+                            results.save(
+                                figures_of(results.measurements, modes, batches, claim_267m=_claims_267m(options))
                             )
-                            print(
-                                f"round {round_ + 1}, epoch {epoch + 1}, batch {batch}, {mode}: {run.seconds:.2f} s, "
-                                f"{run.tokens / run.seconds:.0f} tokens/s, {run.accepted} of {run.drafted} accepted",
-                                file=sys.stderr,
-                                flush=True,
-                            )
+                            _print_progress(measurement)
                         if not options.full and time.monotonic() - started > 60 * options.minutes:
                             return
 
 
-def _keys(results: Results) -> set[tuple[str, int, int, int]]:
-    return {run.key for run in results.runs}
+def _print_progress(measurement: Measurement) -> None:
+    print(
+        f"round {measurement.round + 1}, epoch {measurement.epoch + 1}, batch {measurement.batch}, "
+        f"{measurement.mode}: {measurement.seconds:.2f} s, {measurement.tokens / measurement.seconds:.0f} tokens/s, "
+        f"{measurement.accepted} of {measurement.drafted} draft tokens accepted",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
-def _claim(options: argparse.Namespace) -> bool:
+def _claims_267m(options: argparse.Namespace) -> bool:
     return bool(options.model == "267m" and options.trace is not None)
 
 
 def main() -> None:
-    """Run it."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--modes", default=",".join(MODES), help="some of: %(default)s")
-    parser.add_argument("--batch", default="1,4,8,32,64", help="rollouts at a time, each is run [%(default)s]")
-    parser.add_argument("--epochs", type=int, default=3, help="of what the model samples itself [%(default)s]")
+    parser.add_argument("--modes", default=",".join(MODES), help="comma-separated modes [%(default)s]")
+    parser.add_argument("--batch", default="1,4,8,32,64", help="comma-separated batch sizes [%(default)s]")
+    parser.add_argument(
+        "--epochs", type=int, default=3, help="epochs that the model samples if there is no trace [%(default)s]"
+    )
     parser.add_argument(
         "--model", default="tiny", help="tiny, 267m or 7b (random weights), or a directory [%(default)s]"
     )
     add_trace_arguments(parser, flag="--force-trace", required=False)
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of runs [%(default)s]")
-    parser.add_argument("--full", action="store_true", help=f"{PAIRS} rounds, however long; goes on from --json")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=DEFAULT_MINUTES,
+        help="minutes of measurements, after the engines have started [%(default)s]",
+    )
+    parser.add_argument(
+        "--full",
+        action="store_true",
+        help=f"measure {FULL_ROUNDS} rounds, however long they take; resumes from the file of --json",
+    )
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
-    modes, batches = options.modes.split(","), [int(one) for one in options.batch.split(",")]
+    modes, batches = options.modes.split(","), [int(batch) for batch in options.batch.split(",")]
     if unknown := set(modes) - set(MODES):
-        parser.error(f"--modes knows {', '.join(MODES)}, not {', '.join(sorted(unknown))}")
+        parser.error(f"--modes: unknown {', '.join(sorted(unknown))}; the modes are {', '.join(MODES)}")
     if options.trace is None and options.model in ("267m", "7b"):
-        parser.error(
-            f"--model {options.model} has random weights, which say nothing of use; --force-trace says what to say"
-        )
-    sys.path.append(PEERS)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path.cwd()), PEERS)))
+        parser.error(f"--model {options.model} has random weights and samples no useful text; use --force-trace")
+    sys.path.append(PEERS_DIRECTORY)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (os.environ.get("PYTHONPATH"), str(Path.cwd()), PEERS_DIRECTORY))
+    )
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    problems = chosen_problems(parser, options) if options.trace is not None else []
+    problems = selected_problems(parser, options) if options.trace is not None else []
     settings = {
         "modes": modes,
         "batches": batches,
@@ -270,8 +337,8 @@ def main() -> None:
         asyncio.run(measure(options, problems, results, batches))
     except ValueError as error:
         parser.error(str(error))
-    figures = figures_of(results.runs, modes, batches, claim_267m=_claim(options))
-    report(options.json, figures, settings=settings, runs=[asdict(run) for run in results.runs])
+    figures = figures_of(results.measurements, modes, batches, claim_267m=_claims_267m(options))
+    report(options.json, figures, **results.details())
 
 
 if __name__ == "__main__":

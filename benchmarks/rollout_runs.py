@@ -1,14 +1,12 @@
-"""Runs of the same rollouts in engines of all modes, side by side; see :mod:`benchmarks.rollout`."""
+"""Produce the same recorded rollouts on engines of several modes; used by :mod:`benchmarks.rollout`."""
 
 from __future__ import annotations
 
 import asyncio
-import os
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,31 +18,36 @@ from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import RolloutRequest
-from rollout_worker.embedded_redis import EmbeddedRedis
-from rollout_worker.engine.drafting import Drafting, HistoryBinding
-from rollout_worker.engine.host import Engine, EngineConfig
+from rollout_worker.engine.config import EngineConfig
+from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
+from rollout_worker.engine.engine import Engine
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 
 KEYS = HistoryKeys("default", "rollout-benchmark")
-DRAFT, PEERS_DRAFT, NGRAM_DRAFT = 16, 32, 5
-"""Most tokens of a draft: a job's default, vLLM's for suffix decoding, and its usual n-grams'."""
-GROUP = 8
-"""Samples of a problem that are made together, in a batch that has room for them."""
+MAX_DRAFT, SUFFIX_DRAFT, NGRAM_DRAFT = 16, 32, 5
+"""Maximum tokens of a draft: a job's default, vLLM's suffix decoding, and vLLM's n-grams."""
+GROUP_SIZE = 8
+"""Rollouts of one problem that run together, if the batch has room for them."""
 KV_CACHE_BYTES = (8 if torch.cuda.is_available() else 2) << 30
 _JOB = "benchmark"
-_FORCED = "benchmarks.forced_sampling.ForcedEngine"
-_SPECULATION: dict[str, dict[str, Any]] = {
+_HISTORY_TIMEOUT_S = 60.0
+_WAITING_REPORT_INTERVAL_S = 1.0
+_FORCED_ENGINE = "benchmarks.forced_sampling.ForcedEngine"
+_FORCED_DRAFTING_ENGINE = "benchmarks.forced_sampling.ForcedDraftingEngine"
+_VLLM_SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
     "none-v1-sync": {"async_scheduling": False},
     "ngram": {"speculative_config": {"method": "ngram", "num_speculative_tokens": NGRAM_DRAFT, "prompt_lookup_max": 5}},
-    "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": PEERS_DRAFT}},
+    "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": SUFFIX_DRAFT}},
 }
-MODES = (*_SPECULATION, "das")
+MODES = (*_VLLM_SETTINGS, "das")
+UNGOVERNED = "das-ungoverned"
+"""A further mode for tests and cost fits: the policy ``fixed`` without a governor."""
 
 
 @dataclass(frozen=True)
-class Run:
+class Measurement:
     """What one mode needed for one set of rollouts."""
 
     mode: str
@@ -54,56 +57,57 @@ class Run:
     rollouts: int
     tokens: int
     seconds: float
-    """Until the last one ended."""
+    """The makespan of the set."""
     steps: int
-    """Of the engine."""
+    """Verification steps of the engine."""
     drafted: int
     accepted: int
     drafting_seconds: float
-    """Of the engine's process, in the drafter."""
+    """Time that the engine's process spent in the proposer."""
     shim_seconds: float
+    """Time that the engine's process spent in the shim that forces recorded tokens."""
     base_tokens: float | None = None
-    """``c_base / c_tok`` as the governor has fitted it, where there is one."""
+    """``c_base / c_tok`` as the engine fitted it; None for engines that fit no cost model."""
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """Names it among the runs of a benchmark."""
+        """The key that identifies the measurement within a benchmark."""
         return self.mode, self.batch, self.epoch, self.round
 
 
-class Sampled(NamedTuple):
-    """The rollouts of a problem in one epoch."""
+class RecordedGroup(NamedTuple):
+    """The recorded rollouts of one problem in one epoch."""
 
     prompt: list[int]
     rollouts: list[list[int]]
-    before: list[list[int]]
-    """Its history then."""
-    most: int
-    """Tokens that a rollout may have: those that end before do so by a token that ends them, as real ones do."""
+    history: list[list[int]]
+    """The problem's rollouts of earlier epochs or checkpoints."""
+    max_tokens: int
+    """The limit that requests state. Recorded rollouts are shorter and end with a stop token."""
 
 
-class Work(NamedTuple):
-    """One rollout that is made again."""
+class RecordedRollout(NamedTuple):
+    """One rollout that engines produce again."""
 
     problem: str
-    sampled: Sampled
+    group: RecordedGroup
     tokens: list[int]
 
 
-class Material:
-    """What can be made again, and what is known then."""
+class RecordedEpochs:
+    """The recorded rollouts of a benchmark."""
 
-    def __init__(self, epochs: list[dict[str, Sampled]], ends: Sequence[int] = ()) -> None:
-        """Of epochs, each with its problems by name; *ends*: tokens that end a rollout, besides the model's own."""
-        self.epochs, self.ends = epochs, list(ends)
+    def __init__(self, epochs: list[dict[str, RecordedGroup]], stop_token_ids: Sequence[int] = ()) -> None:
+        """Hold the groups of each epoch by problem, and the stop tokens of the rollouts besides the model's own."""
+        self.epochs, self.stop_token_ids = epochs, list(stop_token_ids)
 
     @classmethod
-    async def sampled(
-        cls, engine: Engine, prompts: dict[str, list[int]], *, epochs: int, samples: int, most: int
-    ) -> Material:
-        """What an engine samples at temperature 1: of each epoch those before it are the history."""
-        made: list[dict[str, Sampled]] = []
-        before: dict[str, list[list[int]]] = {name: [] for name in prompts}
+    async def sample(
+        cls, engine: Engine, prompts: Mapping[str, list[int]], *, epochs: int, samples: int, max_tokens: int
+    ) -> RecordedEpochs:
+        """Sample rollouts at temperature 1; the history of each epoch consists of the epochs before it."""
+        recorded: list[dict[str, RecordedGroup]] = []
+        history: dict[str, list[list[int]]] = {name: [] for name in prompts}
         for epoch in range(epochs):
             requests = [
                 RolloutRequest(
@@ -111,165 +115,215 @@ class Material:
                     request_id=f"sampled-{epoch}-{name}",
                     problem_id=name,
                     prompt_token_ids=prompt,
-                    sampling=Sampling(n=samples, temperature=1.0, max_tokens=most),
+                    sampling=Sampling(n=samples, temperature=1.0, max_tokens=max_tokens),
                 )
                 for name, prompt in prompts.items()
             ]
-            found = await asyncio.gather(
-                *(engine.generate(one, sample) for one in requests for sample in range(samples))
+            responses = await asyncio.gather(
+                *(engine.generate(request, sample) for request in requests for sample in range(samples))
             )
-            said = [one.token_ids for one in found]
-            made.append({})
+            rollouts = [response.token_ids for response in responses]
+            recorded.append({})
             for number, (name, prompt) in enumerate(prompts.items()):
-                mine = said[number * samples : (number + 1) * samples]
-                made[-1][name] = Sampled(prompt, mine, list(before[name]), most)
-                before[name] += mine
-        return cls(made)
+                group = rollouts[number * samples : (number + 1) * samples]
+                recorded[-1][name] = RecordedGroup(prompt, group, list(history[name]), max_tokens)
+                history[name] += group
+        return cls(recorded)
 
-    def work(self, epoch: int, batch: int, round_: int) -> list[Work]:
-        """As many rollouts as run at a time, and two at least, in groups of one problem; other ones in each round."""
+    def select(self, epoch: int, batch: int, round_: int) -> list[RecordedRollout]:
+        """Select the rollouts of one measurement: as many as the batch holds, but at least two.
+
+        They come in groups of one problem. Each round selects other rollouts. Each measurement has problem names of
+        its own, so that no measurement finds the history of a later one.
+        """
         problems = list(self.epochs[epoch].items())
-        group = min(GROUP, batch)
-        groups = max(2, batch) // group
-        found = []
+        size = min(GROUP_SIZE, batch)
+        groups = max(2, batch) // size
+        selected = []
         for number in range(groups):
-            turn, at = divmod(round_ * groups + number, len(problems))
-            name, sampled = problems[at]
-            rollouts = [sampled.rollouts[(turn * group + place) % len(sampled.rollouts)] for place in range(group)]
-            # a history of its own for each run: nothing of a later one is known to an earlier
-            found += [Work(f"{batch}-{epoch}-{round_}/{name}", sampled, tokens) for tokens in rollouts]
-        return found
+            repetition, index = divmod(round_ * groups + number, len(problems))
+            name, group = problems[index]
+            rollouts = [group.rollouts[(repetition * size + place) % len(group.rollouts)] for place in range(size)]
+            problem = f"{_set_name(batch, epoch, round_)}/{name}"
+            selected += [RecordedRollout(problem, group, tokens) for tokens in rollouts]
+        return selected
+
+    def requests(self, epoch: int, batch: int, round_: int) -> list[RolloutRequest]:
+        """Return the requests of one measurement, in the order of :meth:`select`; they do not reveal any length."""
+        name = _set_name(batch, epoch, round_)
+        return [
+            RolloutRequest(
+                job_uid=_JOB,
+                request_id=f"{name}-{number}",
+                problem_id=rollout.problem,
+                prompt_token_ids=rollout.group.prompt,
+                sampling=Sampling(
+                    n=1,
+                    temperature=1.0,
+                    max_tokens=rollout.group.max_tokens,
+                    stop_token_ids=self.stop_token_ids,
+                ),
+            )
+            for number, rollout in enumerate(self.select(epoch, batch, round_))
+        ]
 
 
-class Bench:
-    """Engines of all modes."""
+def _set_name(batch: int, epoch: int, round_: int) -> str:
+    return f"{batch}-{epoch}-{round_}"
 
-    def __init__(self, engines: dict[str, Engine], material: Material, store: HistoryStore) -> None:
-        self._engines, self._material, self._store = engines, material, store
-        self._kept: set[str] = set()
 
-    async def run(self, mode: str, batch: int, epoch: int, round_: int) -> Run:
-        """Make the rollouts of one set in one mode."""
+class ModeRunner:
+    """Produces sets of recorded rollouts on the engines of all modes."""
+
+    def __init__(self, engines: Mapping[str, Engine], recorded: RecordedEpochs, store: HistoryStore) -> None:
+        """Use one engine per mode; *store* is the history from which the project's own engines draft."""
+        self._engines, self._recorded, self._store = engines, recorded, store
+        self._stored: set[str] = set()
+
+    async def run(self, mode: str, batch: int, epoch: int, round_: int) -> Measurement:
+        """Produce the rollouts of one set in one mode and measure it.
+
+        Raises:
+            RuntimeError: if the history is not loaded in time, or if a rollout differs from the recording.
+        """
         engine = self._engines[mode]
-        works = self._material.work(epoch, batch, round_)
-        name = f"{batch}-{epoch}-{round_}"
-        requests = [request_of(f"{name}-{number}", work, self._material.ends) for number, work in enumerate(works)]
-        recorded = {str(one.rollout_id(0)): work.tokens for one, work in zip(requests, works, strict=True)}
-        await engine._rpc("bench_record", recorded)
-        used = {work.problem: work.sampled for work in works}
-        self._keep(used)
-        await engine._rpc("bench_remember", [(one.prompt, one.before) for one in used.values()])
-        if not await engine.announce(list(used), 1, wait=60):
-            raise RuntimeError(f"the history is not read within a minute: {await engine.stats()}")
-        before, (times,) = asdict(engine.counters), await engine._rpc("bench_times")
+        rollouts = self._recorded.select(epoch, batch, round_)
+        requests = self._recorded.requests(epoch, batch, round_)
+        recorded = {
+            str(request.rollout_id(0)): rollout.tokens for request, rollout in zip(requests, rollouts, strict=True)
+        }
+        await set_rollouts(engine, recorded)
+        groups = {rollout.problem: rollout.group for rollout in rollouts}
+        self._store_history(groups)
+        await _call(engine, "bench_set_history", [(group.prompt, group.history) for group in groups.values()])
+        if not await engine.announce(list(groups), 1, timeout_s=_HISTORY_TIMEOUT_S):
+            raise RuntimeError(f"the history was not loaded in {_HISTORY_TIMEOUT_S:g} s: {await engine.stats()}")
+        counters, times = asdict(engine.counters), await _times(engine)
         started = time.perf_counter()
-        made = await _at_a_time(engine, requests, batch)
+        responses = await _generate(engine, requests, batch)
         seconds = time.perf_counter() - started
-        after, (later,) = asdict(engine.counters), await engine._rpc("bench_times")
-        for one, work in zip(made, works, strict=True):
-            if one != work.tokens:
-                raise RuntimeError(f"{mode} did not say what was recorded of {work.problem}")
+        counters_after, times_after = asdict(engine.counters), await _times(engine)
+        for response, rollout in zip(responses, rollouts, strict=True):
+            if response != rollout.tokens:
+                raise RuntimeError(f"{mode} produced other tokens than the recorded ones for {rollout.problem}")
         stats = await engine.stats()
-        return Run(
+        return Measurement(
             mode,
             batch,
             epoch,
             round_,
-            len(works),
-            sum(len(work.tokens) for work in works),
-            seconds,
-            round(later["steps"] - times["steps"]),
-            after["drafted"] - before["drafted"],
-            after["accepted"] - before["accepted"],
-            later["drafting_seconds"] - times["drafting_seconds"],
-            later["shim_seconds"] - times["shim_seconds"],
-            stats["cost_base_seconds"] / stats["cost_token_seconds"] if stats else None,
+            rollouts=len(rollouts),
+            tokens=sum(len(rollout.tokens) for rollout in rollouts),
+            seconds=seconds,
+            steps=round(times_after["steps"] - times["steps"]),
+            drafted=counters_after["drafted"] - counters["drafted"],
+            accepted=counters_after["accepted"] - counters["accepted"],
+            drafting_seconds=times_after["drafting_seconds"] - times["drafting_seconds"],
+            shim_seconds=times_after["shim_seconds"] - times["shim_seconds"],
+            base_tokens=stats["cost_base_seconds"] / stats["cost_token_seconds"] if stats else None,
         )
 
-    def _keep(self, used: dict[str, Sampled]) -> None:
-        """Write the rollouts that ours drafts from into Redis, once."""
-        for problem in used.keys() - self._kept:
-            self._kept.add(problem)
-            for number, tokens in enumerate(used[problem].before):
+    async def record_acceptance(self, mode: str) -> None:
+        """Record from now on how many draft tokens each step of a mode's engine accepts."""
+        await _call(self._engines[mode], "bench_record_acceptance")
+
+    async def acceptance(self, mode: str) -> dict[str, list[int]]:
+        """Return, by rollout id, the accepted draft tokens of each step."""
+        accepted: dict[str, list[int]] = (await _call(self._engines[mode], "bench_acceptance"))[0]
+        return accepted
+
+    def _store_history(self, groups: Mapping[str, RecordedGroup]) -> None:
+        """Append the history of problems that do not have it yet."""
+        for problem in groups.keys() - self._stored:
+            self._stored.add(problem)
+            for number, tokens in enumerate(groups[problem].history):
                 record = HistoryRecord(f"{problem}-{number}", _JOB, 1, 1, np.array(tokens, np.uint32), "stop")
                 self._store.append(problem, record, newest=1)
 
 
-async def _at_a_time(engine: Engine, requests: Sequence[RolloutRequest], batch: int) -> list[list[int]]:
-    room, waiting = asyncio.Semaphore(batch), {one.request_id: one.sampling.max_tokens for one in requests}
+async def set_rollouts(engine: Engine, recorded: dict[str, list[int]]) -> None:
+    """Make an engine sample these tokens: by rollout id, the recorded rollout."""
+    await _call(engine, "bench_set_rollouts", recorded)
 
-    async def make(request: RolloutRequest) -> list[int]:
-        async with room:
+
+async def _times(engine: Engine) -> dict[str, float]:
+    times: dict[str, float] = (await _call(engine, "bench_times"))[0]
+    return times
+
+
+async def _call(engine: Engine, method: str, *args: Any) -> list[Any]:
+    """Call a method of the shim in every process of an engine."""
+    return await engine.collective_rpc(method, *args)
+
+
+async def _generate(engine: Engine, requests: Sequence[RolloutRequest], batch: int) -> list[list[int]]:
+    """Generate all rollouts, at most *batch* at a time."""
+    slots, waiting = asyncio.Semaphore(batch), {request.request_id: request.sampling.max_tokens for request in requests}
+
+    async def generate(request: RolloutRequest) -> list[int]:
+        async with slots:
             del waiting[request.request_id]
             return (await engine.generate(request, 0)).token_ids
 
-    async def tell() -> None:
-        while True:  # as an engine's worker does; of their lengths no more is said than on average
-            usual = sum(waiting.values()) / max(1, len(waiting))
-            await engine.tell_waiting(len(waiting), len(waiting) * usual)
-            await asyncio.sleep(1.0)
+    async def report_waiting() -> None:
+        # As an engine worker does. The engine learns only the average limit, not the lengths of the rollouts.
+        while True:
+            average = sum(waiting.values()) / max(1, len(waiting))
+            await engine.set_queue(len(waiting), len(waiting) * average)
+            await asyncio.sleep(_WAITING_REPORT_INTERVAL_S)
 
-    telling = asyncio.ensure_future(tell())
+    reporting = asyncio.ensure_future(report_waiting())
     try:
-        return await asyncio.gather(*(make(request) for request in requests))
+        return await asyncio.gather(*(generate(request) for request in requests))
     finally:
-        telling.cancel()
+        reporting.cancel()
 
 
-def request_of(name: str, work: Work, ends: list[int]) -> RolloutRequest:
-    """Asks an engine for a rollout, without a word of how long it will be."""
-    return RolloutRequest(
-        job_uid=_JOB,
-        request_id=name,
-        problem_id=work.problem,
-        prompt_token_ids=work.sampled.prompt,
-        sampling=Sampling(n=1, temperature=1.0, max_tokens=work.sampled.most, stop_token_ids=ends),
-    )
+def engine_config(mode: str, model: Path, url: str, *, max_tokens: int, batch: int, eager: bool) -> EngineConfig:
+    """Return the configuration of a mode's engine.
 
-
-def engine_config(mode: str, model: Path, url: str, *, most: int, batch: int, eager: bool) -> EngineConfig:
-    """Of an engine for rollouts of at most *most* tokens with their prompts."""
+    Args:
+        mode: one of :data:`MODES`, or :data:`UNGOVERNED`.
+        model: the model's directory; without safetensors files, random weights are used.
+        url: the Redis server of the history.
+        max_tokens: maximum tokens of a prompt and its response together.
+        batch: maximum number of concurrent rollouts.
+        eager: whether vLLM runs without compilation.
+    """
     spec = EngineSpec(
-        max_model_len=most + PEERS_DRAFT,
+        max_model_len=max_tokens + SUFFIX_DRAFT,
         max_num_seqs=batch,
         kv_cache_memory=str(KV_CACHE_BYTES),
         enforce_eager=eager,
     )
-    drafting, overrides = None, {"worker_extension_cls": _FORCED, **_SPECULATION.get(mode, {})}
-    if mode in ("das", "das-ungoverned"):
-        binding = HistoryBinding(url, KEYS.namespace, KEYS.name, window=16)
-        alone = mode == "das-ungoverned"
-        drafting = Drafting("fixed" if alone else "marginal", DRAFT, 2**31, binding, governed=not alone)
-        overrides["worker_extension_cls"] = "benchmarks.forced_sampling.ForcedDraftingEngine"
+    overrides: dict[str, Any] = {"worker_extension_cls": _FORCED_ENGINE, **_VLLM_SETTINGS.get(mode, {})}
+    if not any(model.glob("*.safetensors")):
+        overrides["load_format"] = "dummy"
+    drafting = None
+    if mode in ("das", UNGOVERNED):
+        history = HistoryLocation(url, KEYS.namespace, KEYS.name, window=16)
+        governed = mode != UNGOVERNED
+        drafting = DraftingConfig("marginal" if governed else "fixed", MAX_DRAFT, 2**31, history, governed=governed)
+        overrides["worker_extension_cls"] = _FORCED_DRAFTING_ENGINE
     return EngineConfig(
         model=model, spec=spec, cpu=not torch.cuda.is_available(), drafting=drafting, overrides=overrides
     )
 
 
 @asynccontextmanager
-async def engines_of(
-    modes: Sequence[str], model: Path, url: str, *, most: int, batch: int, eager: bool = False
+async def start_engines(
+    modes: Sequence[str], model: Path, url: str, *, max_tokens: int, batch: int, eager: bool = False
 ) -> AsyncIterator[dict[str, Engine]]:
-    """An engine of each mode, one started after the other."""
+    """Start one engine per mode, one after the other, and close them at the end.
+
+    The arguments are those of :func:`engine_config`.
+    """
     async with AsyncExitStack() as stack:
         engines = {}
         for mode in modes:
-            config = engine_config(mode, model, url, most=most, batch=batch, eager=eager)
+            config = engine_config(mode, model, url, max_tokens=max_tokens, batch=batch, eager=eager)
             engine = engines[mode] = await Engine.start(config)
             stack.callback(engine.close)
-            await engine._rpc("bench_prepare")
-            print(f"{mode}: started", file=sys.stderr, flush=True)
+            await _call(engine, "bench_install")
+            print(f"{mode}: engine started", file=sys.stderr, flush=True)
         yield engines
-
-
-@contextmanager
-def redis_server() -> Iterator[str]:
-    """A Redis of its own; its address."""
-    with tempfile.TemporaryDirectory() as directory:
-        lock = os.open(Path(directory) / "lock", os.O_CREAT | os.O_RDWR)
-        server = EmbeddedRedis(Path(directory) / "redis", keep_open=lock)
-        try:
-            yield server.start()
-        finally:
-            server.stop()
-            os.close(lock)

@@ -1,4 +1,4 @@
-"""A job as a person runs it, for as long as a benchmark needs it."""
+"""A job that a benchmark runs as a user does, with ``rollout run``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from typing import Any
 
 import yaml
 
-from rollout_worker.embedded_redis import EmbeddedRedis
+from benchmarks.redis_server import redis_server
 
-ENDING_S = 120.0
+_EXIT_TIMEOUT_S = 120.0
+"""Seconds within which the job has to exit after it was closed."""
 
 
 @contextmanager
-def served(manifest: dict[str, Any], directory: Path) -> Iterator[str]:
-    """``rollout run`` with an empty Redis of its own; the URL of that. The caller closes the job.
+def run_job(manifest: dict[str, Any], directory: Path) -> Iterator[str]:
+    """Run a job with ``rollout run`` and an empty Redis server, and yield the server's URL.
+
+    The caller closes the job through the client; the context manager then waits for it to exit.
 
     Args:
-        manifest: of the job.
-        directory: made anew, for state and ``job.log``; it stays.
+        manifest: the RolloutJob.
+        directory: directory for the job's state and ``job.log``. It is emptied first and kept afterwards.
     """
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     job = directory / "job.yaml"
     job.write_text(yaml.safe_dump(manifest))
-    lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR)
-    server = EmbeddedRedis(directory / "redis", keep_open=lock)
-    try:
-        url = server.start()
+    with redis_server() as url:
         command = [sys.executable, "-m", "rollout_worker.cli", "run", "-f", str(job), "--redis", url, "--no-compare"]
         command += ["--state-dir", str(directory / "state")]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -41,10 +41,7 @@ def served(manifest: dict[str, Any], directory: Path) -> Iterator[str]:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
             try:
                 yield url
-                process.wait(timeout=ENDING_S)
+                process.wait(timeout=_EXIT_TIMEOUT_S)
             finally:
                 process.terminate()
                 process.wait()
-    finally:
-        server.stop()
-        os.close(lock)

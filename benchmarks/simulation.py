@@ -1,9 +1,12 @@
-"""One training step's rollouts on simulated engines: recorded rollouts, real drafters and policies, a cost model.
+"""Simulation of one training step: recorded rollouts, the real drafters and draft policies, and a cost model.
 
-Each engine decodes a batch in verification steps, as :mod:`benchmarks.replay` takes them; what a step costs comes from
-a :class:`StepCost`. Prompts, and what the environment answers, cost ``c_tok`` a token in the step in which they are
-read. An engine holds so many tokens of keys and values; beyond that the rollout that came last leaves the batch and is
-read anew later, as vLLM preempts.
+Each engine decodes its batch in verification steps as in :mod:`benchmarks.replay`; a :class:`StepCost` gives the
+duration of each. Tokens of prompts and environments are processed in the next step at the cost of one verified token
+each. An engine holds a limited number of tokens in its KV cache. When the limit is exceeded, the rollout that started
+last is preempted, and its whole context is processed again later, as in vLLM.
+
+Not simulated: the drafter's own time, the fitting of the cost model, the governor and the idle backoff. The policies
+are given the exact cost model.
 """
 
 from __future__ import annotations
@@ -20,215 +23,232 @@ import numpy.typing as npt
 from scipy.optimize import isotonic_regression
 
 from benchmarks.problems import Problem
-from benchmarks.replay import Draft, Drafter, Replayed, next_turn, passing, until_end
-from benchmarks.suffix_drafters import Ours
+from benchmarks.replay import (
+    Draft,
+    ReplayDrafter,
+    ReplayedRollout,
+    count_accepted,
+    start_next_turn,
+    truncate_at_end_of_turn,
+)
+from benchmarks.suffix_drafters import SuffixIndexDrafter
 from benchmarks.traces import Trajectory
 from rollout_api.length_stats import LengthStats
-from rollout_worker.job.scheduler import EngineLoad, Group, ProbeThenLongest
-from rollout_worker.policy.budgets import BudgetPolicy, Waiting
-from rollout_worker.policy.rebalance import HANDOVER_S, Running, rebalance
-from rollout_worker.policy.remaining_length import remaining
-from rollout_worker.policy.rollouts import POINTS
+from rollout_worker.job.coordinator.scheduler import EngineLoad, ProbeThenLongest, WaitingGroup
+from rollout_worker.policy.draft_policy import DraftPolicy, QueueState
+from rollout_worker.policy.rebalance import HANDOVER_S, RunningRollout, plan_rebalancing
+from rollout_worker.policy.remaining_length import remaining_quantiles
+from rollout_worker.policy.rollout_table import LENGTH_QUANTILES
 from rollout_worker.policy.step_cost import StepCost
 
-LOOK_FOR_MOVES_S = 2.0
+MIGRATION_INTERVAL_S = 2.0
+"""Simulated seconds between two decisions about migrations."""
 
 
 class Hardware(NamedTuple):
-    """What the engines run on."""
+    """The simulated engines' cost model and cache size."""
 
     cost: StepCost
     kv_tokens: int
-    """Tokens of keys and values that an engine holds."""
+    """Capacity of an engine's KV cache, in tokens."""
 
 
-class Lengths:
-    """What is known of how long rollouts are: those of the history, and of this step those that have ended."""
+class KnownLengths:
+    """The lengths of history rollouts and of the rollouts of this step that have finished."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        self._known = {problem.name: [(0, total_tokens(one), False) for one in problem.history] for problem in problems}
+        self._lengths = {
+            problem.name: [(0, total_tokens(rollout), False) for rollout in problem.history] for problem in problems
+        }
         self._stats: dict[str, LengthStats] = {}
-        self._all: LengthStats | None = None
+        self._overall: LengthStats | None = None
 
-    def of(self, problem: str) -> LengthStats:
-        """Of a problem's rollouts."""
+    def of_problem(self, problem: str) -> LengthStats:
+        """Return the statistics of one problem."""
         if problem not in self._stats:
-            self._stats[problem] = LengthStats.of(self._known[problem])
+            self._stats[problem] = LengthStats.from_lengths(self._lengths[problem])
         return self._stats[problem]
 
-    def of_all(self) -> LengthStats:
-        """Of all rollouts that the step began with."""
-        if self._all is None:
-            self._all = LengthStats.of(one for known in self._known.values() for one in known)
-        return self._all
+    def overall(self) -> LengthStats:
+        """Return the statistics of all rollouts that were known when this was first called."""
+        if self._overall is None:
+            self._overall = LengthStats.from_lengths(length for lengths in self._lengths.values() for length in lengths)
+        return self._overall
 
-    def foretell(self, name: str, length: int) -> None:
-        """A rollout, asked for as if it were a problem of its own, will be so long."""
-        self._stats[name] = LengthStats.of([(0, length, False)])
+    def reveal(self, name: str, length: int) -> None:
+        """Make the true length of one rollout available under *name*, as if the rollout were a problem."""
+        self._stats[name] = LengthStats.from_lengths([(0, length, False)])
 
     def add(self, problem: str, length: int) -> None:
-        """A rollout of this step ended."""
-        self._known[problem].append((1, length, False))
+        """Record a rollout of this step that has finished."""
+        self._lengths[problem].append((1, length, False))
         self._stats.pop(problem, None)
 
 
 def total_tokens(trajectory: Trajectory) -> int:
-    """Tokens that an engine samples for a rollout: those of the model's turns, and the end of each."""
+    """Return the tokens that an engine samples for a trajectory, including one end-of-turn token per turn."""
     return trajectory.generated + sum(segment.generated for segment in trajectory.segments)
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How a step's rollouts are made."""
+    """A way to produce the rollouts of a training step."""
 
-    drafter: Callable[[], Drafter] | None
-    """For each engine; None: nothing is drafted."""
-    policy: Callable[[Lengths], BudgetPolicy] | None = None
-    """For each engine, whose drafter is ours; None: the drafter decides, within *budget*."""
+    drafter: Callable[[], ReplayDrafter] | None
+    """Creates the drafter of one engine; None: nothing is drafted."""
+    policy: Callable[[KnownLengths], DraftPolicy] | None = None
+    """Creates the draft policy of one engine, which needs a :class:`SuffixIndexDrafter`; None: the drafter decides,
+    within *budget*."""
     budget: int = 0
+    """Maximum tokens of a draft without a policy."""
     longest_first: bool = True
-    """As a job schedules; else in the order in which they come, as vLLM does."""
-    foresees: bool = False
-    """What would not pass is not drafted."""
-    true_lengths: bool = False
-    """Policy and scheduler know how long each rollout will be."""
-    moves: bool = False
-    """At the end of a step rollouts of busy engines go on on idle ones, as a job lets them."""
+    """Whether rollouts start in the order of a job (a probe of each group, then the longest expected first) instead of
+    in the order of arrival."""
+    knows_lengths: bool = False
+    """Whether scheduler and policy know the true length of every rollout."""
+    knows_acceptance: bool = False
+    """Whether only those draft tokens are verified that will be accepted."""
+    migrates: bool = False
+    """Whether rollouts migrate between engines at the end of the step."""
 
 
 @dataclass
-class Step:
-    """What became of a step."""
+class SimulatedStep:
+    """The result of one simulated training step."""
 
     seconds: float = 0.0
-    """Until its last rollout ended."""
+    """The makespan."""
     tokens: int = 0
+    """Sampled tokens."""
     verifications: int = 0
-    """Verification steps of engines."""
+    """Verification steps of all engines."""
     rollout_steps: int = 0
-    """The same, counted for each rollout."""
+    """Verification steps, counted once per running rollout."""
     drafted: int = 0
     accepted: int = 0
     preempted: int = 0
-    moved: int = 0
-    """Rollouts that went on on another engine."""
+    migrated: int = 0
     survivals: list[float] = field(default_factory=list)
-    """Of each draft token, the probability that was said of its being reached and accepted."""
-    passed: list[bool] = field(default_factory=list)
-    """Whether it was."""
+    """The predicted survival of each draft token; recorded only if the mode knows the lengths."""
+    survived: list[bool] = field(default_factory=list)
+    """For each of :attr:`survivals`, whether the token was reached and accepted."""
     ends: list[float] = field(default_factory=list)
-    """When rollouts ended, in seconds, in order."""
+    """The time at which each rollout finished, in simulated seconds."""
 
     @property
     def accepted_per_step(self) -> float:
-        """Draft tokens accepted in a verification step of a rollout."""
+        """Accepted draft tokens per verification step of a rollout."""
         return self.accepted / max(self.rollout_steps, 1)
 
     @property
     def drafted_per_step(self) -> float:
-        """Draft tokens in a verification step of a rollout."""
+        """Draft tokens per verification step of a rollout."""
         return self.drafted / max(self.rollout_steps, 1)
 
 
-class Truth:
-    """What tokens of which so much was said really had accepted, of a step that is known as a whole."""
+class MeasuredSurvival:
+    """Maps predicted survival to the survival that was measured in an earlier simulation of the same step."""
 
-    def __init__(self, step: Step) -> None:
-        said, order = np.unique(np.array(step.survivals), return_inverse=True)
-        counts = np.bincount(order)
-        seen = np.bincount(order, weights=np.array(step.passed, dtype=np.float64)) / counts
-        self._said = said
-        self._seen = isotonic_regression(seen, weights=counts).x
+    def __init__(self, step: SimulatedStep) -> None:
+        predicted, inverse = np.unique(np.array(step.survivals), return_inverse=True)
+        counts = np.bincount(inverse)
+        measured = np.bincount(inverse, weights=np.array(step.survived, dtype=np.float64)) / counts
+        self._predicted = predicted
+        self._measured = isotonic_regression(measured, weights=counts).x
 
     def thresholds(self, min_survivals: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The least that must be said, for so much to be true."""
-        at = np.searchsorted(self._seen, min_survivals)
-        return np.where(at < len(self._said), self._said[np.minimum(at, len(self._said) - 1)], 1.0)
+        """Return the lowest predicted survival whose measured survival is at least *min_survivals*; 1 if none is."""
+        index = np.searchsorted(self._measured, min_survivals)
+        last = len(self._predicted) - 1
+        return np.where(index <= last, self._predicted[np.minimum(index, last)], 1.0)
 
 
-class _Rollout(Replayed):
-    """A recorded rollout on its way, with what it costs."""
+class _Rollout(ReplayedRollout):
+    """A replayed rollout with its state on an engine."""
 
     key = 0
     problem = ""
-    """As the policy knows it."""
+    """The name under which the policy finds its length statistics."""
     row = 0
-    """The policy's."""
+    """The policy's handle."""
     context = 0
-    """Tokens of which keys and values are held."""
-    unread = 0
-    """Tokens that are read in the next step, in which nothing is drafted."""
+    """Tokens in the KV cache, including those that are processed in the next step."""
+    unprocessed = 0
+    """Tokens to process in the next step; nothing is drafted in that step."""
 
 
 @dataclass
 class _Engine:
-    drafter: Drafter | None
-    policy: BudgetPolicy | None
+    drafter: ReplayDrafter | None
+    policy: DraftPolicy | None
     clock: float = 0.0
+    """Simulated seconds since the start of the training step."""
     running: list[_Rollout] = field(default_factory=list)
-    """In the order in which they came."""
+    """In the order in which they started."""
     preempted: deque[_Rollout] = field(default_factory=deque)
 
 
 class _Queue:
-    """The rollouts that have not begun."""
+    """The rollouts that have not started."""
 
-    def __init__(self, problems: Sequence[Problem], mode: Mode, lengths: Lengths) -> None:
+    def __init__(self, problems: Sequence[Problem], mode: Mode, lengths: KnownLengths) -> None:
         self._scheduler = ProbeThenLongest()
         self._rollouts: dict[tuple[str, int], Trajectory] = {}
         self._lengths, self._mode = lengths, mode
-        self._tokens: float | None = None
+        self._expected_tokens: float | None = None
         arrival = 0
+        # Rollouts are scheduled separately if their lengths are known, or if they start in the order of arrival.
+        separate = mode.knows_lengths or not mode.longest_first
         for problem in problems:
-            # whoever knows each rollout's length can order each for itself
-            alone = mode.true_lengths or not mode.longest_first
-            parts = [[one] for one in problem.running] if alone else [list(problem.running)]
-            for part in parts:
+            groups = [[rollout] for rollout in problem.evaluated] if separate else [list(problem.evaluated)]
+            for rollouts in groups:
                 request = f"{problem.name}/{arrival}"
-                for sample, one in enumerate(part):
-                    self._rollouts[request, sample] = one
-                group = Group(request, "client", list(range(len(part))), arrival, probed=alone)
+                for sample, rollout in enumerate(rollouts):
+                    self._rollouts[request, sample] = rollout
+                group = WaitingGroup(request, "client", list(range(len(rollouts))), arrival, probed=separate)
                 if mode.longest_first:
-                    group.predicted = total_tokens(part[0]) if mode.true_lengths else lengths.of(problem.name).mean
+                    group.predicted = (
+                        total_tokens(rollouts[0]) if mode.knows_lengths else lengths.of_problem(problem.name).mean
+                    )
                 self._scheduler.add(group)
                 arrival += 1
 
     def __len__(self) -> int:
         return self._scheduler.waiting()
 
-    def tokens(self) -> float:
-        """That the waiting ones are expected to say."""
-        if self._tokens is None:
-            true = self._mode.true_lengths
-            self._tokens = float(
-                sum(
-                    (group.predicted if true else self._lengths.of(_problem_of(group.request_id)).mean)
-                    * len(group.samples)
-                    for group in self._scheduler.groups()
-                )
+    def expected_tokens(self) -> float:
+        """Return the expected total length of all waiting rollouts."""
+        if self._expected_tokens is None:
+            self._expected_tokens = float(
+                sum(self._expected_length(group) * len(group.samples) for group in self._scheduler.groups())
             )
-        return self._tokens
+        return self._expected_tokens
 
-    def learned(self, problem: str) -> None:
-        """A rollout of the problem ended."""
-        self._tokens = None
-        if self._mode.longest_first and not self._mode.true_lengths:
+    def _expected_length(self, group: WaitingGroup) -> float:
+        if self._mode.knows_lengths:
+            return group.predicted
+        return self._lengths.of_problem(_problem_of(group.request_id)).mean
+
+    def update_prediction(self, problem: str) -> None:
+        """Predict the lengths of a problem's waiting rollouts again, after one of its rollouts has finished."""
+        self._expected_tokens = None
+        if self._mode.longest_first and not self._mode.knows_lengths:
             for group in list(self._scheduler.groups()):
                 if _problem_of(group.request_id) == problem:
-                    self._scheduler.predict(group.request_id, self._lengths.of(problem).mean)
+                    self._scheduler.predict(group.request_id, self._lengths.of_problem(problem).mean)
 
     def take(self, engine: int, slots: int, assigned: int) -> list[Trajectory]:
-        """What an engine starts now."""
+        """Remove and return the rollouts that an engine with *assigned* of its *slots* in use starts now."""
         loads = [EngineLoad(str(engine), slots, assigned, 0)]
-        found: list[Trajectory] = []
-        self._tokens = None
-        while len(found) + assigned < slots and len(self):
+        taken: list[Trajectory] = []
+        self._expected_tokens = None
+        while len(taken) + assigned < slots and len(self):
             placed = self._scheduler.place(loads, frozenset(), frozenset())
             if not placed:
                 break
-            found += [self._rollouts.pop((one.request_id, one.sample)) for one in placed]
-            loads = [EngineLoad(str(engine), slots, assigned + len(found), 0)]
-        return found
+            taken += [self._rollouts.pop((placement.request_id, placement.sample)) for placement in placed]
+            loads = [EngineLoad(str(engine), slots, assigned + len(taken), 0)]
+        return taken
 
 
 def _problem_of(request: str) -> str:
@@ -236,7 +256,7 @@ def _problem_of(request: str) -> str:
 
 
 class Simulation:
-    """One step of a mode."""
+    """The simulation of one training step in one mode."""
 
     def __init__(
         self,
@@ -246,18 +266,26 @@ class Simulation:
         *,
         engines: int,
         batch: int,
-        truth: Truth | None = None,
+        measured: MeasuredSurvival | None = None,
     ) -> None:
-        """Make all rollouts of *problems*, at most *batch* at a time, spread evenly over *engines*.
+        """Prepare the simulation of all evaluated rollouts of *problems*.
 
-        With *truth* the policy knows what is accepted of drafts on average.
+        Args:
+            problems: the problems of the step, with their history.
+            mode: drafter, policy and scheduling.
+            hardware: the cost model and cache size of each engine.
+            engines: number of engines.
+            batch: maximum number of rollouts that run at a time on all engines together, spread evenly.
+            measured: if given, the policy's survival thresholds refer to measured instead of predicted survival.
         """
-        self._mode, self._hardware, self._truth = mode, hardware, truth
-        self._look_again = 0.0
+        self._mode, self._hardware, self._measured = mode, hardware, measured
+        self._next_migration_s = 0.0
         self._slots = [batch // engines + (number < batch % engines) for number in range(engines)]
-        self._lengths = Lengths(problems)
-        # what jobs set as maxTokens: no recorded rollout is longer
-        self._most = max(total_tokens(one) for problem in problems for one in (*problem.history, *problem.running))
+        self._lengths = KnownLengths(problems)
+        # Jobs set maxTokens; no recorded rollout is longer than this.
+        self._max_tokens = max(
+            total_tokens(rollout) for problem in problems for rollout in (*problem.history, *problem.evaluated)
+        )
         self._engines = [
             _Engine(
                 mode.drafter() if mode.drafter is not None else None,
@@ -268,167 +296,183 @@ class Simulation:
         for engine in self._engines:
             if engine.drafter is not None:
                 for problem in problems:
-                    for one in problem.history:
-                        engine.drafter.learn(one)
-        ours = [engine.drafter for engine in self._engines if isinstance(engine.drafter, Ours)]
-        for drafter in ours:
-            drafter.others = [other for other in ours if other is not drafter]
+                    for rollout in problem.history:
+                        engine.drafter.add_history(rollout)
+        drafters = [engine.drafter for engine in self._engines if isinstance(engine.drafter, SuffixIndexDrafter)]
+        for drafter in drafters:
+            drafter.other_engines = [other for other in drafters if other is not drafter]
         self._queue = _Queue(problems, mode, self._lengths)
-        self._begun = 0
-        self._step = Step()
+        self._started = 0
+        self._step = SimulatedStep()
 
-    def run(self) -> Step:
-        """What became of it."""
+    def run(self) -> SimulatedStep:
+        """Simulate until all rollouts have finished."""
         while True:
             for number, engine in enumerate(self._engines):
-                self._admit(number, engine)
+                self._start_rollouts(number, engine)
             busy = [engine for engine in self._engines if engine.running]
             if not busy:
                 return self._step
-            self._advance(min(busy, key=lambda engine: engine.clock))
-            if (
-                self._mode.moves
-                and not len(self._queue)
-                and self._look_again <= (now := min(engine.clock for engine in busy))
-            ):
-                self._look_again = now + LOOK_FOR_MOVES_S
-                self._move(now)
+            self._verify(min(busy, key=lambda engine: engine.clock))
+            now = min(engine.clock for engine in busy)
+            if self._mode.migrates and not len(self._queue) and self._next_migration_s <= now:
+                self._next_migration_s = now + MIGRATION_INTERVAL_S
+                self._migrate(now)
 
-    def _admit(self, number: int, engine: _Engine) -> None:
+    def _start_rollouts(self, number: int, engine: _Engine) -> None:
         slots = self._slots[number]
-        while engine.preempted and len(engine.running) < slots and self._holds(engine, engine.preempted[0].context):
-            one = engine.preempted.popleft()
-            one.unread += one.context
-            engine.running.append(one)
+        while engine.preempted and len(engine.running) < slots and self._fits(engine, engine.preempted[0].context):
+            rollout = engine.preempted.popleft()
+            rollout.unprocessed += rollout.context
+            engine.running.append(rollout)
         if len(engine.running) >= slots or not len(self._queue):
             return
         earliest = min((other.clock for other in self._engines if other.running), default=engine.clock)
         if engine.running and engine.clock > earliest:
-            return  # others that are behind in time choose first
+            return  # Engines whose clocks are behind take rollouts first.
         for trajectory in self._queue.take(number, slots, len(engine.running)):
-            one = _Rollout(trajectory)
-            one.key, self._begun = self._begun, self._begun + 1
-            one.problem = trajectory.problem
-            one.unread = one.context = len(trajectory.prompt)
+            rollout = _Rollout(trajectory)
+            rollout.key, self._started = self._started, self._started + 1
+            rollout.problem = trajectory.problem
+            rollout.unprocessed = rollout.context = len(trajectory.prompt)
             if engine.drafter is not None:
-                engine.drafter.begin(one.key, trajectory.problem, trajectory.prompt)
-            self._listen(engine, one)
+                engine.drafter.open(rollout.key, trajectory.problem, trajectory.prompt)
+            self._start_turn(engine, rollout)
             if engine.policy is not None:
-                if self._mode.true_lengths:
-                    one.problem = f"rollout {one.key}"
-                    self._lengths.foretell(one.problem, total_tokens(trajectory))
-                prompt = len(trajectory.prompt)
-                one.row = engine.policy.open(one.problem, prompt=prompt, said=0, most=self._most)
-            engine.running.append(one)
+                if self._mode.knows_lengths:
+                    rollout.problem = f"rollout {rollout.key}"
+                    self._lengths.reveal(rollout.problem, total_tokens(trajectory))
+                rollout.row = self._open_in_policy(engine.policy, rollout, 0)
+            engine.running.append(rollout)
 
-    def _move(self, now: float) -> None:
-        """Let some rollouts go on elsewhere; in the middle of a trajectory of several turns they stay."""
-        a_step = 1 + self._step.accepted_per_step
-        everywhere = {
-            str(number): [Running((str(one.key), 0), one.context, self._left(one) / a_step) for one in engine.running]
+    def _open_in_policy(self, policy: DraftPolicy, rollout: _Rollout, generated: int) -> int:
+        prompt = len(rollout.trajectory.prompt)
+        return policy.open(rollout.problem, prompt_tokens=prompt, generated=generated, max_tokens=self._max_tokens)
+
+    def _migrate(self, now: float) -> None:
+        """Migrate single-turn rollouts from busy to idle engines where that shortens the makespan."""
+        tokens_per_step = 1 + self._step.accepted_per_step
+        running = {
+            str(number): [
+                RunningRollout(
+                    (str(rollout.key), 0), rollout.context, self._expected_remaining(rollout) / tokens_per_step
+                )
+                for rollout in engine.running
+            ]
             for number, engine in enumerate(self._engines)
         }
-        rollouts = {str(one.key): one for engine in self._engines for one in engine.running}
-        movable = {(key, 0) for key, one in rollouts.items() if len(one.trajectory.segments) == 1}
-        for move in rebalance(everywhere, self._hardware.cost, movable=movable):
-            one = rollouts[move.rollout[0]]
+        rollouts = {str(rollout.key): rollout for engine in self._engines for rollout in engine.running}
+        movable = {(key, 0) for key, rollout in rollouts.items() if len(rollout.trajectory.segments) == 1}
+        for move in plan_rebalancing(running, self._hardware.cost, movable=movable):
+            rollout = rollouts[move.rollout[0]]
             source, target = (self._engines[int(number)] for number in (move.source, move.target))
-            source.running.remove(one)
-            target.running.append(one)
+            source.running.remove(rollout)
+            target.running.append(rollout)
             target.clock = max(target.clock, now + HANDOVER_S)
-            one.unread = one.context
-            if isinstance(source.drafter, Ours) and isinstance(target.drafter, Ours):
-                source.drafter.hand_over(one.key)
-                target.drafter.begin(one.key, one.trajectory.problem, one.trajectory.prompt)
-                target.drafter.accept(one.key, one.tokens[: one.at])
+            rollout.unprocessed = rollout.context
+            if isinstance(source.drafter, SuffixIndexDrafter) and isinstance(target.drafter, SuffixIndexDrafter):
+                source.drafter.discard(rollout.key)
+                target.drafter.open(rollout.key, rollout.trajectory.problem, rollout.trajectory.prompt)
+                target.drafter.add_sampled_tokens(rollout.key, rollout.tokens[: rollout.position])
             if source.policy is not None and target.policy is not None:
-                source.policy.close(one.row)
-                prompt = len(one.trajectory.prompt)
-                one.row = target.policy.open(one.problem, prompt=prompt, said=one.at, most=self._most)
-            self._step.moved += 1
+                source.policy.close(rollout.row)
+                rollout.row = self._open_in_policy(target.policy, rollout, rollout.position)
+            self._step.migrated += 1
 
-    def _left(self, one: _Rollout) -> float:
-        said = one.context - len(one.trajectory.prompt)
-        stats = self._lengths.of(one.problem)
-        return float(remaining(stats, so_far=said, most=max(self._most, said + 1), points=POINTS).mean())
+    def _expected_remaining(self, rollout: _Rollout) -> float:
+        generated = rollout.context - len(rollout.trajectory.prompt)
+        stats = self._lengths.of_problem(rollout.problem)
+        max_tokens = max(self._max_tokens, generated + 1)
+        return float(
+            remaining_quantiles(stats, generated=generated, max_tokens=max_tokens, count=LENGTH_QUANTILES).mean()
+        )
 
-    def _holds(self, engine: _Engine, more: int = 0) -> bool:
-        return sum(one.context for one in engine.running) + more <= self._hardware.kv_tokens or not engine.running
+    def _fits(self, engine: _Engine, additional: int = 0) -> bool:
+        """Return whether *additional* tokens fit into the KV cache; an engine always runs at least one rollout."""
+        used = sum(rollout.context for rollout in engine.running)
+        return used + additional <= self._hardware.kv_tokens or not engine.running
 
-    def _listen(self, engine: _Engine, one: _Rollout) -> None:
-        heard = next_turn(engine.drafter, one.key, one)
-        one.unread += heard
-        one.context += heard
+    def _start_turn(self, engine: _Engine, rollout: _Rollout) -> None:
+        environment_tokens = start_next_turn(engine.drafter, rollout.key, rollout)
+        rollout.unprocessed += environment_tokens
+        rollout.context += environment_tokens
 
-    def _advance(self, engine: _Engine) -> None:
-        while not self._holds(engine):
+    def _verify(self, engine: _Engine) -> None:
+        """Simulate one verification step of an engine."""
+        while not self._fits(engine):
             engine.preempted.appendleft(engine.running.pop())
             self._step.preempted += 1
         drafts = self._drafts(engine)
-        tokens = sum(one.unread or 1 + len(drafts.get(one.key, ())) for one in engine.running)
-        context = sum(one.context for one in engine.running)
-        engine.clock += self._hardware.cost.time(tokens, context, drafts=any(map(len, drafts.values())))
+        tokens = sum(rollout.unprocessed or 1 + len(drafts.get(rollout.key, ())) for rollout in engine.running)
+        context = sum(rollout.context for rollout in engine.running)
+        engine.clock += self._hardware.cost.step_time(tokens, context, has_drafts=any(map(len, drafts.values())))
         self._step.verifications += 1
         self._step.rollout_steps += len(engine.running)
-        for one in list(engine.running):
-            draft = drafts.get(one.key, ())
-            passed = passing(Draft(draft, ()), one)
+        for rollout in list(engine.running):
+            draft = drafts.get(rollout.key, ())
+            accepted = count_accepted(Draft(draft, ()), rollout)
             self._step.drafted += len(draft)
-            self._step.accepted += passed
-            self._say(engine, one, passed, len(draft))
+            self._step.accepted += accepted
+            self._sample(engine, rollout, accepted, len(draft))
 
     def _drafts(self, engine: _Engine) -> Mapping[int, Sequence[int]]:
-        """By key; of rollouts that read something in this step there is none."""
-        speaking = [one for one in engine.running if not one.unread]
-        if engine.drafter is None or not speaking:
+        """Return draft tokens by key; rollouts that still have tokens to process get none."""
+        drafting = [rollout for rollout in engine.running if not rollout.unprocessed]
+        if engine.drafter is None or not drafting:
             return {}
-        keys = [one.key for one in speaking]
+        keys = [rollout.key for rollout in drafting]
         if engine.policy is None:
             drafts = engine.drafter.draft(keys, [self._mode.budget] * len(keys))
         else:
-            waiting = Waiting(0, 0.0)
-            if len(self._queue):
-                share = len(engine.running) / sum(len(one.running) for one in self._engines)
-                waiting = Waiting(max(1, round(len(self._queue) * share)), self._queue.tokens() * share)
-            rows = np.array([one.row for one in speaking])
-            allowed = engine.policy.allow(rows, self._hardware.cost, waiting)
-            if not isinstance(engine.drafter, Ours):
-                raise TypeError(
-                    f"{type(engine.drafter).__name__} cannot be told where to end a draft: give it no policy"
-                )
-            survivals = allowed.min_survivals
-            if self._truth is not None:
-                survivals = self._truth.thresholds(survivals)
-            drafts = engine.drafter.draft(keys, allowed.budgets.tolist(), survivals.tolist())
-        found = {}
-        for one, draft in zip(speaking, drafts, strict=True):
-            draft = until_end(draft)
-            if self._mode.true_lengths and not self._mode.foresees and self._truth is None:
+            drafts = self._drafts_by_policy(engine, engine.policy, drafting)
+        tokens = {}
+        for rollout, draft in zip(drafting, drafts, strict=True):
+            draft = truncate_at_end_of_turn(draft)
+            accepted = count_accepted(draft, rollout)
+            if self._mode.knows_lengths and not self._mode.knows_acceptance and self._measured is None:
                 self._step.survivals += accumulate(draft.probabilities, mul)
-                passed = passing(draft, one)
-                self._step.passed += [place < passed for place in range(len(draft.tokens))]
-            found[one.key] = draft.tokens[: passing(draft, one)] if self._mode.foresees else draft.tokens
-        return found
+                self._step.survived += [place < accepted for place in range(len(draft.tokens))]
+            tokens[rollout.key] = draft.tokens[:accepted] if self._mode.knows_acceptance else draft.tokens
+        return tokens
 
-    def _say(self, engine: _Engine, one: _Rollout, passed: int, drafted: int) -> None:
-        said = one.tokens[one.at : one.at + passed + 1]
-        one.unread = 0
-        one.at += len(said)
-        one.context += len(said)
-        self._step.tokens += len(said)
+    def _drafts_by_policy(self, engine: _Engine, policy: DraftPolicy, drafting: Sequence[_Rollout]) -> Sequence[Draft]:
+        if not isinstance(engine.drafter, SuffixIndexDrafter):
+            raise TypeError(f"{type(engine.drafter).__name__} takes no survival thresholds and cannot have a policy")
+        queue = QueueState(0, 0.0)
+        if len(self._queue):
+            share = len(engine.running) / sum(len(other.running) for other in self._engines)
+            queue = QueueState(max(1, round(len(self._queue) * share)), self._queue.expected_tokens() * share)
+        rows = np.array([rollout.row for rollout in drafting])
+        allowance = policy.compute_budgets(rows, self._hardware.cost, queue)
+        survivals = allowance.min_survivals
+        if self._measured is not None:
+            survivals = self._measured.thresholds(survivals)
+        keys = [rollout.key for rollout in drafting]
+        return engine.drafter.draft(keys, allowance.tokens.tolist(), survivals.tolist())
+
+    def _sample(self, engine: _Engine, rollout: _Rollout, accepted: int, drafted: int) -> None:
+        """Advance a rollout by its accepted draft tokens and one more token."""
+        sampled = rollout.tokens[rollout.position : rollout.position + accepted + 1]
+        rollout.unprocessed = 0
+        rollout.position += len(sampled)
+        rollout.context += len(sampled)
+        self._step.tokens += len(sampled)
         if engine.drafter is not None:
-            engine.drafter.accept(one.key, said)
+            engine.drafter.add_sampled_tokens(rollout.key, sampled)
         if engine.policy is not None:
-            engine.policy.advance(np.array([one.row]), np.array([len(said)]), np.array([drafted]))
-        if one.at >= len(one.tokens):
-            self._listen(engine, one)
-        if one.over:
-            engine.running.remove(one)
-            if engine.drafter is not None:
-                engine.drafter.end(one.key)
-            if engine.policy is not None:
-                engine.policy.close(one.row)
-            self._lengths.add(one.trajectory.problem, total_tokens(one.trajectory))
-            self._queue.learned(one.trajectory.problem)
-            self._step.ends.append(engine.clock)
-            self._step.seconds = max(self._step.seconds, engine.clock)
+            engine.policy.advance(np.array([rollout.row]), np.array([len(sampled)]), np.array([drafted]))
+        if rollout.position >= len(rollout.tokens):
+            self._start_turn(engine, rollout)
+        if rollout.finished:
+            self._finish(engine, rollout)
+
+    def _finish(self, engine: _Engine, rollout: _Rollout) -> None:
+        engine.running.remove(rollout)
+        if engine.drafter is not None:
+            engine.drafter.close(rollout.key)
+        if engine.policy is not None:
+            engine.policy.close(rollout.row)
+        self._lengths.add(rollout.trajectory.problem, total_tokens(rollout.trajectory))
+        self._queue.update_prediction(rollout.trajectory.problem)
+        self._step.ends.append(engine.clock)
+        self._step.seconds = max(self._step.seconds, engine.clock)

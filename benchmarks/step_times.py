@@ -1,6 +1,8 @@
-"""What verification steps cost on this machine: a real engine with random weights, drafts of different lengths.
+"""Measure the cost of verification steps on this machine and fit a cost model to it.
 
-python -m benchmarks.step_times --json FILE
+    python -m benchmarks.step_times --json FILE
+
+A real engine with random weights verifies drafts of different lengths for batches of different sizes.
 """
 
 from __future__ import annotations
@@ -10,20 +12,24 @@ import asyncio
 import json
 from pathlib import Path
 
-from benchmarks.random_model import VOCABULARY, random_model, shape_of_7b
-from benchmarks.rollout_runs import KV_CACHE_BYTES, engines_of, redis_server
+from benchmarks.figures import Figure, report
+from benchmarks.random_model import VOCABULARY, dummy_7b_model, random_model
+from benchmarks.redis_server import redis_server
+from benchmarks.rollout_runs import KV_CACHE_BYTES, UNGOVERNED, set_rollouts, start_engines
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import RolloutRequest
-from rollout_worker.engine.host import Engine
+from rollout_worker.engine.engine import Engine
 
 _BATCHES = (1, 4, 16)
 _BUDGETS = (0, 2, 6, 16)
 _PROMPTS = (32, 1024)
+"""Prompt lengths in tokens."""
 _STEPS = 40
+"""Verification steps per combination."""
 _POSITIONS = 2048
-_LOOP = 7
-"""Tokens after which rollouts repeat themselves, so that drafts are as long as they may be."""
-_MODELS = {"267m": random_model, "7b": shape_of_7b}
+_PERIOD = 7
+"""Tokens after which forced rollouts repeat, so that drafts always reach their budget."""
+_MODELS = {"267m": random_model, "7b": dummy_7b_model}
 
 
 async def _decode(engine: Engine, batch: int, budget: int, prompt: int) -> None:
@@ -40,51 +46,64 @@ async def _decode(engine: Engine, batch: int, budget: int, prompt: int) -> None:
         )
         for number in range(batch)
     ]
-    said = [(place % _LOOP) * 17 + 5 for place in range(length)]
-    await engine._rpc("bench_record", {str(one.rollout_id(0)): said for one in requests})
-    await asyncio.gather(*(engine.generate(one, 0) for one in requests))
+    tokens = [(place % _PERIOD) * 17 + 5 for place in range(length)]
+    await set_rollouts(engine, {str(request.rollout_id(0)): tokens for request in requests})
+    await asyncio.gather(*(engine.generate(request, 0) for request in requests))
 
 
-def _bytes_a_token(model: Path) -> int:
-    """Of keys and values, in bfloat16."""
+def _kv_bytes_per_token(model: Path) -> int:
+    """Return the size of one token's keys and values in bfloat16."""
     config = json.loads((model / "config.json").read_text())
-    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head)
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
 
-async def fitted(name: str = "267m") -> dict[str, float]:
-    """The cost model of an engine on this machine, as :mod:`benchmarks.makespan` takes it, with the fit's error."""
+async def fit_cost_model(name: str = "267m") -> dict[str, float]:
+    """Measure verification steps and return the fitted cost model of an engine on this machine.
+
+    Returns:
+        The fields that ``benchmarks.makespan --cost-model`` reads: those of :class:`StepCost` and ``kv_tokens``. In
+        addition ``error``, the median relative error of the fit.
+    """
     model = _MODELS[name](positions=_POSITIONS)
     with redis_server() as url:
-        most = {"most": _POSITIONS - 64, "batch": max(_BATCHES)}
-        async with engines_of(["das-ungoverned"], model, url, **most) as engines:
-            (engine,) = engines.values()
+        async with start_engines([UNGOVERNED], model, url, max_tokens=_POSITIONS - 64, batch=max(_BATCHES)) as engines:
+            engine = engines[UNGOVERNED]
             for prompt in _PROMPTS:
                 for batch in _BATCHES:
                     for budget in _BUDGETS:
                         await _decode(engine, batch, budget, prompt)
             stats = await engine.stats()
     return {
-        "base": stats["cost_base_seconds"],
-        "per_token": stats["cost_token_seconds"],
-        "per_context": stats["cost_context_token_seconds"],
-        "drafting": stats["cost_drafting_seconds"],
-        "kv_tokens": KV_CACHE_BYTES // _bytes_a_token(model),
+        "base_s": stats["cost_base_seconds"],
+        "per_token_s": stats["cost_token_seconds"],
+        "per_context_token_s": stats["cost_context_token_seconds"],
+        "drafting_s": stats["cost_drafting_seconds"],
+        "kv_tokens": KV_CACHE_BYTES // _kv_bytes_per_token(model),
         "error": stats["cost_error_ratio"],
     }
 
 
+def figures_of(cost: dict[str, float]) -> list[Figure]:
+    """Return the figures of a fitted cost model."""
+    return [
+        Figure("c_base", 1e3 * cost["base_s"], "ms", "", "<=", None),
+        Figure("c_tok", 1e3 * cost["per_token_s"], "ms/token", "", "<=", None),
+        Figure("c_kv", 1e9 * cost["per_context_token_s"], "ns/token", "", "<=", None),
+        Figure("c_draft", 1e3 * cost["drafting_s"], "ms", "", "<=", None),
+        Figure("c_base / c_tok", cost["base_s"] / cost["per_token_s"], "tokens", "", ">=", None),
+        Figure("median relative error of the fit", cost["error"], "", "", "<=", None),
+    ]
+
+
 def main() -> None:
-    """Run it."""
+    """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", choices=_MODELS, default="267m", help="random weights [%(default)s]")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--model", choices=_MODELS, default="267m", help="model with random weights [%(default)s]")
+    parser.add_argument("--json", type=Path, help="file for the results; makespan reads it as a cost model")
     options = parser.parse_args()
-    found = json.dumps(asyncio.run(fitted(options.model)), indent=1)
-    print(found)
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(found + "\n")
+    cost = asyncio.run(fit_cost_model(options.model))
+    report(options.json, figures_of(cost), **cost)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Suffix drafters as :mod:`benchmarks.replay` compares them: ours, and arctic-inference's suffix tree."""
+"""Suffix drafters in a replay: the project's suffix index and arctic-inference's suffix tree."""
 
 from __future__ import annotations
 
@@ -10,246 +10,263 @@ from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.replay import END_OF_TURN, Draft, turn_tokens
+from benchmarks.replay import END_OF_TURN, Draft, with_end_of_turn
 from benchmarks.traces import Tokens, Trajectory
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS, SOURCES
 
-Scope = Literal["problem", "foreign", "all", "self"]
-"""What is drafted from besides a rollout's own text: rollouts of its problem, of other problems, of all, or nothing."""
+Scope = Literal["problem", "cross_problem", "all", "self"]
+"""The sources of drafts besides a rollout's own text: rollouts of its problem, of other problems, of all, or none."""
 
 _SOURCES: dict[Scope, Collection[str]] = {
     "problem": ("history", "self", "siblings"),
-    "foreign": ("self", "foreign"),
+    "cross_problem": ("self", "cross_problem"),
     "all": SOURCES,
     "self": ("self",),
 }
 PEER = "arctic-inference"
-PEERS = str(Path(sys.prefix) / "peers")
-NOTHING: Tokens = np.empty(0, np.uint32)
+PEERS_DIRECTORY = str(Path(sys.prefix) / "peers")
+"""Where ``make env`` installs the packages that benchmarks compare with."""
+_NO_TOKENS: Tokens = np.empty(0, np.uint32)
 
 
-class Ours:
-    """A :class:`SuffixIndex`."""
+class SuffixIndexDrafter:
+    """Drafts with the project's :class:`SuffixIndex`."""
 
     def __init__(self, scope: Scope, *, min_survival: float = 0.0) -> None:
-        """Draft from *scope*.
+        """Create a drafter with an empty index.
 
         Args:
-            scope: beside a rollout's own text.
-            min_survival: a draft ends before the token whose probability of being reached and accepted is less, unless
-                it is told another for a draft.
+            scope: the sources of drafts besides a rollout's own text.
+            min_survival: a draft ends before the first token whose survival is lower, unless :meth:`draft` is given
+                other thresholds.
         """
         self._scope, self._min_survival = scope, min_survival
-        self.others: Sequence[Ours] = ()
-        """Indexes of other engines, into whose history comes what is said here."""
-        self._index = SuffixIndex(pool_tokens=POOL_TOKENS if scope in ("foreign", "all") else 0)
-        self._open: dict[int, _OpenTurn] = {}
-        self._added = 0
+        self.other_engines: Sequence[SuffixIndexDrafter] = ()
+        """The drafters of other engines, to whose history finished turns are added as well."""
+        self._index = SuffixIndex(pool_tokens=POOL_TOKENS if scope in ("cross_problem", "all") else 0)
+        self._open: dict[int, _OpenRollout] = {}
+        self._last_rollout_id = 0
 
-    def learn(self, trajectory: Trajectory) -> None:
-        """Put an earlier rollout into the history."""
+    def add_history(self, trajectory: Trajectory) -> None:
+        """Add the turns of a finished trajectory to the history, each with the text before it as its context."""
         if self._scope == "self":
             return
-        rollouts, before = [], NOTHING
-        for one in trajectory.segments:
-            tokens = turn_tokens(one.tokens) if one.generated else one.tokens
-            if one.generated:
-                rollouts.append((self._new_id(), 0, tokens, before))
-            before = np.concatenate([before, tokens])
+        rollouts, context = [], _NO_TOKENS
+        for segment in trajectory.segments:
+            tokens = with_end_of_turn(segment.tokens) if segment.generated else segment.tokens
+            if segment.generated:
+                rollouts.append((self._next_rollout_id(), 0, tokens, context))
+            context = np.concatenate([context, tokens])
         self._index.add(trajectory.problem, rollouts)
 
-    def _new_id(self) -> str:
-        self._added += 1
-        return str(self._added)
+    def _next_rollout_id(self) -> str:
+        self._last_rollout_id += 1
+        return str(self._last_rollout_id)
 
-    def begin(self, key: int, problem: str, prompt: Tokens) -> None:
-        """Open a rollout."""
-        self._open[key] = _OpenTurn(problem, prompt)
-        self._speak(key)
+    def open(self, key: int, problem: str, prompt: Tokens) -> None:
+        """Begin a rollout."""
+        self._open[key] = _OpenRollout(problem, prompt)
+        self._open_turn(key)
 
-    def _speak(self, key: int) -> None:
-        one = self._open[key]
-        whole = np.concatenate([one.prompt, one.before])
-        one.handle = self._index.open(
-            one.problem, whole, _SOURCES[self._scope], context=len(one.before), ends=[END_OF_TURN]
+    def _open_turn(self, key: int) -> None:
+        rollout = self._open[key]
+        rollout.handle = self._index.open(
+            rollout.problem,
+            np.concatenate([rollout.prompt, rollout.context]),
+            _SOURCES[self._scope],
+            context_length=len(rollout.context),
+            stop_tokens=[END_OF_TURN],
         )
 
-    def observe(self, key: int, tokens: Tokens) -> None:
-        """Go on behind the environment's answer."""
-        one = self._open[key]
-        self._hear(one)
-        one.before = np.concatenate([one.before, tokens])
-        self._speak(key)
+    def add_environment_tokens(self, key: int, tokens: Tokens) -> None:
+        """Append the environment's answer and begin the next turn."""
+        rollout = self._open[key]
+        self._close_turn(rollout)
+        rollout.context = np.concatenate([rollout.context, tokens])
+        self._open_turn(key)
 
-    def _hear(self, one: _OpenTurn) -> None:
-        """A turn is over: its rollout belongs to the history."""
-        self._index.close(one.handle)
-        if not one.said:
+    def _close_turn(self, rollout: _OpenRollout) -> None:
+        """Close a turn and add it to the history."""
+        self._index.close(rollout.handle)
+        if not rollout.sampled:
             return
-        said = np.concatenate(one.said)
+        sampled = np.concatenate(rollout.sampled)
         if self._scope != "self":
-            for drafter in (self, *self.others):
-                drafter._index.add(one.problem, [(drafter._new_id(), 1, said, one.before)])
-        one.before, one.said = np.concatenate([one.before, said]), []
+            for drafter in (self, *self.other_engines):
+                drafter._index.add(rollout.problem, [(drafter._next_rollout_id(), 1, sampled, rollout.context)])
+        rollout.context, rollout.sampled = np.concatenate([rollout.context, sampled]), []
 
-    def accept(self, key: int, tokens: Tokens) -> None:
-        """Take what the model sampled."""
-        one = self._open[key]
-        self._index.extend(one.handle, tokens)
-        one.said.append(tokens)
+    def add_sampled_tokens(self, key: int, tokens: Tokens) -> None:
+        """Append the tokens that the model sampled in one verification step."""
+        rollout = self._open[key]
+        self._index.extend(rollout.handle, tokens)
+        rollout.sampled.append(tokens)
 
     def draft(
         self, keys: Sequence[int], budgets: Sequence[int], min_survivals: Sequence[float] | None = None
     ) -> Sequence[Draft]:
-        """Ask for drafts."""
+        """Return one draft per key; *min_survivals* replaces the drafter's threshold for this call."""
         handles = [self._open[key].handle for key in keys]
-        least = self._min_survival if min_survivals is None else list(min_survivals)
-        drafts = self._index.draft_batch(handles, list(budgets), least)
+        thresholds = self._min_survival if min_survivals is None else list(min_survivals)
+        drafts = self._index.draft_batch(handles, list(budgets), thresholds)
         return [Draft(draft.tokens, draft.probabilities) for draft in drafts]
 
-    def end(self, key: int) -> None:
-        """Close a rollout."""
-        self._hear(self._open.pop(key))
+    def close(self, key: int) -> None:
+        """End a rollout and add its last turn to the history."""
+        self._close_turn(self._open.pop(key))
 
-    def hand_over(self, key: int) -> None:
-        """A rollout goes on elsewhere; nothing of it stays."""
+    def discard(self, key: int) -> None:
+        """Remove a rollout that migrates to another engine, without adding it to the history."""
         self._index.close(self._open.pop(key).handle)
 
-    def leave(self, problem: str) -> None:
-        """Forget what is of the problem alone."""
+    def release_problem(self, problem: str) -> None:
+        """Drop the problem's rollouts if no other problem can draft from them."""
         if self._scope == "problem":
             self._index.drop_problem(problem)
 
 
-class _OpenTurn:
+class _OpenRollout:
     def __init__(self, problem: str, prompt: Tokens) -> None:
-        self.problem, self.prompt, self.before = problem, prompt, NOTHING
+        self.problem, self.prompt, self.context = problem, prompt, _NO_TOKENS
         self.handle = -1
-        self.said: list[Tokens] = []
+        self.sampled: list[Tokens] = []
+        """Tokens of the current turn."""
 
 
-class Peer:
-    """arctic-inference's trees: one for a rollout's own text, one for those of its problem or of all."""
+class SuffixTreeDrafter:
+    """Drafts with arctic-inference's suffix trees, as vLLM's suffix decoding does.
+
+    One tree holds a rollout's own text, another the rollouts of its problem or of all problems; the draft with the
+    higher score is used.
+    """
 
     def __init__(
         self, scope: Scope, *, depth: int = 64, max_spec_factor: float = 1.0, min_token_prob: float = 0.1
     ) -> None:
-        """The defaults are vLLM's, but for the depth, which is 24 there."""
+        """Create a drafter with empty trees; all defaults are vLLM's except *depth*, which is 24 in vLLM."""
         self._scope, self._depth = scope, depth
         self._settings = (max_spec_factor, 0.0, min_token_prob, False)
-        self._shared: dict[str, Any] = {}
-        self._sequences = 0
-        self._open: dict[int, _PeersRollout] = {}
-        self._of: dict[str, dict[int, list[Tokens]]] = defaultdict(dict)
-        """What each problem's rollouts said, by sequence; for a tree that must not have those of the problem itself."""
-        self._hidden: set[int] = set()
-        """Sequences that are not in the tree for the time being."""
+        self._shared_trees: dict[str, Any] = {}
+        self._last_sequence = 0
+        self._open: dict[int, _OpenTreeRollout] = {}
+        self._texts: dict[str, dict[int, list[Tokens]]] = defaultdict(dict)
+        """By problem and sequence: the text of each rollout. Used only by the scope ``cross_problem``."""
+        self._removed: set[int] = set()
+        """Sequences that are removed from the shared tree while their own problem is replayed."""
 
-    def _tree(self, problem: str) -> Any:
+    def _shared_tree(self, problem: str) -> Any:
         name = problem if self._scope == "problem" else ""
-        if name not in self._shared:
-            self._shared[name] = suffix_tree(self._depth)
-        return self._shared[name]
+        if name not in self._shared_trees:
+            self._shared_trees[name] = suffix_tree(self._depth)
+        return self._shared_trees[name]
 
-    def learn(self, trajectory: Trajectory) -> None:
-        """Put an earlier rollout into the history."""
+    def add_history(self, trajectory: Trajectory) -> None:
+        """Add a finished trajectory to the shared tree."""
         if self._scope == "self":
             return
-        tree, sequence = self._tree(trajectory.problem), self._new_sequence()
-        texts = [turn_tokens(one.tokens) if one.generated else one.tokens for one in trajectory.segments]
-        tree.extend_ndarray(sequence, signed(np.concatenate(texts)))
-        if self._scope == "foreign":
-            self._of[trajectory.problem][sequence] = [np.concatenate(texts)]
+        tree, sequence = self._shared_tree(trajectory.problem), self._next_sequence()
+        segments = [
+            with_end_of_turn(segment.tokens) if segment.generated else segment.tokens for segment in trajectory.segments
+        ]
+        text = np.concatenate(segments)
+        tree.extend_ndarray(sequence, as_int32(text))
+        if self._scope == "cross_problem":
+            self._texts[trajectory.problem][sequence] = [text]
 
-    def _new_sequence(self) -> int:
-        self._sequences += 1
-        return self._sequences
+    def _next_sequence(self) -> int:
+        self._last_sequence += 1
+        return self._last_sequence
 
-    def begin(self, key: int, problem: str, prompt: Tokens) -> None:
-        """Open a rollout."""
-        own = suffix_tree(self._depth)
-        own.extend_ndarray(0, signed(prompt))
-        shared = None if self._scope == "self" else self._tree(problem)
-        one = _PeersRollout(own, shared, self._new_sequence(), signed(prompt)[-self._depth :])
-        self._open[key] = one
-        if self._scope == "foreign":
-            for sequence in self._of[problem].keys() - self._hidden:
-                one.shared.remove(sequence)
-                self._hidden.add(sequence)
-            self._of[problem][one.sequence] = one.said
-            self._hidden.add(one.sequence)
+    def open(self, key: int, problem: str, prompt: Tokens) -> None:
+        """Begin a rollout."""
+        own_tree = suffix_tree(self._depth)
+        own_tree.extend_ndarray(0, as_int32(prompt))
+        shared_tree = None if self._scope == "self" else self._shared_tree(problem)
+        suffix = as_int32(prompt)[-self._depth :]
+        rollout = _OpenTreeRollout(own_tree, shared_tree, self._next_sequence(), suffix)
+        self._open[key] = rollout
+        if self._scope == "cross_problem":
+            for sequence in self._texts[problem].keys() - self._removed:
+                rollout.shared_tree.remove(sequence)
+                self._removed.add(sequence)
+            self._texts[problem][rollout.sequence] = rollout.sampled
+            self._removed.add(rollout.sequence)
 
-    def observe(self, key: int, tokens: Tokens) -> None:
-        """Go on behind the environment's answer."""
-        self.accept(key, tokens)
+    def add_environment_tokens(self, key: int, tokens: Tokens) -> None:
+        """Append the environment's answer."""
+        self.add_sampled_tokens(key, tokens)
 
-    def accept(self, key: int, tokens: Tokens) -> None:
-        """Take what the model sampled."""
-        one, new = self._open[key], signed(tokens)
-        one.own.extend_ndarray(0, new)
-        if self._scope == "foreign":
-            one.said.append(tokens)
-        elif one.shared is not None:
-            one.shared.extend_ndarray(one.sequence, new)
-        one.context = np.concatenate([one.context, new])[-self._depth :]
+    def add_sampled_tokens(self, key: int, tokens: Tokens) -> None:
+        """Append the tokens that the model sampled in one verification step."""
+        rollout, new = self._open[key], as_int32(tokens)
+        rollout.own_tree.extend_ndarray(0, new)
+        if self._scope == "cross_problem":
+            rollout.sampled.append(tokens)
+        elif rollout.shared_tree is not None:
+            rollout.shared_tree.extend_ndarray(rollout.sequence, new)
+        rollout.suffix = np.concatenate([rollout.suffix, new])[-self._depth :]
 
     def draft(self, keys: Sequence[int], budgets: Sequence[int]) -> Sequence[Draft]:
-        """Ask for drafts."""
+        """Return one draft per key."""
         return [self._draft(self._open[key], budget) for key, budget in zip(keys, budgets, strict=True)]
 
-    def _draft(self, one: _PeersRollout, budget: int) -> Draft:
-        draft = one.own.speculate_ndarray(one.context, budget, *self._settings)
-        if one.shared is not None:
-            shared = one.shared.speculate_ndarray(one.context, budget, *self._settings)
+    def _draft(self, rollout: _OpenTreeRollout, budget: int) -> Draft:
+        draft = rollout.own_tree.speculate_ndarray(rollout.suffix, budget, *self._settings)
+        if rollout.shared_tree is not None:
+            shared = rollout.shared_tree.speculate_ndarray(rollout.suffix, budget, *self._settings)
             if shared.score > draft.score:
                 draft = shared
-        reached = 1.0
+        # The tree returns cumulative probabilities; a draft has one conditional probability per token.
+        previous = 1.0
         probabilities = []
-        for probability in draft.probs:  # of a token and all before it
-            probabilities.append(probability / reached)
-            reached = probability
+        for cumulative in draft.probs:
+            probabilities.append(cumulative / previous)
+            previous = cumulative
         return Draft(draft.token_ids, probabilities)
 
-    def end(self, key: int) -> None:
-        """Close a rollout."""
+    def close(self, key: int) -> None:
+        """End a rollout; its text stays in the shared tree."""
         del self._open[key]
 
-    def leave(self, problem: str) -> None:
-        """Forget what is of the problem alone."""
+    def release_problem(self, problem: str) -> None:
+        """Delete the problem's tree, or add its rollouts to the shared tree again for other problems."""
         if self._scope == "problem":
-            self._shared.pop(problem, None)
-        if self._scope == "foreign":
-            for sequence, said in self._of[problem].items():
-                self._tree(problem).extend_ndarray(sequence, signed(np.concatenate(said)))
-            self._hidden.clear()
+            self._shared_trees.pop(problem, None)
+        if self._scope == "cross_problem":
+            for sequence, text in self._texts[problem].items():
+                self._shared_tree(problem).extend_ndarray(sequence, as_int32(np.concatenate(text)))
+            self._removed.clear()
 
 
-class _PeersRollout:
-    def __init__(self, own: Any, shared: Any, sequence: int, context: Any) -> None:
-        self.own, self.shared, self.sequence, self.context = own, shared, sequence, context
-        self.said: list[Tokens] = []
+class _OpenTreeRollout:
+    def __init__(self, own_tree: Any, shared_tree: Any, sequence: int, suffix: Any) -> None:
+        self.own_tree, self.shared_tree, self.sequence = own_tree, shared_tree, sequence
+        self.suffix = suffix
+        """The last tokens of the text, at most as many as the tree is deep."""
+        self.sampled: list[Tokens] = []
 
 
 def suffix_tree(depth: int) -> Any:
-    """An empty tree of arctic-inference.
+    """Return an empty suffix tree of arctic-inference.
 
     Raises:
-        ImportError: if it is not installed; says what to do.
+        ImportError: if arctic-inference is not installed; the message explains how to install it.
     """
-    if PEERS not in sys.path:
-        sys.path.append(PEERS)
+    if PEERS_DIRECTORY not in sys.path:
+        sys.path.append(PEERS_DIRECTORY)
     try:
         from arctic_inference.suffix_decoding._C import SuffixTree
     except ImportError as error:
         raise ImportError(
-            f"{PEER} is not in {PEERS} ({error}); 'make env' installs it from requirements/peers.txt, which needs a "
-            "compiler: remove .venv/.ready, run it again and read why it does not"
+            f"{PEER} is not installed in {PEERS_DIRECTORY} ({error}); 'make env' installs it from "
+            "requirements/peers.txt, which needs a C++ compiler. Delete .venv/.ready, run 'make env' again and read "
+            "its output for the cause"
         ) from error
 
     return SuffixTree(depth)
 
 
-def signed(tokens: Tokens) -> Any:
-    """As arctic-inference takes them: int32, contiguous."""
+def as_int32(tokens: Tokens) -> Any:
+    """Return token ids as the contiguous int32 array that arctic-inference takes."""
     return np.ascontiguousarray(tokens, dtype=np.int32)

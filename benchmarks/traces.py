@@ -1,8 +1,8 @@
-"""Recorded rollouts as benchmarks read them.
+"""Recorded rollouts, read from trace files.
 
-A trace is a file of JSON lines (gzip or not) with ``problem_id``, ``sample_index``, ``epoch_or_checkpoint``, ``prompt``
-and ``text``; of agents with tools also ``segments``, a list of ``["gen" | "env", text]``: what the model said, and what
-its environment answered.
+A trace is a file of JSON lines (optionally gzipped) with the fields ``problem_id``, ``sample_index``,
+``epoch_or_checkpoint``, ``prompt`` and ``text``. Traces of agents that use tools also have ``segments``, a list of
+``["gen" | "env", text]`` pairs: what the model sampled, and what its environment answered.
 """
 
 from __future__ import annotations
@@ -20,90 +20,96 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 Tokens = npt.NDArray[np.uint32]
-_ENCODED_AT_ONCE = 256
+_ENCODE_BATCH = 256
+"""Texts that are tokenized in one call."""
 _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a trajectory."""
+    """A part of a trajectory that the model or its environment produced."""
 
     generated: bool
-    """By the model; else the environment's."""
+    """Whether the model sampled the tokens; otherwise they are the environment's answer."""
     tokens: Tokens
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One recorded rollout, in tokens."""
+    """One recorded rollout or conversation, tokenized."""
 
     problem: str
     sample: int
     checkpoint: str
-    """Of the model; empty where the trace knows none."""
+    """The checkpoint of the model that sampled it; empty if the trace has no checkpoints."""
     prompt: Tokens
     segments: tuple[Segment, ...]
 
     @property
     def generated(self) -> int:
-        """Tokens that the model sampled."""
+        """Number of tokens that the model sampled."""
         return sum(len(segment.tokens) for segment in self.segments if segment.generated)
 
 
 def load_tokenizer(file: Path) -> Tokenizer:
-    """The tokenizer of a ``tokenizer.json``, gzip or not."""
+    """Load a ``tokenizer.json`` file, which may be gzipped."""
     data = file.read_bytes()
     return Tokenizer.from_buffer(gzip.decompress(data) if file.suffix == ".gz" else data)
 
 
 def read_trace(file: Path, tokenizer: Tokenizer) -> list[Trajectory]:
-    """All trajectories of a trace, in its order.
+    """Read and tokenize all trajectories of a trace, in the order of the file.
 
     Raises:
-        ValueError: for a line that is none; says which.
+        ValueError: if a line is not a valid trajectory, or if the file has none; the message names the line.
     """
     texts: list[str] = []
-    shapes: list[tuple[Any, list[bool]]] = []
+    headers: list[tuple[Any, list[bool]]] = []
     with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
         for number, line in enumerate(lines, 1):
             try:
-                one = json.loads(line)
-                parts = one.get("segments") or [["gen", one["text"]]]
-                texts += [one["prompt"], *(text for _, text in parts)]
-                checkpoint = one.get("epoch_or_checkpoint")
+                entry = json.loads(line)
+                segments = entry.get("segments") or [["gen", entry["text"]]]
+                texts += [entry["prompt"], *(text for _, text in segments)]
+                checkpoint = entry.get("epoch_or_checkpoint")
                 checkpoint = "" if checkpoint is None else str(checkpoint)
-                about = (str(one["problem_id"]), int(one["sample_index"]), checkpoint)
-                shapes.append((about, [{"gen": True, "env": False}[who] for who, _ in parts]))
+                identity = (str(entry["problem_id"]), int(entry["sample_index"]), checkpoint)
+                headers.append((identity, [{"gen": True, "env": False}[kind] for kind, _ in segments]))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise ValueError(f"{file}, line {number} is no trajectory: {type(error).__name__}: {error}") from None
-    if not shapes:
-        raise ValueError(f"{file} has no trajectory")
-    encoded = iter(_encoded(texts, tokenizer))
+                raise ValueError(
+                    f"{file}, line {number}, is not a trajectory: {type(error).__name__}: {error}"
+                ) from None
+    if not headers:
+        raise ValueError(f"{file} contains no trajectories")
+    encoded = iter(_encode(texts, tokenizer))
     return [
-        Trajectory(*about, next(encoded), tuple(Segment(generated, next(encoded)) for generated in parts))
-        for about, parts in shapes
+        Trajectory(*identity, next(encoded), tuple(Segment(generated, next(encoded)) for generated in kinds))
+        for identity, kinds in headers
     ]
 
 
-def _encoded(texts: list[str], tokenizer: Tokenizer) -> list[Tokens]:
-    found: list[Tokens] = []
-    for first in range(0, len(texts), _ENCODED_AT_ONCE):
-        batch = tokenizer.encode_batch_fast(texts[first : first + _ENCODED_AT_ONCE], add_special_tokens=False)
-        found += [np.array(one.ids, dtype=np.uint32) for one in batch]
-    return found
+def _encode(texts: list[str], tokenizer: Tokenizer) -> list[Tokens]:
+    encoded: list[Tokens] = []
+    for first in range(0, len(texts), _ENCODE_BATCH):
+        batch = tokenizer.encode_batch_fast(texts[first : first + _ENCODE_BATCH], add_special_tokens=False)
+        encoded += [np.array(encoding.ids, dtype=np.uint32) for encoding in batch]
+    return encoded
 
 
 def by_problem(trajectories: list[Trajectory]) -> dict[str, list[Trajectory]]:
-    """Grouped, in the order of the trace."""
+    """Group trajectories by problem, in the order of the trace."""
     groups: dict[str, list[Trajectory]] = {}
-    for one in trajectories:
-        groups.setdefault(one.problem, []).append(one)
+    for trajectory in trajectories:
+        groups.setdefault(trajectory.problem, []).append(trajectory)
     return groups
 
 
 def checkpoints(trajectories: Iterable[Trajectory]) -> list[str]:
-    """Those of the trace, the earliest first: by their numbers where they differ in nothing else, else as they come."""
-    found = list(dict.fromkeys(one.checkpoint for one in trajectories))
-    if len({_NUMBER.sub("", name) for name in found}) == 1:
-        found.sort(key=lambda name: [int(number) for number in _NUMBER.findall(name)])
-    return found
+    """Return the checkpoints of a trace, earliest first.
+
+    Names that differ only in their numbers are sorted by those; otherwise the order of the trace is kept.
+    """
+    names = list(dict.fromkeys(trajectory.checkpoint for trajectory in trajectories))
+    if len({_NUMBER.sub("", name) for name in names}) == 1:
+        names.sort(key=lambda name: [int(number) for number in _NUMBER.findall(name)])
+    return names

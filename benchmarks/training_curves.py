@@ -1,18 +1,19 @@
-"""Does training on drafted rollouts learn as well? The minimal GRPO loop with drafts and without, on paired seeds.
+"""Compare training with and without drafts: the minimal GRPO loop, on paired seeds.
 
     .venv/bin/python -m benchmarks.training_curves --json docs/training_curves.json --plot docs/training_curves.svg
 
-Each run is a job of its own (two CPU engines, an empty Redis) and ``examples/minimal_grpo.py``; the two runs of a pair
-differ in ``speculation.policy`` alone. What is compared is a run's mean reward over its last 10 steps. Two one-sided
-t tests (TOST, Schuirmann 1987) on the pairs' differences show equivalence within ±0.03 at level 0.05.
+Each training run is a job of its own, with two CPU engines and an empty Redis server, and a process of
+``examples/minimal_grpo.py``. The two runs of a pair differ only in ``speculation.policy``. The compared quantity is a
+run's mean reward over its last 10 steps. Two one-sided t tests (TOST, Schuirmann 1987) on the differences within pairs
+show equivalence within ±0.03 at level 0.05.
 
-How many pairs there are comes from their own spread, which is all that is looked at before the end (an internal pilot,
-Wittes and Brittain 1990): from the fifth on, pairs are added until there are so many that the test has power 0.8 if
-there is no difference, where the standard deviation is taken at its upper 80% confidence limit (Browne 1995).
+The number of pairs follows from the spread of the differences, and nothing else is examined before the end (an internal
+pilot study, Wittes and Brittain 1990). After the fifth pair, pairs are added until the test has a power of 0.8 if there
+is no difference, with the standard deviation taken at its upper 80 % confidence limit (Browne 1995).
 
-A run that has ended is kept in the JSON file and not made again; remove the file to begin anew. About 3 minutes a run
-on two cores. Runs are long enough for rewards to level off: while they still rise, runs of one arm differ among
-themselves by more than the margin.
+Finished runs are kept in the JSON file and not repeated; delete the file to start over. A run takes about 3 minutes on
+two cores. Runs are long enough for the rewards to level off: while rewards still rise, runs of the same arm differ from
+each other by more than the margin.
 """
 
 from __future__ import annotations
@@ -34,23 +35,31 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from benchmarks.figures import Figure, report, save_svg, write_results
-from benchmarks.serving import served
+from benchmarks.figures import Figure, report, save_svg, write_figures
+from benchmarks.serving import run_job
 from rollout_worker.engine.model_source import default_cache
 from rollout_worker.tiny_model import ensure
 
 ROOT = Path(__file__).parents[1]
 ARMS = {"drafts": "fixed", "no drafts": "off"}
-"""Name of an arm → its ``spec.speculation.policy``."""
+"""By name of the arm: its ``spec.speculation.policy``."""
 WORK = Path(".rollout/training_curves")
-FIRST, LAST = 5, 10
-"""Steps at a run's two ends whose mean rewards are compared."""
-MARGIN, LEVEL, POWER, LEAST_GAIN, LEAST_PAIRS = 0.03, 0.05, 0.8, 0.1, 5
+FIRST_STEPS, LAST_STEPS = 5, 10
+"""Steps over which the reward at the start and at the end of a run is averaged."""
+MARGIN = 0.03
+"""Largest difference of rewards that counts as equivalent."""
+LEVEL = 0.05
+"""Significance level of the equivalence test."""
+POWER = 0.8
+"""Power for which the number of pairs is chosen."""
+MIN_GAIN = 0.1
+"""Smallest reward that every run has to gain."""
+MIN_PAIRS = 5
 MODEL = "das/tiny-qwen3/step-0360"
 
 
 def manifest(arm: str, seed: int, weights: Path) -> dict[str, Any]:
-    """The job of one run."""
+    """Return the RolloutJob of one training run."""
     return {
         "apiVersion": "das.rollout.dev/v1alpha1",
         "kind": "RolloutJob",
@@ -75,123 +84,132 @@ def manifest(arm: str, seed: int, weights: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Run:
-    """What one run measured, each by step."""
+    """The measurements of one training run; each list has one element per training step."""
 
-    about: dict[str, Any]
-    """What it is a run of; another one of the same would measure the same, but for chance."""
+    settings: dict[str, Any]
+    """Arm, seed and size of the run; runs with equal settings differ only by chance."""
     reward: list[float]
     tokens_per_step: list[float]
-    """Tokens of a rollout for each of its decoding steps."""
+    """Tokens of a rollout per decoding step."""
     rollout_seconds: list[float]
 
     @property
-    def first(self) -> float:
-        """Mean reward at the beginning."""
-        return fmean(self.reward[:FIRST])
+    def initial_reward(self) -> float:
+        """Mean reward of the first steps."""
+        return fmean(self.reward[:FIRST_STEPS])
 
     @property
-    def last(self) -> float:
-        """Mean reward at the end."""
-        return fmean(self.reward[-LAST:])
+    def final_reward(self) -> float:
+        """Mean reward of the last steps."""
+        return fmean(self.reward[-LAST_STEPS:])
 
 
-def run_once(about: dict[str, Any], directory: Path) -> Run:
-    """Train once, in *directory*, which is made and removed.
+def train(settings: dict[str, Any], directory: Path) -> Run:
+    """Run one training run in *directory*, which is created and removed.
 
     Raises:
-        subprocess.CalledProcessError: if the loop fails; what it and the job said is left in the directory.
+        subprocess.CalledProcessError: if the training loop fails; the directory with its log and the job's log is kept.
     """
     weights, lines = directory.resolve() / "weights", directory / "steps.jsonl"
-    with served(manifest(about["arm"], about["seed"], weights), directory) as url:
-        train = [sys.executable, str(ROOT / "examples/minimal_grpo.py"), "--redis", url, "--job", "training-curves"]
-        train += ["--model", str(default_cache() / MODEL), "--weights", str(weights), "--output", str(lines)]
-        train += [f"--{name}={about[name]}" for name in ("seed", "steps", "batch")]
+    with run_job(manifest(settings["arm"], settings["seed"], weights), directory) as url:
+        command = [sys.executable, str(ROOT / "examples/minimal_grpo.py"), "--redis", url, "--job", "training-curves"]
+        command += ["--model", str(default_cache() / MODEL), "--weights", str(weights), "--output", str(lines)]
+        command += [f"--{name}={settings[name]}" for name in ("seed", "steps", "batch")]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
         with (directory / "train.log").open("w") as log:
-            subprocess.run(train, stdout=log, stderr=subprocess.STDOUT, env=environment, check=True)
+            subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment, check=True)
     steps = [json.loads(line) for line in lines.read_text().splitlines()]
     shutil.rmtree(directory)
     return Run(
-        about,
+        settings,
         reward=[round(step["reward"], 5) for step in steps],
         tokens_per_step=[round(step["tokens_per_step"], 4) for step in steps],
         rollout_seconds=[step["seconds"]["rollouts"] for step in steps],
     )
 
 
-def about_run(arm: str, seed: int, steps: int, batch: int) -> dict[str, Any]:
-    """What tells a run from others, the loop's own text included."""
+def run_settings(arm: str, seed: int, steps: int, batch: int) -> dict[str, Any]:
+    """Return the settings that identify a run, including a hash of the training loop's source."""
     loop = hashlib.sha256((ROOT / "examples/minimal_grpo.py").read_bytes()).hexdigest()
     return {"arm": arm, "seed": seed, "steps": steps, "batch": batch, "loop": loop}
 
 
-def kept_runs(file: Path) -> list[Run]:
-    """What an earlier call has made."""
+def load_runs(file: Path) -> list[Run]:
+    """Return the runs that an earlier call has written to *file*."""
     return [Run(**run) for run in json.loads(file.read_text())["runs"]] if file.exists() else []
 
 
 def tost(differences: Sequence[float], margin: float) -> tuple[float, float, float]:
-    """Two one-sided paired t tests of a mean difference within ±*margin*.
+    """Test with two one-sided paired t tests whether the mean difference lies within ±*margin*.
 
     Returns:
-        The larger of the two p values, and the ends of the confidence interval of level 1 − 2 · LEVEL, which lies
-        within the margin exactly where p < LEVEL.
+        The larger of the two p values, and the ends of the confidence interval of level 1 − 2 · LEVEL. The interval
+        lies within the margin exactly if p < LEVEL.
     """
     n, mean = len(differences), fmean(differences)
     error = max(stdev(differences) / math.sqrt(n), 1e-12)
     p = max(stats.t.sf((mean + margin) / error, n - 1), stats.t.sf((margin - mean) / error, n - 1))
-    reach = float(stats.t.isf(LEVEL, n - 1)) * error
-    return float(p), mean - reach, mean + reach
+    half_width = float(stats.t.isf(LEVEL, n - 1)) * error
+    return float(p), mean - half_width, mean + half_width
 
 
 def power_of_tost(n: int, deviation: float, margin: float) -> float:
-    """Chance that *n* pairs show equivalence if there is no difference and the differences spread by *deviation*."""
-    # given the estimated deviation s, the test passes where |mean| < margin − t · s / √n
+    """Return the probability that *n* pairs show equivalence if there is no difference.
+
+    Args:
+        n: number of pairs.
+        deviation: true standard deviation of the differences.
+        margin: margin of the test.
+    """
+    # Given an estimated deviation s, the test passes if |mean| < margin − t · s / √n.
     quantiles = (np.arange(2000) + 0.5) / 2000
     estimated = deviation * np.sqrt(stats.chi2.ppf(quantiles, n - 1) / (n - 1))
-    room = margin - stats.t.isf(LEVEL, n - 1) * estimated / math.sqrt(n)
-    passing = 2 * stats.norm.cdf(np.maximum(room, 0) * math.sqrt(n) / deviation) - 1
+    limit = margin - stats.t.isf(LEVEL, n - 1) * estimated / math.sqrt(n)
+    passing = 2 * stats.norm.cdf(np.maximum(limit, 0) * math.sqrt(n) / deviation) - 1
     return float(passing.mean())
 
 
-def pairs_needed(differences: Sequence[float], margin: float, *, most: int) -> int:
-    """Fewest pairs, at least those that there are, with power POWER at their spread; at most *most*."""
+def pairs_needed(differences: Sequence[float], margin: float, *, max_pairs: int) -> int:
+    """Return the number of pairs, from those that exist to *max_pairs*, for which the test has power POWER."""
     freedom = len(differences) - 1
     deviation = max(stdev(differences) * math.sqrt(freedom / stats.chi2.ppf(1 - POWER, freedom)), 1e-6)
-    return next((n for n in range(len(differences), most) if power_of_tost(n, deviation, margin) >= POWER), most)
+    candidates = range(len(differences), max_pairs)
+    return next((n for n in candidates if power_of_tost(n, deviation, margin) >= POWER), max_pairs)
 
 
 def differences_of(runs: dict[str, list[Run]]) -> list[float]:
-    """Final reward with drafts less that without, of each pair."""
-    return [one.last - other.last for one, other in zip(runs["drafts"], runs["no drafts"], strict=True)]
+    """Return, for each pair, the final reward with drafts minus that without."""
+    pairs = zip(runs["drafts"], runs["no drafts"], strict=True)
+    return [drafted.final_reward - undrafted.final_reward for drafted, undrafted in pairs]
 
 
-def figures(runs: dict[str, list[Run]]) -> list[Figure]:
-    """What the runs (arm → seed → run) come to."""
-    drafted, plain = runs["drafts"], runs["no drafts"]
+def figures_of(runs: dict[str, list[Run]]) -> list[Figure]:
+    """Return the figures of all pairs; *runs* holds the runs of each arm in the order of their seeds."""
+    drafted, undrafted = runs["drafts"], runs["no drafts"]
     differences = differences_of(runs)
     p, low, high = tost(differences, MARGIN)
-    gains = [run.last - run.first for runs_of_arm in runs.values() for run in runs_of_arm]
+    gains = [run.final_reward - run.initial_reward for runs_of_arm in runs.values() for run in runs_of_arm]
     peer = "no drafts"
     power = power_of_tost(len(differences), stdev(differences), MARGIN)
-    seconds = [fmean(fmean(run.rollout_seconds) for run in arm) for arm in (drafted, plain)]
+    seconds = [fmean(fmean(run.rollout_seconds) for run in arm) for arm in (drafted, undrafted)]
     tokens = fmean(fmean(run.tokens_per_step) for run in drafted)
+    final_rewards = [fmean(run.final_reward for run in arm) for arm in (drafted, undrafted)]
     return [
-        Figure("p of equivalence", p, "", peer, "<=", LEVEL),
-        Figure("difference of final rewards, 90% interval, low end", low, "reward", peer, ">=", -MARGIN),
-        Figure("difference of final rewards, 90% interval, high end", high, "reward", peer, "<=", MARGIN),
-        Figure("least gain of a run", min(gains), "reward", "", ">=", LEAST_GAIN),
-        Figure("power with the spread that was found", power, "", "", ">=", POWER),
-        Figure("pairs of runs", len(differences), "pairs", "", ">=", LEAST_PAIRS),
-        Figure("final reward with drafts", fmean(run.last for run in drafted), "reward", "", ">=", None),
-        Figure("final reward without drafts", fmean(run.last for run in plain), "reward", "", ">=", None),
-        Figure("tokens a decoding step with drafts", tokens, "tokens", "", ">=", None),
-        Figure("seconds of rollouts a step, with drafts / without", seconds[0] / seconds[1], "", peer, "<=", None),
+        Figure("p value of equivalence", p, "", peer, "<=", LEVEL),
+        Figure("difference of final rewards, lower end of the 90% interval", low, "reward", peer, ">=", -MARGIN),
+        Figure("difference of final rewards, upper end of the 90% interval", high, "reward", peer, "<=", MARGIN),
+        Figure("smallest gain of a run", min(gains), "reward", "", ">=", MIN_GAIN),
+        Figure("power at the measured spread", power, "", "", ">=", POWER),
+        Figure("pairs of runs", len(differences), "pairs", "", ">=", MIN_PAIRS),
+        Figure("final reward with drafts", final_rewards[0], "reward", "", ">=", None),
+        Figure("final reward without drafts", final_rewards[1], "reward", "", ">=", None),
+        Figure("tokens per decoding step with drafts", tokens, "tokens", "", ">=", None),
+        Figure("rollout time per training step", seconds[0] / seconds[1], "of the peer's", peer, "<=", None),
     ]
 
 
 def plot(runs: dict[str, list[Run]], file: Path) -> None:
-    """Mean reward by step of each arm, its runs' spread behind it."""
+    """Plot the mean reward of each arm by step, with a band from the lowest to the highest run."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -201,63 +219,67 @@ def plot(runs: dict[str, list[Run]], file: Path) -> None:
     canvas, axes = plt.subplots(figsize=(6.4, 3.6))
     for (arm, runs_of_arm), color in zip(runs.items(), ("#0072b2", "#d55e00"), strict=True):
         rewards = np.array([run.reward for run in runs_of_arm])
-        at = np.arange(rewards.shape[1])
-        axes.fill_between(at, rewards.min(0), rewards.max(0), color=color, alpha=0.15, linewidth=0)
-        axes.plot(at, rewards.mean(0), color=color, label=f"{arm} ({len(runs_of_arm)} seeds; band: least to most)")
-    axes.set(xlabel="optimiser step", ylabel="mean reward", ylim=(0, 1))
+        steps = np.arange(rewards.shape[1])
+        axes.fill_between(steps, rewards.min(0), rewards.max(0), color=color, alpha=0.15, linewidth=0)
+        axes.plot(steps, rewards.mean(0), color=color, label=f"{arm} ({len(runs_of_arm)} seeds; band: min to max)")
+    axes.set(xlabel="training step", ylabel="mean reward", ylim=(0, 1))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)
     canvas.tight_layout()
     save_svg(canvas, file)
 
 
-def write(file: Path, runs: Sequence[Run]) -> None:
-    """Keep what there is so far."""
-    write_results(file, {"figures": [], "runs": [asdict(run) for run in runs]})
+def save_runs(file: Path, runs: Sequence[Run]) -> None:
+    """Write the runs so far, without figures."""
+    write_figures(file, [], runs=[asdict(run) for run in runs])
 
 
-def say(text: str) -> None:
-    """Tell whoever watches."""
-    sys.stderr.write(text + "\n")
+def print_progress(text: str) -> None:
+    """Print a line to standard error."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def main() -> int:
-    """Make what runs are missing, and report; 1 if a promise is not kept."""
+    """Run the missing training runs and report; return 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--steps", type=int, default=64, help="optimiser steps of a run")
-    parser.add_argument("--batch", type=int, default=9, help="problems in a step")
-    parser.add_argument("--least-pairs", type=int, default=LEAST_PAIRS)
-    parser.add_argument("--pairs", type=int, help="so many pairs, whatever the spread")
-    parser.add_argument("--most-pairs", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=64, help="training steps per run [%(default)s]")
+    parser.add_argument("--batch", type=int, default=9, help="problems per training step [%(default)s]")
+    parser.add_argument("--min-pairs", type=int, default=MIN_PAIRS, help="minimum number of pairs [%(default)s]")
+    parser.add_argument("--pairs", type=int, help="exact number of pairs, whatever the spread")
+    parser.add_argument("--max-pairs", type=int, default=30, help="maximum number of pairs [%(default)s]")
     parser.add_argument(
-        "--json", type=Path, default=WORK / "curves.json", help="figures and runs; what is there is kept"
+        "--json",
+        type=Path,
+        default=WORK / "curves.json",
+        help="file for figures and runs; runs that it contains are reused [%(default)s]",
     )
-    parser.add_argument("--plot", type=Path, help="draw the curves here (SVG)")
-    args = parser.parse_args()
+    parser.add_argument("--plot", type=Path, help="SVG file for a plot of the curves")
+    options = parser.parse_args()
     ensure(default_cache() / "das" / "tiny-qwen3")
 
-    kept = kept_runs(args.json)
+    known = load_runs(options.json)
     runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
-    wanted = args.pairs or args.least_pairs
+    wanted = options.pairs or options.min_pairs
     while (seed := len(runs["drafts"])) < wanted:
-        for arm in list(ARMS) if seed % 2 else list(reversed(ARMS)):  # neither arm always has the quieter machine
-            about = about_run(arm, seed, args.steps, args.batch)
-            run = next((run for run in kept if run.about == about), None)
+        for arm in list(ARMS) if seed % 2 else list(reversed(ARMS)):  # Neither arm is always the first of a pair.
+            settings = run_settings(arm, seed, options.steps, options.batch)
+            run = next((run for run in known if run.settings == settings), None)
             if run is None:
-                run = run_once(about, WORK / "running")
-                kept.append(run)
-                write(args.json, kept)
-                say(f"{arm}, seed {seed}: reward {run.first:.3f} → {run.last:.3f}")
+                run = train(settings, WORK / "running")
+                known.append(run)
+                save_runs(options.json, known)
+                print_progress(f"{arm}, seed {seed}: reward {run.initial_reward:.3f} → {run.final_reward:.3f}")
             runs[arm].append(run)
-        if args.pairs is None and seed + 1 >= args.least_pairs:
+        if options.pairs is None and seed + 1 >= options.min_pairs:
             differences = differences_of(runs)
-            wanted = pairs_needed(differences, MARGIN, most=args.most_pairs)
-            say(f"{wanted} pairs are needed; the differences of {seed + 1} spread by {stdev(differences):.4f}")
-    found = figures(runs)
-    report(args.json, found, runs=[asdict(run) for run in kept])
-    if args.plot:
-        plot(runs, args.plot)
-    return int(any(one.met is False for one in found))
+            wanted = pairs_needed(differences, MARGIN, max_pairs=options.max_pairs)
+            deviation = stdev(differences)
+            print_progress(f"{wanted} pairs are needed: {seed + 1} pairs have a standard deviation of {deviation:.4f}")
+    figures = figures_of(runs)
+    report(options.json, figures, runs=[asdict(run) for run in known])
+    if options.plot:
+        plot(runs, options.plot)
+    return int(any(figure.met is False for figure in figures))
 
 
 if __name__ == "__main__":

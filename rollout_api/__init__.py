@@ -1,14 +1,15 @@
-"""The contract between a rollout job and everything that talks to it.
+"""The API of rollout jobs: what a trainer imports.
 
-What a trainer imports: the client, the :class:`RolloutJob` manifest, the messages on the wire and the Redis keys.
-Importing this package loads pydantic, redis and msgpack and nothing heavier.
+It contains the client, the :class:`RolloutJob` manifest, the protocol's messages and the length statistics. Importing
+it loads pydantic, redis and msgpack, but nothing heavier such as torch, Ray or vLLM.
 """
 
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.groups import Groups
 from rollout_api.client.job_info import JobInfo
+from rollout_api.client.limits import ClientLimits
 from rollout_api.client.prompts import Prompt, partial_of
-from rollout_api.client.step import AsyncStep, Progress
+from rollout_api.client.step import AsyncStep, StepProgress
 from rollout_api.client.sync_client import RolloutClient, Step
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.client.weight_publisher import PublishedWeights
@@ -39,7 +40,7 @@ from rollout_api.protocol.messages import (
     Cancel,
     Close,
     CodecError,
-    Drafts,
+    DraftMode,
     FinishReason,
     Partial,
     Purpose,
@@ -56,14 +57,16 @@ from rollout_api.protocol.messages import (
     encode,
     problem_id_of,
 )
+from rollout_api.weights.in_memory import ModelInMemory
 
 __all__ = [
     "AsyncRolloutClient",
     "AsyncStep",
     "Cancel",
+    "ClientLimits",
     "Close",
     "CodecError",
-    "Drafts",
+    "DraftMode",
     "FieldError",
     "FinishReason",
     "Groups",
@@ -75,9 +78,9 @@ __all__ = [
     "LengthClass",
     "LengthStats",
     "ManifestError",
+    "ModelInMemory",
     "NameInUseError",
     "Partial",
-    "Progress",
     "Prompt",
     "PublishedWeights",
     "Purpose",
@@ -95,6 +98,7 @@ __all__ = [
     "RolloutRequest",
     "Sampling",
     "Step",
+    "StepProgress",
     "Trajectory",
     "UnreadableResultError",
     "UpdateMode",

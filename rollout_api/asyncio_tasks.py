@@ -1,35 +1,37 @@
-"""Ending asyncio tasks for certain."""
+"""Reliable cancellation of asyncio tasks."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-_FIRST_PAUSE_S = 0.5
+_FIRST_TIMEOUT_S = 0.5
 
 
-async def end(*tasks: asyncio.Future[Any]) -> None:
-    """Cancel tasks and wait until they have ended, however they end; if this is itself cancelled, after that.
+async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended, whatever their outcome.
 
-    Once is not always enough: in Python 3.11 a cancellation that comes together with what a task waits for is lost in
-    ``asyncio.wait_for`` (python/cpython#81839), which redis-py uses, and redis-py 8.1 makes an ordinary error of one
-    that meets it while it connects. The pause before the next time grows, lest what a task does about its end be cut
-    short, too.
+    If this coroutine is cancelled itself, it raises ``CancelledError`` only after the tasks have ended.
+
+    One cancellation is not always enough. In Python 3.11, ``asyncio.wait_for`` loses a cancellation that arrives
+    together with the result that it waits for (python/cpython#81839); redis-py uses it. And redis-py 8.1 turns a
+    cancellation that arrives while it connects into an ordinary error. So the cancellation is repeated, after pauses
+    that grow so that a task's cleanup is not interrupted again and again.
     """
-    pause = _FIRST_PAUSE_S
-    open_ = {task for task in tasks if not task.done()}
-    cancelled: asyncio.CancelledError | None = None
-    while open_:
-        for task in open_:
+    timeout = _FIRST_TIMEOUT_S
+    pending = {task for task in tasks if not task.done()}
+    own_cancellation: asyncio.CancelledError | None = None
+    while pending:
+        for task in pending:
             task.cancel()
         try:
-            await asyncio.wait(open_, timeout=pause)
+            await asyncio.wait(pending, timeout=timeout)
         except asyncio.CancelledError as error:
-            cancelled = error
-        open_ = {task for task in open_ if not task.done()}
-        pause *= 2
+            own_cancellation = error
+        pending = {task for task in pending if not task.done()}
+        timeout *= 2
     for task in tasks:
         if not task.cancelled():
-            task.exception()  # so that asyncio does not complain that nobody asked
-    if cancelled is not None:
-        raise cancelled
+            task.exception()  # marks the exception as retrieved, so that asyncio does not log it
+    if own_cancellation is not None:
+        raise own_cancellation

@@ -1,30 +1,30 @@
-"""What can go wrong between a trainer and its job. Each text says what is wrong, where, and what to do."""
+"""Errors of the client. Each message says what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-_LISTED = 5
+_MAX_LISTED = 5
 
 
 class RolloutClientError(RuntimeError):
-    """Any failure of a client; what Redis has taken is kept."""
+    """Base class of the client's errors. Requests and results that Redis has stored remain there."""
 
 
 class JobNotFoundError(RolloutClientError):
-    """No job runs under this name."""
+    """No job has this name."""
 
 
 class JobChangedError(RolloutClientError):
-    """Another job runs under the name now: the requests went to one that is gone."""
+    """Another job has the name now; the requests were sent to a job that no longer exists."""
 
 
 class JobEndedError(RolloutClientError):
-    """The job has ended, or is closed, and answers nothing more."""
+    """The job has ended or is closed, and answers no more requests."""
 
 
 class VersionMismatchError(RolloutClientError):
-    """Job and client speak different versions of the protocol."""
+    """Job and client use different versions of the protocol."""
 
 
 class NameInUseError(RolloutClientError):
@@ -32,53 +32,66 @@ class NameInUseError(RolloutClientError):
 
 
 class InvalidRequestError(RolloutClientError, ValueError):
-    """A prompt, a setting or another argument that the job could not serve; nothing was sent."""
+    """The job cannot serve a prompt, a setting or another argument; nothing was sent."""
 
 
 class RequestRefusedError(RolloutClientError):
-    """The job refused requests."""
+    """The job refused requests.
+
+    Args:
+        refusals: reason for each refused request id.
+    """
 
     def __init__(self, refusals: Mapping[str, str]) -> None:
-        """Take *refusals*: request id → reason."""
         self.refusals = dict(refusals)
-        super().__init__(f"the job refused {_count(refusals, 'request')}: {_listed(refusals)}")
+        """Reason for each refused request id."""
+        super().__init__(f"the job refused {_count(refusals, 'request')}: {_list(refusals)}")
 
 
 class UnreadableResultError(RolloutClientError):
-    """Results that cannot be read; they lie in the job's stream of dead letters."""
+    """Results could not be read; they are in the job's stream of dead letters.
+
+    Args:
+        unreadable: reason for each result, by rollout id, or by stream entry if the rollout id cannot be read.
+    """
 
     def __init__(self, unreadable: Mapping[str, str]) -> None:
-        """Take *unreadable*: rollout id (or stream entry, where there is none) → reason."""
         self.unreadable = dict(unreadable)
+        """Reason for each result, by rollout id or stream entry."""
         super().__init__(
-            f"{_count(unreadable, 'result')} could not be read and moved to the dead letters: {_listed(unreadable)}; "
-            "do trainer and job run the same version of das-rollout?"
+            f"{_count(unreadable, 'result')} could not be read and moved to the dead letters: {_list(unreadable)}; do "
+            "trainer and job run the same version of das-rollout?"
         )
 
 
 class WeightsError(RolloutClientError):
-    """Weights that were not published, or that no engine could load."""
+    """Weights were not published, or no engine could load them.
+
+    Args:
+        text: what is wrong.
+        failed: reason for each engine that could not load the weights.
+    """
 
     def __init__(self, text: str, failed: Mapping[str, str] | None = None) -> None:
-        """Take what is wrong, and engine → why it could not load them."""
         self.failed = dict(failed or {})
-        super().__init__(f"{text}: {_listed(self.failed)}" if self.failed else text)
+        """Reason for each engine that could not load the weights."""
+        super().__init__(f"{text}: {_list(self.failed)}" if self.failed else text)
 
 
 class RedisAwayError(RolloutClientError):
-    """Redis did not answer for longer than the client's patience."""
+    """Redis was unreachable for longer than the client's ``reconnect_timeout``."""
 
 
 class RedisRefusedError(RolloutClientError):
-    """Redis refuses this client: its password, its rights, or a command."""
+    """Redis rejects the client's password or one of its commands."""
 
 
-def _count(things: Mapping[str, str], name: str) -> str:
-    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
+def _count(items: Mapping[str, str], name: str) -> str:
+    return f"{len(items)} {name}{'' if len(items) == 1 else 's'}"
 
 
-def _listed(reasons: Mapping[str, str]) -> str:
-    listed = [f"{name}: {reason}" for name, reason in list(reasons.items())[:_LISTED]]
-    if len(reasons) > _LISTED:
-        listed.append(f"and {len(reasons) - _LISTED} more")
+def _list(reasons: Mapping[str, str]) -> str:
+    listed = [f"{name}: {reason}" for name, reason in list(reasons.items())[:_MAX_LISTED]]
+    if len(reasons) > _MAX_LISTED:
+        listed.append(f"and {len(reasons) - _MAX_LISTED} more")
     return "; ".join(listed)

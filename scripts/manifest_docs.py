@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel
+from pydantic import BaseModel, WithJsonSchema
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -19,28 +19,44 @@ TARGET = Path(__file__).parents[1] / "docs" / "manifest.md"
 
 HEAD = """# The RolloutJob manifest
 
-`apiVersion: das.rollout.dev/v1alpha1`, `kind: RolloutJob`. `metadata.name` is a DNS label of at most 45
-characters that begins with a letter; `metadata.namespace` is
-`default` unless given. The shortest manifest names a model and a source; everything else has a default. An unknown
-field is an error.
-`rollout check -f FILE` lists every error by field.
+This page lists all fields of a RolloutJob. The shortest manifest names a model and a source; every other field has a
+default:
 
-Made by `python scripts/manifest_docs.py` from the models in `rollout_api/`.
-"""
+```yaml
+apiVersion: das.rollout.dev/v1alpha1
+kind: RolloutJob
+metadata: {name: math-grpo}
+spec:
+  model: {uri: Qwen/Qwen3-8B}
+  source: {trainer: {}}
+```
+
+`metadata.name` is a DNS label that starts with a letter and has at most 45 characters. `metadata.namespace` is
+`default` if it is not set. Quantities have the syntax of Kubernetes, for example 500m or 16Gi. Unknown fields are
+errors. `rollout check -f FILE` validates a manifest and lists every error with the path of its field.
+
+This page is generated from the models in `rollout_api/manifest/` by `python scripts/manifest_docs.py`."""
+
+_SIGNS = (
+    (annotated_types.Ge, "≥"),
+    (annotated_types.Gt, ">"),
+    (annotated_types.Le, "≤"),
+    (annotated_types.Lt, "<"),
+)
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:
-    """The model inside an annotation, as in ``list[Task]`` or ``Source``."""
+    """Return the model in an annotation such as ``list[Task]`` or ``Source``, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for arg in get_args(annotation) if (model := model_of(arg))), None)
 
 
 def type_name(annotation: Any) -> str:
-    """How a type is called in YAML."""
+    """Return the name of a type in terms of YAML."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is typing.Annotated:
-        return type_name(args[0])
+        return "quantity" if _is_quantity(args[1:]) else type_name(args[0])
     if origin is Literal:
         return " \\| ".join(f"`{value}`" for value in args)
     if origin in (typing.Union, types.UnionType):
@@ -54,59 +70,73 @@ def type_name(annotation: Any) -> str:
     return {int: "integer", float: "number", bool: "boolean", str: "text"}.get(annotation, "any")
 
 
+def _is_quantity(metadata: Iterable[Any]) -> bool:
+    return any(isinstance(entry, WithJsonSchema) for entry in metadata)
+
+
 def limits(field: FieldInfo) -> str:
-    """The range of a number, if it has one."""
+    """Return the range of a number, or an empty text."""
     parts = []
     for rule in field.metadata:
-        for kind, sign in ((annotated_types.Ge, "≥"), (annotated_types.Gt, ">"), (annotated_types.Le, "≤")):
+        for kind, sign in _SIGNS:
             if isinstance(rule, kind):
                 parts.append(f"{sign} {getattr(rule, kind.__name__.lower())}")
     return ", ".join(parts)
 
 
-def default(field: FieldInfo) -> str:
-    """The default as YAML, or that there is none."""
+def default(field: FieldInfo, optional_section: str = "") -> str:
+    """Return the default in YAML, or whether the field is required."""
     if field.is_required():
-        return "**required**"
+        return f"required in `{optional_section}`" if optional_section else "**required**"
     value = field.default if field.default is not PydanticUndefined else None
     if value is None or value == "":
         return ""
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
 
-def row(field: FieldInfo, path: str) -> str:
-    """A table row for a field that is no section."""
-    kind = " ".join(part for part in (type_name(field.annotation), limits(field)) if part)
-    return f"| `{path}` | {kind} | {default(field)} | {field.description or ''} |"
+def row(field: FieldInfo, path: str, optional_section: str = "") -> str:
+    """Return the table row of a field that is not a section."""
+    kind = "quantity" if _is_quantity(field.metadata) else type_name(field.annotation)
+    type_and_limits = " ".join(part for part in (kind, limits(field)) if part)
+    return f"| `{path}` | {type_and_limits} | {default(field, optional_section)} | {field.description or ''} |"
 
 
-def rows(model: type[BaseModel], path: str) -> Iterator[str]:
-    """A table row for each field below *path*."""
+def rows(model: type[BaseModel], path: str, optional_section: str = "") -> Iterator[str]:
+    """Yield a table row for each field below *path*.
+
+    Args:
+        model: the section.
+        path: path of the section, starting with a dot.
+        optional_section: path of the innermost section around the fields that may be omitted; empty if none may.
+    """
     for name, field in model.model_fields.items():
-        here = f"{path}.{field.alias or name}"
+        field_path = f"{path}.{field.alias or name}"
         inner = model_of(field.annotation)
         if inner and not inner.model_fields:
-            yield f"| `{here.removeprefix('.')}` | `{{}}` | {default(field)} | {field.description or ''} |"
+            yield f"| `{field_path.removeprefix('.')}` | `{{}}` | {default(field)} | {field.description or ''} |"
             continue
         if inner:
-            many = "[]" if get_origin(field.annotation) is list else ""
-            yield from rows(inner, here + many)
+            brackets = "[]" if get_origin(field.annotation) is list else ""
+            inner_path = field_path + brackets
+            is_optional = not field.is_required() and field.default_factory is None
+            section = field_path.removeprefix(".") if is_optional else "" if brackets else optional_section
+            yield from rows(inner, inner_path, section)
             continue
-        yield row(field, here.removeprefix("."))
+        yield row(field, field_path.removeprefix("."), optional_section)
 
 
 def document() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEAD]
-    plain = []
+    other_rows = []
     for name, field in RolloutJobSpec.model_fields.items():
         model = model_of(field.annotation)
         if model is None:
-            plain.append(row(field, field.alias or name))
+            other_rows.append(row(field, field.alias or name))
             continue
         parts += [f"\n## spec.{name}\n", f"{(model.__doc__ or '').strip()}\n"]
-        parts += ["| field | type | default | |", "|---|---|---|---|", *rows(model, f".{name}")]
-    parts += ["\n## spec, besides\n", "| field | type | default | |", "|---|---|---|---|", *plain]
+        parts += ["| Field | Type | Default | Meaning |", "|---|---|---|---|", *rows(model, f".{name}")]
+    parts += ["\n## Other fields of spec\n", "| Field | Type | Default | Meaning |", "|---|---|---|---|", *other_rows]
     return "\n".join(parts) + "\n"
 
 

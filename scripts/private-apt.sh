@@ -1,5 +1,5 @@
-# An apt of its own, to be sourced by bash scripts that take packages apart: other sources than the system's, whose
-# signatures are checked, and nothing of the system's is touched. Needs $target, a directory to work in.
+# Defines private_apt, for bash scripts that extract packages. It uses its own package sources, whose signatures are
+# checked, and does not change the system's apt. $target must be a working directory.
 mirror=$(sed -n 's/^URIs: *\([^ ]*\).*/\1/p' /etc/apt/sources.list.d/*.sources 2>/dev/null | head -1)
 [ -n "$mirror" ] || mirror=$(sed -n 's/^deb \(\[[^]]*\] \)\?\([^ ]*\) bookworm main.*/\2/p' /etc/apt/sources.list 2>/dev/null | head -1)
 if [ -z "$mirror" ]; then
@@ -8,7 +8,7 @@ if [ -z "$mirror" ]; then
 fi
 key=/usr/share/keyrings/debian-archive-keyring.gpg
 
-# An apt of its own: other sources than the system's, and nothing of the system's is touched.
+# Makes apt-get use a private configuration with the given sources from now on.
 private_apt() { # name, lines of sources.list
   local apt=$target/apt-$1
   mkdir -p "$apt"/etc/{sources.list.d,preferences.d,apt.conf.d,trusted.gpg.d} "$apt"/state/lists/partial "$apt"/cache/archives/partial

@@ -1,4 +1,4 @@
-"""Real servers for the tests."""
+"""Redis servers and settings that all tests share."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import HealthCheck, settings
 
-from rollout_worker.embedded_redis import EmbeddedRedis
+from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+
+# Machines differ in speed, and other processes may run beside the tests.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def fresh_heap() -> None:
-    """Let no collection of what earlier modules left hold the loops of this one up, for a second and more."""
+    """Exclude the objects of earlier modules from garbage collection, which could pause event loops for a second."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of a Redis server of the test run's own."""
+    """URL of a Redis server that the test run shares."""
     directory: Path = tmp_path_factory.mktemp("redis")
     lock = os.open(directory / "lock", os.O_CREAT | os.O_RDWR)
     server = EmbeddedRedis(directory, keep_open=lock)

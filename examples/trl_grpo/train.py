@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on rollouts of a das-rollout job; see the README beside."""
+"""TRL's GRPOTrainer with rollouts from a das-rollout job; see README.md in this folder."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ CACHE = Path(os.environ.get("ROLLOUT_MODEL_CACHE", "~/.cache/das-rollout/models"
 PROBLEMS = reasoning_gym.create_dataset("count_bits", size=64, seed=0, min_n=1, max_n=255)
 
 
-def correct(completions: list[list[dict[str, str]]], problem: list[int], **_: Any) -> list[float]:
-    """1 for the right answer between ``<answer>`` tags, else 0."""
+def answer_rewards(completions: list[list[dict[str, str]]], problem: list[int], **_: Any) -> list[float]:
+    """Return 1 for each correct answer between ``<answer>`` tags, else 0."""
     answers = [extract_answer(completion[0]["content"]) for completion in completions]
     return [
-        float(PROBLEMS.score_answer(answer, PROBLEMS[at]) == 1.0) for answer, at in zip(answers, problem, strict=True)
+        float(PROBLEMS.score_answer(answer, PROBLEMS[index]) == 1.0)
+        for answer, index in zip(answers, problem, strict=True)
     ]
 
 
-class Lines(TrainerCallback):
-    """Writes what the trainer logs, and what each process trains on, as JSON lines."""
+class JsonLinesLog(TrainerCallback):
+    """Writes the trainer's log, and the rollouts of each process, as JSON lines."""
 
     def __init__(self, directory: Path, rank: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -39,51 +40,52 @@ class Lines(TrainerCallback):
         self._rank = rank
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """The main process's log, once a step."""
+        """Write the log of a training step; only in the main process."""
         if state.is_world_process_zero:
             self._log.write(json.dumps({"step": state.global_step, **(logs or {})}) + "\n")
 
     def on_rollouts(self, step: int, rollouts: list[Rollout]) -> None:
-        """What came back for this process."""
-        for one in rollouts:
+        """Write the rollouts that this process trains on."""
+        for rollout in rollouts:
             line = {
                 "step": step,
                 "rank": self._rank,
-                "problem": one.problem_id,
-                "engine": one.engine,
-                "versions": sorted({span.weight_version for span in one.spans}),
-                "tokens": len(one.token_ids),
-                "accepted": one.accepted,
+                "problem": rollout.problem_id,
+                "engine": rollout.engine,
+                "versions": sorted({span.weight_version for span in rollout.weight_spans}),
+                "tokens": len(rollout.token_ids),
+                "accepted": rollout.num_accepted_tokens,
             }
             self._rollouts.write(json.dumps(line) + "\n")
 
 
 def main() -> None:
-    """Train on the job that the command line names, then close it."""
+    """Train with the given job, then close it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--redis", required=True, help="Redis URL of the job")
     parser.add_argument("--job", default="default/trl-grpo", help="namespace/name of the job")
     parser.add_argument("--model", type=Path, default=CACHE / "das/tiny-qwen3/step-0360")
-    parser.add_argument("--weights", type=Path, default=CACHE / "das/trl-grpo", help="where published weights lie")
+    parser.add_argument("--weights", type=Path, default=CACHE / "das/trl-grpo", help="directory for published weights")
     parser.add_argument("--output", type=Path, default=Path("trl-grpo"), help="directory for logs, as JSON lines")
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=40, help="number of training steps")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
     rank, processes = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     rows = [
-        {"prompt": [{"role": "user", "content": one["question"]}], "problem": at} for at, one in enumerate(PROBLEMS)
+        {"prompt": [{"role": "user", "content": entry["question"]}], "problem": index}
+        for index, entry in enumerate(PROBLEMS)
     ]
     config = GRPOConfig(
         output_dir=str(args.weights / "trainer"),
         max_steps=args.steps,
-        per_device_train_batch_size=72 // processes,  # 9 problems a step: a group may be split over processes
+        per_device_train_batch_size=72 // processes,  # 9 problems per step; a group may be divided among processes
         num_generations=8,
         max_completion_length=160,
         learning_rate=2e-4,
         adam_beta2=0.95,
         lr_scheduler_type="constant_with_warmup",
-        warmup_steps=4,  # Adam's first steps are of full size whatever the gradient; some runs never recovered
+        warmup_steps=4,  # Adam's first steps have full size even if the gradient is noisy
         seed=args.seed,
         use_cpu=True,
         bf16=False,
@@ -95,21 +97,21 @@ def main() -> None:
         ddp_find_unused_parameters=False,
     )
     with RolloutClient.connect(args.redis, args.job, name=f"rank-{rank}") as client:
-        lines = Lines(args.output, rank)
+        log = JsonLinesLog(args.output, rank)
         rollouts = JobRollouts(client, args.weights)
 
-        def reward(rollout: list[Rollout], trainer_state: Any, **about: Any) -> list[float]:
-            lines.on_rollouts(trainer_state.global_step, rollout)
-            return correct(**about)
+        def reward(rollout: list[Rollout], trainer_state: Any, **columns: Any) -> list[float]:
+            log.on_rollouts(trainer_state.global_step, rollout)
+            return answer_rewards(**columns)
 
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(args.model, dtype="float32", attn_implementation="eager"),
             processing_class=AutoTokenizer.from_pretrained(args.model),
             train_dataset=Dataset.from_list(rows),
-            reward_funcs=rollouts.reported(reward),
+            reward_funcs=rollouts.wrap_reward(reward),
             rollout_func=rollouts,
             args=config,
-            callbacks=[lines],
+            callbacks=[log],
         )
         trainer.train()
         if rank == 0:

@@ -1,1 +1,1 @@
-"""The Kubernetes operator for RolloutJobs: observe, plan (pure), apply."""
+"""The Kubernetes operator for RolloutJobs: it observes, plans (a pure function) and applies."""

@@ -12,132 +12,141 @@ import sys
 import uuid
 from collections.abc import Sequence
 
-from rollout_api.asyncio_tasks import end
+from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_operator import logs
-from rollout_operator.api import KubernetesApi
-from rollout_operator.cluster import Cluster
+from rollout_operator.cluster_info import ClusterInfo
+from rollout_operator.http_server import HttpServer, MetricsCollector
 from rollout_operator.informer import Informer
-from rollout_operator.job_watch import wait_until_served, watch_jobs
-from rollout_operator.leader import Leadership, LostLeaseError
+from rollout_operator.kopf_watch import wait_until_served, watch_jobs
+from rollout_operator.kubernetes_api import KubernetesApi
+from rollout_operator.leader_election import LeaderElection, LostLeaseError
+from rollout_operator.object_cache import ObjectCache
 from rollout_operator.reconciler import Reconciler
-from rollout_operator.service import OperatorCollector, OperatorService
-from rollout_operator.store import Store
-from rollout_operator.watched import watched
+from rollout_operator.resource_kinds import owned_kinds
 
 logger = logging.getLogger("rollout_operator")
 
-_BUDGETS = ("policy/v1", "policy/v1beta1")
-_FIRST = asyncio.FIRST_COMPLETED
+_DISRUPTION_BUDGET_APIS = ("policy/v1", "policy/v1beta1")
 
 
-def _arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="rollout-operator", description="Runs RolloutJobs on the Kubernetes cluster of KUBECONFIG, or its own."
+        prog="rollout-operator",
+        description="Run the operator for RolloutJobs. It connects to the cluster of KUBECONFIG, else to the cluster "
+        "that it runs in, else to that of ~/.kube/config.",
     )
-    parser.add_argument("--worker-image", required=True, help="image of heads and workers, if a job names none")
+    parser.add_argument("--worker-image", required=True, help="image of heads and workers whose job names none")
     parser.add_argument(
-        "--namespace", action="append", default=[], help="watch this namespace, and those given besides; default: all"
+        "--namespace", action="append", default=[], help="namespace to watch; may be repeated; default: all namespaces"
     )
-    parser.add_argument("--watcher-namespace", action="append", default=[], help="whose pods may read heads' /status")
-    parser.add_argument("--lease", help="NAMESPACE/NAME of a Lease: of several operators one works")
-    parser.add_argument("--port", type=int, default=8081, help="of /healthz, /readyz and /metrics")
+    parser.add_argument(
+        "--status-reader-namespace",
+        action="append",
+        default=[],
+        help="namespace whose pods may read /status and /metrics of heads; may be repeated; default: all namespaces",
+    )
+    parser.add_argument("--lease", help="NAMESPACE/NAME of the Lease for leader election; default: no leader election")
+    parser.add_argument("--port", type=int, default=8081, help="port of /healthz, /readyz and /metrics")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="json", choices=["json", "text"])
-    return parser.parse_args(given)
+    return parser.parse_args(arguments)
 
 
-async def _discover(api: KubernetesApi, watchers: Sequence[str]) -> Cluster:
-    """Wait for an API server that has RolloutJobs, and see what else it has."""
+async def _discover_cluster(api: KubernetesApi, status_reader_namespaces: Sequence[str]) -> ClusterInfo:
+    """Wait until the API server serves RolloutJobs, and discover which optional APIs it has."""
     await wait_until_served(api)
-    budgets = None
-    for version in _BUDGETS:
+    budget_api = None
+    for version in _DISRUPTION_BUDGET_APIS:
         if await api.serves(version, "poddisruptionbudgets"):
-            budgets = version
+            budget_api = version
             break
-    if budgets is None:
-        logger.warning("The cluster has no PodDisruptionBudgets; jobs go without.")
-    return Cluster(disruption_budgets=budgets, watcher_namespaces=tuple(watchers))
+    if budget_api is None:
+        logger.warning("The cluster serves no PodDisruptionBudgets; jobs are created without one.")
+    return ClusterInfo(disruption_budget_api=budget_api, status_reader_namespaces=tuple(status_reader_namespaces))
 
 
 async def _run(options: argparse.Namespace) -> int:
+    """Run the operator until it is terminated, and return the exit code."""
     api = await KubernetesApi.connect()
-    store = Store()
-    leadership = None
+    cache = ObjectCache()
+    election = None
     if options.lease:
         namespace, _, name = options.lease.rpartition("/")
-        leadership = Leadership(api, namespace, name, f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
-    reconciler = Reconciler(api, store, options.worker_image)
-    service = OperatorService(OperatorCollector(api, store, reconciler, leadership))
-    await service.start(options.port)
+        election = LeaderElection(api, namespace, name, f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
+    reconciler = Reconciler(api, cache, options.worker_image)
+    server = HttpServer(MetricsCollector(api, cache, reconciler, election))
+    await server.start(options.port)
     try:
-        reconciler.cluster = await _discover(api, options.watcher_namespace)
-        service.ready = True
-        if leadership is not None:
-            await leadership.acquire()
-        return await _work(api, store, reconciler, leadership, options.namespace)
+        reconciler.cluster = await _discover_cluster(api, options.status_reader_namespace)
+        server.ready = True
+        if election is not None:
+            await election.acquire()
+        return await _lead(api, cache, reconciler, election, options.namespace)
     finally:
-        if leadership is not None:
-            await leadership.release()
-        await service.stop()
+        if election is not None:
+            await election.release()
+        await server.stop()
         await api.close()
 
 
-async def _work(
+async def _lead(
     api: KubernetesApi,
-    store: Store,
+    cache: ObjectCache,
     reconciler: Reconciler,
-    leadership: Leadership | None,
+    election: LeaderElection | None,
     namespaces: list[str],
 ) -> int:
+    """Watch and reconcile until the process is terminated or a task fails, and return the exit code."""
     informers = [
-        Informer(api, store, reconciler.queue, kind, namespace)
-        for kind in watched(reconciler.cluster.disruption_budgets)
+        Informer(api, cache, reconciler.queue, kind, namespace)
+        for kind in owned_kinds(reconciler.cluster.disruption_budget_api)
         for namespace in namespaces or [""]
     ]
     tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(informer.run()) for informer in informers]
-    if leadership is not None:
-        tasks.append(asyncio.ensure_future(leadership.keep()))
-    # before any job is looked at: what it owns would be taken to be missing
-    await asyncio.wait([*tasks, all_listed := asyncio.ensure_future(_listed(informers))], return_when=_FIRST)
-    await end(all_listed)
-    jobs = watch_jobs(
+    tasks.append(asyncio.ensure_future(_wait_for_signal()))
+    if election is not None:
+        tasks.append(asyncio.ensure_future(election.keep()))
+    # Jobs are reconciled only once the cache is complete; otherwise existing objects would appear to be missing.
+    synced = asyncio.ensure_future(_wait_until_synced(informers))
+    await asyncio.wait([*tasks, synced], return_when=asyncio.FIRST_COMPLETED)
+    await cancel_and_wait(synced)
+    watch = watch_jobs(
         api,
-        lambda job: reconciler.queue.add(store.put_job(job)),
-        lambda job: reconciler.queue.forget(store.drop_job(job)),
+        lambda job: reconciler.queue.add(cache.update_job(job)),
+        lambda job: reconciler.queue.discard(cache.remove_job(job)),
         namespaces,
     )
-    tasks += [asyncio.ensure_future(jobs), asyncio.ensure_future(reconciler.run())]
-    tasks.append(asyncio.ensure_future(_told_to_end()))
-    done, _ = await asyncio.wait(tasks, return_when=_FIRST)
+    tasks += [asyncio.ensure_future(watch), asyncio.ensure_future(reconciler.run())]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     error = next((task.exception() for task in done if not task.cancelled() and task.exception() is not None), None)
     if isinstance(error, LostLeaseError):
-        logger.error("%s; ending at once.", error)
-        # whatever is under way may contradict what the new leader does
+        logger.error("%s The process ends at once.", error)
+        # Requests that are under way could contradict those of the new leader, so nothing is awaited.
         logging.shutdown()
         os._exit(1)
-    await end(*tasks)
+    await cancel_and_wait(*tasks)
     if error is not None:
         logger.error("The operator ends: %s: %s", type(error).__name__, error, exc_info=error)
         return 1
-    logger.info("The operator was told to end.")
+    logger.info("The operator was terminated.")
     return 0
 
 
-async def _told_to_end() -> None:
-    told = asyncio.Event()
+async def _wait_for_signal() -> None:
+    received = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
-    await told.wait()
+        asyncio.get_running_loop().add_signal_handler(number, received.set)
+    await received.wait()
 
 
-async def _listed(informers: Sequence[Informer]) -> None:
+async def _wait_until_synced(informers: Sequence[Informer]) -> None:
     for informer in informers:
-        await informer.listed.wait()
+        await informer.synced.wait()
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    """Run until told to end."""
-    options = _arguments(given)
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the operator until SIGINT or SIGTERM."""
+    options = _parse_arguments(arguments)
     logs.configure(as_json=options.log_format == "json", level=options.log_level)
     sys.exit(asyncio.run(_run(options)))
 

@@ -1,4 +1,4 @@
-"""By which labels nodes with a kind of GPU are found."""
+"""Node labels that identify a kind of GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LABELS: dict[Accelerator, dict[str, list[str]]] = {
 
 
 def node_affinity(kind: Accelerator) -> dict[str, Any]:
-    """A ``nodeAffinity`` that asks for such a GPU by any of the labels that there are for it."""
+    """Return a ``nodeAffinity`` that accepts nodes on which any of the known labels names this kind of GPU."""
     labels = {**_LABELS[kind], _OWN: [kind]}
     terms = [{"matchExpressions": [{"key": key, "operator": "In", "values": values}]} for key, values in labels.items()]
     return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}

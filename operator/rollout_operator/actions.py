@@ -1,4 +1,7 @@
-"""What a plan asks for. Each is idempotent: carried out twice, or by two operators at once, it has one effect."""
+"""The result of planning: a status, Events and actions.
+
+Every action is idempotent: executed twice, or by two operators at once, it has the same effect as once.
+"""
 
 from __future__ import annotations
 
@@ -8,36 +11,36 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Create:
-    """Make an object that is not there; one that is there by this name stays as it is."""
+    """Create an object. An existing object of the same name is left unchanged."""
 
     manifest: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Apply:
-    """Give an object of the job's the fields that it should have (server-side apply)."""
+    """Set the fields of an object that belongs to the job, by server-side apply."""
 
     manifest: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class DeletePod:
-    """Delete a pod, if it is still that one."""
+    """Delete a pod if it still has this uid."""
 
     name: str
     uid: str
     force: bool = False
-    """At once: its node is lost, and will not confirm that it has ended."""
+    """Whether to delete without a grace period, because the pod's node is lost and cannot confirm the deletion."""
 
 
 @dataclass(frozen=True)
 class DeleteJob:
-    """Delete the RolloutJob, if it is still that one: its time after the end is over."""
+    """Delete the RolloutJob, because ``ttlSecondsAfterFinished`` has passed."""
 
 
 @dataclass(frozen=True)
 class SetFinalizer:
-    """Have Kubernetes wait, or wait no more, before the job's objects are deleted."""
+    """Add or remove the job's finalizer, which delays the deletion of the job and its objects."""
 
     present: bool
 
@@ -46,8 +49,8 @@ Action = Create | Apply | DeletePod | DeleteJob | SetFinalizer
 
 
 @dataclass(frozen=True)
-class Note:
-    """An Event on the job."""
+class Event:
+    """A Kubernetes Event on the job."""
 
     type: Literal["Normal", "Warning"]
     reason: str
@@ -56,25 +59,29 @@ class Note:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do about one job. First the status is written, then notes, then actions in their order."""
+    """What to do for one job: write the status first, then post the Events, then execute the actions in order."""
 
     status: dict[str, Any] | None = None
-    """The whole status; None if it is as it should be."""
-    notes: tuple[Note, ...] = ()
-    """Said if the status could be written."""
+    """The complete status, or None if the current one is up to date."""
+    events: tuple[Event, ...] = ()
+    """Events to post once the status has been written."""
     actions: tuple[Action, ...] = ()
-    again: float | None = None
-    """Seconds until the job is to be looked at even if nothing happens; None: only if something does."""
+    requeue_after: float | None = None
+    """Seconds until the next reconcile if no watch event comes first; None if only an event requires one."""
 
 
 @dataclass
-class Steps:
-    """A plan in the making."""
+class PlanBuilder:
+    """A plan under construction."""
 
-    notes: list[Note] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     actions: list[Action] = field(default_factory=list)
-    again: float | None = None
+    requeue_after: float | None = None
 
-    def look_again(self, seconds: float) -> None:
-        """Look at the job in so many seconds, or sooner."""
-        self.again = seconds if self.again is None else min(self.again, seconds)
+    def requeue(self, seconds: float) -> None:
+        """Request a reconcile within this time; the shortest requested time counts."""
+        self.requeue_after = seconds if self.requeue_after is None else min(self.requeue_after, seconds)
+
+    def warn(self, reason: str, message: str) -> None:
+        """Add an Event of type Warning."""
+        self.events.append(Event("Warning", reason, message))

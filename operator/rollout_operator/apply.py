@@ -1,4 +1,4 @@
-"""Carries plans out: status, then notes, then actions, each idempotent."""
+"""Executes plans: writes the status, posts the Events, then executes the actions. Every step is idempotent."""
 
 from __future__ import annotations
 
@@ -7,129 +7,141 @@ import logging
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
 from rollout_operator import names
-from rollout_operator.actions import Action, Apply, Create, DeleteJob, DeletePod, Note, Plan, SetFinalizer
-from rollout_operator.api import ApiError, KubernetesApi, job_reference, pod_reference
-from rollout_operator.conditions import timestamp
-from rollout_operator.observed import Manifest, Observed, Obstacle
-from rollout_operator.store import Store
+from rollout_operator.actions import Action, Apply, Create, DeleteJob, DeletePod, Event, Plan, SetFinalizer
+from rollout_operator.conditions import format_timestamp
+from rollout_operator.kubernetes_api import ApiError, KubernetesApi, job_reference, pod_reference
+from rollout_operator.object_cache import ObjectCache
+from rollout_operator.observed import ApplyFailure, Manifest, Observed
 
 logger = logging.getLogger(__name__)
 
-_SAID_AGAIN_AFTER_S = 600.0
+_EVENT_PERIOD_S = 600.0
+"""Identical Events within such a period are posted once."""
+_MAX_EVENT_MESSAGE = 1024
+"""Limit of the Kubernetes API."""
 
 
 class OutdatedError(Exception):
-    """The job has changed since it was looked at: look again."""
+    """The job has changed since it was observed, so that the plan is outdated and a new reconcile is required."""
 
 
-async def carry_out(api: KubernetesApi, store: Store, seen: Observed, plan: Plan) -> list[Obstacle]:
-    """Do what a plan says.
+async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, plan: Plan) -> list[ApplyFailure]:
+    """Execute a plan.
 
-    What the API server answers goes into the store at once: the next look need not wait for the watch to bring it.
+    The API server's responses are written to the cache at once, so that the next reconcile does not have to wait for
+    the watch to deliver them.
 
     Returns:
-        What the API server refused for good; other actions were carried out all the same.
+        The actions that the API server rejected permanently. They do not keep the other actions from being executed.
 
     Raises:
-        OutdatedError: another operator, or this one, wrote a newer status; nothing more was done.
-        ApiError: one that passes; the rest was not done.
+        OutdatedError: if this or another operator has written a newer status. The remaining steps were not executed.
+        ApiError: if a request failed temporarily. The remaining steps were not executed.
     """
     if plan.status is not None:
-        await _write_status(api, store, seen.job, plan)
-    for note in plan.notes:
-        await post(api, seen.job, note, seen.now)
-    obstacles = []
+        await _write_status(api, cache, observed.job, plan)
+    for event in plan.events:
+        await post_event(api, observed.job, event, observed.now)
+    failures = []
     for action in plan.actions:
         try:
-            await _do(api, store, seen.job, action)
+            await _execute_action(api, cache, observed.job, action)
         except ApiError as error:
-            if error.passes:
+            if error.transient:
                 raise
-            obstacles.append(Obstacle(_named(action), error.reason, error.message, seen.now))
-            logger.warning("%s was refused: %s", _named(action), error, extra=_about(seen.job))
-    return obstacles
+            target = _target(action)
+            failures.append(ApplyFailure(target, error.reason, error.message, observed.now))
+            logger.warning("The API server rejected %s: %s", target, error, extra=_log_fields(observed.job))
+    return failures
 
 
-async def _write_status(api: KubernetesApi, store: Store, job: Manifest, plan: Plan) -> None:
+async def _write_status(api: KubernetesApi, cache: ObjectCache, job: Manifest, plan: Plan) -> None:
     metadata = job["metadata"]
     reference = job_reference(metadata["namespace"], metadata["name"])
-    # with the version that was looked at: of two operators at once, one is told that it is late
+    # With the observed resource version, the slower of two concurrent operators gets a conflict.
     reference["metadata"] |= {"resourceVersion": metadata["resourceVersion"], "uid": metadata["uid"]}
     try:
-        store.answered_job(await api.apply({**reference, "status": plan.status}, subresource="status"))
+        cache.update_job_from_response(await api.apply({**reference, "status": plan.status}, subresource="status"))
     except ApiError as error:
-        if error.absent:
-            store.drop_job(job)  # kopf does not say what was deleted while its watch was away
-        if error.conflict or error.absent:
+        if error.not_found:
+            # kopf does not report what was deleted while its watch was interrupted.
+            cache.remove_job(job)
+        if error.conflict or error.not_found:
             raise OutdatedError from error
         raise
 
 
-async def _do(api: KubernetesApi, store: Store, job: Manifest, action: Action) -> None:
+async def _execute_action(api: KubernetesApi, cache: ObjectCache, job: Manifest, action: Action) -> None:
     metadata = job["metadata"]
     namespace, name, uid = metadata["namespace"], metadata["name"], metadata["uid"]
     match action:
         case Create(manifest):
-            store.answered(await _create(api, manifest, uid), manifest["kind"])
+            cache.update_from_response(await _create(api, manifest, uid), manifest["kind"])
         case Apply(manifest):
-            store.answered(await api.apply(manifest), manifest["kind"])
+            cache.update_from_response(await api.apply(manifest), manifest["kind"])
         case DeletePod(pod, pod_uid, force):
-            await api.delete(pod_reference(namespace, pod), uid=pod_uid, grace=0 if force else None)
+            await api.delete(pod_reference(namespace, pod), uid=pod_uid, grace_period=0 if force else None)
         case DeleteJob():
             await api.delete(job_reference(namespace, name), uid=uid)
         case SetFinalizer(present):
-            await _set_finalizer(api, store, job, present=present)
+            await _set_finalizer(api, cache, job, present=present)
 
 
-async def _create(api: KubernetesApi, manifest: Manifest, owner: str) -> Manifest:
+async def _create(api: KubernetesApi, manifest: Manifest, owner_uid: str) -> Manifest:
     try:
         return await api.create(manifest)
     except ApiError as error:
         if not error.conflict:
             raise
-        there = await api.get(manifest)
-        if any(one["uid"] == owner for one in there["metadata"].get("ownerReferences", ())):
-            return there  # made a moment ago, and not heard of yet
-        if there["metadata"].get("deletionTimestamp"):
-            raise ApiError(0, "StillThere", "an object of an earlier job is being deleted") from error
+        existing = await api.get(manifest)
+        if any(owner["uid"] == owner_uid for owner in existing["metadata"].get("ownerReferences", ())):
+            # This or another operator created it, and the watch has not delivered it yet.
+            return existing
+        if existing["metadata"].get("deletionTimestamp"):
+            raise ApiError(0, "StillTerminating", "an object of an earlier job is still being deleted") from error
         raise ApiError(
-            409, "NameTaken", f"{manifest['kind']} {manifest['metadata']['name']} is there and is not this job's"
+            409,
+            "NameConflict",
+            f"another {manifest['kind']} of this name exists and does not belong to this job; delete it, or give the "
+            "job another name",
         ) from error
 
 
-async def _set_finalizer(api: KubernetesApi, store: Store, job: Manifest, *, present: bool) -> None:
+async def _set_finalizer(api: KubernetesApi, cache: ObjectCache, job: Manifest, *, present: bool) -> None:
     metadata = job["metadata"]
-    job = store.job((metadata["namespace"], metadata["name"])) or job  # with the status that was just written
+    # The cache has the resource version of the status that was just written.
+    job = cache.job((metadata["namespace"], metadata["name"])) or job
     metadata = job["metadata"]
-    others = [one for one in metadata.get("finalizers", ()) if one != names.FINALIZER]
+    others = [finalizer for finalizer in metadata.get("finalizers", ()) if finalizer != names.FINALIZER]
     reference = job_reference(metadata["namespace"], metadata["name"])
-    # the list is written whole: refused if it has changed meanwhile
+    # A merge patch replaces the whole list, so it must fail if another controller has changed the list meanwhile.
     reference["metadata"] |= {
         "resourceVersion": metadata["resourceVersion"],
         "finalizers": [*others, names.FINALIZER] if present else others,
     }
     try:
-        answer = await api.merge(reference)
+        response = await api.patch(reference)
     except ApiError as error:
         if error.conflict:
             raise OutdatedError from error
-        if not error.absent:
+        if not error.not_found:
             raise
         return
-    if not (answer["metadata"].get("deletionTimestamp") and not answer["metadata"].get("finalizers")):
-        store.answered_job(answer)
+    if not (response["metadata"].get("deletionTimestamp") and not response["metadata"].get("finalizers")):
+        cache.update_job_from_response(response)
 
 
-async def post(api: KubernetesApi, job: Manifest, note: Note, now: float) -> None:
-    """An Event on the job; the same one again, within some minutes, is not said twice.
+async def post_event(api: KubernetesApi, job: Manifest, event: Event, now: float) -> None:
+    """Post a Kubernetes Event on a job, unless an identical one was posted within the last minutes.
 
-    Its name is made from what it says, so that it needs no memory, and no right to read Events.
+    The Event's name is a hash of its content. Identical Events therefore have the same name, and the operator needs
+    neither to remember them nor the permission to read Events.
     """
     metadata = job["metadata"]
-    period = int(now // _SAID_AGAIN_AFTER_S)
-    digest = hashlib.sha256(f"{metadata['uid']}/{note.reason}/{note.message}/{period}".encode()).hexdigest()[:16]
-    time = timestamp(now)
-    event = {
+    period = int(now // _EVENT_PERIOD_S)
+    digest = hashlib.sha256(f"{metadata['uid']}/{event.reason}/{event.message}/{period}".encode()).hexdigest()[:16]
+    timestamp = format_timestamp(now)
+    body = {
         "apiVersion": "v1",
         "kind": "Event",
         "metadata": {"name": f"{metadata['name']}.{digest}", "namespace": metadata["namespace"]},
@@ -141,36 +153,37 @@ async def post(api: KubernetesApi, job: Manifest, note: Note, now: float) -> Non
             "uid": metadata["uid"],
             "resourceVersion": metadata["resourceVersion"],
         },
-        "type": note.type,
-        "reason": note.reason,
-        "message": note.message[:1024],
+        "type": event.type,
+        "reason": event.reason,
+        "message": event.message[:_MAX_EVENT_MESSAGE],
         "source": {"component": names.FIELD_MANAGER},
         "reportingComponent": names.FIELD_MANAGER,
-        "firstTimestamp": time,
-        "lastTimestamp": time,
+        "firstTimestamp": timestamp,
+        "lastTimestamp": timestamp,
         "count": 1,
     }
-    level = logging.WARNING if note.type == "Warning" else logging.INFO
-    logger.log(level, "%s: %s", note.reason, note.message, extra=_about(job))
+    level = logging.WARNING if event.type == "Warning" else logging.INFO
+    logger.log(level, "%s: %s", event.reason, event.message, extra=_log_fields(job))
     try:
-        await api.create(event)
+        await api.create(body)
     except ApiError as error:
         if not error.conflict:
-            logger.warning("An Event could not be posted: %s", error, extra=_about(job))
+            logger.warning("An Event could not be posted: %s", error, extra=_log_fields(job))
 
 
-def _named(action: Action) -> str:
+def _target(action: Action) -> str:
+    """Return what an action is about, as the object of "The API server rejected …"."""
     match action:
         case Create(manifest) | Apply(manifest):
             return f"{manifest['kind']} {manifest['metadata']['name']}"
         case DeletePod(pod, _, _):
-            return f"deleting Pod {pod}"
+            return f"the deletion of Pod {pod}"
         case DeleteJob():
-            return "deleting the job"
+            return "the deletion of the job"
         case SetFinalizer(present):
-            return "setting the finalizer" if present else "removing the finalizer"
+            return "the job's finalizer" if present else "the removal of the job's finalizer"
 
 
-def _about(job: Manifest) -> dict[str, str]:
-    """What log lines about a job carry."""
+def _log_fields(job: Manifest) -> dict[str, str]:
+    """Return the extra fields of log records about a job."""
     return {"job": f"{job['metadata']['namespace']}/{job['metadata']['name']}"}

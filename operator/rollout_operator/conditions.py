@@ -1,4 +1,4 @@
-"""A job's conditions, and the one word that is derived from them. Pure."""
+"""A job's conditions and the one-word state derived from them; pure functions of the observed job."""
 
 from __future__ import annotations
 
@@ -9,88 +9,90 @@ from typing import Any, Literal
 
 from rollout_api.manifest.status import Condition, ConditionType, State
 
-Truth = Literal["True", "False", "Unknown"]
+ConditionStatus = Literal["True", "False", "Unknown"]
 
 
-def timestamp(now: float) -> str:
-    """Unix time as Kubernetes writes it."""
+def format_timestamp(now: float) -> str:
+    """Return a Unix time in the format of the Kubernetes API."""
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass
 class Conditions:
-    """Conditions in the making; what is not said is Unknown."""
+    """The conditions of one reconcile, and those of the previous one. A condition that is not set is Unknown."""
 
-    before: Mapping[str, Mapping[str, Any]]
+    previous: Mapping[str, Mapping[str, Any]]
     now: float
     generation: int
-    said: dict[ConditionType, Condition] = field(default_factory=dict)
+    current: dict[ConditionType, Condition] = field(default_factory=dict)
 
     @classmethod
-    def after(cls, conditions: Iterable[Mapping[str, Any]], now: float, generation: int) -> Conditions:
-        """Begin with none said; times of change are taken from *conditions* where nothing changes."""
-        return cls({one["type"]: one for one in conditions}, now, generation)
+    def following(cls, previous: Iterable[Mapping[str, Any]], now: float, generation: int) -> Conditions:
+        """Start without any condition set; a condition that keeps its status also keeps its transition time."""
+        return cls({condition["type"]: condition for condition in previous}, now, generation)
 
-    def say(self, kind: ConditionType, truth: Truth, reason: str, message: str = "") -> None:
-        """Say how it stands."""
-        before = self.before.get(kind)
-        changed = timestamp(self.now)
-        if before is not None and before.get("status") == truth:
-            changed = before.get("lastTransitionTime", changed)
-        self.said[kind] = Condition(
+    def set(self, kind: ConditionType, status: ConditionStatus, reason: str, message: str = "") -> None:
+        """Set a condition."""
+        previous = self.previous.get(kind)
+        transition_time = format_timestamp(self.now)
+        if previous is not None and previous.get("status") == status:
+            transition_time = previous.get("lastTransitionTime", transition_time)
+        self.current[kind] = Condition(
             type=kind,
-            status=truth,
+            status=status,
             reason=reason,
             message=message,
-            last_transition_time=changed,
+            last_transition_time=transition_time,
             observed_generation=self.generation,
         )
 
-    def keep(self, kind: ConditionType) -> None:
-        """Say what was said before."""
-        before = self.before.get(kind)
-        if before is not None:
-            self.say(kind, before["status"], before["reason"], before.get("message", ""))
+    def carry_over(self, kind: ConditionType) -> None:
+        """Set a condition to what it was in the previous reconcile."""
+        previous = self.previous.get(kind)
+        if previous is not None:
+            self.set(kind, previous["status"], previous["reason"], previous.get("message", ""))
 
     def is_true(self, kind: ConditionType) -> bool:
-        """Whether it was said to be true."""
-        return kind in self.said and self.said[kind].status == "True"
+        """Return whether a condition was set to True."""
+        return kind in self.current and self.current[kind].status == "True"
 
     def is_false(self, kind: ConditionType) -> bool:
-        """Whether it was said to be false."""
-        return kind in self.said and self.said[kind].status == "False"
+        """Return whether a condition was set to False."""
+        return kind in self.current and self.current[kind].status == "False"
 
-    def news(self, kind: ConditionType) -> Condition | None:
-        """The condition, if its status or reason differs from what was said before."""
-        condition, before = self.said.get(kind), self.before.get(kind)
+    def transition(self, kind: ConditionType) -> Condition | None:
+        """Return a condition if its status or reason differs from the previous reconcile, else None."""
+        condition, previous = self.current.get(kind), self.previous.get(kind)
         if condition is None or (
-            before is not None and before.get("status") == condition.status and before.get("reason") == condition.reason
+            previous is not None
+            and previous.get("status") == condition.status
+            and previous.get("reason") == condition.reason
         ):
             return None
         return condition
 
     def all(self) -> list[Condition]:
-        """All of them, in the order in which they come true."""
+        """Return all conditions in the order of :class:`ConditionType`."""
         for kind in ConditionType:
-            if kind not in self.said:
-                self.say(kind, "Unknown", "NotKnown")
-        return [self.said[kind] for kind in ConditionType]
+            if kind not in self.current:
+                self.set(kind, "Unknown", "NotEvaluated")
+        return [self.current[kind] for kind in ConditionType]
 
 
 def is_true(conditions: Iterable[Mapping[str, Any]], kind: ConditionType) -> bool:
-    """Whether such a condition is true in a status."""
-    return any(one["type"] == kind and one["status"] == "True" for one in conditions)
+    """Return whether a condition is True in the conditions of a status."""
+    return any(condition["type"] == kind and condition["status"] == "True" for condition in conditions)
 
 
-def state(conditions: Conditions, *, suspending: bool) -> State:
-    """The one word."""
-    for kind, word in (
+def derive_state(conditions: Conditions, *, suspending: bool) -> State:
+    """Return the one-word state that summarizes the conditions."""
+    for kind, state in (
         (ConditionType.FAILED, State.FAILED),
         (ConditionType.SUCCEEDED, State.SUCCEEDED),
         (ConditionType.SUSPENDED, State.SUSPENDED),
     ):
         if conditions.is_true(kind):
-            return word
+            return state
     if suspending:
         return State.SUSPENDING
     if not conditions.is_true(ConditionType.ACCEPTED):

@@ -1,4 +1,4 @@
-"""Pods that ended badly: why, whose fault it was, and what is done about it. Pure."""
+"""Failed pods: the reason of a failure and the action it requires. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollout_api.manifest.pod_spec import FailurePolicy, FailureRule
 from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_MODEL, EXIT_REDIS
 from rollout_operator.observed import PodView
 
-_CLUSTERS_DOING = frozenset(
+_DISRUPTION_REASONS = frozenset(
     {
         "Evicted",
         "NodeAffinity",
@@ -23,22 +23,24 @@ _CLUSTERS_DOING = frozenset(
         "UnexpectedAdmissionError",
     }
 )
-"""Reasons of a pod's end that say nothing about the job (kubelet, node lifecycle, scheduler; Kubernetes 1.20–1.36)."""
+"""Reasons with which the kubelet, the node lifecycle controller or the scheduler ends a pod, independently of the job
+(Kubernetes 1.20 to 1.36)."""
 
-_SAID_BY_EXIT_CODE = {
+_EXIT_CODE_REASONS = {
     EXIT_MANIFEST: "ManifestRefused",
     EXIT_MODEL: "ModelNotFound",
     EXIT_REDIS: "RedisUnreachable",
 }
-"""What ``rollout`` says by its exit code."""
+"""Reasons that the ``rollout`` command reports by its exit code."""
 
-_FIRST_DELAY_S = 5.0
-_LONGEST_DELAY_S = 300.0
-_FORGOTTEN_AFTER_S = 600.0
+_FIRST_BACKOFF_S = 5.0
+_MAX_BACKOFF_S = 300.0
+_BACKOFF_WINDOW_S = 600.0
+"""Failures older than this no longer lengthen the backoff."""
 
 
-class Answer(Enum):
-    """What is done about a pod that failed."""
+class FailureAction(Enum):
+    """What the operator does about a failed pod."""
 
     FAIL_JOB = "FailJob"
     REPLACE = "Replace"
@@ -46,29 +48,33 @@ class Answer(Enum):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Judgement of one failed pod."""
+class FailureDecision:
+    """The reason of a pod's failure and what to do about it."""
 
     reason: str
-    answer: Answer
+    action: FailureAction
 
 
-def judge(pod: PodView, policy: FailurePolicy) -> Verdict:
-    """What to do about a failed pod: the user's first rule that matches, else what is sensible."""
-    reason = reason_of(pod)
+def classify_failure(pod: PodView, policy: FailurePolicy) -> FailureDecision:
+    """Decide what to do about a failed pod.
+
+    The first matching rule of the job's failure policy decides. Without one, a pod that the cluster disrupted is
+    ignored, a refused manifest fails the job, and any other failure is counted and the pod replaced.
+    """
+    reason = failure_reason(pod)
     for rule in policy.rules:
         if _matches(rule, pod, reason):
-            return Verdict(reason, Answer(rule.action))
-    if pod.disrupted or reason in _CLUSTERS_DOING:
-        return Verdict(reason, Answer.IGNORE)
-    # the next pod would read the same manifest
-    return Verdict(reason, Answer.FAIL_JOB if reason == "ManifestRefused" else Answer.REPLACE)
+            return FailureDecision(reason, FailureAction(rule.action))
+    if pod.disrupted or reason in _DISRUPTION_REASONS:
+        return FailureDecision(reason, FailureAction.IGNORE)
+    # A replacement would read the same manifest and fail in the same way.
+    return FailureDecision(reason, FailureAction.FAIL_JOB if reason == "ManifestRefused" else FailureAction.REPLACE)
 
 
-def reason_of(pod: PodView) -> str:
-    """Why a pod ended, in one word."""
-    if pod.reason in ("", "Error") and pod.exit_code in _SAID_BY_EXIT_CODE:
-        return _SAID_BY_EXIT_CODE[pod.exit_code]
+def failure_reason(pod: PodView) -> str:
+    """Return in one word why a pod failed."""
+    if pod.reason in ("", "Error") and pod.exit_code in _EXIT_CODE_REASONS:
+        return _EXIT_CODE_REASONS[pod.exit_code]
     return pod.reason or "Error"
 
 
@@ -82,10 +88,13 @@ def _matches(rule: FailureRule, pod: PodView, reason: str) -> bool:
     return (pod.exit_code in rule.on_exit_codes.values) == (rule.on_exit_codes.operator == "In")
 
 
-def delay(times: Iterable[float], now: float) -> float:
-    """Seconds until another pod may be made, after pods that failed and count at *times*: 5, 10, 20 … 300."""
-    recent = [time for time in times if now - time < _FORGOTTEN_AFTER_S]
+def backoff_delay(times: Iterable[float], now: float) -> float:
+    """Return the seconds until another pod may be created, given when the counted failures happened.
+
+    The backoff after the last failure is 5, 10, 20 … 300 seconds, by the number of recent failures.
+    """
+    recent = [time for time in times if now - time < _BACKOFF_WINDOW_S]
     if not recent:
         return 0.0
-    pause = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** (len(recent) - 1))
-    return max(0.0, max(recent) + pause - now)
+    backoff = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** (len(recent) - 1))
+    return max(0.0, max(recent) + backoff - now)

@@ -1,4 +1,4 @@
-"""What a job's head says of it at ``/status``: the part that the operator uses."""
+"""The fields of a head's ``/status`` that the operator uses."""
 
 from __future__ import annotations
 
@@ -6,62 +6,79 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+STATUS_PERIOD_S = 10.0
+"""How often the status of a running job's head is read."""
+
 
 class EngineStatus(BaseModel):
-    """One engine."""
+    """The status of one engine."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     worker: str = ""
-    """Name of the worker's pod."""
+    """Name of the worker pod."""
     slots: int = 0
+    """How many rollouts the engine runs at a time."""
     assigned: int = 0
-    """Rollouts that it has."""
+    """Number of rollouts assigned to the engine."""
     idle_seconds: float = 0.0
-    """Since it had one last."""
+    """Time since the engine last had a rollout."""
 
 
 class HeadStatus(BaseModel):
-    """The job. What a newer head says besides is ignored; what an older one does not say has a default."""
+    """The status of a job as its head reports it.
+
+    Head and operator may have different versions: fields that only a newer head has are ignored, and fields that an
+    older head lacks have defaults.
+    """
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     weight_version: int = 0
     waiting: int = 0
-    """Rollouts that no engine has yet."""
+    """Number of rollouts that are not assigned to an engine yet."""
     assigned: int = 0
+    """Number of rollouts that are assigned to engines."""
     done: int = 0
+    """Number of finished rollouts."""
     total: int | None = None
-    """Rollouts of a dataset source in all its epochs."""
+    """Number of rollouts of a dataset source in all its epochs."""
     epoch: int | None = None
     tokens: int = 0
+    """Response tokens of finished rollouts."""
     accepted_per_step: float = 0.0
+    """Accepted tokens per decoding step."""
     steps: int = 0
+    """Decoding steps of finished rollouts."""
     canaries: int = 0
-    """Rollouts without drafts that were compared with their siblings."""
+    """Number of canaries that were compared with their siblings."""
     distribution_drift: bool = False
-    """Whether drafts change what is sampled."""
+    """Whether the canaries show that drafting changes the output distribution."""
     unverified: tuple[str, ...] = ()
-    """Engines whose drafts do not reach the model as they are made."""
+    """Engines on which vLLM does not verify the drafts that are proposed."""
     saved: float | None = None
-    """Share of decoding time that drafts saved; negative if they cost time."""
+    """Fraction of the decoding time that drafting saved; negative if drafting cost time."""
     tokens_per_second: float = 0.0
     seconds_left: float | None = None
+    """Estimated time until all open requests are answered."""
     work_seconds: float | None = None
-    """Until all that is open is answered, if all engines were busy to the end."""
+    """Estimated time until all open requests are answered if all engines stay busy until then."""
     tail_seconds: float | None = None
-    """Until the rollout that has most ahead ends: more workers do not shorten it."""
-    redis_away: str | None = None
-    """What is the matter with Redis, where the job waits for it."""
+    """Estimated duration of the longest remaining rollout, which more workers do not shorten."""
+    redis_error: str | None = None
+    """Why Redis is unavailable, while the job waits for it."""
     engine_errors: dict[str, str] = Field(default_factory=dict)
-    """Engines that do not start, and why."""
+    """Engines that cannot start, and the reason of each."""
     engines: tuple[EngineStatus, ...] = Field(default=())
 
     @classmethod
-    def of_message(cls, message: str) -> Self | None:
-        """What a head said last, as the message of its container's end; None if it said nothing."""
+    def from_termination_message(cls, message: str) -> Self | None:
+        """Parse the last status of a head that succeeded, which is its container's termination message.
+
+        Returns None if the message is not a status.
+        """
         try:
-            said = cls.model_validate_json(message)
+            status = cls.model_validate_json(message)
         except ValidationError:
             return None
-        return said if "done" in said.model_fields_set else None
+        return status if "done" in status.model_fields_set else None

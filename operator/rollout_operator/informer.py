@@ -1,8 +1,8 @@
-"""Keeps the store's objects of one kind as they are in the cluster.
+"""Keeps the object cache consistent with the cluster, for one kind of object that jobs own.
 
-kopf watches RolloutJobs; of the much more numerous objects that jobs own it would keep a task and a memory each, and
-after a watch that was away for too long (410 Gone) it does not say what was deleted meanwhile. Here a new list replaces
-what was known, as client-go's reflector does it.
+These objects are not watched with kopf, because they are far more numerous than jobs and kopf keeps a task and a memory
+for each. Moreover, after a watch has been interrupted for too long (410 Gone), kopf does not report what was deleted
+meanwhile. This informer works like client-go's reflector: a new list replaces what was known.
 """
 
 from __future__ import annotations
@@ -11,60 +11,60 @@ import asyncio
 import logging
 import random
 
-from rollout_operator.api import ApiError, KubernetesApi
-from rollout_operator.store import JobKey, Store
-from rollout_operator.watched import Watched
+from rollout_operator.kubernetes_api import ApiError, KubernetesApi
+from rollout_operator.object_cache import JobKey, ObjectCache
+from rollout_operator.resource_kinds import ResourceKind
 from rollout_operator.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_S = 1.0
-_GONE = 410
+_RETRY_DELAY_S = 1.0
+_HTTP_GONE = 410
 
 
 class Informer:
-    """Of one kind in one namespace, or (empty) in all."""
+    """Watches one kind in one namespace, or in all namespaces if *namespace* is empty."""
 
     def __init__(
-        self, api: KubernetesApi, store: Store, queue: WorkQueue[JobKey], kind: Watched, namespace: str
+        self, api: KubernetesApi, cache: ObjectCache, queue: WorkQueue[JobKey], kind: ResourceKind, namespace: str
     ) -> None:
-        self.listed = asyncio.Event()
-        """Whether everything was in the store once."""
-        self._api, self._store, self._queue = api, store, queue
+        self.synced = asyncio.Event()
+        """Set once the cache has received a complete list."""
+        self._api, self._cache, self._queue = api, cache, queue
         self._kind, self._namespace = kind, namespace
 
     async def run(self) -> None:
-        """List, watch from there, and list again when the watch cannot go on; until cancelled."""
+        """List the objects and watch for changes until cancelled; list again whenever the watch cannot be continued."""
         while True:
             try:
                 version = await self._list()
-                self.listed.set()
+                self.synced.set()
                 await self._watch(version)
             except ApiError as error:
-                if error.status == _GONE:
-                    logger.info("The watch of %s was away for too long; listing anew.", self._kind.plural)
+                if error.status == _HTTP_GONE:
+                    logger.info("The watch of %s was interrupted for too long; listing them again.", self._kind.plural)
                     continue
-                logger.warning("%s cannot be watched now: %s", self._kind.plural, error)
+                logger.warning("%s cannot be watched at the moment: %s", self._kind.plural, error)
                 await _pause()
 
     async def _list(self) -> str:
-        """Make the store as the cluster is; from which version on to watch."""
-        # what comes into the store while the list is on its way is not in question
-        known = self._store.known(self._kind.kind, self._namespace)
-        there: set[str] = set()
-        version, page = "", ""
+        """Bring the cache up to date, and return the resource version from which to watch."""
+        # Objects that arrive in the cache while the list is being read must not be removed.
+        known = self._cache.uids(self._kind.kind, self._namespace)
+        listed: set[str] = set()
+        version, continue_token = "", ""
         while True:
-            answer = await self._api.page(self._kind, self._namespace, page)
-            for item in answer["items"]:
-                there.add(item["metadata"]["uid"])
-                # a list says once, for all of its items, what they are
+            page = await self._api.list_page(self._kind, self._namespace, continue_token)
+            for item in page["items"]:
+                listed.add(item["metadata"]["uid"])
+                # A list states the type of its items only once, for all of them.
                 body = {"apiVersion": self._kind.api_version, "kind": self._kind.kind, **item}
-                self._changed(self._store.put(body, self._kind.kind))
-            version, page = answer["metadata"]["resourceVersion"], answer["metadata"].get("continue", "")
-            if not page:
+                self._reconcile(self._cache.update(body, self._kind.kind))
+            version, continue_token = page["metadata"]["resourceVersion"], page["metadata"].get("continue", "")
+            if not continue_token:
                 break
-        for uid in known - there:
-            self._changed(self._store.drop_uid(self._kind.kind, uid))
+        for uid in known - listed:
+            self._reconcile(self._cache.remove_uid(self._kind.kind, uid))
         return str(version)
 
     async def _watch(self, version: str) -> None:
@@ -76,20 +76,20 @@ class Informer:
                         raise ApiError(body.get("code", 0), body.get("reason", "Error"), body.get("message", ""))
                     version = body["metadata"]["resourceVersion"]
                     if event["type"] == "DELETED":
-                        self._changed(self._store.drop(body, self._kind.kind))
+                        self._reconcile(self._cache.remove(body, self._kind.kind))
                     elif event["type"] in ("ADDED", "MODIFIED"):
-                        self._changed(self._store.put(body, self._kind.kind))
+                        self._reconcile(self._cache.update(body, self._kind.kind))
             except ApiError as error:
-                if not error.passes:
+                if not error.transient:
                     raise
-                logger.warning("The watch of %s broke off: %s", self._kind.plural, error)
+                logger.warning("The watch of %s broke: %s", self._kind.plural, error)
                 await _pause()
 
-    def _changed(self, key: JobKey | None) -> None:
+    def _reconcile(self, key: JobKey | None) -> None:
         if key is not None:
             self._queue.add(key)
 
 
 async def _pause() -> None:
-    """Not all at once, when the API server is back."""
-    await asyncio.sleep(_PAUSE_S * random.uniform(0.5, 1.5))
+    """Wait for a random time, so that not all informers return at once when the API server is back."""
+    await asyncio.sleep(_RETRY_DELAY_S * random.uniform(0.5, 1.5))

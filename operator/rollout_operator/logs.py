@@ -1,4 +1,4 @@
-"""Log lines as JSON, one object a line, for whoever collects a cluster's logs."""
+"""Log lines as JSON objects, one per line, for log collectors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from datetime import UTC, datetime
 
 
 class JsonFormatter(logging.Formatter):
-    """Time, severity, logger, message; the job it is about; the traceback of an error."""
+    """Formats a record with time, severity, logger and message, and with the job and the traceback if it has them."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line."""
+        """Return the record as one line."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "severity": record.levelname.lower(),
@@ -26,12 +26,12 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(*, as_json: bool, level: str) -> None:
-    """Have all loggers write to standard error."""
+    """Make all loggers write to standard error."""
     handler = logging.StreamHandler()
-    plain = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    handler.setFormatter(JsonFormatter() if as_json else plain)
+    text_formatter = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    handler.setFormatter(JsonFormatter() if as_json else text_formatter)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # every watch event, twice
+    # kopf logs every watch event twice at INFO.
     logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))
-    # they are heeded, outside its thread
-    logging.getLogger("kopf._core.reactor.running").addFilter(lambda line: "signals are ignored" not in line.msg)
+    # kopf warns that it does not handle signals in its thread; the main thread handles them.
+    logging.getLogger("kopf._core.reactor.running").addFilter(lambda record: "signals are ignored" not in record.msg)

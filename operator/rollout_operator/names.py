@@ -1,4 +1,7 @@
-"""Names and labels of a job's objects. All are told apart by them, so they never change."""
+"""Names and labels of the objects that belong to a job.
+
+The operator finds the objects of existing jobs by these names, so changing one orphans what is already running.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +14,31 @@ MANAGED_BY = "app.kubernetes.io/managed-by"
 JOB_LABEL = f"{GROUP}/job"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 SLOT_LABEL = f"{GROUP}/slot"
-REPLACEMENT = f"{GROUP}/replacement"
-"""Annotation of a worker whose slot another worker had before."""
-FINALIZER = f"{GROUP}/end"
+REPLACEMENT_ANNOTATION = f"{GROUP}/replacement"
+"""Annotation of a worker pod whose slot was occupied by another worker before."""
+FINALIZER = f"{GROUP}/cleanup"
 FIELD_MANAGER = "das-rollout-operator"
 
-HEAD, WORKER, END = "head", "worker", "end"
-"""Components. ``end`` is the pod that tells a job's Redis that the job has ended before its work was done."""
+HEAD, WORKER, CLEANUP = "head", "worker", "cleanup"
+"""Components. The cleanup pod tells a job's Redis that the job failed or was deleted."""
 
 HTTP_PORT = 8080
 RAY_PORT = 6380
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 POD_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
-POD_GROUP_TOTAL = "kueue.x-k8s.io/pod-group-total-count"
-QUEUE_GATE = "kueue.x-k8s.io/admission"
+POD_GROUP_TOTAL_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
+QUEUE_SCHEDULING_GATE = "kueue.x-k8s.io/admission"
 
 
 def selector(job: str, component: str | None = None) -> dict[str, str]:
-    """Labels by which a job's pods are found."""
+    """Return the labels that select a job's pods, or only those of one component."""
     labels = {MANAGED_BY: APP, JOB_LABEL: job}
     return labels if component is None else {**labels, COMPONENT_LABEL: component}
 
 
 def labels(job: str, component: str) -> dict[str, str]:
-    """Labels of an object of a job."""
+    """Return all labels of an object that belongs to a job."""
     return {
         "app.kubernetes.io/name": APP,
         "app.kubernetes.io/instance": job,
@@ -45,57 +48,57 @@ def labels(job: str, component: str) -> dict[str, str]:
 
 
 def head_pod(job: str) -> str:
-    """Name of the head."""
+    """Return the name of the head pod."""
     return f"{job}-head"
 
 
 def worker_pod(job: str, slot: int) -> str:
-    """Name of the worker in a slot."""
+    """Return the name of the worker pod in a slot."""
     return f"{job}-worker-{slot}"
 
 
-def end_pod(job: str) -> str:
-    """Name of the pod that tells Redis of the job's end."""
-    return f"{job}-end"
+def cleanup_pod(job: str) -> str:
+    """Return the name of the cleanup pod."""
+    return f"{job}-cleanup"
 
 
 def service(job: str) -> str:
-    """Name of the head's Service."""
+    """Return the name of the head's Service."""
     return f"{job}-head"
 
 
 def service_account(job: str) -> str:
-    """Name of the service account of all pods."""
+    """Return the name of the ServiceAccount of the job's pods."""
     return f"{job}-rollout"
 
 
-def manifest_map(job: str) -> str:
-    """Name of the ConfigMap from which pods read the job's manifest."""
+def manifest_config_map(job: str) -> str:
+    """Return the name of the ConfigMap from which the pods read the job's manifest."""
     return f"{job}-manifest"
 
 
-def connection_map(job: str) -> str:
-    """Name of the ConfigMap from which trainers read how to connect."""
+def connection_config_map(job: str) -> str:
+    """Return the name of the ConfigMap from which trainers read how to connect."""
     return f"{job}-connection"
 
 
 def redis_secret(job: str) -> str:
-    """Name of the Secret with the URL of the job's own Redis user, where that is managed."""
+    """Return the name of the Secret with the URL of the job's own Redis user, for a job with a managed user."""
     return f"{job}-redis"
 
 
 def disruption_budget(job: str) -> str:
-    """Name of the workers' PodDisruptionBudget."""
+    """Return the name of the workers' PodDisruptionBudget."""
     return f"{job}-workers"
 
 
 def network_policy(job: str) -> str:
-    """Name of the NetworkPolicy."""
+    """Return the name of the job's NetworkPolicy."""
     return f"{job}-rollout"
 
 
-def owner(metadata: dict[str, Any], api_version: str, kind: str) -> dict[str, Any]:
-    """The reference by which Kubernetes deletes an object with its job."""
+def owner_reference(metadata: dict[str, Any], api_version: str, kind: str) -> dict[str, Any]:
+    """Return the owner reference that makes Kubernetes delete an object together with its job."""
     return {
         "apiVersion": api_version,
         "kind": kind,

@@ -1,4 +1,4 @@
-"""What the operator sees of a job: the little that plans are made from, taken from whole Kubernetes objects."""
+"""The observed state of one job: the facts that plans are made from, extracted from Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from datetime import datetime
 from typing import Any, Self
 
 from rollout_operator import names
-from rollout_operator.cluster import Cluster
+from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.head_status import HeadStatus
 
 Manifest = Mapping[str, Any]
-"""A Kubernetes object as the API server gives it."""
+"""A Kubernetes object as the API server returns it."""
 
 _LOST_AFTER_S = 30.0
-"""Beyond its grace: so long a pod that should have ended may be there before its node is taken to be lost."""
+"""Time after a pod's deletion deadline from which on its node is considered lost."""
 
 
-def seconds(time: str | None) -> float | None:
-    """A Kubernetes time as Unix time."""
-    return None if time is None else datetime.fromisoformat(time.replace("Z", "+00:00")).timestamp()
+def parse_timestamp(timestamp: str | None) -> float | None:
+    """Return a timestamp of the Kubernetes API as Unix time."""
+    return None if timestamp is None else datetime.fromisoformat(timestamp.replace("Z", "+00:00")).timestamp()
 
 
 @dataclass(frozen=True)
@@ -31,35 +31,36 @@ class PodView:
     uid: str
     component: str
     slot: int
-    """Of a worker; -1 for others."""
+    """Slot of a worker; -1 for other components."""
     phase: str
     ready: bool
     created: float
-    deleting: float | None
-    """When it should have ended, if it was told to."""
+    deletion_deadline: float | None
+    """When a pod that is being deleted should have terminated; None if it is not being deleted."""
     scheduled: bool
     gated: bool
-    """A queue holds it back."""
+    """Whether a scheduling gate holds the pod back, as Kueue does until it admits the pod."""
     unschedulable: str
-    """The scheduler's words."""
+    """The scheduler's message if the pod is unschedulable, else empty."""
     reason: str
-    """Why it ended, or why it does not start."""
+    """Why the pod terminated or cannot start."""
     message: str
     exit_code: int | None
     disrupted: bool
-    """Its end was the cluster's doing, by its condition DisruptionTarget."""
+    """Whether the cluster ended the pod, by its condition DisruptionTarget."""
     replacement: bool
+    """Whether another worker occupied this pod's slot before."""
     ip: str
     node: str
 
     @classmethod
-    def of(cls, pod: Manifest) -> Self:
-        """Read a pod."""
+    def from_pod(cls, pod: Manifest) -> Self:
+        """Extract the view from a Pod object."""
         metadata, spec, status = pod["metadata"], pod.get("spec", {}), pod.get("status", {})
         labels = metadata.get("labels", {})
-        conditions = {one["type"]: one for one in status.get("conditions") or ()}
+        conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
         scheduled = conditions.get("PodScheduled", {})
-        reason, message, code = _end(status)
+        reason, message, exit_code = _outcome(status)
         slot = labels.get(names.SLOT_LABEL, "")
         return cls(
             name=metadata["name"],
@@ -68,46 +69,51 @@ class PodView:
             slot=int(slot) if slot.isdigit() else -1,
             phase=status.get("phase", "Pending"),
             ready=conditions.get("Ready", {}).get("status") == "True",
-            created=seconds(metadata.get("creationTimestamp")) or 0.0,
-            deleting=seconds(metadata.get("deletionTimestamp")),
+            created=parse_timestamp(metadata.get("creationTimestamp")) or 0.0,
+            deletion_deadline=parse_timestamp(metadata.get("deletionTimestamp")),
             scheduled=bool(spec.get("nodeName")),
             gated=bool(spec.get("schedulingGates")),
             unschedulable=scheduled.get("message", "") if scheduled.get("reason") == "Unschedulable" else "",
             reason=reason,
             message=message,
-            exit_code=code,
+            exit_code=exit_code,
             disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
-            replacement=names.REPLACEMENT in metadata.get("annotations", {}),
+            replacement=names.REPLACEMENT_ANNOTATION in metadata.get("annotations", {}),
             ip=status.get("podIP", ""),
             node=spec.get("nodeName", ""),
         )
 
     @property
-    def ended(self) -> bool:
-        """Nothing of it runs any more."""
+    def deleting(self) -> bool:
+        """Whether the pod's deletion was requested."""
+        return self.deletion_deadline is not None
+
+    @property
+    def terminated(self) -> bool:
+        """Whether all containers have terminated."""
         return self.phase in ("Succeeded", "Failed")
 
-    def lost(self, now: float) -> bool:
-        """It was told to end and nobody carries that out, or removes what has ended: its node is gone."""
-        return self.deleting is not None and now > self.deleting + _LOST_AFTER_S
+    def is_lost(self, now: float) -> bool:
+        """Return whether the pod should have been deleted long ago, which means that its node is gone."""
+        return self.deletion_deadline is not None and now > self.deletion_deadline + _LOST_AFTER_S
 
 
-def _end(status: Manifest) -> tuple[str, str, int | None]:
-    """Reason, message and exit code of a pod that ended or does not start, as the pod or its containers have it."""
+def _outcome(status: Manifest) -> tuple[str, str, int | None]:
+    """Return reason, message and exit code of a pod that terminated or cannot start, from the pod or its containers."""
     containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     for container in containers:
-        ended = container.get("state", {}).get("terminated")
-        if ended is not None and ended.get("exitCode"):
+        terminated = container.get("state", {}).get("terminated")
+        if terminated is not None and terminated.get("exitCode"):
             return (
-                status.get("reason") or ended.get("reason") or "Error",
-                status.get("message") or ended.get("message", ""),
-                ended["exitCode"],
+                status.get("reason") or terminated.get("reason") or "Error",
+                status.get("message") or terminated.get("message", ""),
+                terminated["exitCode"],
             )
     if status.get("reason"):
         return status["reason"], status.get("message", ""), None
     if status.get("phase") == "Succeeded":
-        said = [one.get("state", {}).get("terminated", {}).get("message", "") for one in containers]
-        return "", "".join(said), 0
+        messages = [container.get("state", {}).get("terminated", {}).get("message", "") for container in containers]
+        return "", "".join(messages), 0
     for container in containers:
         waiting = container.get("state", {}).get("waiting")
         if waiting is not None and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
@@ -116,57 +122,57 @@ def _end(status: Manifest) -> tuple[str, str, int | None]:
 
 
 @dataclass(frozen=True)
-class Obstacle:
-    """Something that the API server refused lately."""
+class ApplyFailure:
+    """An action that the API server rejected recently."""
 
-    what: str
-    """As in ``Pod math-worker-3``."""
+    target: str
+    """What was rejected, such as ``Pod math-worker-3`` or ``the deletion of Pod math-worker-3``."""
     reason: str
-    """As in Forbidden."""
+    """The reason that the API server gave, such as ``Forbidden``."""
     message: str
     time: float
 
     def __str__(self) -> str:
-        """For people."""
-        return f"{self.what}: {self.message}"
+        """Return a message for conditions and Events."""
+        return f"The API server rejected {self.target}: {self.message}"
 
 
 @dataclass(frozen=True)
 class Observed:
-    """All that a plan is made from."""
+    """Everything that a plan is made from."""
 
     job: Manifest
     """The RolloutJob."""
     pods: tuple[PodView, ...]
-    """Those that the job owns."""
+    """The pods that the job owns."""
     objects: Mapping[tuple[str, str], Manifest]
-    """What else it owns, by kind and name."""
+    """The other objects that the job owns, by kind and name."""
     now: float
-    """Unix time."""
-    cluster: Cluster
+    """Current Unix time."""
+    cluster: ClusterInfo
     default_image: str
-    said: HeadStatus | None = None
-    """What the head said last; None if it does not answer."""
-    obstacles: tuple[Obstacle, ...] = field(default=())
+    last_head_status: HeadStatus | None = None
+    """The last status of the head; None if the head does not answer."""
+    apply_failures: tuple[ApplyFailure, ...] = field(default=())
 
     @property
     def metadata(self) -> Manifest:
-        """The job's."""
-        found: Manifest = self.job["metadata"]
-        return found
+        """The job's metadata."""
+        metadata: Manifest = self.job["metadata"]
+        return metadata
 
     @property
     def status(self) -> Manifest:
-        """The job's, as the API server has it."""
-        found: Manifest = self.job.get("status") or {}
-        return found
+        """The job's status in the API server."""
+        status: Manifest = self.job.get("status") or {}
+        return status
 
     @property
     def head(self) -> HeadStatus | None:
-        """What the head says, if it runs: what another said before it is no news."""
-        there = any(pod.deleting is None and pod.phase == "Running" for pod in self.of(names.HEAD))
-        return self.said if there else None
+        """The status of the head that is running now, if it answers; the status of an earlier head is outdated."""
+        running = any(not pod.deleting and pod.phase == "Running" for pod in self.component(names.HEAD))
+        return self.last_head_status if running else None
 
-    def of(self, component: str) -> list[PodView]:
-        """Pods of a component, oldest first."""
+    def component(self, component: str) -> list[PodView]:
+        """Return the pods of a component, oldest first."""
         return sorted((pod for pod in self.pods if pod.component == component), key=lambda pod: (pod.created, pod.uid))

@@ -1,79 +1,40 @@
-"""Pods of a job, as dicts: pure functions of the job."""
+"""Builds the manifests of a job's pods; pure functions of the job."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from rollout_api.manifest.field_types import SecretKey
 from rollout_api.manifest.pod_spec import Resources, Toleration
-from rollout_api.manifest.rollout_job import API_VERSION, KIND, RolloutJob
 from rollout_operator import names
 from rollout_operator.accelerators import GPU_RESOURCE, node_affinity
-from rollout_operator.strategic_merge import merged
+from rollout_operator.job_context import JobContext
+from rollout_operator.strategic_merge import strategic_merge
 
 MANIFEST_FILE = "job.yaml"
 WORKER_GRACE_S = 45
-"""A worker lets its rollouts end for 25 s, then hands over what is left."""
+"""A worker lets its rollouts finish for 25 s and then hands over the unfinished ones."""
 HEAD_GRACE_S = 30
-END_DEADLINE_S = 60
-"""How long a job's end may wait for its Redis."""
+CLEANUP_DEADLINE_S = 60
+"""How long the cleanup pod may run, most of which it may wait for Redis."""
 
-_UNREACHABLE_S = 30
+_UNREACHABLE_TOLERATION_S = 30
 _USER = 1000
 _MANIFEST_MOUNT = "/etc/rollout"
 _MODELS_MOUNT = "/models"
 WEIGHTS_MOUNT = "/weights"
 
-DEFAULT_REDIS_SECRET = SecretKey(name="rollout-redis", key="url")
 
-
-@dataclass(frozen=True)
-class JobIdentity:
-    """What names a job's objects, besides its manifest."""
-
-    job: RolloutJob
-    uid: str
-    labels: dict[str, str]
-    """Of the RolloutJob itself."""
-    default_image: str
-
-    @property
-    def name(self) -> str:
-        """The job's name."""
-        return self.job.metadata.name
-
-    @property
-    def owner(self) -> dict[str, Any]:
-        """Reference to the job."""
-        return names.owner({"name": self.name, "uid": self.uid}, API_VERSION, KIND)
-
-    @property
-    def queue(self) -> str | None:
-        """Kueue's queue, where the job is in one."""
-        return self.labels.get(names.QUEUE_LABEL)
-
-
-def redis_secret(job: RolloutJob) -> SecretKey | None:
-    """The Secret with the URL of the job's Redis; None where the manifest has the URL."""
-    redis = job.spec.redis
-    if redis.managed:
-        return SecretKey(name=names.redis_secret(job.metadata.name), key="url")
-    if redis.url_from is not None:
-        return redis.url_from.secret_key_ref
-    return None if redis.url is not None else DEFAULT_REDIS_SECRET
-
-
-def head_pod(identity: JobIdentity) -> dict[str, Any]:
-    """The pod that coordinates."""
-    head = identity.job.spec.head
+def head_pod(context: JobContext) -> dict[str, Any]:
+    """Return the head pod, which runs Ray's head, the coordinator and the relay."""
+    head = context.job.spec.head
     container = {
         "name": names.HEAD,
         "command": ["rollout", "head"],
         "args": [
             f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}",
-            f"--uid={identity.uid}",
+            f"--uid={context.uid}",
             f"--port={names.RAY_PORT}",
             f"--http-port={names.HTTP_PORT}",
         ],
@@ -81,19 +42,19 @@ def head_pod(identity: JobIdentity) -> dict[str, Any]:
             {"name": "http", "containerPort": names.HTTP_PORT},
             {"name": "ray", "containerPort": names.RAY_PORT},
         ],
-        "readinessProbe": _ready_when("/status"),
+        "readinessProbe": _readiness_probe("/status"),
         "resources": _resources(head.resources, gpus=0),
     }
     pod = _pod(
-        identity, names.head_pod(identity.name), names.HEAD, container, "1Gi", head.tolerations, head.node_selector
+        context, names.head_pod(context.name), names.HEAD, container, "1Gi", head.tolerations, head.node_selector
     )
     pod["spec"]["terminationGracePeriodSeconds"] = HEAD_GRACE_S
-    return _in_queue(identity, _overridden(identity, pod, head.pod_template), grouped=True)
+    return _in_queue(context, _with_template(context, pod, head.pod_template), grouped=True)
 
 
-def worker_pod(identity: JobIdentity, slot: int, *, replacement: bool) -> dict[str, Any]:
-    """A pod with engines."""
-    spec = identity.job.spec
+def worker_pod(context: JobContext, slot: int, *, replacement: bool) -> dict[str, Any]:
+    """Return the worker pod of a slot, which runs engines."""
+    spec = context.job.spec
     workers = spec.workers
     gpus = workers.gpus_per_worker
     container = {
@@ -101,21 +62,21 @@ def worker_pod(identity: JobIdentity, slot: int, *, replacement: bool) -> dict[s
         "command": ["rollout", "worker"],
         "args": [
             f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}",
-            f"--uid={identity.uid}",
+            f"--uid={context.uid}",
             f"--http-port={names.HTTP_PORT}",
         ],
         "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
-        "readinessProbe": _ready_when("/readyz"),
+        "readinessProbe": _readiness_probe("/readyz"),
         "resources": _resources(workers.resources, gpus=gpus),
     }
     tolerations = list(workers.tolerations)
     if gpus:
         tolerations.append(Toleration(key=GPU_RESOURCE, operator="Exists", effect="NoSchedule"))
-    name = names.worker_pod(identity.name, slot)
-    pod = _pod(identity, name, names.WORKER, container, workers.shared_memory, tolerations, workers.node_selector)
+    name = names.worker_pod(context.name, slot)
+    pod = _pod(context, name, names.WORKER, container, workers.shared_memory, tolerations, workers.node_selector)
     pod["metadata"]["labels"][names.SLOT_LABEL] = str(slot)
     if replacement:
-        pod["metadata"]["annotations"] = {names.REPLACEMENT: "true"}
+        pod["metadata"]["annotations"] = {names.REPLACEMENT_ANNOTATION: "true"}
     pod["spec"] |= {
         "terminationGracePeriodSeconds": WORKER_GRACE_S,
         "topologySpreadConstraints": [
@@ -123,40 +84,40 @@ def worker_pod(identity: JobIdentity, slot: int, *, replacement: bool) -> dict[s
                 "maxSkew": 1,
                 "topologyKey": "kubernetes.io/hostname",
                 "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": names.selector(identity.name, names.WORKER)},
+                "labelSelector": {"matchLabels": names.selector(context.name, names.WORKER)},
             }
         ],
     }
     if workers.accelerator is not None and gpus:
         pod["spec"]["affinity"] = {"nodeAffinity": node_affinity(workers.accelerator)}
-    return _in_queue(identity, _overridden(identity, pod, workers.pod_template), grouped=slot < workers.least)
+    return _in_queue(context, _with_template(context, pod, workers.pod_template), grouped=slot < workers.effective_min)
 
 
-def end_pod(identity: JobIdentity, *, delete: bool, reason: str) -> dict[str, Any]:
-    """The pod that tells Redis that the job has ended, and brings what was finished into the history.
+def cleanup_pod(context: JobContext, *, delete_messages: bool, reason: str) -> dict[str, Any]:
+    """Return the pod that marks the job as ended in Redis and moves finished rollouts to the history.
 
     Args:
-        identity: of the job.
-        delete: whether its messages are removed at once.
-        reason: what clients are told.
+        context: the job.
+        delete_messages: whether to delete the job's messages immediately.
+        reason: the message for the job's clients.
     """
     container = {
-        "name": names.END,
+        "name": names.CLEANUP,
         "command": ["rollout", "end"],
         "args": [
             f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}",
-            f"--uid={identity.uid}",
+            f"--uid={context.uid}",
             f"--reason={reason}",
-            *(["--delete"] if delete else []),
+            *(["--delete"] if delete_messages else []),
         ],
         "resources": {},
     }
-    pod = _pod(identity, names.end_pod(identity.name), names.END, container, "64Mi", [], {})
-    pod["spec"] |= {"terminationGracePeriodSeconds": 5, "activeDeadlineSeconds": END_DEADLINE_S}
+    pod = _pod(context, names.cleanup_pod(context.name), names.CLEANUP, container, "64Mi", [], {})
+    pod["spec"] |= {"terminationGracePeriodSeconds": 5, "activeDeadlineSeconds": CLEANUP_DEADLINE_S}
     return pod
 
 
-def _ready_when(path: str) -> dict[str, Any]:
+def _readiness_probe(path: str) -> dict[str, Any]:
     return {
         "httpGet": {"path": path, "port": "http"},
         "periodSeconds": 5,
@@ -174,7 +135,7 @@ def _resources(resources: Resources, *, gpus: int) -> dict[str, Any]:
 
 
 def _pod(
-    identity: JobIdentity,
+    context: JobContext,
     name: str,
     component: str,
     container: dict[str, Any],
@@ -182,24 +143,25 @@ def _pod(
     tolerations: list[Toleration],
     node_selector: dict[str, str],
 ) -> dict[str, Any]:
-    spec = identity.job.spec
+    spec = context.job.spec
     container |= {
-        "image": spec.image.name or identity.default_image,
-        # the end of the log becomes the status' message: it outlives the log, and needs no right to read logs
+        "image": spec.image.name or context.default_image,
+        # Copy the end of the log into the pod's status: it outlives the log, and reading it needs no permission to
+        # read logs.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        "env": _environment(identity),
+        "env": _environment(context),
     }
     if spec.image.pull_policy is not None:
         container["imagePullPolicy"] = spec.image.pull_policy
-    container["volumeMounts"], volumes = _volumes(identity, shared_memory)
+    container["volumeMounts"], volumes = _volumes(context, shared_memory)
     pod_spec: dict[str, Any] = {
         "restartPolicy": "Never",
-        "serviceAccountName": names.service_account(identity.name),
+        "serviceAccountName": names.service_account(context.name),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "securityContext": {
@@ -210,16 +172,16 @@ def _pod(
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "tolerations": [
-            *(one.model_dump(by_alias=True, exclude_none=True) for one in tolerations),
-            # what a lost node had is replaced sooner than Kubernetes' five minutes: other workers go on meanwhile
+            *(toleration.model_dump(by_alias=True, exclude_none=True) for toleration in tolerations),
+            # Replace the pods of a lost node sooner than after Kubernetes' default of five minutes.
             *(
                 {
-                    "key": f"node.kubernetes.io/{what}",
+                    "key": f"node.kubernetes.io/{taint}",
                     "operator": "Exists",
                     "effect": "NoExecute",
-                    "tolerationSeconds": _UNREACHABLE_S,
+                    "tolerationSeconds": _UNREACHABLE_TOLERATION_S,
                 }
-                for what in ("not-ready", "unreachable")
+                for taint in ("not-ready", "unreachable")
             ),
         ],
         "containers": [container],
@@ -236,25 +198,25 @@ def _pod(
         "kind": "Pod",
         "metadata": {
             "name": name,
-            "namespace": identity.job.metadata.namespace,
-            "labels": names.labels(identity.name, component),
-            "ownerReferences": [identity.owner],
+            "namespace": context.job.metadata.namespace,
+            "labels": names.labels(context.name, component),
+            "ownerReferences": [context.owner_reference],
         },
         "spec": pod_spec,
     }
 
 
-def _environment(identity: JobIdentity) -> list[dict[str, Any]]:
-    job = identity.job
+def _environment(context: JobContext) -> list[dict[str, Any]]:
+    job = context.job
     variables: list[dict[str, Any]] = [
-        {"name": "HOME", "value": "/tmp"},  # noqa: S108 – a volume of the pod's own
+        {"name": "HOME", "value": "/tmp"},  # noqa: S108 – an emptyDir volume
         {"name": "USER", "value": "rollout"},
         {"name": "ROLLOUT_MODEL_CACHE", "value": _MODELS_MOUNT},
         {"name": "HF_HOME", "value": f"{_MODELS_MOUNT}/huggingface"},
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
     ]
-    secret = redis_secret(job)
+    secret = context.redis_secret
     if secret is not None:
         variables.append(_from_secret("ROLLOUT_REDIS_URL", secret))
     else:
@@ -273,16 +235,16 @@ def _from_secret(name: str, secret: SecretKey) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
 
 
-def _volumes(identity: JobIdentity, shared_memory: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Mounts and what they are of."""
-    spec = identity.job.spec
+def _volumes(context: JobContext, shared_memory: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the volume mounts of the container and the volumes of the pod."""
+    spec = context.job.spec
     cache = spec.model.cache
-    own_cache = {} if cache.size_limit is None else {"sizeLimit": cache.size_limit}
+    private_cache = {} if cache.size_limit is None else {"sizeLimit": cache.size_limit}
     sources: dict[str, tuple[str, dict[str, Any]]] = {
-        "manifest": (_MANIFEST_MOUNT, {"configMap": {"name": names.manifest_map(identity.name)}}),
+        "manifest": (_MANIFEST_MOUNT, {"configMap": {"name": names.manifest_config_map(context.name)}}),
         "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}}),  # noqa: S108
         "tmp": ("/tmp", {"emptyDir": {}}),  # noqa: S108
-        "models": (_MODELS_MOUNT, _claim(cache.persistent_volume_claim) or {"emptyDir": own_cache}),
+        "models": (_MODELS_MOUNT, _claim(cache.persistent_volume_claim) or {"emptyDir": private_cache}),
     }
     if (weights := _claim(spec.weights.persistent_volume_claim)) is not None:
         sources["weights"] = (WEIGHTS_MOUNT, weights)
@@ -297,26 +259,26 @@ def _claim(name: str | None) -> dict[str, Any] | None:
     return None if name is None else {"persistentVolumeClaim": {"claimName": name}}
 
 
-def _overridden(identity: JobIdentity, pod: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """The pod with the user's template merged in; what it is found and owned by stays."""
-    result = merged(pod, template)
-    ours = pod["metadata"]
-    labels = {**result["metadata"].get("labels", {}), **ours["labels"]}
-    annotations = {**result["metadata"].get("annotations", {}), **ours.get("annotations", {})}
-    result["metadata"] = {**result["metadata"], **ours, "labels": labels}
+def _with_template(context: JobContext, pod: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge the user's template into the pod, but keep the labels and owners by which the operator finds the pod."""
+    result = strategic_merge(pod, template)
+    required = pod["metadata"]
+    labels = {**result["metadata"].get("labels", {}), **required["labels"]}
+    annotations = {**result["metadata"].get("annotations", {}), **required.get("annotations", {})}
+    result["metadata"] = {**result["metadata"], **required, "labels": labels}
     if annotations:
         result["metadata"]["annotations"] = annotations
     return result
 
 
-def _in_queue(identity: JobIdentity, pod: dict[str, Any], *, grouped: bool) -> dict[str, Any]:
-    """Labels by which Kueue lets the head and the least workers in together, and each further worker alone."""
-    if identity.queue is None:
+def _in_queue(context: JobContext, pod: dict[str, Any], *, grouped: bool) -> dict[str, Any]:
+    """Add Kueue's labels: it admits the head and the minimum of workers as one group, and other workers singly."""
+    if context.queue is None:
         return pod
     metadata = pod["metadata"]
-    metadata["labels"][names.QUEUE_LABEL] = identity.queue
+    metadata["labels"][names.QUEUE_LABEL] = context.queue
     if grouped:
-        metadata["labels"][names.POD_GROUP_LABEL] = identity.name
-        total = str(identity.job.spec.workers.least + 1)
-        metadata["annotations"] = {**metadata.get("annotations", {}), names.POD_GROUP_TOTAL: total}
+        metadata["labels"][names.POD_GROUP_LABEL] = context.name
+        total = str(context.job.spec.workers.effective_min + 1)
+        metadata["annotations"] = {**metadata.get("annotations", {}), names.POD_GROUP_TOTAL_ANNOTATION: total}
     return pod

@@ -1,4 +1,4 @@
-"""Looks at jobs: observe, plan, apply, again and again."""
+"""Reconciles jobs: observe, plan, apply."""
 
 from __future__ import annotations
 
@@ -8,121 +8,136 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollout_api.asyncio_tasks import end
+from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.status import ConditionType
 from rollout_operator import names
-from rollout_operator.actions import Note
-from rollout_operator.api import ApiError, KubernetesApi
-from rollout_operator.apply import OutdatedError, carry_out, post
-from rollout_operator.cluster import Cluster
+from rollout_operator.actions import Event
+from rollout_operator.apply import OutdatedError, execute, post_event
+from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.conditions import is_true
-from rollout_operator.heads import Heads
-from rollout_operator.observed import Manifest, Observed, Obstacle
+from rollout_operator.head_status_reader import HeadStatusReader
+from rollout_operator.kubernetes_api import ApiError, KubernetesApi
+from rollout_operator.object_cache import JobKey, ObjectCache
+from rollout_operator.observed import ApplyFailure, Manifest, Observed
 from rollout_operator.plan import plan
-from rollout_operator.store import JobKey, Store
 from rollout_operator.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
-_AT_ONCE = 16
-_REFUSED_AGAIN_AFTER_S = 10.0
-_OBSTACLE_KEPT_S = 2.5 * _REFUSED_AGAIN_AFTER_S
+_CONCURRENCY = 16
+"""How many jobs are reconciled at the same time."""
+_RETRY_REJECTED_S = 10.0
+"""Time until an action that the API server rejected is tried again."""
+_FORGET_FAILURE_S = 2.5 * _RETRY_REJECTED_S
+"""Age at which a rejected action that was not rejected again is no longer reported."""
 
 
 @dataclass
-class Figures:
-    """What the operator counts of its own work."""
+class ReconcileCounts:
+    """Counters of the reconciler, for the metrics."""
 
-    looks: int = 0
-    failed_looks: int = 0
-    outdated: int = 0
+    reconciles: int = 0
+    errors: int = 0
+    """Reconciles that failed and are retried."""
+    conflicts: int = 0
+    """Reconciles that ended because the job had changed since it was observed."""
     seconds: float = 0.0
-    """Spent in looks."""
+    """Total duration of all reconciles."""
 
 
 class Reconciler:
-    """One operator's work."""
+    """Processes the queue of jobs to reconcile."""
 
-    def __init__(self, api: KubernetesApi, store: Store, default_image: str) -> None:
-        self.figures = Figures()
-        self.cluster = Cluster()
+    def __init__(self, api: KubernetesApi, cache: ObjectCache, default_image: str) -> None:
+        self.counts = ReconcileCounts()
+        self.cluster = ClusterInfo()
         self.queue: WorkQueue[JobKey] = WorkQueue()
-        self._api, self._store, self._image = api, store, default_image
-        self._heads = Heads()
-        self._obstacles: dict[JobKey, tuple[Obstacle, ...]] = {}
+        self._api, self._cache, self._default_image = api, cache, default_image
+        self._head_statuses = HeadStatusReader()
+        self._failures: dict[JobKey, tuple[ApplyFailure, ...]] = {}
+        """Actions that the API server rejected recently, by job."""
 
     async def run(self) -> None:
-        """Look at jobs as they come, some at once, until cancelled."""
-        workers = [asyncio.ensure_future(self._work()) for _ in range(_AT_ONCE)]
+        """Reconcile the jobs in the queue, several at the same time, until cancelled."""
+        workers = [asyncio.ensure_future(self._process_queue()) for _ in range(_CONCURRENCY)]
         try:
             await asyncio.gather(*workers)
         finally:
-            await end(*workers)
-            await self._heads.close()
+            await cancel_and_wait(*workers)
+            await self._head_statuses.close()
 
-    async def _work(self) -> None:
+    async def _process_queue(self) -> None:
         while True:
-            key = await self.queue.take()
-            began = time.monotonic()
-            self.figures.looks += 1
+            key = await self.queue.get()
+            started = time.monotonic()
+            self.counts.reconciles += 1
+            log_fields = {"job": "/".join(key)}
             try:
-                await self._look(key)
+                await self._reconcile(key)
             except asyncio.CancelledError:
                 raise
             except OutdatedError:
-                # the watch brings what is new, and with it another look; this is for the case that it had already
-                self.figures.outdated += 1
-                self.queue.failed(key)
+                # Usually the watch delivers the newer job and adds the key; the retry is for the case that the watch
+                # had delivered it before.
+                self.counts.conflicts += 1
+                self.queue.retry(key)
             except ApiError as error:
-                self.figures.failed_looks += 1
-                logger.warning("Kubernetes does not do it now: %s", error, extra={"job": "/".join(key)})
-                self.queue.failed(key)
+                self.counts.errors += 1
+                logger.warning("The reconcile is retried: %s", error, extra=log_fields)
+                self.queue.retry(key)
             except Exception:
-                self.figures.failed_looks += 1
-                logger.exception("This look at a job failed; it is looked at again.", extra={"job": "/".join(key)})
-                self.queue.failed(key)
+                self.counts.errors += 1
+                logger.exception("The reconcile failed unexpectedly and is retried.", extra=log_fields)
+                self.queue.retry(key)
             else:
                 self.queue.done(key)
-            self.figures.seconds += time.monotonic() - began
+            self.counts.seconds += time.monotonic() - started
 
-    async def _look(self, key: JobKey) -> None:
-        job = self._store.job(key)
+    async def _reconcile(self, key: JobKey) -> None:
+        job = self._cache.job(key)
         if job is None:
-            self._obstacles.pop(key, None)
+            self._failures.pop(key, None)
             return
-        seen = await self._observe(key, job)
-        what = plan(seen)
-        refused = await carry_out(self._api, self._store, seen, what)
-        kept = tuple(one for one in self._obstacles.get(key, ()) if seen.now - one.time < _OBSTACLE_KEPT_S)
-        news = {one.what for one in refused}
-        self._obstacles[key] = (*(one for one in kept if one.what not in news), *refused)
-        if not self._obstacles[key]:
-            del self._obstacles[key]
-        for one in refused:
-            if one.what not in {before.what for before in kept}:
-                await post(self._api, job, Note("Warning", one.reason, str(one)), seen.now)
-        if refused:
-            # once now, to say so in the status; and again, to try
-            self.queue.add(key, 0.0 if news - {one.what for one in kept} else _REFUSED_AGAIN_AFTER_S)
-        if what.again is not None:
-            self.queue.add(key, what.again)
+        observed = await self._observe(key, job)
+        planned = plan(observed)
+        failures = await execute(self._api, self._cache, observed, planned)
+        new_targets = self._record_failures(key, failures, observed.now)
+        for failure in failures:
+            if failure.target in new_targets:
+                await post_event(self._api, job, Event("Warning", failure.reason, str(failure)), observed.now)
+        if failures:
+            # A new failure must appear in the status at once; all are retried later.
+            self.queue.add(key, 0.0 if new_targets else _RETRY_REJECTED_S)
+        if planned.requeue_after is not None:
+            self.queue.add(key, planned.requeue_after)
+
+    def _record_failures(self, key: JobKey, failures: list[ApplyFailure], now: float) -> set[str]:
+        """Record rejected actions, and return the targets that were not rejected recently."""
+        recent = [failure for failure in self._failures.get(key, ()) if now - failure.time < _FORGET_FAILURE_S]
+        targets = {failure.target for failure in failures}
+        recorded = (*(failure for failure in recent if failure.target not in targets), *failures)
+        if recorded:
+            self._failures[key] = recorded
+        else:
+            self._failures.pop(key, None)
+        return targets - {failure.target for failure in recent}
 
     async def _observe(self, key: JobKey, job: Manifest) -> Observed:
         uid = job["metadata"]["uid"]
-        pods = self._store.pods(key, uid)
-        head = next((pod for pod in pods if pod.component == names.HEAD and pod.deleting is None), None)
+        pods = self._cache.pods(key, uid)
+        head = next((pod for pod in pods if pod.component == names.HEAD and not pod.deleting), None)
         return Observed(
             job=job,
             pods=pods,
-            objects=self._store.objects(key, uid),
+            objects=self._cache.objects(key, uid),
             now=time.time(),
             cluster=self.cluster,
-            default_image=self._image,
-            said=await self._heads.ask(head) if _active(job) else None,
-            obstacles=self._obstacles.get(key, ()),
+            default_image=self._default_image,
+            last_head_status=None if _is_finished(job) else await self._head_statuses.read(head),
+            apply_failures=self._failures.get(key, ()),
         )
 
 
-def _active(job: Manifest) -> bool:
+def _is_finished(job: Manifest) -> bool:
     conditions: list[Mapping[str, str]] = (job.get("status") or {}).get("conditions") or []
-    return not any(is_true(conditions, kind) for kind in (ConditionType.SUCCEEDED, ConditionType.FAILED))
+    return any(is_true(conditions, kind) for kind in (ConditionType.SUCCEEDED, ConditionType.FAILED))

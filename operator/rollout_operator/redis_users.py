@@ -1,10 +1,9 @@
-"""Users of jobs' own on a Redis server: a process apart from the operator, which knows no password.
+"""Creates a Redis user for each job with ``redis.managed``. This is a process apart from the operator.
 
-For each RolloutJob with ``redis.managed`` there is a user on the server who may do what
-:func:`rollout_api.redis_client.access_rules.access_rules` says, and a Secret ``<job>-redis`` with its URL,
-which ends with the job.
-Passwords are made from a key and the job's uid (HMAC-SHA256), so nothing has to be read back: to create Secrets is all
-that this process may do with them.
+Each such job has a user on the server with the rights of
+:func:`rollout_api.redis_client.access_rules.access_rules`, and a Secret ``<job>-redis`` with the URL, which is deleted
+together with the job. Passwords are derived from a key and the job's uid (HMAC-SHA256), so that nothing has to be read
+back: this process needs no right on Secrets but to create them, and the operator needs no password.
 """
 
 from __future__ import annotations
@@ -22,28 +21,29 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-import kopf
 import redis.asyncio
 
-from rollout_api.asyncio_tasks import end
+from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, VERSION, ManifestError, parse_job
 from rollout_api.redis_client.access_rules import access_rules
-from rollout_operator import handlers, logs, names
-from rollout_operator.api import ApiError, KubernetesApi
+from rollout_operator import logs, names
+from rollout_operator.kopf_watch import run_kopf
+from rollout_operator.kubernetes_api import ApiError, KubernetesApi
 from rollout_operator.observed import Manifest
 
 logger = logging.getLogger("rollout_redis_users")
 
-_LOOK_S = 5.0
-_CLEAR_S = 60.0
-"""How often users and Secrets that were made are looked after."""
+_CHECK_INTERVAL_S = 5.0
+"""Time between two checks for a restarted server and for failed steps to retry."""
+_CLEANUP_INTERVAL_S = 60.0
+"""Time between two removals of users whose job no longer exists."""
 _TIMEOUT_S = 5.0
-_PAGE = 500
+_PAGE_SIZE = 500
 
 
 @dataclass(frozen=True)
 class JobUser:
-    """The user of one job."""
+    """The Redis user of one job."""
 
     namespace: str
     job: str
@@ -52,16 +52,16 @@ class JobUser:
 
     @property
     def rules(self) -> list[str]:
-        """What the user may do."""
+        """The user's ACL rules."""
         return access_rules(self.namespace, self.job, self.uid, self.history)
 
 
-def user_of(body: Manifest) -> JobUser | None:
-    """The user that a RolloutJob is to have; None if it wants none, or is refused anyway."""
+def job_user(body: Manifest) -> JobUser | None:
+    """Return the user that a RolloutJob needs, or None if it needs none or its manifest is invalid."""
     metadata = body["metadata"]
-    named = {"name": metadata["name"], "namespace": metadata["namespace"]}
+    identity = {"name": metadata["name"], "namespace": metadata["namespace"]}
     try:
-        job = parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": named, "spec": body.get("spec")})
+        job = parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": identity, "spec": body.get("spec")})
     except ManifestError:
         return None
     if not job.spec.redis.managed:
@@ -69,21 +69,24 @@ def user_of(body: Manifest) -> JobUser | None:
     return JobUser(metadata["namespace"], metadata["name"], metadata["uid"], job.history_name)
 
 
-def prefix_of(key: bytes) -> str:
-    """What the names of this installation's users begin with: others on the server, of other keys, are left alone."""
+def user_prefix(key: bytes) -> str:
+    """Return the common prefix of the names of all users created with this key.
+
+    Users of other installations on the same server have other prefixes and are left alone.
+    """
     return f"rollout-{hashlib.sha256(key).hexdigest()[:12]}-"
 
 
-def password_of(key: bytes, user: JobUser) -> str:
-    """The same for each user, always; not to be guessed without the key."""
+def user_password(key: bytes, user: JobUser) -> str:
+    """Return the password of a user. It is always the same, and cannot be guessed without the key."""
     return hmac.new(key, user.uid.encode(), hashlib.sha256).hexdigest()
 
 
-def secret_of(user: JobUser, admin_url: str, key: bytes) -> dict[str, Any]:
-    """The Secret from which the job's pods and its trainers take the URL."""
+def user_secret(user: JobUser, admin_url: str, key: bytes) -> dict[str, Any]:
+    """Return the Secret from which the job's pods and its trainers read the URL."""
     parts = urlsplit(admin_url)
     host = parts.netloc.rpartition("@")[2]
-    credentials = f"{prefix_of(key)}{user.uid}:{password_of(key, user)}"
+    credentials = f"{user_prefix(key)}{user.uid}:{user_password(key, user)}"
     url = urlunsplit(parts._replace(netloc=f"{credentials}@{host}"))
     return {
         "apiVersion": "v1",
@@ -92,164 +95,176 @@ def secret_of(user: JobUser, admin_url: str, key: bytes) -> dict[str, Any]:
             "name": names.redis_secret(user.job),
             "namespace": user.namespace,
             "labels": names.labels(user.job, "redis"),
-            "ownerReferences": [names.owner({"name": user.job, "uid": user.uid}, API_VERSION, KIND)],
+            "ownerReferences": [names.owner_reference({"name": user.job, "uid": user.uid}, API_VERSION, KIND)],
         },
         "type": "Opaque",
         "stringData": {"url": url},
     }
 
 
-class RedisUsers:
-    """Level-triggered: each pass makes what is missing, on a server that was started anew everything."""
+class RedisUserManager:
+    """Creates and removes users. It is level-triggered: each pass creates what is missing."""
 
     def __init__(self, api: KubernetesApi, server: redis.asyncio.Redis, url: str, key: bytes) -> None:
-        """Keep users on *server*, which jobs reach at *url*; passwords are made from *key*."""
-        self._api, self._server, self._url, self._key = api, server, url, key
-        self._prefix = prefix_of(key)
-        self._wanted: dict[str, JobUser] = {}
-        self._made: set[JobUser] = set()
-        self._given: set[str] = set()
-        """Uids of jobs whose Secret was made, or is not to be made now."""
-        self._run_id = ""
-        self._cleared = float("-inf")
-        """When the users of jobs that are gone were removed last."""
-        self._news = asyncio.Event()
+        """Create a manager.
 
-    def put(self, body: Manifest) -> None:
-        """A job is so now."""
-        user = user_of(body)
+        Args:
+            api: for the Secrets, and to list the jobs.
+            server: a connection with the right to use ACL commands.
+            url: the URL of *server*, from which the users' URLs are derived.
+            key: the key from which passwords are derived.
+        """
+        self._api, self._server, self._url, self._key = api, server, url, key
+        self._prefix = user_prefix(key)
+        self._wanted: dict[str, JobUser] = {}
+        """Users of the existing jobs, by the job's uid."""
+        self._created: set[JobUser] = set()
+        """Users that exist on the server."""
+        self._with_secret: set[str] = set()
+        """Uids of jobs whose Secret exists, or is retried only after the next cleanup."""
+        self._run_id = ""
+        self._last_cleanup = float("-inf")
+        self._changed = asyncio.Event()
+
+    def update_job(self, body: Manifest) -> None:
+        """Record a job that was created or changed."""
+        user = job_user(body)
         if user is not None and user != self._wanted.get(user.uid):
             self._wanted[user.uid] = user
-            self._news.set()
+            self._changed.set()
 
-    def drop(self, body: Manifest) -> None:
-        """A job is gone."""
+    def remove_job(self, body: Manifest) -> None:
+        """Record that a job was deleted."""
         if self._wanted.pop(body["metadata"]["uid"], None) is not None:
-            self._cleared = float("-inf")
-            self._news.set()
+            self._last_cleanup = float("-inf")
+            self._changed.set()
 
     async def run(self, namespaces: Sequence[str]) -> None:
-        """Keep users until cancelled; what fails is tried again."""
+        """Create and remove users until cancelled; what fails is retried."""
         while True:
-            self._news.clear()
+            self._changed.clear()
             try:
-                await self.make()
-                if (now := time.monotonic()) - self._cleared >= _CLEAR_S:
-                    self._cleared = now
-                    await self.clear(namespaces)
+                await self.create_missing()
+                if (now := time.monotonic()) - self._last_cleanup >= _CLEANUP_INTERVAL_S:
+                    self._last_cleanup = now
+                    await self.remove_unused(namespaces)
             except (ApiError, redis.RedisError, OSError) as error:
-                logger.warning("Trying again: %s: %s", type(error).__name__, error)
+                logger.warning("Creating users failed and is retried: %s: %s", type(error).__name__, error)
             try:
-                await asyncio.wait_for(self._news.wait(), _LOOK_S)
+                await asyncio.wait_for(self._changed.wait(), _CHECK_INTERVAL_S)
             except TimeoutError:
                 continue
 
-    async def make(self) -> None:
-        """Make users and Secrets that are missing."""
+    async def create_missing(self) -> None:
+        """Create the users and Secrets that are missing; after a restart of the server, all users."""
         run_id = str((await self._server.info("server"))["run_id"])
         if run_id != self._run_id:
             self._run_id = run_id
-            self._made.clear()
-        missing = [user for user in self._wanted.values() if user not in self._made]
+            self._created.clear()
+        missing = [user for user in self._wanted.values() if user not in self._created]
         for user in missing:
-            digest = hashlib.sha256(password_of(self._key, user).encode()).hexdigest()
+            digest = hashlib.sha256(user_password(self._key, user).encode()).hexdigest()
             await self._acl("SETUSER", self._prefix + user.uid, "reset", "on", f"#{digest}", *user.rules)
-            self._made.add(user)
+            self._created.add(user)
         if missing:
-            await self._save()
+            await self._save_users()
         for user in list(self._wanted.values()):
-            if user.uid not in self._given:
-                await self._give(user)
+            if user.uid not in self._with_secret:
+                await self._create_secret(user)
 
-    async def _give(self, user: JobUser) -> None:
-        """Make a job's Secret. One that is there may be of a job before it, and about to go: tried again later."""
+    async def _create_secret(self, user: JobUser) -> None:
+        """Create a job's Secret.
+
+        If a Secret of this name exists, it may belong to an earlier job and be about to be deleted. It is therefore
+        tried again after the next cleanup.
+        """
         try:
-            await self._api.create(secret_of(user, self._url, self._key))
-            logger.info("Job %s/%s has a user.", user.namespace, user.job)
+            await self._api.create(user_secret(user, self._url, self._key))
+            logger.info("Created a user for job %s/%s.", user.namespace, user.job)
         except ApiError as error:
-            if error.passes:
+            if error.transient:
                 raise
-            # a quota, a namespace that is being deleted: no other job's matter
-            if not (error.conflict or error.absent):
-                logger.warning("Secret %s/%s: %s", user.namespace, names.redis_secret(user.job), error)
-        self._given.add(user.uid)
+            # Exceeded quotas and namespaces that are being deleted must not hold other jobs up.
+            if not (error.conflict or error.not_found):
+                secret = f"{user.namespace}/{names.redis_secret(user.job)}"
+                logger.warning("Secret %s could not be created: %s", secret, error)
+        self._with_secret.add(user.uid)
 
-    async def clear(self, namespaces: Sequence[str]) -> None:
-        """Remove the users of jobs that no list of the API server has; see again to those that were made."""
-        there = {uid for namespace in namespaces or [""] for uid in await self._uids(namespace)}
-        known = await self._acl("USERS")
-        users = [name.decode() if isinstance(name, bytes) else str(name) for name in known]
-        ours = {name.removeprefix(self._prefix) for name in users if name.startswith(self._prefix)}
-        gone = [self._prefix + uid for uid in sorted(ours - there)]
-        if gone:
-            await self._acl("DELUSER", *gone)
-            await self._save()
-            logger.info("%d users of jobs that are gone were removed.", len(gone))
-        self._made = {user for user in self._made if user.uid in ours & there}
-        self._given.clear()
+    async def remove_unused(self, namespaces: Sequence[str]) -> None:
+        """Remove the users of jobs that no longer exist, and let the next pass check all Secrets again."""
+        existing = {uid for namespace in namespaces or [""] for uid in await self._job_uids(namespace)}
+        reply = await self._acl("USERS")
+        users = [name.decode() if isinstance(name, bytes) else str(name) for name in reply]
+        own = {name.removeprefix(self._prefix) for name in users if name.startswith(self._prefix)}
+        unused = [self._prefix + uid for uid in sorted(own - existing)]
+        if unused:
+            await self._acl("DELUSER", *unused)
+            await self._save_users()
+            logger.info("Removed %d users of deleted jobs.", len(unused))
+        self._created = {user for user in self._created if user.uid in own & existing}
+        self._with_secret.clear()
 
-    async def _uids(self, namespace: str) -> list[str]:
-        where = f"/namespaces/{namespace}" if namespace else ""
+    async def _job_uids(self, namespace: str) -> list[str]:
+        scope = f"/namespaces/{namespace}" if namespace else ""
         uids: list[str] = []
-        page = ""
+        continue_token = ""
         while True:
-            query = {"limit": str(_PAGE), **({"continue": page} if page else {})}
-            found = await self._api.request("GET", f"/apis/{GROUP}/{VERSION}{where}/{PLURAL}", query=query)
-            uids += [item["metadata"]["uid"] for item in found["items"]]
-            page = found["metadata"].get("continue", "")
-            if not page:
+            query = {"limit": str(_PAGE_SIZE), **({"continue": continue_token} if continue_token else {})}
+            page = await self._api.request("GET", f"/apis/{GROUP}/{VERSION}{scope}/{PLURAL}", query=query)
+            uids += [item["metadata"]["uid"] for item in page["items"]]
+            continue_token = page["metadata"].get("continue", "")
+            if not continue_token:
                 return uids
 
     async def _acl(self, *arguments: str) -> Any:
         command: Any = self._server.execute_command
         return await command("ACL", *arguments)
 
-    async def _save(self) -> None:
+    async def _save_users(self) -> None:
         try:
             await self._acl("SAVE")
         except redis.ResponseError:
-            return  # it keeps no file of users; they are made again when it was started anew
+            # The server has no ACL file. Users are created again after it has restarted.
+            return
 
 
 async def _run(namespaces: list[str], url: str, key: bytes) -> int:
+    """Manage users until the process is terminated, and return the exit code."""
     api = await KubernetesApi.connect()
     server = redis.asyncio.Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
-    users = RedisUsers(api, server, url, key)
-    watching = asyncio.ensure_future(
-        kopf.operator(
-            registry=handlers.registry(users.put, users.drop),
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=namespaces,
-        )
-    )
-    keeping = asyncio.ensure_future(users.run(namespaces))
+    manager = RedisUserManager(api, server, url, key)
+    watch = asyncio.ensure_future(run_kopf(manager.update_job, manager.remove_job, namespaces))
+    management = asyncio.ensure_future(manager.run(namespaces))
     try:
-        await asyncio.wait({watching, keeping}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (watching, keeping):
+        await asyncio.wait({watch, management}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (watch, management):
             if task.done() and (error := task.exception()) is not None:
-                logger.error("Ending: %s: %s", type(error).__name__, error)
+                logger.error("The process ends: %s: %s", type(error).__name__, error)
                 return 1
         return 0
     finally:
-        await end(watching, keeping)
+        await cancel_and_wait(watch, management)
         await server.aclose()
         await api.close()
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    """Run until told to end."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Manage users until SIGINT or SIGTERM."""
     parser = argparse.ArgumentParser(
         prog="rollout-redis-users",
-        description="Keeps a Redis user for each RolloutJob with redis.managed. ROLLOUT_REDIS_ADMIN_URL is the server, "
-        "as somebody who may use ACL; ROLLOUT_REDIS_USER_KEY what passwords are made from.",
+        description="Create a Redis user for each RolloutJob with redis.managed. ROLLOUT_REDIS_ADMIN_URL is the URL of "
+        "the server, with a user that may use ACL commands. ROLLOUT_REDIS_USER_KEY is the key from which passwords are "
+        "derived.",
     )
     parser.add_argument(
-        "--namespace", action="append", default=[], help="of jobs, and those given besides; default: all"
+        "--namespace",
+        action="append",
+        default=[],
+        help="namespace whose jobs get users; may be repeated; default: all namespaces",
     )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="json", choices=["json", "text"])
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     missing = [name for name in ("ROLLOUT_REDIS_ADMIN_URL", "ROLLOUT_REDIS_USER_KEY") if not os.environ.get(name)]
     if missing:
         parser.error(f"{' and '.join(missing)} must be set")

@@ -1,4 +1,4 @@
-"""How many workers a job should have now. Pure."""
+"""How many workers a job should have, and which to remove. Pure."""
 
 from __future__ import annotations
 
@@ -10,42 +10,43 @@ from rollout_api.manifest.pod_spec import Workers
 from rollout_operator.head_status import EngineStatus, HeadStatus
 from rollout_operator.observed import PodView
 
-_WORTH_A_START_S = 60.0
-"""Work that is done sooner is done before another worker has loaded its model."""
+_WORKER_START_S = 60.0
+"""Assumed time until a new worker has loaded its model. Work that ends sooner does not justify another worker."""
 
 
-def desired(workers: Workers, before: int | None, head: HeadStatus | None) -> int:
-    """Workers that there should be.
+def desired_workers(workers: Workers, previous: int | None, head: HeadStatus | None) -> int:
+    """Return the desired number of workers.
 
-    Without autoscale: ``replicas``. With it, as many as have room for all rollouts that are open, if those take longer
-    than a worker takes to start, but no more than it takes to be done when the longest rollout is, which more workers
-    do not make any faster; and without those that have had nothing to do for a while and for whom nothing waits.
+    Without autoscaling it is ``replicas``. With autoscaling it grows while rollouts wait: to the number of workers
+    whose engines have a slot for every open rollout, unless the open work ends before a new worker would have started,
+    and to no more than shorten the work, whose duration is at least that of its longest rollout. While nothing waits,
+    it shrinks by the workers that have been idle for ``idleSeconds``.
 
     Args:
         workers: the manifest's section.
-        before: what was desired until now.
-        head: what the head said last.
+        previous: the desired number until now.
+        head: the head's last status.
     """
     if not workers.autoscale:
         return workers.replicas
-    now = _within(workers, workers.replicas if before is None else before)
+    current = _clamp(workers, workers.replicas if previous is None else previous)
     if head is None or not head.engines:
-        return now
+        return current
     if head.waiting:
-        work = head.seconds_left if head.work_seconds is None else head.work_seconds
-        if work is not None and work < _WORTH_A_START_S:
-            return now
-        there = len({engine.worker for engine in head.engines})
-        slots = sum(engine.slots for engine in head.engines) / there
-        wanted = math.ceil((head.waiting + head.assigned) / max(1.0, slots))
-        if work is not None and head.tail_seconds is not None:
-            wanted = min(wanted, math.ceil(there * work / max(head.tail_seconds, _WORTH_A_START_S)))
-        return _within(workers, max(now, wanted))
-    return _within(workers, now - len(idle_workers(workers, head)))
+        work_seconds = head.seconds_left if head.work_seconds is None else head.work_seconds
+        if work_seconds is not None and work_seconds < _WORKER_START_S:
+            return current
+        running = len({engine.worker for engine in head.engines})
+        slots_per_worker = sum(engine.slots for engine in head.engines) / running
+        needed = math.ceil((head.waiting + head.assigned) / max(1.0, slots_per_worker))
+        if work_seconds is not None and head.tail_seconds is not None:
+            needed = min(needed, math.ceil(running * work_seconds / max(head.tail_seconds, _WORKER_START_S)))
+        return _clamp(workers, max(current, needed))
+    return _clamp(workers, current - len(idle_workers(workers, head)))
 
 
 def idle_workers(workers: Workers, head: HeadStatus) -> set[str]:
-    """Pods all of whose engines have had nothing to do for ``workers.idleSeconds``."""
+    """Return the names of the pods all of whose engines have been idle for ``workers.idleSeconds``."""
     by_worker: defaultdict[str, list[EngineStatus]] = defaultdict(list)
     for engine in head.engines:
         by_worker[engine.worker].append(engine)
@@ -56,10 +57,12 @@ def idle_workers(workers: Workers, head: HeadStatus) -> set[str]:
     }
 
 
-def to_give_back(live: Collection[PodView], surplus: int, workers: Workers, head: HeadStatus | None) -> list[PodView]:
-    """Which workers to end when there are too many: those that do not run, then idle ones, then the newest.
+def workers_to_remove(
+    live: Collection[PodView], surplus: int, workers: Workers, head: HeadStatus | None
+) -> list[PodView]:
+    """Return which workers to delete when there are too many: pending ones first, then idle ones, then the newest.
 
-    With autoscale none that has work is ended.
+    With autoscaling, a worker that has rollouts is never deleted.
     """
     idle = idle_workers(workers, head) if head is not None else set()
 
@@ -74,5 +77,5 @@ def to_give_back(live: Collection[PodView], surplus: int, workers: Workers, head
     return ordered[:surplus]
 
 
-def _within(workers: Workers, count: int) -> int:
-    return max(workers.least, min(workers.most, count))
+def _clamp(workers: Workers, count: int) -> int:
+    return max(workers.effective_min, min(workers.effective_max, count))

@@ -1,4 +1,4 @@
-"""Rollouts of one step, put together by prompt."""
+"""Rollouts of one step, collected by prompt."""
 
 from __future__ import annotations
 
@@ -10,41 +10,45 @@ from rollout_api.protocol.messages import Rollout, RolloutId
 
 @dataclass(frozen=True)
 class Groups:
-    """A step's rollouts by prompt (its index among the step's prompts), each group ordered by sample."""
+    """A step's rollouts by the index of their prompt; each group is ordered by sample."""
 
     complete: dict[int, list[Rollout]]
-    """Groups of which every rollout ended as sampling ends."""
+    """Groups in which every rollout ended by itself or reached its token limit."""
     partial: dict[int, list[Rollout]]
-    """The others: some rollout was cancelled, cut at its deadline or failed; without any if it was never sent."""
+    """All other groups: a rollout was cancelled, reached its deadline, failed, or is missing because its request was
+    never sent."""
 
 
-class Gathering:
-    """Takes a step's rollouts as they come and knows how many groups are complete."""
+class GroupCollector:
+    """Collects a step's rollouts and counts the complete groups.
+
+    Args:
+        sizes: number of rollouts that each prompt asks for.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        """Take how many rollouts each prompt asks for."""
-        self.complete = 0
-        """Groups that are complete by now."""
-        self._sizes = list(sizes)
-        self._left = list(sizes)
+        self.num_complete = 0
+        """Number of complete groups so far."""
+        self._num_missing = list(sizes)
         self._groups: list[list[Rollout]] = [[] for _ in sizes]
 
-    def add(self, index: int, rollout: Rollout) -> None:
-        """Take a rollout of prompt *index*."""
-        self._groups[index].append(rollout)
+    def add(self, prompt_index: int, rollout: Rollout) -> None:
+        """Add a rollout of a prompt."""
+        self._groups[prompt_index].append(rollout)
         if rollout.finish_reason.complete:
-            self._left[index] -= 1
-            self.complete += self._left[index] == 0
+            self._num_missing[prompt_index] -= 1
+            self.num_complete += self._num_missing[prompt_index] == 0
 
     def groups(self) -> Groups:
-        """What there is."""
-        parted: tuple[dict[int, list[Rollout]], dict[int, list[Rollout]]] = ({}, {})
-        for index, (left, group) in enumerate(zip(self._left, self._groups, strict=True)):
-            parted[left > 0][index] = sorted(group, key=_sample)
-        return Groups(*parted)
+        """Return the rollouts so far, divided into complete and partial groups."""
+        complete: dict[int, list[Rollout]] = {}
+        partial: dict[int, list[Rollout]] = {}
+        for index, (num_missing, group) in enumerate(zip(self._num_missing, self.in_order(), strict=True)):
+            (partial if num_missing > 0 else complete)[index] = group
+        return Groups(complete, partial)
 
     def in_order(self) -> list[list[Rollout]]:
-        """All groups in the order of the prompts."""
+        """Return the groups in the order of the prompts, each ordered by sample."""
         return [sorted(group, key=_sample) for group in self._groups]
 
 

@@ -1,4 +1,4 @@
-"""What a client knows of its job: found by name, and what requests it can serve, checked before anything is sent."""
+"""What a client knows about its job: looked up by name, and used to validate requests before they are sent."""
 
 from __future__ import annotations
 
@@ -17,82 +17,90 @@ from pydantic import ValidationError
 from rollout_api.client.prompts import Prompt, overrides_of, token_list
 from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundError, VersionMismatchError
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.keys import MessageKeys, named
+from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.messages import SCHEMA_VERSION, Partial, RolloutRequest, encode
-from rollout_api.redis_client.connection import RetryPolicy, address
+from rollout_api.redis_client.client_connection import server_name
+from rollout_api.redis_client.retry import ClientRetryPolicy
 
-_LOOK_UP_S = 0.25
-_SHOWN = 20
+_LOOKUP_INTERVAL_S = 0.25
+_MAX_LISTED_JOBS = 20
 
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """A request as it is sent."""
+    """A request that is ready to be sent."""
 
     request_id: str
+    """Request id."""
     n: int
+    """Number of samples."""
     data: bytes
+    """Encoded request."""
 
 
 @dataclass(frozen=True)
 class JobInfo:
-    """What a client knows of its job."""
+    """Description of a job, as its coordinator publishes it."""
 
     uid: str
+    """Uid of the job."""
     name: str
-    """``namespace/name``; the uid where the client connected by that."""
+    """``namespace/name``, or the uid if the client connected by uid."""
     model: str
+    """Uri of the model."""
     vocabulary: int
     """Number of token ids."""
     max_model_len: int
-    """Most tokens of a prompt and its response together."""
+    """Largest number of tokens of a prompt and its response together."""
     max_request_bytes: int
+    """Largest size of an encoded request."""
     max_rollouts: int
-    """Most rollouts that may be asked for and not ended."""
+    """Largest number of rollouts that may be open at once."""
     sampling: Mapping[str, Any]
-    """Defaults of :class:`Sampling`."""
+    """The job's defaults for :class:`Sampling`."""
     history: str = ""
-    """``namespace/name`` of its history; empty where the job is of a version that does not say it."""
+    """``namespace/name`` of the job's history; empty if the job is of a version that does not report it."""
     own_history_redis: bool = False
-    """Whether the history lies on a server of its own, and not on the job's."""
+    """Whether the history has a Redis of its own instead of using the job's."""
 
     @classmethod
-    def parse(cls, uid: str, name: str, about: Mapping[str, str]) -> Self:
-        """Read the job's hash.
+    def parse(cls, uid: str, name: str, description: Mapping[str, str]) -> Self:
+        """Parse the fields of the job's hash in Redis.
 
         Raises:
-            VersionMismatchError: if it speaks another version of the protocol.
+            VersionMismatchError: the job uses another version of the protocol.
         """
-        version = about.get("version", "")
+        version = description.get("version", "")
         if version != str(SCHEMA_VERSION):
-            newer = version.isdigit() and int(version) > SCHEMA_VERSION
-            remedy = "upgrade das-rollout in the trainer" if newer else "upgrade the job's image"
+            is_newer = version.isdigit() and int(version) > SCHEMA_VERSION
+            remedy = "upgrade das-rollout in the trainer" if is_newer else "upgrade the job's image"
             raise VersionMismatchError(
-                f"job {name} speaks version {version or '?'} of the protocol, this client {SCHEMA_VERSION}; {remedy}"
+                f"job {name} uses version {version or '?'} of the protocol, and this client version {SCHEMA_VERSION}; "
+                f"{remedy}"
             )
         try:
             return cls(
                 uid=uid,
                 name=name,
-                model=about["model"],
-                vocabulary=int(about["vocabulary"]),
-                max_model_len=int(about["max_model_len"]),
-                max_request_bytes=int(about["max_request_bytes"]),
-                max_rollouts=int(about["max_rollouts"]),
-                sampling=Sampling.model_validate_json(about["sampling"]).model_dump(),
-                history=about.get("history", ""),
-                own_history_redis=about.get("history_redis") == "own",
+                model=description["model"],
+                vocabulary=int(description["vocabulary"]),
+                max_model_len=int(description["max_model_len"]),
+                max_request_bytes=int(description["max_request_bytes"]),
+                max_rollouts=int(description["max_rollouts"]),
+                sampling=Sampling.model_validate_json(description["sampling"]).model_dump(),
+                history=description.get("history", ""),
+                own_history_redis=description.get("history_redis") == "own",
             )
         except (KeyError, ValueError) as error:
             raise VersionMismatchError(
-                f"the description of job {name} in Redis cannot be read ({type(error).__name__}: {error}); do trainer "
-                "and job run the same version of das-rollout?"
+                f"the description of job {name} in Redis cannot be parsed ({type(error).__name__}: {error}); do "
+                "trainer and job run the same version of das-rollout?"
             ) from None
 
     def prepare(
         self,
         prompt: Prompt,
-        name: str,
+        id_prefix: str,
         *,
         client: str,
         where: str,
@@ -100,32 +108,33 @@ class JobInfo:
         trajectory_id: str | None = None,
         turn: int = 0,
     ) -> PreparedRequest:
-        """The request for a prompt, if the job can serve it.
+        """Validate a prompt and return the request for it.
 
-        Its id is *name* and a hash of what is asked, so that a trainer that is started again asks under the same ids,
-        and one whose prompts have changed meanwhile does not get the rollouts of others.
+        The request id consists of *id_prefix* and a hash of the request. A restarted trainer thus sends the same ids,
+        and one whose prompts have changed does not receive the rollouts of the old ones.
 
         Args:
-            prompt: what is asked.
-            name: what the request id begins with.
-            client: who gets the rollouts.
-            where: names the prompt in errors.
-            step: the trainer's.
-            trajectory_id: of a multi-turn trajectory.
-            turn: its turn.
+            prompt: the prompt.
+            id_prefix: beginning of the request id.
+            client: name of the client that receives the rollouts.
+            where: name of the prompt in errors.
+            step: number of the training step.
+            trajectory_id: id of the multi-turn trajectory, if the request belongs to one.
+            turn: turn within the trajectory.
 
         Raises:
-            InvalidRequestError: naming what the job cannot serve, and what to do.
+            InvalidRequestError: the job cannot serve the prompt; the message says why, and what to do.
         """
         tokens = token_list(prompt.token_ids, where)
         overrides, sampling = self._sampling(prompt.sampling, where)
         self._check_tokens(tokens, sampling, prompt.prefix, where)
         if sampling.n > self.max_rollouts:
             raise InvalidRequestError(
-                f"{where}: n = {sampling.n}, but the job takes {self.max_rollouts} rollouts at once "
-                "(spec.queue.maxRollouts); ask for fewer"
+                f"{where}: n = {sampling.n}, but the job takes at most {self.max_rollouts} rollouts at once "
+                "(spec.queue.maxRollouts); reduce n"
             )
-        about: dict[str, Any] = {
+        # Fields on which the rollouts depend are part of the hash; the others are not.
+        hashed: dict[str, Any] = {
             "problem_id": prompt.problem_id,
             "purpose": prompt.purpose,
             "weight_version": prompt.weight_version,
@@ -133,41 +142,40 @@ class JobInfo:
             "turn": turn,
             "prefix": prompt.prefix,
         }
-        how: dict[str, Any] = {
+        not_hashed: dict[str, Any] = {
             "step": step,
             "priority": prompt.priority,
             "deadline_seconds": prompt.deadline_seconds,
-            "drafts": prompt.drafts,
+            "draft_mode": prompt.draft_mode,
             "draft_budget": prompt.draft_budget,
             "half_logprobs": prompt.half_logprobs,
         }
-        ids: dict[str, Any] = {"job_uid": self.uid, "request_id": name, "reply_to": client}
+        ids: dict[str, Any] = {"job_uid": self.uid, "request_id": id_prefix, "reply_to": client}
         try:
-            asked = RolloutRequest(**ids, prompt_token_ids=tokens, sampling=overrides, **_present(about))
-            request_id = f"{name}-{blake2b(encode(asked), digest_size=6).hexdigest()}"
-            request = RolloutRequest.model_validate(
-                {**asked.model_dump(exclude_unset=True), **_present(how), "request_id": request_id}
-            )
+            draft = RolloutRequest(**ids, prompt_token_ids=tokens, sampling=overrides, **_without_defaults(hashed))
+            request_id = f"{id_prefix}-{blake2b(encode(draft), digest_size=6).hexdigest()}"
+            fields = {**draft.model_dump(exclude_unset=True), **_without_defaults(not_hashed), "request_id": request_id}
+            request = RolloutRequest.model_validate(fields)
         except ValidationError as invalid:
-            raise InvalidRequestError(f"{where}: {_first(invalid)}") from None
+            raise InvalidRequestError(f"{where}: {_first_error(invalid)}") from None
         data = encode(request)
         if len(data) > self.max_request_bytes:
             raise InvalidRequestError(
-                f"{where}: {len(data)} bytes as encoded, but the job takes {self.max_request_bytes} "
-                "(spec.queue.maxRequestBytes); shorten the prompt or raise that"
+                f"{where}: the encoded request has {len(data)} bytes, but the job takes at most "
+                f"{self.max_request_bytes} (spec.queue.maxRequestBytes); shorten the prompt or raise the limit"
             )
         return PreparedRequest(request_id, sampling.n, data)
 
     def _sampling(self, given: Sampling | Mapping[str, Any], where: str) -> tuple[Sampling, Sampling]:
-        """What is sent, and what it comes to with the job's defaults."""
+        """Return the overrides to send, and the settings that result from them and the job's defaults."""
         overrides = overrides_of(given)
         if "min_tokens" in overrides:
-            # checked against max_tokens by whoever reads it, who has no other to check against
+            # The receiver validates min_tokens against max_tokens before it knows the job's default for the latter.
             overrides.setdefault("max_tokens", self.sampling["max_tokens"])
         try:
             return Sampling.model_validate(overrides), Sampling.model_validate({**self.sampling, **overrides})
         except ValidationError as invalid:
-            raise InvalidRequestError(f"{where}: sampling.{_first(invalid)}") from None
+            raise InvalidRequestError(f"{where}: sampling.{_first_error(invalid)}") from None
 
     def _check_tokens(self, tokens: list[int], sampling: Sampling, prefix: Partial | None, where: str) -> None:
         if not tokens:
@@ -175,116 +183,122 @@ class JobInfo:
         if len(tokens) + sampling.max_tokens > self.max_model_len:
             raise InvalidRequestError(
                 f"{where}: {len(tokens)} prompt tokens and max_tokens = {sampling.max_tokens} exceed the job's "
-                f"{self.max_model_len} (spec.engine.maxModelLen); shorten the prompt or lower max_tokens"
+                f"{self.max_model_len} (spec.engine.maxModelLen); shorten the prompt or reduce max_tokens"
             )
         for what, ids in (("", tokens), ("prefix: ", prefix.token_ids if prefix is not None else [])):
             if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
-                at = next(index for index, token in enumerate(ids) if not 0 <= token < self.vocabulary)
+                position = next(index for index, token in enumerate(ids) if not 0 <= token < self.vocabulary)
                 raise InvalidRequestError(
-                    f"{where}: {what}token id {ids[at]} at position {at} is none of {self.model}, which has "
-                    f"{self.vocabulary}; was the prompt made with its tokenizer?"
+                    f"{where}: {what}token id {ids[position]} at position {position} is not in the vocabulary of "
+                    f"{self.model}, which has {self.vocabulary} tokens; was the prompt encoded with its tokenizer?"
                 )
-        if outside := sampling.outside(self.vocabulary):
+        if outside := sampling.tokens_outside(self.vocabulary):
             setting, token = next(iter(outside.items()))
             raise InvalidRequestError(
-                f"{where}: sampling.{setting}: token id {token} is none of {self.model}, which has {self.vocabulary}; "
-                "take it out"
+                f"{where}: sampling.{setting}: token id {token} is not in the vocabulary of {self.model}, which has "
+                f"{self.vocabulary} tokens; remove it"
             )
 
 
 async def find_job(
-    client: redis.asyncio.Redis, patience: RetryPolicy, name: str, job_name: str | None, uid: str | None, timeout: float
+    client: redis.asyncio.Redis,
+    policy: ClientRetryPolicy,
+    name: str,
+    job_name: str | None,
+    uid: str | None,
+    timeout: float,
 ) -> tuple[JobInfo, JobEndedError | None]:
     """Wait for a job to appear.
 
-    A job of this name that has ended may be the predecessor of one that is about to come, so it is waited for that,
-    unless results of the old one are still there for this client.
+    If the job of the given name has ended, another one may be about to replace it. The function waits for that one,
+    unless the old job still has results for this client.
 
     Args:
         client: connection to Redis.
-        patience: with it.
-        name: of the client.
-        job_name: ``namespace/name``.
-        uid: the job's uid, where it was given instead.
+        policy: how failing commands are retried.
+        name: name of the client.
+        job_name: ``namespace/name`` of the job.
+        uid: uid of the job, if it was given instead of the name.
         timeout: seconds to wait.
 
     Returns:
-        The job, and what to say if it has ended.
+        The job, and the error to raise for new requests if it has ended.
 
     Raises:
-        JobNotFoundError: no such job appeared in time.
-        JobEndedError: only one that has ended.
-        VersionMismatchError: it speaks another version of the protocol.
+        JobNotFoundError: the job did not appear in time.
+        JobEndedError: only a job that has ended was found.
+        VersionMismatchError: the job uses another version of the protocol.
         RedisAwayError: Redis cannot be reached.
         RedisRefusedError: Redis refuses this client.
     """
-    look, deadline = "look the job up", time.monotonic() + timeout
+    action, deadline = "look up the job", time.monotonic() + timeout
     while True:
         found: Any = uid
         if job_name is not None:
-            found = await patience.of(lambda: client.get(named(job_name)), what=look)
+            found = await policy.run(lambda: client.get(job_uid_key(job_name)), action=action)
             found = None if found is None else str(found, "utf-8")
-        over: JobEndedError | None = None
+        ending: JobEndedError | None = None
         if found is not None:
             keys = MessageKeys(found)
-            about = await _texts(client, patience, keys.job)
-            if about:
-                job = JobInfo.parse(found, job_name or found, about)
-                over = ended(job.name, about.get("state"), about.get("reason"))
-                results = keys.results(name)
-                unread: Any = await patience.of(partial(client.xlen, results), what=look)
-                if over is None or uid is not None or unread:
-                    return job, over
+            description = await _read_hash(client, policy, keys.job)
+            if description:
+                job = JobInfo.parse(found, job_name or found, description)
+                ending = ended_error(job.name, description.get("state"), description.get("reason"))
+                unread: Any = await policy.run(partial(client.xlen, keys.results(name)), action=action)
+                if ending is None or uid is not None or unread:
+                    return job, ending
         if time.monotonic() > deadline:
-            raise over or await _not_found(client, patience, job_name or str(uid), timeout)
-        await asyncio.sleep(_LOOK_UP_S)
+            raise ending or await _not_found_error(client, policy, job_name or str(uid), timeout)
+        await asyncio.sleep(_LOOKUP_INTERVAL_S)
 
 
-async def _texts(client: redis.asyncio.Redis, patience: RetryPolicy, key: str) -> dict[str, str]:
-    found: Any = await patience.of(lambda: client.hgetall(key), what="look the job up")
+async def _read_hash(client: redis.asyncio.Redis, policy: ClientRetryPolicy, key: str) -> dict[str, str]:
+    found: Any = await policy.run(lambda: client.hgetall(key), action="look up the job")
     return {name.decode(): value.decode() for name, value in found.items()}
 
 
 async def _first_keys(client: redis.asyncio.Redis, pattern: str) -> list[bytes]:
-    """Some keys: more than anybody reads are not asked for."""
+    """Return some keys that match *pattern*: no more than an error message should list."""
     found: list[bytes] = []
     async for key in client.scan_iter(pattern, count=1000):
         found.append(key)
-        if len(found) >= _SHOWN:
+        if len(found) >= _MAX_LISTED_JOBS:
             break
     return found
 
 
-async def _not_found(client: redis.asyncio.Redis, patience: RetryPolicy, name: str, timeout: float) -> JobNotFoundError:
-    prefix = named("")
-    known = await patience.of(lambda: _first_keys(client, f"{prefix}*"), what="look for jobs")
+async def _not_found_error(
+    client: redis.asyncio.Redis, policy: ClientRetryPolicy, name: str, timeout: float
+) -> JobNotFoundError:
+    prefix = job_uid_key("")
+    known = await policy.run(lambda: _first_keys(client, f"{prefix}*"), action="list jobs")
     names = ", ".join(sorted(key.decode().removeprefix(prefix) for key in known))
-    there = f"jobs on this server: {names}" if names else "this server knows no job"
+    jobs = f"jobs on this server: {names}" if names else "this server has no jobs"
     return JobNotFoundError(
-        f"job {name} did not appear within {timeout:.0f} s at {address(client)}; {there}. Is it running, and is this "
-        "its server?"
+        f"job {name} did not appear within {timeout:.0f} s at {server_name(client)}; {jobs}. Is it running, and is "
+        "this its server?"
     )
 
 
-def ended(name: str, state: str | None, reason: str | None) -> JobEndedError | None:
-    """The error of a job that answers nothing more; None while it may."""
+def ended_error(name: str, state: str | None, reason: str | None) -> JobEndedError | None:
+    """Return the error to raise for a job that has ended; None if *state* says that it still answers requests."""
     if state not in ("closed", "failed"):
         return None
-    return JobEndedError(f"job {name} is {state}{f': {reason}' if reason else ''}; it answers nothing more")
+    return JobEndedError(f"job {name} is {state}{f': {reason}' if reason else ''}; it answers no more requests")
 
 
 def parse_status(data: bytes | None) -> dict[str, Any]:
-    """The job's status; empty where there is no coordinator."""
+    """Parse the job's status; it is empty while no coordinator runs."""
     status = json.loads(data) if data else {}
     return status if isinstance(status, dict) else {}
 
 
-def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that differ from what a request has anyway: messages stay small, and readable to older readers."""
+def _without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop fields that have their default values: messages stay small, and readable by older versions."""
     return {name: value for name, value in fields.items() if value != RolloutRequest.model_fields[name].default}
 
 
-def _first(invalid: ValidationError) -> str:
+def _first_error(invalid: ValidationError) -> str:
     error = invalid.errors(include_url=False)[0]
     where = ".".join(str(part) for part in error["loc"])
     return f"{where}: {error['msg']}" if where else str(error["msg"])

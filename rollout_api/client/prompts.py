@@ -1,4 +1,4 @@
-"""What a trainer asks for."""
+"""Prompts and their settings."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any, Self, TypedDict, TypeVar
 
 from rollout_api.errors import InvalidRequestError
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import Drafts, Partial, Purpose, Rollout
+from rollout_api.protocol.messages import DraftMode, Partial, Purpose, Rollout
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 
 
 class SamplingOverrides(TypedDict, total=False):
-    """The fields of :class:`Sampling`, each overriding the job's ``spec.sampling``."""
+    """Fields of :class:`Sampling`; each overrides the job's ``spec.sampling``."""
 
     n: int
     temperature: float
@@ -38,43 +38,55 @@ class SamplingOverrides(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt to be sampled ``n`` times. Fields as in :class:`~rollout_api.protocol.messages.RolloutRequest`."""
+    """A prompt to be sampled ``n`` times.
+
+    The fields have the same meaning as in :class:`~rollout_api.protocol.messages.RolloutRequest`.
+    """
 
     token_ids: Sequence[int]
+    """Token ids of the prompt."""
     problem_id: str = ""
-    """Ties it to its earlier rollouts, from which drafts are made; default: a hash of the token ids."""
+    """Id under which the history keeps the rollouts, for drafts of later ones; default: a hash of the token ids."""
     sampling: Sampling | SamplingOverrides | Mapping[str, Any] = field(default_factory=dict)
-    """What is set here overrides the job's sampling."""
+    """Settings that override the job's."""
     purpose: Purpose = Purpose.TRAIN
+    """Whether the rollouts are for training, or for an evaluation that stays out of the history."""
     priority: int = 0
+    """Priority; requests with a higher one start earlier."""
     deadline_seconds: float | None = None
+    """Seconds after the arrival of the request at which its rollouts end with what they have; default: none."""
     weight_version: int | None = None
+    """Weight version that samples all tokens; default: the newest."""
     prefix: Partial | None = None
-    drafts: Drafts = Drafts.HISTORY
+    """Beginning of the response, to be continued; see :meth:`continue_from`."""
+    draft_mode: DraftMode = DraftMode.HISTORY
+    """Where drafts may come from."""
     draft_budget: int | None = None
+    """Largest number of draft tokens per verification step; default: the job's."""
     half_logprobs: bool = False
+    """Whether log-probabilities are returned as float16 instead of float32."""
 
     def continue_from(self, rollout: Rollout) -> Self:
-        """Ask for the rest of a rollout of this prompt that was broken off (cancelled, or at its deadline).
+        """Return a prompt that requests the rest of an interrupted rollout: one that was cancelled or hit its deadline.
 
-        The new rollout (one, n = 1) begins with the tokens that were there, and its spans say which weights sampled
-        what. It is pinned to no weight version, since its beginning has one already.
+        The new rollout (one sample) begins with the tokens of the interrupted one, and its weight spans cover both. It
+        is not pinned to a weight version, because its beginning was sampled by an earlier one.
 
         Raises:
-            InvalidRequestError: if *rollout* was not broken off.
+            InvalidRequestError: *rollout* was not interrupted.
         """
         if rollout.finish_reason.complete:
-            raise InvalidRequestError(f"rollout {rollout.rollout_id} ended by itself; there is no rest of it")
+            raise InvalidRequestError(f"rollout {rollout.rollout_id} is complete; there is nothing to continue")
         return replace(
             self, sampling=overrides_of(self.sampling) | {"n": 1}, weight_version=None, prefix=partial_of(rollout)
         )
 
 
 def partial_of(rollout: Rollout) -> Partial | None:
-    """What a request may go on from; None if the rollout has no tokens."""
+    """Return a rollout's response as the prefix of a new request; None if it has no tokens."""
     if not rollout.token_ids:
         return None
-    return Partial(token_ids=rollout.token_ids, logprobs=rollout.logprobs, spans=rollout.spans)
+    return Partial(token_ids=rollout.token_ids, logprobs=rollout.logprobs, weight_spans=rollout.weight_spans)
 
 
 def make_prompts(
@@ -86,12 +98,12 @@ def make_prompts(
     priority: int,
     deadline_seconds: float | None,
     weight_version: int | None,
-    drafts: Drafts | str,
+    draft_mode: DraftMode | str,
 ) -> list[Prompt]:
-    """The prompts of ``generate``.
+    """Return the prompts for the arguments of ``generate``.
 
     Raises:
-        InvalidRequestError: if arguments do not fit each other.
+        InvalidRequestError: the arguments are inconsistent.
     """
     if problem_ids is not None and len(problem_ids) != len(prompts):
         raise InvalidRequestError(f"{len(problem_ids)} problem_ids for {len(prompts)} prompts")
@@ -100,45 +112,49 @@ def make_prompts(
             tokens,
             problem_id=problem_ids[index] if problem_ids is not None else "",
             sampling=overrides_of(sampling or {}) | dict(overrides),
-            purpose=one_of(Purpose, purpose, "purpose"),
+            purpose=parse_choice(Purpose, purpose, "purpose"),
             priority=priority,
             deadline_seconds=deadline_seconds,
             weight_version=weight_version,
-            drafts=one_of(Drafts, drafts, "drafts"),
+            draft_mode=parse_choice(DraftMode, draft_mode, "draft_mode"),
         )
         for index, tokens in enumerate(prompts)
     ]
 
 
-def one_of(kind: type[_Choice], value: str, name: str) -> _Choice:
-    """*value* as one of *kind*'s.
+def parse_choice(kind: type[_Choice], value: str, name: str) -> _Choice:
+    """Convert *value*, given for the argument *name*, to the enumeration *kind*.
 
     Raises:
-        InvalidRequestError: if it is none.
+        InvalidRequestError: *kind* has no such value.
     """
     try:
         return kind(value)
     except ValueError:
-        raise InvalidRequestError(f"{name}: {value!r} is none of {', '.join(kind)}") from None
+        raise InvalidRequestError(f"{name}: {value!r} is not one of {', '.join(kind)}") from None
 
 
 def token_list(tokens: Sequence[int], where: str) -> list[int]:
-    """Token ids as plain integers; a list, a tuple, an array or a tensor will do.
+    """Return token ids as a list of integers, from any sequence, array or tensor of them.
+
+    Args:
+        tokens: token ids.
+        where: name of the prompt in errors.
 
     Raises:
-        InvalidRequestError: if they are not integers.
+        InvalidRequestError: *tokens* is not a sequence of integers.
     """
     plain = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     try:
         if isinstance(plain, str | bytes):
-            raise TypeError(f"{type(plain).__name__} given")
+            raise TypeError(f"{type(plain).__name__} was given")
         return [operator.index(token) for token in plain]
     except TypeError as error:
         raise InvalidRequestError(f"{where}: token ids must be a sequence of integers ({error})") from None
 
 
 def overrides_of(sampling: Sampling | Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that are set."""
+    """Return the settings that are set explicitly."""
     if isinstance(sampling, Sampling):
         return sampling.model_dump(include=sampling.model_fields_set)
     return dict(sampling)

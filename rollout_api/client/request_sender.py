@@ -1,4 +1,4 @@
-"""How a client writes into streams: retry_async, in batches, and only as much as the job takes."""
+"""Writes a client's messages into a job's streams: retried, in batches, and only as many requests as the job takes."""
 
 from __future__ import annotations
 
@@ -6,138 +6,153 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import redis.asyncio
 
 from rollout_api.client.job_info import JobInfo
-from rollout_api.client.step_state import Asked
-from rollout_api.protocol.keys import DATA, MessageKeys
-from rollout_api.redis_client.connection import RetryPolicy, even_when_full
+from rollout_api.client.limits import ClientLimits
+from rollout_api.client.step_state import PendingRequest
+from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
+from rollout_api.protocol.messages import Cancel, encode
+from rollout_api.redis_client.retry import ClientRetryPolicy
+from rollout_api.redis_client.server_functions import execute_even_when_full
 
 logger = logging.getLogger(__name__)
 
-_BATCH, _BATCH_BYTES = 64, 4_000_000
-_ROOM_PAUSE_S = 0.2
-_SAY_EVERY_S = 60.0
 
-
-class Sender:
+class RequestSender:
     """Appends messages to a job's streams.
 
-    A message whose reply was lost is sent again: the job recognises repetitions of a request by its id, and every other
-    message may be carried out twice.
+    A message whose reply was lost is sent again. That is harmless: the job recognizes a repeated request by its id, and
+    every other message is idempotent.
+
+    Args:
+        client: connection to Redis.
+        job: the job.
+        policy: how failing commands are retried.
+        limits: limits of the client.
     """
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, job: JobInfo, patience: RetryPolicy) -> None:
-        self._client, self._keys, self._job, self._patience = client, keys, job, patience
+    def __init__(
+        self, client: redis.asyncio.Redis, job: JobInfo, policy: ClientRetryPolicy, limits: ClientLimits
+    ) -> None:
+        self._client, self._job, self._policy, self._limits = client, job, policy, limits
+        self._keys = MessageKeys(job.uid)
         self._open_in_job: int | None = None
-        self._sent_since = 0
-        self._said = 0.0
+        self._sent_since_status = 0
+        self._last_log = 0.0
 
-    def learn(self, status: dict[str, Any]) -> None:
-        """Take the job's status: how many rollouts are open in it, from all its clients."""
+    def observe_status(self, status: dict[str, Any]) -> None:
+        """Take the number of rollouts that are open in the job, from all its clients, out of the job's status."""
         self._open_in_job = int(status.get("waiting", 0)) + int(status.get("assigned", 0)) if status else None
-        self._sent_since = 0
+        self._sent_since_status = 0
 
-    async def append(self, stream: str, messages: Sequence[bytes], what: str) -> list[str]:
-        """Append messages to a stream; ids of their entries.
+    async def append(self, stream: str, messages: Sequence[bytes], action: str) -> list[str]:
+        """Append messages to a stream and return the ids of their entries.
+
+        Args:
+            stream: key of the stream.
+            messages: encoded messages.
+            action: what the messages do, for errors.
 
         Raises:
-            RedisAwayError: Redis was away for too long; some may have arrived.
-            RedisRefusedError: Redis refused.
+            RedisAwayError: Redis was unreachable for too long; some messages may have arrived.
+            RedisRefusedError: Redis refused the command.
         """
         ids: dict[int, str] = {}
 
-        async def send_missing() -> None:
-            missing = [at for at in range(len(messages)) if at not in ids]
+        async def append_missing() -> None:
+            missing = [index for index in range(len(messages)) if index not in ids]
             pipeline = self._client.pipeline(transaction=False)
-            for at in missing:
-                pipeline.xadd(stream, {DATA: messages[at]})
+            for index in missing:
+                pipeline.xadd(stream, {MESSAGE_FIELD: messages[index]})
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             ids.update(
-                (at, reply.decode()) for at, reply in zip(missing, replies, strict=True) if isinstance(reply, bytes)
+                (index, reply.decode())
+                for index, reply in zip(missing, replies, strict=True)
+                if isinstance(reply, bytes)
             )
             for reply in replies:
                 if isinstance(reply, Exception):
                     raise reply
 
-        await self._patience.of(send_missing, what=what)
-        return [ids[at] for at in range(len(messages))]
+        await self._policy.run(append_missing, action=action)
+        return [ids[index] for index in range(len(messages))]
 
-    async def cancel(self, messages: Sequence[bytes]) -> None:
-        """Append cancellations; also while Redis is full, which they help against.
+    async def cancel(self, request_ids: Sequence[str]) -> None:
+        """Ask the job to cancel requests. This works while Redis is full, because it helps to free memory.
 
         Raises:
-            RedisAwayError: Redis was away for too long; some may have arrived.
-            RedisRefusedError: Redis refused.
+            RedisAwayError: Redis was unreachable for too long; some cancellations may have arrived.
+            RedisRefusedError: Redis refused the command.
         """
-        control = self._keys.control
-        for message in messages:
-            append = partial(even_when_full, self._client, control, "XADD", control, "*", DATA, message)
-            await self._patience.of(append, what="cancel requests")
+        control, size = self._keys.control, self._limits.ids_per_message
+        for start in range(0, len(request_ids), size):
+            message = encode(Cancel(request_ids=list(request_ids[start : start + size])))
+            append = partial(
+                execute_even_when_full, self._client, control, "XADD", control, "*", MESSAGE_FIELD, message
+            )
+            await self._policy.run(append, action="cancel requests")
 
-    async def submit(
-        self,
-        asked: Sequence[Asked],
-        sent: Callable[[Asked, str], None],
-        go_on: Callable[[], bool],
-        open_here: Callable[[], int],
-    ) -> None:
-        """Send what is open of *asked*, as there is room for it in the job, until all is sent or *go_on* says no.
+    async def send_batch(self, queue: deque[PendingRequest], num_awaited: int) -> list[tuple[PendingRequest, str]]:
+        """Send the next requests of *queue* for which the job has capacity; pause briefly if it has none.
 
         Args:
-            asked: the requests.
-            sent: told each request and its entry.
-            go_on: asked between batches.
-            open_here: rollouts that this client waits for.
+            queue: requests to send; those that were sent, or need not be sent any more, are removed.
+            num_awaited: rollouts that this client is waiting for.
+
+        Returns:
+            Each request that was sent, with the id of its entry. A request whose id has changed meanwhile is missing.
+
+        Raises:
+            RedisAwayError: Redis was unreachable for too long; some requests may have arrived.
+            RedisRefusedError: Redis refused the command.
         """
-        waiting = deque(asked)
-        while waiting and go_on():
-            batch = self._batch(waiting, open_here())
-            if batch:
-                self._sent_since += sum(one.n for one in batch)
-                ids = [one.request_id for one in batch]
-                entries = await self._append_requests(batch)
-                for one, request_id, entry in zip(batch, ids, entries, strict=True):
-                    if one.request_id == request_id:  # meanwhile it may be asked for under another
-                        sent(one, entry)
-            elif waiting:
-                self._say_full(len(waiting))
-                await asyncio.sleep(_ROOM_PAUSE_S)
+        batch = self._next_batch(queue, num_awaited)
+        if not batch:
+            if queue:
+                self._log_no_capacity(len(queue))
+                await asyncio.sleep(self._limits.capacity_retry_pause_s)
+            return []
+        self._sent_since_status += sum(request.n for request in batch)
+        ids = [request.request_id for request in batch]
+        entries = await self.append(self._keys.requests, [request.data for request in batch], "send requests")
+        return [
+            (request, entry)
+            for request, request_id, entry in zip(batch, ids, entries, strict=True)
+            if request.request_id == request_id
+        ]
 
-    async def _append_requests(self, batch: Sequence[Asked]) -> list[str]:
-        return await self.append(self._keys.requests, [one.data for one in batch], "send requests")
-
-    def _batch(self, waiting: deque[Asked], open_here: int) -> list[Asked]:
-        """Take from *waiting* what there is room for, by the coordinator's count and by this client's own."""
+    def _next_batch(self, queue: deque[PendingRequest], num_awaited: int) -> list[PendingRequest]:
+        """Remove from *queue* what fits into the job, by the coordinator's count and by this client's own."""
         known = self._open_in_job
-        in_job = open_here if known is None else max(open_here, known + self._sent_since)
-        batch: list[Asked] = []
+        in_job = num_awaited if known is None else max(num_awaited, known + self._sent_since_status)
+        batch: list[PendingRequest] = []
         size = 0
-        while waiting and len(batch) < _BATCH and size < _BATCH_BYTES:
-            one = waiting[0]
-            if one.open:
-                if one.entry is None:  # what was sent before is counted already
-                    # a job in which nothing is open takes any request that it takes at all
-                    if in_job and in_job + one.open > self._job.max_rollouts:
+        while queue and len(batch) < self._limits.request_batch and size < self._limits.request_batch_bytes:
+            request = queue[0]
+            if request.num_open:
+                if request.entry is None:  # a request that was sent before is counted already
+                    # A job in which nothing is open takes every request that passed validation.
+                    if in_job and in_job + request.num_open > self._job.max_rollouts:
                         break
-                    in_job += one.open
-                size += len(one.data)
-                batch.append(one)
-            waiting.popleft()
+                    in_job += request.num_open
+                size += len(request.data)
+                batch.append(request)
+            queue.popleft()
         return batch
 
-    def _say_full(self, count: int) -> None:
+    def _log_no_capacity(self, num_waiting: int) -> None:
         now = time.monotonic()
-        if now - self._said >= _SAY_EVERY_S:
-            self._said = now
+        if now - self._last_log >= self._limits.log_interval_s:
+            self._last_log = now
             logger.warning(
-                "Job %s has %d rollouts open, as many as it takes (spec.queue.maxRollouts); %d requests wait here "
-                "until some have ended.",
+                "Job %s has reached its limit of %d open rollouts (spec.queue.maxRollouts); %d requests wait in this "
+                "client until some rollouts have finished.",
                 self._job.name,
                 self._job.max_rollouts,
-                count,
+                num_waiting,
             )

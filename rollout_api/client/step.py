@@ -1,21 +1,26 @@
-"""One step of a trainer: its requests, the rollouts that come back, and their acknowledgement together."""
+"""One training step: its requests, the rollouts that are received for them, and their acknowledgement."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
-from rollout_api.asyncio_tasks import end
-from rollout_api.client.groups import Gathering, Groups
+from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.client.groups import GroupCollector, Groups
 from rollout_api.client.job_info import JobInfo, PreparedRequest
+from rollout_api.client.job_monitor import JobMonitor
+from rollout_api.client.limits import ClientLimits
 from rollout_api.client.prompts import Prompt, SamplingOverrides, overrides_of
-from rollout_api.client.result_stream import ResultStream
-from rollout_api.client.step_state import Asked, Inbox, first_id
+from rollout_api.client.request_sender import RequestSender
+from rollout_api.client.result_receiver import ResultReceiver
+from rollout_api.client.step_state import PendingRequest, StepState, first_id
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import InvalidRequestError, RequestRefusedError, RolloutClientError
 from rollout_api.manifest.spec import Sampling
@@ -23,125 +28,168 @@ from rollout_api.protocol.messages import Purpose, Rollout, RolloutId
 
 logger = logging.getLogger(__name__)
 
-PROGRESS_S = 1.0
-"""How often a progress callback is called."""
-_LAST_BATCH_S = 2.0
-_CANCEL_AGAIN_S = 2.0
-_CANCEL_AGAIN_AT_MOST_S = 60.0
+
+@dataclass(frozen=True)
+class StepProgress:
+    """The progress of a step, including the turns of its trajectories."""
+
+    step: int
+    """Number of the step."""
+    done: int
+    """Number of rollouts that were received."""
+    total: int
+    """Number of rollouts that were requested."""
+    tokens: int
+    """Number of response tokens that were received."""
+    status: Mapping[str, Any]
+    """Status of the job (see docs/protocol.md); empty while no coordinator runs."""
+
+
+OnProgress = Callable[[StepProgress], None]
+
+
+class StepRegistry:
+    """Records which steps of a client are open, and which have ended.
+
+    Args:
+        max_ended: number of ended steps to remember.
+    """
+
+    def __init__(self, max_ended: int) -> None:
+        self.job_is_closed = False
+        """Whether this client has closed the job, so that no step may be opened any more."""
+        self._max_ended = max_ended
+        self._open: set[AsyncStep] = set()
+        self._ended: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        """Number and hash of the request ids of each step that has ended."""
+
+    @property
+    def open_steps(self) -> list[AsyncStep]:
+        """Steps that are open."""
+        return list(self._open)
+
+    def open(self, step: AsyncStep, request_ids: Sequence[str]) -> None:
+        """Record that a step is being opened with these requests.
+
+        Raises:
+            InvalidRequestError: the job is closed, or the step has ended before.
+        """
+        if self.job_is_closed:
+            raise InvalidRequestError(f"step {step.number}: this client has closed the job")
+        if request_ids and (step.number, _hash(request_ids)) in self._ended:
+            raise InvalidRequestError(
+                f"step {step.number} with these prompts has ended: its rollouts were received. To sample the same "
+                "prompts again, use the next step number"
+            )
+        self._open.add(step)
+
+    def close(self, step: AsyncStep, ended_ids: Sequence[str] | None) -> None:
+        """Record that a step was left.
+
+        Args:
+            step: the step.
+            ended_ids: ids of its requests if it has ended, that is, if its results are acknowledged.
+        """
+        self._open.discard(step)
+        if ended_ids is not None:
+            self._ended[step.number, _hash(ended_ids)] = None
+            if len(self._ended) > self._max_ended:
+                self._ended.popitem(last=False)
+
+
+def _hash(request_ids: Sequence[str]) -> bytes:
+    return blake2b("\n".join(request_ids).encode(), digest_size=8).digest()
 
 
 @dataclass(frozen=True)
-class Progress:
-    """How far a step is."""
+class StepContext:
+    """What all steps of one client use."""
 
-    step: int
-    done: int
-    """Rollouts that came back."""
-    total: int
-    """Rollouts that were asked for."""
-    tokens: int
-    """Response tokens of those that came back."""
-    status: Mapping[str, Any]
-    """The job's own status (see docs/protocol.md); empty while no coordinator runs."""
-
-
-OnProgress = Callable[[Progress], None]
-
-
-class Office(Protocol):
-    """A client, as its steps see it."""
-
-    name: str
-    results: ResultStream
-
-    @property
-    def job(self) -> JobInfo:
-        """What is known of the job."""
-
-    @property
-    def status(self) -> dict[str, Any]:
-        """The job's last status."""
-
-    async def submit(
-        self, asked: Sequence[Asked], sent: Callable[[Asked, str], None], go_on: Callable[[], bool]
-    ) -> None:
-        """Send what is open of *asked* as there is room for it, until all is sent or *go_on* says no."""
-
-    async def send_cancel(self, request_ids: Sequence[str]) -> None:
-        """Ask for the end of requests."""
-
-    def enter(self, step: AsyncStep, request_ids: Sequence[str]) -> None:
-        """A step begins; InvalidRequestError if it may not."""
-
-    def leave(self, step: AsyncStep, *, ended: bool) -> None:
-        """A step is left, *ended* if its results are acknowledged."""
+    client_name: str
+    """Name of the client."""
+    job: JobInfo
+    """Description of the job."""
+    monitor: JobMonitor
+    """Source of the job's status."""
+    sender: RequestSender
+    """Sender of requests."""
+    results: ResultReceiver
+    """Receiver of rollouts."""
+    registry: StepRegistry
+    """Record of open and ended steps."""
+    limits: ClientLimits
+    """Intervals and limits."""
 
 
 class AsyncStep:
     """The rollouts of some prompts: ``async with client.step(17, prompts) as step: async for rollout in step: …``.
 
-    Leaving it normally acknowledges its results: they are not delivered again, and what had not come yet is cancelled
-    and dropped. Leaving it by an exception acknowledges nothing: the same step with the same prompts, opened again (by
-    a trainer that was started again, say), gets what was delivered before, then the rest; nothing is sampled twice.
-    What an earlier trainer of this name acknowledged is gone: asked for again, it is sampled anew.
+    Leaving the block normally acknowledges the results: they are not delivered again, and rollouts that are still
+    missing are cancelled and dropped. Leaving it by an exception acknowledges nothing. If the step is then opened again
+    with the same prompts, for example by a restarted trainer, it receives the rollouts that were delivered before, and
+    then the rest; nothing is sampled twice. Rollouts that an earlier trainer with this name acknowledged have been
+    deleted; if they are requested again, they are sampled again.
     """
 
     def __init__(
         self,
-        office: Office,
+        context: StepContext,
         number: int,
         prompts: Sequence[Prompt | Sequence[int]] = (),
         on_progress: OnProgress | None = None,
     ) -> None:
         if number < 0:
-            raise InvalidRequestError(f"step {number}: steps are numbered from 0 on")
+            raise InvalidRequestError(f"step {number}: step numbers start at 0")
         self.number = number
-        self._office = office
-        self._prompts = [one if isinstance(one, Prompt) else Prompt(one) for one in prompts]
+        """Number of the step."""
+        self._context = context
+        self._prompts = [prompt if isinstance(prompt, Prompt) else Prompt(prompt) for prompt in prompts]
         self._on_progress = on_progress
-        self._said = 0.0
-        self._inbox = self._new_inbox()
-        self._anew: list[Asked] = []
-        self._cancelled = False
-        self._trajectories = 0
-        self._submitting: asyncio.Task[None] | None = None
+        self._last_progress = 0.0
+        self._state = StepState(number)
+        self._is_running = False
+        self._is_cancelled = False
+        self._num_trajectories = 0
+        self._submission: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._running = False
 
-    # its life
+    # Opening and leaving.
 
     async def start(self) -> Self:
-        """Check all prompts and begin to send them: what ``async with`` does at its beginning.
+        """Validate all prompts and start sending them. ``async with`` does this on entry.
 
         Raises:
-            InvalidRequestError: for a prompt that the job cannot serve, or a step that is open or has ended already;
-                nothing was sent.
+            InvalidRequestError: the job cannot serve a prompt, or the step is open or has ended; nothing was sent.
         """
-        if self._running:
+        if self._is_running:
             raise InvalidRequestError(f"step {self.number} is open already")
-        prepared = await asyncio.to_thread(self.prepare)
-        self._office.enter(self, [one.request_id for one in prepared])
-        self._running, self._cancelled = True, False
-        self._inbox, self._anew = self._new_inbox(), []
-        for index, one in enumerate(prepared):
-            self._inbox.add(Asked(index, one.request_id, one.n, one.data))
-        self._office.results.add(self._inbox, [one.request_id for one in prepared])
-        self._office.results.start()
-        self._submitting = self._run(self._submit(list(self._asked.values())))
+        prepared = await asyncio.to_thread(self.prepare_requests)
+        request_ids = [request.request_id for request in prepared]
+        if any(self._context.results.is_registered(request_id) for request_id in request_ids):
+            raise InvalidRequestError(f"step {self.number} with these prompts is open already")
+        self._context.registry.open(self, request_ids)
+        self._is_running, self._is_cancelled = True, False
+        self._state = StepState(self.number)
+        for index, request in enumerate(prepared):
+            self._state.add(PendingRequest(index, request.request_id, request.n, request.data))
+        self._context.results.register(self._state, request_ids)
+        self._context.results.start()
+        self._run(self._send_again_when_needed())
+        self._submission = self._run(self._submit(list(self._state.requests.values())))
         return self
 
-    def prepare(self) -> list[PreparedRequest]:
-        """The requests of the step's prompts, as they are sent; nothing is sent yet.
+    def prepare_requests(self) -> list[PreparedRequest]:
+        """Return the encoded requests for the step's prompts, without sending them.
 
         Raises:
-            InvalidRequestError: for a prompt that the job cannot serve.
+            InvalidRequestError: the job cannot serve a prompt.
         """
-        job, client = self._office.job, self._office.name
+        name = self._context.client_name
         return [
-            job.prepare(
+            self._context.job.prepare(
                 prompt,
-                f"{client}:{self.number}:{index}",
-                client=client,
+                f"{name}:{self.number}:{index}",
+                client=name,
                 where=f"step {self.number}, prompt {index}",
                 step=self.number,
             )
@@ -149,146 +197,199 @@ class AsyncStep:
         ]
 
     async def end(self, *, acknowledge: bool = True) -> None:
-        """What ``async with`` does at its end: normally, or with *acknowledge* False, as by an exception.
+        """Leave the step. ``async with`` does this on exit.
+
+        Args:
+            acknowledge: whether to acknowledge the results; False leaves the step as an exception does.
 
         Raises:
-            RedisAwayError: what was not acknowledged will be delivered again.
+            RedisAwayError: Redis was unreachable for too long; what was not acknowledged will be delivered again.
         """
-        if not self._running:
+        if not self._is_running:
             return
-        self._running = False
-        self._trajectories = 0
-        ended = False
+        self._is_running = False
+        self._num_trajectories = 0
+        has_ended = False
         try:
             if acknowledge:
-                await self._end_well()
-                ended = True
+                await self._cancel_and_acknowledge()
+                has_ended = True
         finally:
-            await end(*self._tasks)
-            self._inbox.close()
-            if not ended:
-                self._office.results.give_back(self._inbox, self._inbox.ids, self._inbox.entries)
-            self._office.leave(self, ended=ended)
+            await cancel_and_wait(*self._tasks)
+            self._state.close()
+            if not has_ended:
+                self._context.results.release(self._state)
+            self._context.registry.close(self, list(self._state.prompt_requests) if has_ended else None)
 
-    async def _end_well(self) -> None:
-        if self._inbox.open and not self._cancelled:
+    async def _cancel_and_acknowledge(self) -> None:
+        state = self._state
+        if state.num_open and not self._is_cancelled:
             logger.warning(
-                "Step %d was left with %d of %d rollouts not received: they are cancelled, and dropped when they come.",
+                "Step %d was left with %d of %d rollouts not received; they are cancelled, and dropped when they "
+                "arrive.",
                 self.number,
-                self._inbox.open,
-                self._inbox.total,
+                state.num_open,
+                state.num_total,
             )
-        if self._submitting is not None:
-            # a full Redis would not let it end before there is room; what it is sending now is cancelled as the rest
-            await end(self._submitting)
-        if self._inbox.open or self._inbox.open_turns:
+        if self._submission is not None:
+            # While Redis is full the submission would wait for memory. The batch that is being sent is cancelled below.
+            await cancel_and_wait(self._submission)
+        if state.num_open or state.num_open_turns:
             await self.cancel()
-        missing = [one.request_id for one in self._asked.values() if len(one.got) < one.n]
-        await self._office.results.end(self._inbox, self._inbox.ids, missing, self._inbox.entries)
+        await self._context.results.finish(state)
 
     async def __aenter__(self) -> Self:
         return await self.start()
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         await self.end(acknowledge=error is None)
 
-    # what a trainer does with it
+    # Consuming rollouts.
 
     async def __aiter__(self) -> AsyncIterator[Rollout]:
-        """Rollouts of the step's prompts as they end, in any order.
+        """Yield the rollouts of the step's prompts as they finish, in any order.
 
         Raises:
-            RequestRefusedError: after all others have come; it lists all refusals.
-            UnreadableResultError: likewise.
-            JobEndedError: nothing more will come.
-            JobChangedError: likewise.
-            RedisAwayError: Redis was away for too long.
+            RequestRefusedError: after all other rollouts have been yielded; it lists all refusals.
+            UnreadableResultError: likewise, for results that could not be read.
+            JobEndedError: no more rollouts will come.
+            JobChangedError: likewise, because the job was replaced.
+            RedisAwayError: Redis was unreachable for too long.
         """
-        while (rollouts := await self.take(1, PROGRESS_S)) is not None:
-            self.report_progress(final=False)
+        while (rollouts := await self.take(1)) is not None:
+            self.report_progress(is_final=False)
             for rollout in rollouts:
                 yield rollout
-        self.report_progress(final=True)
+        self.report_progress(is_final=True)
 
-    async def take(self, most: int, timeout: float) -> list[Rollout] | None:
-        """At least one rollout and at most *most*; none if none comes within *timeout* seconds; None at the end.
+    async def take(self, limit: int, timeout: float | None = None) -> list[Rollout] | None:
+        """Wait for rollouts and return up to *limit* of them; None once there are no more.
+
+        Args:
+            limit: largest number of rollouts to return.
+            timeout: seconds after which an empty list is returned; default: the interval of progress callbacks.
 
         Raises:
-            RolloutClientError: as iterating does.
+            RolloutClientError: under the same conditions as when iterating.
         """
         self._check_running()
-        return await self._inbox.take(most, timeout)
+        state, results = self._state, self._context.results
+        deadline = time.monotonic() + (self._context.limits.progress_interval_s if timeout is None else timeout)
+        while True:
+            if rollouts := state.take_ready(limit):
+                results.notify_demand()
+                return rollouts
+            if state.has_deferred:
+                await self._fetch_deferred(state)
+                continue
+            state.raise_if_failed()
+            if state.is_complete:
+                state.raise_if_incomplete()
+                return None
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                return []
+            results.notify_demand()
+            if not await state.wait_for_change(remaining):
+                return []
+
+    async def collect(self, min_complete_groups: int | None = None) -> Groups:
+        """Return all rollouts of the step by group.
+
+        Args:
+            min_complete_groups: number of complete groups after which the rest of the step is cancelled; default: wait
+                for all.
+
+        Raises:
+            RolloutClientError: under the same conditions as when iterating.
+        """
+        collector = GroupCollector(self.group_sizes)
+        async for rollout in self:
+            collector.add(self.prompt_index(rollout), rollout)
+            is_enough = min_complete_groups is not None and collector.num_complete >= min_complete_groups
+            if is_enough and not self._is_cancelled:
+                await self.cancel()
+        return collector.groups()
+
+    def prompt_index(self, rollout: Rollout) -> int:
+        """Return the index of the prompt to which *rollout* responds, among the step's prompts.
+
+        Raises:
+            KeyError: the rollout does not belong to this step.
+        """
+        return self._state.requests[first_id(RolloutId.parse(rollout.rollout_id).request_id)].prompt_index
 
     @property
-    def progress(self) -> Progress:
-        """How far the step is, its trajectories' turns included."""
-        inbox = self._inbox
-        return Progress(self.number, inbox.done, inbox.total, inbox.tokens, self._office.status)
+    def group_sizes(self) -> list[int]:
+        """Number of rollouts that each of the step's prompts asks for."""
+        return [request.n for request in self._state.prompt_requests.values()]
 
-    def report_progress(self, *, final: bool) -> None:
-        """Call the progress callback, if it is time to; iterating does so."""
+    @property
+    def num_unread(self) -> int:
+        """Number of rollouts in memory that have not been consumed."""
+        return self._state.num_unread
+
+    @property
+    def progress(self) -> StepProgress:
+        """Progress of the step, including the turns of its trajectories."""
+        state = self._state
+        return StepProgress(
+            self.number, state.num_done, state.num_total, state.num_tokens, self._context.monitor.status
+        )
+
+    def report_progress(self, *, is_final: bool) -> None:
+        """Call the progress callback if it is due. Iterating does this."""
         now = time.monotonic()
-        if self._on_progress is not None and (final or now - self._said >= PROGRESS_S):
-            self._said = now
+        is_due = is_final or now - self._last_progress >= self._context.limits.progress_interval_s
+        if self._on_progress is not None and is_due:
+            self._last_progress = now
             self._on_progress(self.progress)
 
-    def index(self, rollout: Rollout) -> int:
-        """Which of the step's prompts *rollout* is of.
-
-        Raises:
-            KeyError: if it is of none.
-        """
-        return self._asked[first_id(RolloutId.parse(rollout.rollout_id).request_id)].index
-
-    @property
-    def sizes(self) -> list[int]:
-        """How many rollouts each of the step's prompts asks for."""
-        return [one.n for one in self._asked.values() if one.index >= 0]
+    # Cancellation.
 
     async def cancel(self) -> None:
-        """End all that is open: it comes back soon, as it is, with ``finish_reason`` cancelled.
+        """Cancel all open requests.
 
-        What was not sent yet is not sent any more, and does not come back.
+        Running samples come back with their partial output and ``finish_reason`` cancelled. Requests that were not sent
+        yet are withdrawn, and nothing comes back for them.
         """
-        first, self._cancelled = not self._cancelled, True
-        if self._submitting is not None:
-            # what it is sending now counts as sent, unless Redis is full or away
-            await asyncio.wait([self._submitting], timeout=_LAST_BATCH_S)
-            await end(self._submitting)
-        # an earlier trainer may have sent what this one has not
-        open_ids = self._open_ids()
-        self._give_up_unsent(self._asked.values())
+        is_first, self._is_cancelled = not self._is_cancelled, True
+        state, limits = self._state, self._context.limits
+        if self._submission is not None:
+            # The batch that is being sent counts as sent, unless Redis is full or unreachable.
+            await asyncio.wait([self._submission], timeout=limits.last_batch_timeout_s)
+            await cancel_and_wait(self._submission)
+        # Requests that were not sent are included: an earlier trainer may have sent them.
+        open_ids = state.open_ids
+        state.withdraw_unsent(list(state.requests.values()))
         if open_ids:
-            await self._office.send_cancel(open_ids)
-            if first and self._running:
-                self._run(self._cancel_again())
+            await self._context.sender.cancel(open_ids)
+            if is_first and self._is_running:
+                self._run(self._repeat_cancellation())
 
-    async def collect(self, at_least: int | None = None) -> Groups:
-        """All the step's rollouts; with *at_least*, until so many groups are complete: then the rest is cancelled.
+    async def _repeat_cancellation(self) -> None:
+        """Repeat the cancellation, because the job ignores one that overtakes its request."""
+        limits = self._context.limits
+        pause = limits.cancel_retry_pause_s
+        while True:
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, limits.max_cancel_retry_pause_s)
+            if open_ids := self._state.open_ids:
+                await self._context.sender.cancel(open_ids)
 
-        Raises:
-            RolloutClientError: as iterating does.
-        """
-        gathering = Gathering(self.sizes)
-        async for rollout in self:
-            gathering.add(self.index(rollout), rollout)
-            if at_least is not None and gathering.complete >= at_least and not self._cancelled:
-                await self.cancel()
-        return gathering.groups()
-
-    # trajectories
+    # Trajectories.
 
     def trajectory(
         self, prompt: Sequence[int], *, problem_id: str = "", purpose: Purpose = Purpose.TRAIN
     ) -> Trajectory:
-        """Begin a multi-turn trajectory; for a group, begin several with the same prompt.
+        """Begin a multi-turn trajectory. For a group, begin several with the same prompt.
 
-        A trainer that is started again must begin them in the same order.
+        A restarted trainer must begin its trajectories in the same order.
         """
-        trajectory_id = f"{self._office.name}:{self.number}:t{self._trajectories}"
-        self._trajectories += 1
+        trajectory_id = f"{self._context.client_name}:{self.number}:t{self._num_trajectories}"
+        self._num_trajectories += 1
         return Trajectory(trajectory_id, prompt, problem_id=problem_id, purpose=purpose)
 
     async def turn(
@@ -300,159 +401,155 @@ class AsyncStep:
         priority: int = 0,
         deadline_seconds: float | None = None,
     ) -> list[Rollout]:
-        """Let the model speak next in each of *trajectories*, which get its tokens, and wait for all.
+        """Sample the model's next turn in each of *trajectories*, append it there, and wait for all of them.
+
+        A turn that is interrupted, for example by ``asyncio.wait_for``, cannot be requested again. To bound a turn's
+        duration, set *deadline_seconds*.
 
         Returns:
-            What was said, in the order of *trajectories*. Look at each ``finish_reason``. To bound a turn, give it
-            *deadline_seconds*: one that is broken off (by ``asyncio.wait_for``, say) cannot be asked for again.
+            The rollouts in the order of *trajectories*. Check each ``finish_reason``.
 
         Raises:
-            InvalidRequestError: for a context that the job cannot serve; nothing was sent.
-            RolloutClientError: as iterating does; trajectories whose turn came have it.
+            InvalidRequestError: the job cannot serve a context; nothing was sent.
+            RolloutClientError: under the same conditions as when iterating; the turns that were received are appended.
         """
         self._check_running()
-        job, client = self._office.job, self._office.name
+        overrides = overrides_of(sampling or {}) | {"n": 1}
         prepared = []
-        for one in trajectories:
-            turn = len(one.turns)
+        for trajectory in trajectories:
+            turn = len(trajectory.turns)
             prompt = Prompt(
-                one.context,
-                problem_id=one.problem_id,
-                sampling=overrides_of(sampling or {}) | {"n": 1},
-                purpose=one.purpose,
+                trajectory.context,
+                problem_id=trajectory.problem_id,
+                sampling=overrides,
+                purpose=trajectory.purpose,
                 priority=priority,
                 deadline_seconds=deadline_seconds,
                 weight_version=weight_version,
             )
-            name = f"{one.trajectory_id}.{turn}"
-            where = f"trajectory {one.trajectory_id}, turn {turn}"
             prepared.append(
-                job.prepare(
+                self._context.job.prepare(
                     prompt,
-                    name,
-                    client=client,
-                    where=where,
+                    f"{trajectory.trajectory_id}.{turn}",
+                    client=self._context.client_name,
+                    where=f"trajectory {trajectory.trajectory_id}, turn {turn}",
                     step=self.number,
-                    trajectory_id=one.trajectory_id,
+                    trajectory_id=trajectory.trajectory_id,
                     turn=turn,
                 )
             )
-        said = await self._ask_turns(prepared)
-        for trajectory, answer in zip(trajectories, said, strict=True):
+        answers = await self._request_turns(prepared)
+        for trajectory, answer in zip(trajectories, answers, strict=True):
             if isinstance(answer, Rollout):
                 trajectory.append(answer)
-        self._raise_failed_turns([answer for answer in said if isinstance(answer, BaseException)])
-        return [answer for answer in said if isinstance(answer, Rollout)]
+        _raise_failed_turns([answer for answer in answers if isinstance(answer, BaseException)])
+        return [answer for answer in answers if isinstance(answer, Rollout)]
 
-    async def _ask_turns(self, prepared: Sequence[PreparedRequest]) -> list[Rollout | BaseException]:
-        ids = [one.request_id for one in prepared]
-        if len(set(ids)) < len(ids) or not self._asked.keys().isdisjoint(ids):
-            raise InvalidRequestError(f"step {self.number}: a turn of a trajectory was asked for twice")
+    async def _request_turns(self, prepared: Sequence[PreparedRequest]) -> list[Rollout | BaseException]:
+        state = self._state
+        ids = [request.request_id for request in prepared]
+        if len(set(ids)) < len(ids) or not state.requests.keys().isdisjoint(ids):
+            raise InvalidRequestError(f"step {self.number}: a turn of a trajectory was requested twice")
         answers: list[asyncio.Future[Rollout]] = []
-        asked = []
+        requests = []
         for request in prepared:
             answer: asyncio.Future[Rollout] = asyncio.get_running_loop().create_future()
             answers.append(answer)
-            asked.append(Asked(-1, request.request_id, request.n, request.data, answer))
-            self._inbox.add(asked[-1])
-        self._office.results.add(self._inbox, ids)
-        await self._submit(asked)
-        if self._cancelled:
-            self._give_up_unsent(asked)
+            requests.append(PendingRequest(-1, request.request_id, request.n, request.data, answer))
+            state.add(requests[-1])
+        self._register(ids)
+        await self._submit(requests)
+        if self._is_cancelled:
+            state.withdraw_unsent(requests)
         return await asyncio.gather(*answers, return_exceptions=True)
 
-    def _raise_failed_turns(self, errors: Sequence[BaseException]) -> None:
-        refused = [error for error in errors if isinstance(error, RequestRefusedError)]
-        if refused:
-            raise RequestRefusedError({name: why for error in refused for name, why in error.refusals.items()})
-        if errors:
-            raise errors[0]
+    # Sending.
 
-    # what the client tells it, and asks
+    async def _submit(self, requests: Sequence[PendingRequest], *, even_if_cancelled: bool = False) -> None:
+        """Send requests as the job has capacity for them, until all are sent or the step is cancelled."""
+        state, results = self._state, self._context.results
+        queue = deque(requests)
+        while queue and results.ending is None and (even_if_cancelled or not self._is_cancelled):
+            for request, entry in await self._context.sender.send_batch(queue, results.num_awaited):
+                state.mark_sent(request, entry)
 
-    @property
-    def unread(self) -> int:
-        """Rollouts in memory that nobody has taken yet."""
-        return self._inbox.unread
+    async def _send_again_when_needed(self) -> None:
+        """Send requests that got another id, and all open ones after Redis may have lost them."""
+        state = self._state
+        while True:
+            await state.has_work.wait()
+            state.has_work.clear()
+            if requests := state.take_resubmissions():
+                # An earlier trainer may have used the new ids too, and ended before it acknowledged the results.
+                self._register([request.request_id for request in requests])
+                if self._is_cancelled:
+                    state.withdraw_unsent(requests)
+                else:
+                    self._run(self._submit(requests))
+            if state.take_resend():
+                self._run(self._resend())
 
-    def send_again(self) -> None:
-        """Redis was away and may have lost what was sent: send what is open again, which is harmless if it did not."""
-        self._run(self._submit_again())
+    async def _resend(self) -> None:
+        """Send everything open again: Redis was unreachable and may have lost it. Repetitions are harmless."""
+        state = self._state
+        sent = [request for request in state.requests.values() if request.entry is not None and request.num_open]
+        # Requests of a cancelled step are sent too, because the job can only cancel requests that it knows.
+        await self._submit(sent, even_if_cancelled=True)
+        if self._is_cancelled and (open_ids := state.open_ids):
+            await self._context.sender.cancel(open_ids)
 
-    @property
-    def request_ids(self) -> list[str]:
-        """Of its prompts."""
-        return [request_id for request_id, one in self._asked.items() if one.index >= 0]
-
-    # within
-
-    @property
-    def _asked(self) -> dict[str, Asked]:
-        return self._inbox.asked
-
-    def _new_inbox(self) -> Inbox:
-        return Inbox(self.number, lambda: self._office.results, self._run, self._send_anew)
+    # Internals.
 
     def _check_running(self) -> None:
-        if not self._running:
+        if not self._is_running:
             raise RolloutClientError(f"step {self.number} is not open: use it in 'with client.step(…) as step'")
 
-    async def _submit(self, asked: Sequence[Asked]) -> None:
-        await self._office.submit(asked, self._inbox.sent, lambda: not self._cancelled)
+    def _register(self, request_ids: Sequence[str]) -> None:
+        """Have the results of requests routed to this step; fetch at once what is held for turns."""
+        self._context.results.register(self._state, request_ids)
+        if self._state.has_deferred_turns:
+            self._run(self._fetch_deferred_turns())
 
-    async def _submit_again(self) -> None:
-        sent = [one for one in self._asked.values() if one.entry is not None and one.open]
-        # of a cancelled step, too: a job that does not know a request cannot end it
-        await self._office.submit(sent, self._inbox.sent, lambda: True)
-        if self._cancelled and (open_ids := self._open_ids()):
-            await self._office.send_cancel(open_ids)
+    async def _fetch_deferred_turns(self) -> None:
+        state = self._state
+        while state.has_deferred_turns:
+            await self._fetch_deferred(state)
 
-    def _send_anew(self, one: Asked) -> None:
-        """Send a request under its new id, together with those of which the same is learned now."""
-        if self._cancelled:
-            self._give_up_unsent([one])
-            return
-        self._anew.append(one)
-        if len(self._anew) == 1:
-            self._run(self._submit_anew())
-
-    async def _submit_anew(self) -> None:
-        asked, self._anew = self._anew, []
-        await self._submit(asked)
-
-    def _open_ids(self) -> list[str]:
-        return [one.request_id for one in self._asked.values() if one.open]
-
-    def _give_up_unsent(self, asked: Iterable[Asked]) -> None:
-        for one in asked:
-            if one.entry is None:
-                self._inbox.give_up(
-                    one, RolloutClientError(f"step {self.number} was cancelled before this turn was sent")
-                )
-
-    async def _cancel_again(self) -> None:
-        """A cancellation may overtake its request, which then is not known yet."""
-        pause = _CANCEL_AGAIN_S
-        while True:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _CANCEL_AGAIN_AT_MOST_S)
-            if open_ids := self._open_ids():
-                await self._office.send_cancel(open_ids)
+    async def _fetch_deferred(self, state: StepState) -> None:
+        """Read some deferred results from Redis."""
+        deferred = state.take_deferred()
+        try:
+            found = await self._context.results.fetch(deferred)
+        except BaseException:
+            state.return_deferred(deferred)
+            raise
+        for unreadable in state.deliver_fetched(deferred, found):
+            self._run(self._context.results.dead_letter(*unreadable))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do *work* beside; if it fails, so does the step."""
+        """Run *work* in a task of its own; if it fails, the step fails."""
+        state = self._state
 
-        async def watched() -> None:
+        async def run_or_fail() -> None:
             try:
                 await work
             except RolloutClientError as error:
-                self._inbox.fail(error)
+                state.fail(error)
             except Exception as error:
                 logger.exception("Step %d failed.", self.number)
-                self._inbox.fail(RolloutClientError(f"step {self.number} failed: {type(error).__name__}: {error}"))
+                state.fail(RolloutClientError(f"step {self.number} failed: {type(error).__name__}: {error}"))
 
-        task = asyncio.create_task(watched(), name=f"step {self.number}")
+        task = asyncio.create_task(run_or_fail(), name=f"step {self.number}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: work.close())  # which has not begun if the task was stopped at once
+        # If the task is cancelled before it starts, the coroutine was never awaited.
+        task.add_done_callback(lambda _: work.close())
         return task
+
+
+def _raise_failed_turns(errors: Sequence[BaseException]) -> None:
+    refused = [error for error in errors if isinstance(error, RequestRefusedError)]
+    if refused:
+        raise RequestRefusedError({name: reason for error in refused for name, reason in error.refusals.items()})
+    if errors:
+        raise errors[0]

@@ -1,341 +1,440 @@
-"""What a step has asked for and what came of it."""
+"""What one step has requested and what it has received so far."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import re
-import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
-from rollout_api.client.result_stream import ResultStream
 from rollout_api.errors import RequestRefusedError, RolloutClientError, UnreadableResultError
 from rollout_api.protocol.messages import CodecError, Refusal, Rollout, RolloutRequest, decode, encode
 
 logger = logging.getLogger(__name__)
 
-_FETCHED_AT_ONCE = 64
-_ANEW = re.compile(r"\.r\d+$")
+_FETCH_BATCH = 64
+_RESUBMISSION_SUFFIX = re.compile(r"\.r\d+$")
+
+Entries = list[tuple[str, bytes | None]]
+"""Ids of stream entries, each with its message; None where the entry was deleted."""
 
 
 @dataclass
-class Asked:
-    """A request of a step, and what came of it."""
+class PendingRequest:
+    """A request of a step, and what was received for it."""
 
-    index: int
-    """Of its prompt; -1 for a trajectory's turn."""
+    prompt_index: int
+    """Index of its prompt among the step's prompts; -1 for a turn of a trajectory."""
     request_id: str
-    """Under which it is asked for now; see :func:`first_id`."""
+    """Current request id; see :func:`first_id`."""
     n: int
+    """Number of samples."""
     data: bytes
+    """Encoded request; empty once nothing more is expected."""
     answer: asyncio.Future[Rollout] | None = None
-    """Where a trajectory's turn is waited for."""
+    """Receives the rollout of a trajectory's turn; None for the request of a prompt."""
     entry: str | None = None
-    """In the requests stream, once it was sent."""
-    got: set[int] = field(default_factory=set)
-    over: bool = False
-    """Refused, or taken back before it was sent: nothing is waited for any more."""
+    """Id of its entry in the stream of requests; None until it was sent."""
+    received: set[int] = field(default_factory=set)
+    """Samples that were received, readable or not."""
+    abandoned: bool = False
+    """Whether it was refused or withdrawn, so that no more samples are expected."""
     refusal: tuple[str, Refusal] | None = None
-    """Of this id, and its entry."""
-    times_anew: int = 0
-    """How often it turned out to have been answered before, and was given another id."""
+    """A refusal of the current request id, with the id of the refusal's entry."""
+    num_resubmissions: int = 0
+    """How often it was given a new id because it had been answered before."""
 
     @property
-    def open(self) -> int:
-        """Rollouts that are still waited for."""
-        return 0 if self.over else self.n - len(self.got)
+    def num_open(self) -> int:
+        """Number of rollouts that are still expected."""
+        return 0 if self.abandoned else self.n - len(self.received)
 
 
-class Inbox:
-    """One step's requests and rollouts; the result stream fills it, whoever iterates over the step empties it."""
+class DeferredResult(NamedTuple):
+    """A result that was received but is still only in Redis."""
 
-    def __init__(
-        self,
-        number: int,
-        results: Callable[[], ResultStream],
-        beside: Callable[..., object],
-        send_anew: Callable[[Asked], None],
-    ) -> None:
-        """Take what it works with.
+    entry: str
+    """Id of its entry in the result stream."""
+    request_id: str
+    """Request id under which it was produced."""
+    sample: int
+    """Index of the sample."""
 
-        Args:
-            number: of the step.
-            results: the result stream.
-            beside: runs a coroutine, and fails the step with it.
-            send_anew: sends a request that has another id now.
-        """
+
+class UnreadableEntry(NamedTuple):
+    """A stream entry that cannot be decoded."""
+
+    entry: str
+    """Id of the entry."""
+    data: bytes
+    """Content of the entry."""
+    reason: str
+    """Why it cannot be decoded."""
+
+
+class StepState:
+    """The requests and rollouts of one step.
+
+    It performs no I/O and calls no other class: the result router puts results in, and the step takes them out. Two
+    events tell the step that there is something to take or to send.
+
+    Args:
+        number: number of the step.
+    """
+
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.asked: dict[str, Asked] = {}
-        """By the id under which each was asked for first."""
-        self.ids: list[str] = []
-        """All under which something was asked for."""
+        """Number of the step."""
+        self.requests: dict[str, PendingRequest] = {}
+        """Requests by the id that each had first."""
+        self.request_ids: list[str] = []
+        """All ids under which something was requested."""
         self.entries: dict[str, dict[str, int]] = {}
-        """Request id → entry → sample: what is to be acknowledged."""
-        self.open = 0
-        """Rollouts of prompts that are still waited for."""
-        self.open_turns = 0
-        """The same, of trajectories' turns."""
-        self.done = 0
-        self.total = 0
-        self.tokens = 0
+        """Results to acknowledge: request id → id of the entry → sample."""
+        self.num_open = 0
+        """Number of rollouts of prompts that are still expected."""
+        self.num_open_turns = 0
+        """Number of rollouts of turns that are still expected."""
+        self.num_awaited = 0
+        """Number of rollouts that are still expected and whose requests were sent."""
+        self.num_done = 0
+        """Number of rollouts that were received."""
+        self.num_total = 0
+        """Number of rollouts that were requested."""
+        self.num_tokens = 0
+        """Number of response tokens that were received."""
         self.failure: RolloutClientError | None = None
-        self._results, self._beside, self._send_anew = results, beside, send_anew
+        """Why nothing more will be received; None while that is not known."""
+        self.changed = asyncio.Event()
+        """Set when a consumer may find something new."""
+        self.has_work = asyncio.Event()
+        """Set when requests have to be sent again."""
         self._ready: deque[Rollout] = deque()
-        self._deferred: deque[tuple[str, str, int]] = deque()
-        """Entry, request id and sample of what is to be fetched when somebody wants it."""
-        self._fetching = 0
-        self._waiting = 0
-        self._moved = asyncio.Event()
+        self._deferred: deque[DeferredResult] = deque()
+        self._deferred_turns: deque[DeferredResult] = deque()
+        self._num_fetching = 0
+        self._num_waiters = 0
         self._refusals: dict[str, str] = {}
         self._unreadable: dict[str, str] = {}
-        self._some_anew = False
+        self._resubmissions: list[PendingRequest] = []
+        self._resend_needed = False
+        self._resubmission_logged = False
 
-    # what the step tells it
+    # Requests.
 
-    def add(self, one: Asked) -> None:
-        """A request is made."""
-        self.asked[one.request_id] = one
-        self.ids.append(one.request_id)
-        self.total += one.n
-        if one.answer is None:
-            self.open += one.n
+    def add(self, request: PendingRequest) -> None:
+        """Add a request that is about to be sent."""
+        self.requests[request.request_id] = request
+        self.request_ids.append(request.request_id)
+        self.num_total += request.n
+        if request.answer is None:
+            self.num_open += request.n
         else:
-            self.open_turns += one.n
+            self.num_open_turns += request.n
             if self.failure is not None:
-                one.answer.set_exception(self.failure)
+                request.answer.set_exception(self.failure)
 
-    def sent(self, one: Asked, entry: str) -> None:
-        """A request is in its stream."""
-        if one.entry is None:
-            self._results().awaited += one.open
-        one.entry = entry
-        self._settle(one)
+    def mark_sent(self, request: PendingRequest, entry: str) -> None:
+        """Record that a request was sent, and the id of its entry."""
+        if request.entry is None:
+            self.num_awaited += request.num_open
+        request.entry = entry
+        self._apply_refusal(request)
 
-    def give_up(self, one: Asked, error: RolloutClientError) -> None:
-        """Wait no longer for a request; whoever waits for it as a turn gets *error*."""
-        left, one.over = one.open, True
-        self.total -= left
-        self._less(one, left)
-        if one.answer is not None and not one.answer.done():
-            one.answer.set_exception(error)
-        self._moved.set()
+    def withdraw_unsent(self, requests: Sequence[PendingRequest]) -> None:
+        """Stop expecting anything from those of *requests* that were never sent."""
+        for request in requests:
+            if request.entry is None:
+                error = RolloutClientError(f"step {self.number} was cancelled before this turn was sent")
+                self._abandon(request, error)
 
-    async def take(self, most: int, timeout: float) -> list[Rollout] | None:
-        """At least one rollout and at most *most*; none if none comes within *timeout* seconds; None at the end.
+    def take_resubmissions(self) -> list[PendingRequest]:
+        """Return, once, the requests that were given a new id and must be sent under it."""
+        requests, self._resubmissions = self._resubmissions, []
+        return requests
 
-        Raises:
-            RolloutClientError: nothing more will come, or, at the end, something was refused or could not be read.
-        """
-        until = time.monotonic() + timeout
-        while True:
-            if self._ready:
-                taken = [self._ready.popleft() for _ in range(min(most, len(self._ready)))]
-                self._results().moved()
-                return taken
-            if self._deferred:
-                await self._fetch()
-                continue
-            if not self._fetching:
-                if self.failure is not None and self.open:
-                    raise self.failure
-                if not self.open:
-                    self._raise_what_is_missing()
-                    return None
-            left = until - time.monotonic()
-            if left <= 0 or not await self._something(left):
-                return []
+    def take_resend(self) -> bool:
+        """Return, once, whether everything that is open must be sent again."""
+        resend, self._resend_needed = self._resend_needed, False
+        return resend
+
+    @property
+    def open_ids(self) -> list[str]:
+        """Ids of the requests of which rollouts are still expected."""
+        return [request.request_id for request in self.requests.values() if request.num_open]
+
+    @property
+    def incomplete_ids(self) -> list[str]:
+        """Ids of the requests of which not all rollouts were received, expected or not."""
+        return [request.request_id for request in self.requests.values() if len(request.received) < request.n]
+
+    @property
+    def prompt_requests(self) -> dict[str, PendingRequest]:
+        """Requests of the step's prompts, by their first ids and in the order of the prompts."""
+        return {first: request for first, request in self.requests.items() if request.prompt_index >= 0}
 
     def close(self) -> None:
-        """The step is left: wait for nothing any more."""
-        for one in self.asked.values():
-            left, one.over = one.open, True
-            self._less(one, left)
-            if one.answer is not None:
-                one.answer.cancel()
+        """Stop expecting anything: the step was left."""
+        for request in self.requests.values():
+            num_open, request.abandoned = request.num_open, True
+            self._reduce_open(request, num_open)
+            if request.answer is not None:
+                request.answer.cancel()
 
-    # what the result stream tells it (results.Reader)
-
-    @property
-    def hungry(self) -> bool:
-        """Whether somebody waits for a rollout."""
-        return self._waiting > 0 or self.open_turns > 0
+    # Consumption.
 
     @property
-    def unread(self) -> int:
-        """Rollouts in memory that nobody has taken yet."""
+    def num_unread(self) -> int:
+        """Number of rollouts in memory that have not been consumed."""
         return len(self._ready)
 
-    def receive(self, entry: str, request_id: str, sample: int, rollout: Rollout | None) -> None:
-        """Take a rollout; None: it is to be fetched from its entry when somebody wants it."""
-        one = self._of(request_id)
-        self.entries.setdefault(request_id, {})[entry] = sample
-        if sample in one.got:
-            return  # a repetition
-        if not 0 <= sample < one.n:
-            self.spoil(request_id, sample, f"the request was for {one.n} samples")
-            return
-        awaited = bool(one.open)
-        self._came(one, sample)
-        if not awaited:
-            return  # it was taken back; acknowledged all the same
-        crowded = one.answer is None and not self._waiting and self._results().full
-        if rollout is not None and not crowded:
-            self._deliver(one, rollout)
-            return
-        self._deferred.append((entry, request_id, sample))
-        if one.answer is not None:
-            self._beside(self._fetch())
-        self._moved.set()
+    @property
+    def has_waiter(self) -> bool:
+        """Whether a consumer waits for a rollout of this step."""
+        return self._num_waiters > 0 or self.num_open_turns > 0
 
-    def refuse(self, entry: str, refusal: Refusal) -> None:
-        """Learn that a request was refused."""
-        one = self._of(refusal.request_id)
-        if refusal.request_id == one.request_id:
-            one.refusal = (entry, refusal)
-            self._settle(one)
+    @property
+    def has_deferred(self) -> bool:
+        """Whether there are results that have to be fetched before they can be consumed."""
+        return bool(self._deferred or self._deferred_turns)
 
-    def spoil(self, request_id: str, sample: int, reason: str) -> None:
-        """Learn that a result cannot be read."""
-        one = self._of(request_id)
-        name = f"{request_id}, sample {sample}"
-        self._unreadable[name] = reason
-        self._came(one, sample)
-        if one.answer is not None and not one.answer.done():
-            one.answer.set_exception(UnreadableResultError({name: reason}))
-        self._moved.set()
+    @property
+    def has_deferred_turns(self) -> bool:
+        """Whether there are such results for turns."""
+        return bool(self._deferred_turns)
 
-    def fail(self, error: RolloutClientError) -> None:
-        """Learn that nothing will come any more."""
-        self.failure = self.failure or error
-        for one in self.asked.values():
-            if one.answer is not None and not one.answer.done():
-                one.answer.set_exception(self.failure)
-        self._moved.set()
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing more will become available of the step's prompts."""
+        return not (self._ready or self.has_deferred or self._num_fetching or self.num_open)
 
-    # within
+    def take_ready(self, limit: int) -> list[Rollout]:
+        """Return, once, up to *limit* rollouts that are in memory."""
+        return [self._ready.popleft() for _ in range(min(limit, len(self._ready)))]
 
-    def _of(self, request_id: str) -> Asked:
-        return self.asked[first_id(request_id)]
+    def raise_if_failed(self) -> None:
+        """Raise the failure if rollouts are missing because of it.
 
-    def _came(self, one: Asked, sample: int) -> None:
-        before = one.open
-        one.got.add(sample)
-        self.done += before - one.open
-        self._less(one, before - one.open)
+        Raises:
+            RolloutClientError: nothing more will be received.
+        """
+        if self.failure is not None and self.num_open and not self._num_fetching:
+            raise self.failure
 
-    def _less(self, one: Asked, count: int) -> None:
-        if one.answer is None:
-            self.open -= count
-        else:
-            self.open_turns -= count
-        if one.entry is not None:
-            self._results().awaited -= count
-        if not one.open:
-            one.data = b""
+    def raise_if_incomplete(self) -> None:
+        """Raise an error if results are missing from a step that is complete otherwise.
 
-    def _settle(self, one: Asked) -> None:
-        """Heed a refusal, unless it was of an earlier sending, or of a repetition of what has been answered."""
-        if one.refusal is None or one.entry is None or not one.open:
-            return
-        entry, refusal = one.refusal
-        if _arrival(entry) < _arrival(one.entry):
-            return
-        if refusal.answered and not one.got:
-            self._ask_anew(one)
-            return
-        logger.error("The job refused request %s: %s", one.request_id, refusal.reason)
-        if one.answer is None:
-            self._refusals[one.request_id] = refusal.reason
-        self.give_up(one, RequestRefusedError({one.request_id: refusal.reason}))
-
-    def _ask_anew(self, one: Asked) -> None:
-        """Give a request another id: whoever asked under this one has received and acknowledged its rollouts."""
-        if not self._some_anew:
-            self._some_anew = True
-            logger.warning(
-                "Step %d: rollouts that it asks for were received by an earlier trainer of this name; they are "
-                "sampled again, under other ids.",
-                self.number,
-            )
-        self._results().awaited -= one.open
-        one.entry = one.refusal = None
-        one.times_anew += 1
-        one.request_id = f"{first_id(one.request_id)}.r{one.times_anew}"
-        request = cast(RolloutRequest, decode(one.data))
-        one.data = encode(request.model_copy(update={"request_id": one.request_id}))
-        self.ids.append(one.request_id)
-        # an earlier trainer may have asked anew, too, and ended before it acknowledged what came
-        self._results().add(self, [one.request_id])
-        if one.open:
-            self._send_anew(one)
-
-    def _deliver(self, one: Asked, rollout: Rollout) -> None:
-        self.tokens += len(rollout.token_ids)
-        if one.answer is None:
-            self._ready.append(rollout)
-        elif not one.answer.done():
-            one.answer.set_result(rollout)
-        self._moved.set()
-
-    async def _fetch(self) -> None:
-        """Bring some of what was deferred into memory."""
-        wanted = [self._deferred.popleft() for _ in range(min(_FETCHED_AT_ONCE, len(self._deferred)))]
-        self._fetching += 1
-        try:
-            found = await self._results().fetch([entry for entry, _, _ in wanted])
-        except BaseException:
-            self._deferred.extendleft(reversed(wanted))
-            raise
-        finally:
-            self._fetching -= 1
-            self._moved.set()
-        for (_, request_id, sample), (entry, data) in zip(wanted, found, strict=True):
-            try:
-                rollout = _rollout(data)
-            except CodecError as error:
-                self.spoil(request_id, sample, str(error))
-                if data is not None:
-                    self._beside(self._results().bury(entry, data, str(error)))
-            else:
-                self._deliver(self._of(request_id), rollout)
-
-    async def _something(self, timeout: float) -> bool:
-        """Wait until something has happened; False if nothing does."""
-        self._moved.clear()
-        self._waiting += 1
-        self._results().moved()
-        try:
-            await asyncio.wait_for(self._moved.wait(), timeout)
-        except TimeoutError:
-            return False
-        finally:
-            self._waiting -= 1
-        return True
-
-    def _raise_what_is_missing(self) -> None:
+        Raises:
+            RequestRefusedError: the job refused requests.
+            UnreadableResultError: results could not be read.
+        """
         if self._refusals:
             raise RequestRefusedError(self._refusals)
         if self._unreadable:
             raise UnreadableResultError(self._unreadable)
 
+    async def wait_for_change(self, timeout: float) -> bool:
+        """Wait until a consumer may find something new; return False if that takes longer than *timeout* seconds."""
+        self.changed.clear()
+        self._num_waiters += 1
+        try:
+            await asyncio.wait_for(self.changed.wait(), timeout)
+        except TimeoutError:
+            return False
+        finally:
+            self._num_waiters -= 1
+        return True
+
+    # Results.
+
+    def receive(self, entry: str, request_id: str, sample: int, rollout: Rollout | None, *, is_crowded: bool) -> None:
+        """Record a rollout.
+
+        Args:
+            entry: id of its entry in the result stream.
+            request_id: request id under which it was produced.
+            sample: index of the sample.
+            rollout: the rollout; None if it has to be fetched from its entry.
+            is_crowded: whether so many rollouts are in memory already that this one should stay in Redis unless
+                a consumer waits for it.
+        """
+        request = self.requests[first_id(request_id)]
+        self.entries.setdefault(request_id, {})[entry] = sample
+        if sample in request.received:
+            return  # a repetition
+        if not 0 <= sample < request.n:
+            self.mark_unreadable(request_id, sample, f"the request was for {request.n} samples")
+            return
+        was_expected = bool(request.num_open)
+        self._mark_received(request, sample)
+        if not was_expected:
+            return  # the request was withdrawn; its result is acknowledged all the same
+        is_turn = request.answer is not None
+        if rollout is not None and (is_turn or self._num_waiters or not is_crowded):
+            self._deliver(request, rollout)
+            return
+        (self._deferred_turns if is_turn else self._deferred).append(DeferredResult(entry, request_id, sample))
+        self.changed.set()
+
+    def refuse(self, entry: str, refusal: Refusal) -> None:
+        """Record that the job refused a request; *entry* is the id of the refusal's entry."""
+        request = self.requests[first_id(refusal.request_id)]
+        if refusal.request_id == request.request_id:
+            request.refusal = (entry, refusal)
+            self._apply_refusal(request)
+
+    def mark_unreadable(self, request_id: str, sample: int, reason: str) -> None:
+        """Record that a result cannot be read."""
+        request = self.requests[first_id(request_id)]
+        name = f"{request_id}, sample {sample}"
+        self._unreadable[name] = reason
+        self._mark_received(request, sample)
+        if request.answer is not None and not request.answer.done():
+            request.answer.set_exception(UnreadableResultError({name: reason}))
+        self.changed.set()
+
+    def mark_acknowledged(self, request_id: str) -> None:
+        """Record that all results of a request are acknowledged."""
+        del self.entries[request_id]
+
+    def fail(self, error: RolloutClientError) -> None:
+        """Record that nothing more will be received."""
+        self.failure = self.failure or error
+        for request in self.requests.values():
+            if request.answer is not None and not request.answer.done():
+                request.answer.set_exception(self.failure)
+        self.changed.set()
+
+    def request_resend(self) -> None:
+        """Record that Redis may have lost requests, so that all open ones must be sent again."""
+        self._resend_needed = True
+        self.has_work.set()
+
+    # Deferred results.
+
+    def take_deferred(self) -> list[DeferredResult]:
+        """Return the next results to fetch; pass them to :meth:`deliver_fetched` or :meth:`return_deferred`."""
+        source = self._deferred_turns or self._deferred
+        results = [source.popleft() for _ in range(min(_FETCH_BATCH, len(source)))]
+        self._num_fetching += len(results)
+        return results
+
+    def return_deferred(self, results: Sequence[DeferredResult]) -> None:
+        """Put back results that could not be fetched."""
+        self._num_fetching -= len(results)
+        for result in reversed(results):
+            is_turn = self.requests[first_id(result.request_id)].answer is not None
+            (self._deferred_turns if is_turn else self._deferred).appendleft(result)
+        self.changed.set()
+
+    def deliver_fetched(self, results: Sequence[DeferredResult], found: Entries) -> list[UnreadableEntry]:
+        """Make fetched results available, and return those entries that cannot be decoded.
+
+        Args:
+            results: what was taken with :meth:`take_deferred`.
+            found: the entry of each result.
+        """
+        self._num_fetching -= len(results)
+        self.changed.set()
+        unreadable: list[UnreadableEntry] = []
+        for result, (entry, data) in zip(results, found, strict=True):
+            try:
+                rollout = _decode_rollout(data)
+            except CodecError as error:
+                self.mark_unreadable(result.request_id, result.sample, str(error))
+                if data is not None:
+                    unreadable.append(UnreadableEntry(entry, data, str(error)))
+            else:
+                self._deliver(self.requests[first_id(result.request_id)], rollout)
+        return unreadable
+
+    # Internals.
+
+    def _mark_received(self, request: PendingRequest, sample: int) -> None:
+        num_open = request.num_open
+        request.received.add(sample)
+        self.num_done += num_open - request.num_open
+        self._reduce_open(request, num_open - request.num_open)
+
+    def _reduce_open(self, request: PendingRequest, count: int) -> None:
+        if request.answer is None:
+            self.num_open -= count
+        else:
+            self.num_open_turns -= count
+        if request.entry is not None:
+            self.num_awaited -= count
+        if not request.num_open:
+            request.data = b""
+
+    def _abandon(self, request: PendingRequest, error: RolloutClientError) -> None:
+        """Stop expecting anything from a request; if it is a turn, its waiter gets *error*."""
+        num_open, request.abandoned = request.num_open, True
+        self.num_total -= num_open
+        self._reduce_open(request, num_open)
+        if request.answer is not None and not request.answer.done():
+            request.answer.set_exception(error)
+        self.changed.set()
+
+    def _apply_refusal(self, request: PendingRequest) -> None:
+        """Act on a refusal, unless it concerns an earlier transmission or a repetition of an answered request."""
+        if request.refusal is None or request.entry is None or not request.num_open:
+            return
+        entry, refusal = request.refusal
+        if _arrival_ms(entry) < _arrival_ms(request.entry):
+            return
+        if refusal.already_answered and not request.received:
+            self._resubmit(request)
+            return
+        logger.error("The job refused request %s: %s", request.request_id, refusal.reason)
+        if request.answer is None:
+            self._refusals[request.request_id] = refusal.reason
+        self._abandon(request, RequestRefusedError({request.request_id: refusal.reason}))
+
+    def _resubmit(self, request: PendingRequest) -> None:
+        """Give a new id to a request whose rollouts were received and acknowledged under the old one."""
+        if not self._resubmission_logged:
+            self._resubmission_logged = True
+            logger.warning(
+                "Step %d: an earlier trainer with this name has received some of the requested rollouts; they are "
+                "sampled again under other request ids.",
+                self.number,
+            )
+        self.num_awaited -= request.num_open
+        request.entry = request.refusal = None
+        request.num_resubmissions += 1
+        request.request_id = f"{first_id(request.request_id)}.r{request.num_resubmissions}"
+        message = cast(RolloutRequest, decode(request.data))
+        request.data = encode(message.model_copy(update={"request_id": request.request_id}))
+        self.request_ids.append(request.request_id)
+        self._resubmissions.append(request)
+        self.has_work.set()
+
+    def _deliver(self, request: PendingRequest, rollout: Rollout) -> None:
+        self.num_tokens += len(rollout.token_ids)
+        if request.answer is None:
+            self._ready.append(rollout)
+        elif not request.answer.done():
+            request.answer.set_result(rollout)
+        self.changed.set()
+
 
 def first_id(request_id: str) -> str:
-    """The id under which a request was asked for first; where that was answered before, ``.r1`` and so on follow it."""
-    return _ANEW.sub("", request_id)
+    """Return the id that a request had first: each resubmission appends another suffix, ``.r1``, ``.r2`` and so on."""
+    return _RESUBMISSION_SUFFIX.sub("", request_id)
 
 
-def _rollout(data: bytes | None) -> Rollout:
+def _decode_rollout(data: bytes | None) -> Rollout:
     if data is None:
-        raise CodecError("its entry was deleted from the result stream by somebody else")
+        raise CodecError("another process has deleted its entry from the result stream")
     message = decode(data)
     if not isinstance(message, Rollout):
-        raise CodecError(f"a {message.kind} where a rollout belongs")
+        raise CodecError(f"it is a {message.kind}, not a rollout")
     return message
 
 
-def _arrival(entry: str) -> int:
-    """When a stream entry arrived, in milliseconds of Redis' clock, which all streams share."""
+def _arrival_ms(entry: str) -> int:
+    """Return when a stream entry arrived, in milliseconds of Redis' clock, which is the same for all streams."""
     return int(entry.partition("-")[0])

@@ -1,4 +1,4 @@
-"""The client for trainers that are not asynchronous: the same, on an event loop in a thread of its own."""
+"""The synchronous client: a thin wrapper that runs the asynchronous client on an event loop in a thread."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from rollout_api.client.async_client import AsyncRolloutClient
-from rollout_api.client.groups import Gathering, Groups
+from rollout_api.client.groups import GroupCollector, Groups
 from rollout_api.client.job_info import JobInfo
+from rollout_api.client.limits import ClientLimits
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts
-from rollout_api.client.step import PROGRESS_S, AsyncStep, OnProgress, Progress
+from rollout_api.client.step import AsyncStep, OnProgress, StepProgress
 from rollout_api.client.trajectory import Trajectory
-from rollout_api.client.weight_publisher import Checksum, InMemory, PublishedWeights
+from rollout_api.client.weight_publisher import Checksum, InMemoryWeights, PublishedWeights
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import Drafts, Purpose, Rollout, UpdateMode, WeightsKind
-from rollout_api.redis_client.connection import RedisTarget
+from rollout_api.protocol.messages import DraftMode, Purpose, Rollout, UpdateMode, WeightsKind
+from rollout_api.redis_client.client_connection import RedisTarget
 
-_TAKEN_AT_ONCE = 64
+_TAKE_LIMIT = 64
+"""Rollouts that are handed from the event loop's thread to the caller's at once."""
+_DEFAULT_LIMITS = ClientLimits()
 _Result = TypeVar("_Result")
 
 
-class _Loop:
+class _EventLoopThread:
     """An event loop in a daemon thread."""
 
     def __init__(self) -> None:
@@ -35,7 +38,7 @@ class _Loop:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """The result of *work*, which is cancelled if the wait for it is interrupted (Ctrl-C)."""
+        """Return the result of *work*. If the wait for it is interrupted (Ctrl-C), *work* is cancelled."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -44,6 +47,7 @@ class _Loop:
             raise
 
     def close(self) -> None:
+        """Stop the loop and its thread."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -53,17 +57,17 @@ class _Loop:
 class Step:
     """The rollouts of some prompts: ``with client.step(17, prompts) as step: for rollout in step: …``.
 
-    As :class:`~rollout_api.client.step.AsyncStep`; callbacks are called in the thread that iterates.
+    The synchronous form of :class:`~rollout_api.client.step.AsyncStep`. Callbacks run in the thread that iterates.
     """
 
-    def __init__(self, step: AsyncStep, loop: _Loop) -> None:
+    def __init__(self, step: AsyncStep, loop: _EventLoopThread) -> None:
         self._step, self._loop = step, loop
         self._taken: deque[Rollout] = deque()
 
     def start(self) -> Self:
         """See :meth:`AsyncStep.start`."""
         self._loop.run(self._step.start())
-        self._taken.clear()  # what an earlier opening left is delivered again
+        self._taken.clear()  # rollouts that were left over before the step was opened again are delivered again
         return self
 
     def end(self, *, acknowledge: bool = True) -> None:
@@ -74,50 +78,51 @@ class Step:
         return self.start()
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.end(acknowledge=error is None)
 
     def __iter__(self) -> Iterator[Rollout]:
         """See :meth:`AsyncStep.__aiter__`."""
         while True:
-            # what one loop over it leaves, the next one gets
+            # Rollouts that an abandoned loop over the step left behind go to the next loop.
             while self._taken:
                 yield self._taken.popleft()
-            rollouts = self._loop.run(self._step.take(_TAKEN_AT_ONCE, PROGRESS_S))
-            self._step.report_progress(final=rollouts is None)
+            rollouts = self._loop.run(self._step.take(_TAKE_LIMIT))
+            self._step.report_progress(is_final=rollouts is None)
             if rollouts is None:
                 return
             self._taken += rollouts
 
     @property
-    def progress(self) -> Progress:
-        """How far the step is."""
+    def progress(self) -> StepProgress:
+        """See :attr:`AsyncStep.progress`."""
         return self._step.progress
 
-    def index(self, rollout: Rollout) -> int:
-        """See :meth:`AsyncStep.index`."""
-        return self._step.index(rollout)
+    def prompt_index(self, rollout: Rollout) -> int:
+        """See :meth:`AsyncStep.prompt_index`."""
+        return self._step.prompt_index(rollout)
 
     @property
-    def sizes(self) -> list[int]:
-        """See :attr:`AsyncStep.sizes`."""
-        return self._step.sizes
+    def group_sizes(self) -> list[int]:
+        """See :attr:`AsyncStep.group_sizes`."""
+        return self._step.group_sizes
 
     def cancel(self) -> None:
         """See :meth:`AsyncStep.cancel`."""
         self._loop.run(self._step.cancel())
 
-    def collect(self, at_least: int | None = None) -> Groups:
+    def collect(self, min_complete_groups: int | None = None) -> Groups:
         """See :meth:`AsyncStep.collect`."""
-        gathering = Gathering(self.sizes)
-        cancelled = False
+        collector = GroupCollector(self.group_sizes)
+        is_cancelled = False
         for rollout in self:
-            gathering.add(self.index(rollout), rollout)
-            if at_least is not None and gathering.complete >= at_least and not cancelled:
-                cancelled = True
+            collector.add(self.prompt_index(rollout), rollout)
+            is_enough = min_complete_groups is not None and collector.num_complete >= min_complete_groups
+            if is_enough and not is_cancelled:
+                is_cancelled = True
                 self.cancel()
-        return gathering.groups()
+        return collector.groups()
 
     def trajectory(
         self, prompt: Sequence[int], *, problem_id: str = "", purpose: Purpose = Purpose.TRAIN
@@ -149,14 +154,16 @@ class Step:
 class RolloutClient:
     """A trainer's connection to one job: ``with RolloutClient.connect(…) as client``.
 
-    As :class:`~rollout_api.AsyncRolloutClient`, which does the work in a thread. Of one client, one thread may use one
-    step at a time.
+    The synchronous form of :class:`~rollout_api.AsyncRolloutClient`, which runs in a thread. Only one thread at a time
+    may use a client.
+
+    Args:
+        client: client to connect; :meth:`connect` creates it.
     """
 
     def __init__(self, client: AsyncRolloutClient) -> None:
-        """Connect *client*; use :meth:`connect`."""
         self._client = client
-        self._loop = _Loop()
+        self._loop = _EventLoopThread()
         try:
             self._loop.run(client.open())
         except BaseException:
@@ -172,13 +179,21 @@ class RolloutClient:
         uid: str | None = None,
         name: str = "trainer",
         timeout: float = 60.0,
-        patience: float = 120.0,
+        reconnect_timeout: float = 120.0,
         history_redis: RedisTarget | None = None,
+        limits: ClientLimits = _DEFAULT_LIMITS,
     ) -> Self:
-        """Connect; see :meth:`AsyncRolloutClient.connect` and :meth:`AsyncRolloutClient.open`."""
+        """Connect to a job; see :meth:`AsyncRolloutClient.connect` and :meth:`AsyncRolloutClient.open`."""
         return cls(
             AsyncRolloutClient.connect(
-                redis, job, uid=uid, name=name, timeout=timeout, patience=patience, history_redis=history_redis
+                redis,
+                job,
+                uid=uid,
+                name=name,
+                timeout=timeout,
+                reconnect_timeout=reconnect_timeout,
+                history_redis=history_redis,
+                limits=limits,
             )
         )
 
@@ -193,24 +208,29 @@ class RolloutClient:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
 
     @property
     def name(self) -> str:
-        """Of this client."""
+        """Name of this client."""
         return self._client.name
 
     @property
     def job(self) -> JobInfo:
-        """What the job can serve."""
+        """Description of the job."""
         return self._client.job
 
     @property
     def status(self) -> dict[str, Any]:
         """See :attr:`AsyncRolloutClient.status`."""
         return self._client.status
+
+    @property
+    def num_awaited(self) -> int:
+        """See :attr:`AsyncRolloutClient.num_awaited`."""
+        return self._client.num_awaited
 
     def step(
         self,
@@ -233,24 +253,24 @@ class RolloutClient:
         priority: int = 0,
         deadline_seconds: float | None = None,
         weight_version: int | None = None,
-        drafts: Drafts | str = Drafts.HISTORY,
+        draft_mode: DraftMode | str = DraftMode.HISTORY,
         on_progress: OnProgress | None = None,
         **overrides: Unpack[SamplingOverrides],
     ) -> list[list[Rollout]]:
         """See :meth:`AsyncRolloutClient.generate`."""
-        asked = make_prompts(
-            prompts, problem_ids, sampling, overrides, purpose, priority, deadline_seconds, weight_version, drafts
+        made = make_prompts(
+            prompts, problem_ids, sampling, overrides, purpose, priority, deadline_seconds, weight_version, draft_mode
         )
-        with self.step(step, asked, on_progress=on_progress) as one:
-            gathering = Gathering(one.sizes)
-            for rollout in one:
-                gathering.add(one.index(rollout), rollout)
-        return gathering.in_order()
+        with self.step(step, made, on_progress=on_progress) as opened:
+            collector = GroupCollector(opened.group_sizes)
+            for rollout in opened:
+                collector.add(opened.prompt_index(rollout), rollout)
+        return collector.in_order()
 
     def publish_weights(
         self,
         version: int,
-        weights: str | Path | InMemory,
+        weights: str | Path | InMemoryWeights,
         *,
         kind: WeightsKind | str = WeightsKind.FULL,
         mode: UpdateMode | str = UpdateMode.RECOMPUTE,

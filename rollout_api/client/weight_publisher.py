@@ -1,4 +1,4 @@
-"""Publishing weights: say where they are, and wait until the engines serve them."""
+"""Publishes weights to a job and waits until its engines serve them."""
 
 from __future__ import annotations
 
@@ -17,78 +17,98 @@ import msgpack
 import redis
 import redis.asyncio
 
-from rollout_api.asyncio_tasks import end
-from rollout_api.client.request_sender import Sender
+from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.client.limits import ClientLimits
+from rollout_api.client.request_sender import RequestSender
 from rollout_api.errors import InvalidRequestError, WeightsError
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import Broadcast, UpdateMode, WeightsKind, WeightUpdate, decode, encode
-from rollout_api.redis_client.connection import RetryPolicy
+from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.weights.checksum import checksum
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.2
-_SAY_EVERY_S = 30.0
+_MAX_LISTED_ENGINES = 5
 
 Checksum = Literal["compute"] | str | None
-"""A SHA-256 in hex, ``compute`` to have it computed here, or None for weights that are not to be checked."""
+"""A SHA-256 in hex, ``compute`` to have the client compute it, or None for weights that are not to be verified."""
 
 
-class InMemory(Protocol):
+class InMemoryWeights(Protocol):
     """Full weights that are broadcast to the engines; see :class:`rollout_api.weights.in_memory.ModelInMemory`."""
 
     backend: str
-    """How: nccl or gloo."""
+    """Backend of the broadcast: nccl or gloo."""
 
     def offer(self, engines: Mapping[str, int]) -> tuple[str, Broadcast]:
-        """The trainer's address, and what an engine must know to take part.
+        """Return the trainer's address, and what an engine needs to know in order to take part.
 
         Args:
-            engines: how many worker processes each has.
+            engines: number of worker processes of each engine.
         """
         ...
 
     def send(self, uri: str, offer: Broadcast) -> None:
-        """Broadcast the weights; returns when all engines have them.
+        """Broadcast the weights; return when all engines have received them.
 
         Raises:
-            RuntimeError: if an engine does not take part, or the offer is withdrawn.
+            RuntimeError: an engine does not take part, or the offer was withdrawn.
         """
         ...
 
     def withdraw(self) -> None:
-        """Let :meth:`send`, and with it the engines, wait for no engine any more."""
+        """Make :meth:`send`, and with it the engines, stop waiting for engines that are missing."""
         ...
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """What became of published weights."""
+    """The outcome of publishing weights."""
 
     version: int
+    """Weight version."""
     loaded: list[str]
-    """Engines that serve this version, or a later one, by now."""
+    """Engines that serve this version or a later one."""
     failed: dict[str, str]
-    """Engine → why it could not load them; it goes on with what it had."""
+    """Engines that could not load the weights, each with the reason; they keep their old weights."""
 
 
 @dataclass
 class _Publication:
+    """An update that was sent."""
+
     update: WeightUpdate
+    """Message that was sent."""
     entry: str
-    """In the control stream; the coordinator deletes it once the update is the one to serve."""
+    """Id of its entry in the control stream, which the coordinator deletes once it has adopted the update."""
 
 
-class Publisher:
-    """Publishes weights to one job."""
+class WeightPublisher:
+    """Publishes weights to one job.
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, sender: Sender, patience: RetryPolicy) -> None:
-        self._client, self._keys, self._sender, self._patience = client, keys, sender, patience
+    Args:
+        client: connection to Redis.
+        keys: keys of the job.
+        sender: sender of messages.
+        policy: how failing commands are retried.
+        limits: intervals of the client.
+    """
+
+    def __init__(
+        self,
+        client: redis.asyncio.Redis,
+        keys: MessageKeys,
+        sender: RequestSender,
+        policy: ClientRetryPolicy,
+        limits: ClientLimits,
+    ) -> None:
+        self._client, self._keys, self._sender = client, keys, sender
+        self._policy, self._limits = policy, limits
 
     async def publish(
         self,
         version: int,
-        weights: str | Path | InMemory,
+        weights: str | Path | InMemoryWeights,
         *,
         kind: WeightsKind,
         mode: UpdateMode,
@@ -99,48 +119,64 @@ class Publisher:
         """See :meth:`rollout_api.AsyncRolloutClient.publish_weights`."""
         if version < 1:
             raise InvalidRequestError(
-                f"weight version {version}: published versions count from 1 on; 0 is the model that the job began with"
+                f"weight version {version}: published versions start at 1; 0 is the model that the job started with"
             )
         engines = await self._engines()
-        ahead = max((report["version"] for report in engines.values()), default=0)
-        if version < ahead:
+        newest = max((report["version"] for report in engines.values()), default=0)
+        if version < newest:
             raise InvalidRequestError(
-                f"weight version {version} is older than {ahead}, which the engines serve; versions only grow, since "
-                f"histories are ordered by them: publish restored weights as {ahead + 1} or later"
+                f"weight version {version} is older than {newest}, which the engines serve. Versions only increase, "
+                f"because histories are ordered by them: publish restored weights as {newest + 1} or later"
             )
         if not isinstance(weights, str | Path):
             if kind is not WeightsKind.FULL or not wait:
-                raise InvalidRequestError("weights in memory are published whole (kind full), and waited for")
+                raise InvalidRequestError("weights in memory are always full weights (kind full) and need wait=True")
             if mode is UpdateMode.DRAIN:
                 raise InvalidRequestError(
-                    "engines end their rollouts at different times, and a broadcast reaches all at once: publish "
-                    "weights in memory with mode recompute or keep"
+                    "mode drain cannot be used for weights in memory, because a broadcast reaches all engines at once "
+                    "and they finish their rollouts at different times: use mode recompute or keep"
                 )
-            _check_new(version, "", engines)
+            _check_identity(version, "", engines)
             return await self._broadcast(version, weights, engines, mode, timeout)
-        digest = await _digest(str(weights), sha256)
-        update = WeightUpdate(weight_version=version, uri=str(weights), weights=kind, sha256=digest, mode=mode)
-        _check_new(version, update.identity, engines)
+        digest = await _resolve_checksum(str(weights), sha256)
+        update = WeightUpdate(weight_version=version, uri=str(weights), weights_kind=kind, sha256=digest, mode=mode)
+        _check_identity(version, update.identity, engines)
         publication = await self._send(update)
         if not wait:
             return PublishedWeights(version, [], {})
         return await self._wait(publication, engines, timeout)
+
+    async def newest(self) -> int:
+        """Return the newest version that a coordinator has adopted; 0 if there is none."""
+        stored = await self._policy.run(
+            lambda: self._client.hmget(self._keys.weights, ["full", "lora"]), action="read the served weight version"
+        )
+        updates = [decode(data) for data in stored if isinstance(data, bytes)]
+        return max((update.weight_version for update in updates if isinstance(update, WeightUpdate)), default=0)
 
     async def _send(self, update: WeightUpdate) -> _Publication:
         [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
         return _Publication(update, entry)
 
     async def _broadcast(
-        self, version: int, weights: InMemory, engines: dict[str, dict[str, Any]], mode: UpdateMode, timeout: float
+        self,
+        version: int,
+        weights: InMemoryWeights,
+        engines: dict[str, dict[str, Any]],
+        mode: UpdateMode,
+        timeout: float,
     ) -> PublishedWeights:
         if not engines:
-            raise WeightsError("the job has no engine to which weights could be broadcast")
+            raise WeightsError("the job has no engine that could receive a broadcast")
         for engine, report in engines.items():
             if report["broadcast"] != weights.backend:
-                way = report["broadcast"] or "no broadcast: spec.weights.broadcast of the job is false"
-                raise InvalidRequestError(f"these weights are broadcast by {weights.backend}; {engine} takes {way}")
-        engines = await self._without_pinned(version, timeout)
-        uri, offer = await asyncio.to_thread(weights.offer, {name: one["ranks"] for name, one in engines.items()})
+                supported = report["broadcast"] or "none, because spec.weights.broadcast of the job is false"
+                raise InvalidRequestError(
+                    f"these weights are broadcast with {weights.backend}, but the backend of {engine} is {supported}"
+                )
+        engines = await self._engines_without_pinned_rollouts(version, timeout)
+        sizes = {engine: report["ranks"] for engine, report in engines.items()}
+        uri, offer = await asyncio.to_thread(weights.offer, sizes)
         update = WeightUpdate(weight_version=version, uri=uri, broadcast=offer, mode=mode)
         publication = await self._send(update)
         withdrawn = asyncio.Event()
@@ -150,41 +186,45 @@ class Publisher:
             weights.withdraw()
 
         sending = asyncio.ensure_future(asyncio.to_thread(weights.send, uri, offer))
-        waiting = asyncio.ensure_future(self._wait(publication, engines, timeout, on_missing=withdraw))
+        waiting = asyncio.ensure_future(self._wait(publication, engines, timeout, on_missing_engine=withdraw))
         try:
             await asyncio.wait((sending, waiting), return_when=asyncio.FIRST_EXCEPTION)
-            if withdrawn.is_set():  # the engines say why
+            if withdrawn.is_set():  # the reports of the engines say why
                 return await waiting
             if sending.done() and (error := sending.exception()) is not None:
                 raise WeightsError(
-                    f"weight version {version} was not broadcast to all engines ({error}); publish the weights again, "
+                    f"weight version {version} was not broadcast to all engines ({error}); publish the weights again "
                     f"as version {version + 1} or later",
                 ) from error
             return waiting.result()
         finally:
             weights.withdraw()
-            await asyncio.wait((sending,), timeout=_POLL_S)  # its port is then free again
-            await end(waiting, sending)
-            with contextlib.suppress(redis.RedisError):  # what was not taken up yet is to make nobody wait later
+            # Wait briefly for the sender, so that its port is free again.
+            await asyncio.wait((sending,), timeout=self._limits.weights_poll_interval_s)
+            await cancel_and_wait(waiting, sending)
+            with contextlib.suppress(redis.RedisError):
+                # An update that was not adopted yet must not make engines wait for the broadcast later.
                 await self._client.xdel(self._keys.control, publication.entry)
 
-    async def _without_pinned(self, version: int, timeout: float) -> dict[str, dict[str, Any]]:
-        """The engines, once none of them makes a rollout that is pinned to a version.
+    async def _engines_without_pinned_rollouts(self, version: int, timeout: float) -> dict[str, dict[str, Any]]:
+        """Wait until no engine runs a rollout that is pinned to a weight version, and return all engines' reports.
 
-        An engine lets such rollouts end before it takes other weights, and in a broadcast all would wait for it.
+        An engine finishes such rollouts before it loads other weights, and in a broadcast all engines would wait for
+        that one.
         """
-        began = time.monotonic()
+        started = time.monotonic()
         while True:
             engines = await self._engines()
-            busy = [name for name, report in engines.items() if report.get("pinned")]
+            busy = [engine for engine, report in engines.items() if report.get("pinned")]
             if not busy:
                 return engines
-            if time.monotonic() - began > timeout:
+            if time.monotonic() - started > timeout:
                 raise WeightsError(
-                    f"weight version {version} is not broadcast: after {timeout:.0f} s rollouts pinned to another "
-                    f"version are still being made by {', '.join(sorted(busy)[:5])}; cancel them, or let them end first"
+                    f"weight version {version} was not broadcast: after {timeout:.0f} s, rollouts pinned to another "
+                    f"version are still running on {', '.join(sorted(busy)[:_MAX_LISTED_ENGINES])}; cancel them or "
+                    "wait for them first"
                 )
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(self._limits.weights_poll_interval_s)
 
     async def _wait(
         self,
@@ -192,16 +232,20 @@ class Publisher:
         before: Mapping[str, Mapping[str, Any]],
         timeout: float,
         *,
-        on_missing: Callable[[], None] = lambda: None,
+        on_missing_engine: Callable[[], None] = lambda: None,
     ) -> PublishedWeights:
-        """Wait until each engine serves what was published, or has failed to since it reported *before*.
+        """Wait until each engine serves the update, or has failed to load it.
 
-        Calls *on_missing* while one of those before has failed or is gone.
+        Args:
+            publication: the update.
+            before: reports of the engines from before the update was sent. Failures that they contain are ignored.
+            timeout: seconds to wait.
+            on_missing_engine: called repeatedly while an engine of *before* has failed or is gone.
         """
         version = publication.update.weight_version
-        began = said = time.monotonic()
+        started = last_log = time.monotonic()
         while True:
-            taken_up = await self._taken_up(publication)
+            is_adopted = await self._is_adopted(publication)
             engines = await self._engines()
             loaded = [engine for engine, report in engines.items() if report["version"] >= version]
             failed = {
@@ -212,21 +256,21 @@ class Publisher:
                 and report.get("loads", 1) > before.get(engine, {}).get("loads", 0)
             }
             if before.keys() - engines.keys() or before.keys() & failed.keys():
-                on_missing()
-            slow = sorted(engines.keys() - failed.keys() - set(loaded))
-            if taken_up and engines and not slow:
+                on_missing_engine()
+            loading = sorted(engines.keys() - failed.keys() - set(loaded))
+            if is_adopted and engines and not loading:
                 break
             now = time.monotonic()
-            state = _state(taken_up, engines, slow)
-            if now - began > timeout:
+            state = _describe_state(is_adopted, engines, loading)
+            if now - started > timeout:
                 raise WeightsError(f"weight version {version} is not served after {timeout:.0f} s: {state}", failed)
-            if now - said > _SAY_EVERY_S:
-                said = now
-                logger.warning("Weight version %d is not served everywhere yet: %s.", version, state)
-            await asyncio.sleep(_POLL_S)
+            if now - last_log > self._limits.weights_log_interval_s:
+                last_log = now
+                logger.warning("Weight version %d is not served by all engines yet: %s.", version, state)
+            await asyncio.sleep(self._limits.weights_poll_interval_s)
         if not loaded:
             raise WeightsError(
-                f"no engine could load weight version {version}; they go on with what they had. Publish mended "
+                f"no engine could load weight version {version}, and all keep their old weights. Publish corrected "
                 f"weights as version {version + 1} or later",
                 failed,
             )
@@ -234,72 +278,70 @@ class Publisher:
             logger.error("Engine %s could not load weight version %d: %s", engine, version, reason)
         return PublishedWeights(version, sorted(loaded), failed)
 
-    async def newest(self) -> int:
-        """The newest version that a coordinator has taken up; 0 if there is none."""
-        stored = await self._patience.of(
-            lambda: self._client.hmget(self._keys.weights, ["full", "lora"]), what="look which weights are served"
-        )
-        updates = [decode(data) for data in stored if isinstance(data, bytes)]
-        return max((update.weight_version for update in updates if isinstance(update, WeightUpdate)), default=0)
-
-    async def _taken_up(self, publication: _Publication) -> bool:
-        """Whether a coordinator has taken up what was published; sent again if Redis has lost it."""
+    async def _is_adopted(self, publication: _Publication) -> bool:
+        """Return whether a coordinator has adopted the update. If Redis has lost the update, send it again."""
         entry = publication.entry
-        waiting = await self._patience.of(
-            lambda: self._client.xrange(self._keys.control, min=entry, max=entry), what="watch the engines"
+        waiting = await self._policy.run(
+            lambda: self._client.xrange(self._keys.control, min=entry, max=entry), action="watch the engines"
         )
         if not waiting and await self.newest() < publication.update.weight_version:
-            logger.warning("Redis has lost weight version %d; it is sent again.", publication.update.weight_version)
+            logger.warning("Redis has lost weight version %d; sending it again.", publication.update.weight_version)
             publication.entry = (await self._send(publication.update)).entry
             return False
         return not waiting
 
     async def _engines(self) -> dict[str, dict[str, Any]]:
-        """Reports of the engines that are alive and stay."""
+        """Return the reports of the engines that are alive and not being drained."""
 
-        async def ask() -> dict[str, dict[str, Any]]:
-            reports: Any = await self._client.hgetall(self._keys.engines)
-            ids = [engine.decode() for engine in reports]
-            alive = await self._client.mget([self._keys.lease(engine) for engine in ids]) if ids else []
-            read = [msgpack.unpackb(report, strict_map_key=False) for report in reports.values()]
+        async def read() -> dict[str, dict[str, Any]]:
+            stored: Any = await self._client.hgetall(self._keys.engines)
+            engines = [engine.decode() for engine in stored]
+            leases = await self._client.mget([self._keys.lease(engine) for engine in engines]) if engines else []
+            reports = [msgpack.unpackb(report, strict_map_key=False) for report in stored.values()]
             return {
                 engine: report
-                for engine, report, lease in zip(ids, read, alive, strict=True)
+                for engine, report, lease in zip(engines, reports, leases, strict=True)
                 if lease is not None and not report.get("draining")
             }
 
-        return await self._patience.of(ask, what="look at the engines")
+        return await self._policy.run(read, action="read the state of the engines")
 
 
-def _check_new(version: int, identity: str, engines: Mapping[str, Any]) -> None:
-    """Refuse other weights under a version that is served: what it sampled would have two laws under one number."""
+def _check_identity(version: int, identity: str, engines: Mapping[str, Any]) -> None:
+    """Refuse to publish other weights under a version that is served: a version must stand for one policy.
+
+    Raises:
+        InvalidRequestError: an engine serves other weights under this version.
+    """
     if any(report["version"] == version and report.get("weights", "") != identity for report in engines.values()):
         raise InvalidRequestError(
-            f"weight version {version} is served already, from other weights; publish these as {version + 1} or later"
+            f"weight version {version} is already served with other weights; publish these as {version + 1} or later"
         )
 
 
-def _state(taken_up: bool, engines: Mapping[str, Any], slow: list[str]) -> str:
-    if not taken_up:
-        return "no coordinator has taken it up; is the job running?"
+def _describe_state(is_adopted: bool, engines: Mapping[str, Any], loading: list[str]) -> str:
+    if not is_adopted:
+        return "no coordinator has adopted it; is the job running?"
     if not engines:
         return "the job has no engine"
-    return f"{len(slow)} of {len(engines)} engines are still loading: {', '.join(slow[:5])}"
+    listed = ", ".join(loading[:_MAX_LISTED_ENGINES])
+    return f"{len(loading)} of {len(engines)} engines are still loading: {listed}"
 
 
-async def _digest(uri: str, sha256: Checksum) -> str | None:
+async def _resolve_checksum(uri: str, sha256: Checksum) -> str | None:
+    """Return the checksum to publish; None if the engines should not verify the weights."""
     if sha256 == "compute":
         parts = urlsplit(uri)
         if parts.scheme not in ("", "file"):
             raise InvalidRequestError(
-                f"{uri}: a checksum can be computed of a local directory only; give sha256 in hex, or None"
+                f"{uri}: a checksum can only be computed for a local directory; pass sha256 in hex, or None"
             )
         directory = unquote(parts.path) if parts.scheme else uri
         try:
             return await asyncio.to_thread(checksum, directory)
         except OSError as error:
             raise WeightsError(
-                f"the checksum of the weights cannot be computed: {error}; if only the job sees that directory, give "
+                f"the checksum of the weights cannot be computed: {error}; if only the job sees that directory, pass "
                 "sha256 in hex, or None"
             ) from None
     if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):

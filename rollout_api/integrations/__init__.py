@@ -1,1 +1,1 @@
-"""Adapters between a rollout job and RL trainers; each module imports the trainer that it is named after."""
+"""Adapters for RL trainers. Each module imports the trainer that it is named after."""

@@ -1,17 +1,18 @@
-"""A rollout job as verl's rollout servers (read and run with verl 0.9.1).
+"""A rollout job as verl's rollout servers. Tested with verl 0.9.1.
 
-verl asks rollout *replicas* for tokens and brings weights to them by a *checkpoint engine*. Here a replica is a job,
-reached by its client, and the checkpoint engine writes safetensors files that the job loads. Importing this module
-registers both, under the name ``das``; ``VERL_USE_EXTERNAL_MODULES=rollout_api.integrations.verl`` has every process of
-verl import it. In verl's configuration (``trainer.v1.trainer_mode=separate_async``)::
+verl requests tokens from rollout *replicas* and sends weights to them through a *checkpoint engine*. Here, the replica
+is a client of a job, and the checkpoint engine writes safetensors files that the job loads. Importing this module
+registers both under the name ``das``. Set ``VERL_USE_EXTERNAL_MODULES=rollout_api.integrations.verl`` to have every
+process of verl import it. verl's configuration (with ``trainer.v1.trainer_mode=separate_async``)::
 
     actor_rollout_ref.hybrid_engine: false
     actor_rollout_ref.rollout:
-      {name: das, nnodes: 1, n_gpus_per_node: 1, calculate_log_probs: true,  # one replica; it takes no GPU of verl's
+      {name: das, nnodes: 1, n_gpus_per_node: 1, calculate_log_probs: true,  # one replica, which uses no GPU of verl
        engine_kwargs: {das: {job: default/math}},
        checkpoint_engine: {backend: das, engine_kwargs: {das: {job: default/math, weights: /weights/math, model: …}}}}
 
-The URL of the job's Redis comes from the environment, ``ROLLOUT_REDIS_URL``, since verl logs its configuration.
+The URL of the job's Redis is read from the environment variable ``ROLLOUT_REDIS_URL``, because verl logs its
+configuration.
 """
 
 from __future__ import annotations
@@ -39,30 +40,40 @@ from rollout_api.integrations.version_directories import VersionDirectories
 from rollout_api.protocol.messages import FinishReason, Rollout
 
 NAME = "das"
-REDIS_VARIABLE = "ROLLOUT_REDIS_URL"
+"""Name under which the replica and the checkpoint engine are registered."""
+REDIS_URL_VARIABLE = "ROLLOUT_REDIS_URL"
+"""Environment variable with the URL of the job's Redis."""
 _STOP_REASONS = {
     FinishReason.STOP: "completed",
     FinishReason.LENGTH: "completed",
     FinishReason.DEADLINE: "aborted",
     FinishReason.CANCELLED: "aborted",
 }
-_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-_LISTS = ("stop", "stop_token_ids", "allowed_token_ids")
-_WITHOUT_EFFECT = {"ignore_eos": False, "n": 1, "skip_special_tokens": True}
-"""What verl may say that a job does anyway; any other value of these is refused."""
+_FLOAT_SETTINGS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_LIST_SETTINGS = ("stop", "stop_token_ids", "allowed_token_ids")
+_IGNORED_SETTINGS = {"ignore_eos": False, "n": 1, "skip_special_tokens": True}
+"""Settings of verl that describe what a job does anyway; other values of them are rejected."""
 
 
 class JobServer:
-    """verl's rollout server, in front of a job: token ids in, token ids out. A Ray actor."""
+    """A rollout server of verl that forwards requests to a job. It runs as a Ray actor.
+
+    Args:
+        redis: URL of the job's Redis.
+        job: ``namespace/name`` of the job.
+        name: name of the client.
+        max_model_len: largest number of tokens of a prompt and its response together.
+        response_length: largest number of tokens of a response.
+    """
 
     def __init__(self, redis: str, job: str, name: str, max_model_len: int, response_length: int) -> None:
-        """Serve from *job* as its client *name*."""
-        self._connecting = AsyncRolloutClient.connect(redis, job, name=name)
+        self._unconnected = AsyncRolloutClient.connect(redis, job, name=name)
         self._client: AsyncRolloutClient | None = None
         self._lock = asyncio.Lock()
         self._max_model_len, self._response_length = max_model_len, response_length
-        # Steps number requests of equal content apart, and only grow, also when the actor is started again.
-        self._calls = itertools.count(time.time_ns() // 1_000_000)
+        # Each request is a step of its own, because equal requests within a step would be one. Step numbers must
+        # increase, also when the actor is restarted.
+        self._step_numbers = itertools.count(time.time_ns() // 1_000_000)
 
     async def generate(
         self,
@@ -79,70 +90,72 @@ class JobServer:
         """Sample one response.
 
         Raises:
-            InvalidRequestError: for what the job cannot serve, images among it.
-            RolloutClientError: if the job cannot make it.
+            InvalidRequestError: the job cannot serve the request, for example because it contains images.
+            RolloutClientError: the job could not produce the response.
         """
         if image_data or video_data or audio_data:
-            raise InvalidRequestError("a rollout job takes token ids alone, no images, video or audio")
+            raise InvalidRequestError("a rollout job only supports token ids, not images, video or audio")
         client = await self._connected()
         prompt = list(prompt_ids)
         limit = min(self._response_length, self._max_model_len - len(prompt))
-        # In verl a lower number is served earlier.
-        asked = Prompt(prompt, sampling=job_sampling(sampling_params, limit), priority=-priority)
-        async with client.step(next(self._calls), [asked]) as step:
+        # In verl, lower numbers are served first.
+        requested = Prompt(prompt, sampling=to_job_sampling(sampling_params, limit), priority=-priority)
+        async with client.step(next(self._step_numbers), [requested]) as step:
             try:
                 [rollout] = [rollout async for rollout in step]
             except asyncio.CancelledError:
-                await step.end()  # which cancels it in the job: left by an exception, it would be kept for another try
+                # End the step so that the request is cancelled; leaving it by an exception would keep it for a retry.
+                await step.end()
                 raise
-        return token_output(rollout)
+        return to_token_output(rollout)
 
     async def ready(self) -> None:
-        """Wait until the job is there."""
+        """Wait until the job is available."""
         await self._connected()
 
-    # What verl does to servers that share its GPUs; a job has its own, and goes on with running rollouts under new
-    # weights by itself.
+    # verl calls these methods on servers that share its GPUs. A job has GPUs of its own, and continues running rollouts
+    # with new weights by itself.
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def resume_generation(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def wake_up(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def sleep(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def clear_kv_cache(self) -> None:
-        """Nothing to do: engines clear what is stale when they load weights."""
+        """Do nothing: engines clear stale cache entries when they load weights."""
 
     async def release_kv_cache(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def resume_kv_cache(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def start_profile(self, **_: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def stop_profile(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def _connected(self) -> AsyncRolloutClient:
         async with self._lock:
             if self._client is None:
-                self._client = await self._connecting.open()
+                self._client = await self._unconnected.open()
         return self._client
 
 
 class JobReplica(RolloutReplica):  # type: ignore[misc]
-    """A job as one of verl's standalone replicas; it takes none of verl's GPUs."""
+    """A job as a standalone replica of verl, which uses none of verl's GPUs."""
 
     async def init_standalone(self) -> None:
-        """Make the processes of this side: one that asks for rollouts, one that stands in at weight updates."""
+        """Start this side's processes: one that requests rollouts, and a placeholder that takes part in weight
+        updates."""
         self.rollout_mode = RolloutMode.STANDALONE
         group = RayWorkerGroup(
             resource_pool=RayResourcePool([1], use_gpu=False, max_colocate_count=1),
@@ -155,23 +168,23 @@ class JobReplica(RolloutReplica):  # type: ignore[misc]
         await self.launch_servers()
 
     async def init_hybrid(self, worker_group: RayWorkerGroup) -> None:
-        """Refused.
+        """Reject the hybrid mode.
 
         Raises:
-            ValueError: a job has machines of its own.
+            ValueError: always, because a job has machines of its own.
         """
         raise ValueError(
-            "rollout.name=das serves from a job's own machines: set actor_rollout_ref.hybrid_engine=false and "
+            "rollout.name=das uses a job with machines of its own: set actor_rollout_ref.hybrid_engine=false and "
             "trainer.v1.trainer_mode=separate_async"
         )
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
-        """The worker that stands in for the job's engines while weights are sent."""
+        """Return the worker that verl's weight updates address in place of the job's engines."""
         return RayClassWithInitArgs(
             cls=ray.remote(CheckpointEngineWorker),
             rollout_config=self.config,
             model_config=self.model_config,
-            server_adapter=_NoAdapter(self.replica_rank),
+            server_adapter=_PlaceholderAdapter(self.replica_rank),
         )
 
     async def launch_servers(self) -> None:
@@ -190,8 +203,8 @@ class JobReplica(RolloutReplica):  # type: ignore[misc]
         self.servers = [self._server_handle]
 
 
-class _NoAdapter:
-    """A checkpoint engine worker's inference engine, where there is none."""
+class _PlaceholderAdapter:
+    """The inference engine that a checkpoint engine worker expects, in a process that has none."""
 
     is_leader_rank = True
 
@@ -200,15 +213,26 @@ class _NoAdapter:
 
     async def update_weights(self, weights: AsyncIterator[Any], **_: Any) -> None:
         async for _name, _tensor in weights:
-            raise RuntimeError("weights were sent to a process that has no engine")
+            raise RuntimeError("weights were sent to a process without an engine")
 
 
 @CheckpointEngineRegistry.register(NAME)
-class PublishedFiles(CheckpointEngine):  # type: ignore[misc]
-    """Brings weights to a job: the trainer's first rank writes safetensors and publishes them.
+class FileCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+    """Publishes weights to a job: the trainer's first rank writes safetensors files and publishes them.
 
-    Weight version of the job = verl's ``global_steps`` + 1, as version 0 is what the job was started with; more by the
-    same number from then on, where a trainer went back to an older checkpoint: versions only grow.
+    The job's weight version is verl's ``global_steps`` + 1, because version 0 is the model that the job was started
+    with. When a trainer returns to an earlier checkpoint, the difference becomes larger and then stays constant,
+    because versions only increase.
+
+    Args:
+        bucket_size: approximate size of a safetensors file in bytes.
+        is_master: whether this is the trainer's first rank.
+        job: ``namespace/name`` of the job.
+        weights: directory for published weights, which the job sees under the same path.
+        model: directory of the model that training started with; its configuration is published too.
+        kept_versions: number of published versions to keep on disk, at least 1.
+        publish_timeout: seconds for which the job may have no coordinator when weights are published, and seconds that
+            its engines may take to load them.
     """
 
     def __init__(
@@ -222,160 +246,149 @@ class PublishedFiles(CheckpointEngine):  # type: ignore[misc]
         kept_versions: int = 2,
         publish_timeout: float = 600.0,
     ) -> None:
-        """Publish to *job*.
-
-        Args:
-            bucket_size: bytes of a safetensors file, about.
-            is_master: whether this is the trainer's first rank.
-            job: ``namespace/name``.
-            weights: directory for published weights, which the job sees under the same path.
-            model: directory of the model that training began with; its configuration is published too.
-            kept_versions: how many published versions stay on disk, at least 1.
-            publish_timeout: seconds for which the job may be without a coordinator when weights are to be published,
-                and for which its engines may load them.
-        """
         self._bucket_size, self._is_master = bucket_size, is_master
         self._job, self._model = job, Path(model)
         self._directories = VersionDirectories(weights, kept_versions)
         self._publish_timeout = publish_timeout
-        self._ahead = 0
+        self._version_offset = 0
 
     def prepare(self) -> dict[str, Any]:
-        """Nothing to tell the others."""
+        """Return no metadata: the other processes need none."""
         return {}
 
     @classmethod
     def build_topology(
         cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
     ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """No process group: files need none."""
+        """Return an empty topology: files need no process group."""
         return {}, {}
 
     def init_process_group(self, **_: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def finalize(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     async def send_weights(self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None) -> None:
-        """Write and publish the weights; returns when every engine of the job serves them.
+        """Write and publish the weights, and return when every engine of the job serves them.
 
         Raises:
-            RolloutClientError: if some engine cannot load them, or the job has no coordinator.
+            RolloutClientError: an engine could not load the weights, or the job had no coordinator for too long.
         """
         if not self._is_master:
             for _name, _tensor in weights:
-                pass  # what gathers shards needs all ranks
+                pass  # the generator gathers shards, for which it must run on all ranks
             return
         written = self._directories.new()
-        await asyncio.to_thread(self._write, written, weights)  # first: the other ranks wait in the generator meanwhile
+        # Write before connecting, because the other ranks are waiting in the generator.
+        await asyncio.to_thread(self._write, written, weights)
         async with AsyncRolloutClient.connect(_redis_url(), self._job, name="verl-weights") as client:
-            expected = (global_steps or 0) + 1 + self._ahead
+            expected = (global_steps or 0) + 1 + self._version_offset
             version = max(expected, 1 + await client.weight_version(timeout=self._publish_timeout))
-            self._ahead += version - expected
-            directory = self._directories.number(written, version)
+            self._version_offset += version - expected
+            directory = self._directories.assign(written, version)
             published = await client.publish_weights(version, directory, timeout=self._publish_timeout)
         if published.failed:
-            raise RolloutClientError(f"weight version {version} is not served everywhere: {published.failed}")
-        self._directories.forget_before(version)
+            raise RolloutClientError(f"weight version {version} is not served by all engines: {published.failed}")
+        self._directories.delete_before(version)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
-        """Nothing arrives here."""
-        none: tuple[tuple[str, Any], ...] = ()
-        for one in none:
-            yield one
+        """Yield nothing: the engines load files."""
+        nothing: tuple[tuple[str, Any], ...] = ()
+        for weight in nothing:
+            yield weight
 
     def _write(self, directory: Path, weights: Iterable[tuple[str, Any]]) -> None:
         directory.mkdir(parents=True)
-        where: dict[str, str] = {}
+        file_of_weight: dict[str, str] = {}
         bucket: dict[str, Any] = {}
-        size = total = 0
+        bucket_size = total_size = 0
 
         def flush() -> None:
-            file = f"model-{len(set(where.values())) + 1:05d}.safetensors"
+            file = f"model-{len(set(file_of_weight.values())) + 1:05d}.safetensors"
             save_file(bucket, directory / file, metadata={"format": "pt"})
-            where.update(dict.fromkeys(bucket, file))
+            file_of_weight.update(dict.fromkeys(bucket, file))
             bucket.clear()
 
         for name, tensor in weights:
-            # a copy: the generator may use its memory again
+            # Copy the tensor, because the generator may reuse its memory.
             bucket[name] = tensor.detach().cpu().contiguous().clone()
-            size += bucket[name].nbytes
-            total += bucket[name].nbytes
-            if size >= self._bucket_size:
+            bucket_size += bucket[name].nbytes
+            total_size += bucket[name].nbytes
+            if bucket_size >= self._bucket_size:
                 flush()
-                size = 0
+                bucket_size = 0
         if bucket:
             flush()
-        index = {"metadata": {"total_size": total}, "weight_map": where}
+        index = {"metadata": {"total_size": total_size}, "weight_map": file_of_weight}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
         shutil.copy(self._model / "config.json", directory)
 
 
-def job_sampling(params: Mapping[str, Any], limit: int) -> dict[str, Any]:
-    """verl's sampling parameters as a job's.
+def to_job_sampling(params: Mapping[str, Any], limit: int) -> dict[str, Any]:
+    """Convert verl's sampling parameters to a job's sampling settings.
 
     Args:
-        params: as verl's agent loops give them.
-        limit: most tokens of a response, where *params* has no lower one.
+        params: sampling parameters from verl's agent loop.
+        limit: largest number of response tokens; *params* may lower it.
 
     Raises:
-        InvalidRequestError: for a parameter that a job would not heed.
+        InvalidRequestError: the job does not support a parameter.
     """
-    left = {name: value for name, value in params.items() if value is not None}
-    asked = [left.pop(name) for name in ("max_tokens", "max_new_tokens") if name in left]
+    remaining = {name: value for name, value in params.items() if value is not None}
+    limits = [remaining.pop(name) for name in ("max_tokens", "max_new_tokens") if name in remaining]
     sampling: dict[str, Any] = {
         "n": 1,
-        "max_tokens": max(1, min([limit, *asked])),
-        "logprobs": left.pop("logprobs", False) is not False,
+        "max_tokens": max(1, min([limit, *limits])),
+        "logprobs": remaining.pop("logprobs", False) is not False,
     }
-    if "top_k" in left:
-        sampling["top_k"] = max(0, left.pop("top_k"))
-    sampling |= {name: float(left.pop(name)) for name in _SAMPLING if name in left}
-    sampling |= {name: list(left.pop(name)) for name in _LISTS if name in left}
-    if "seed" in left:
-        sampling["seed"] = left.pop("seed")
+    if "top_k" in remaining:
+        sampling["top_k"] = max(0, remaining.pop("top_k"))
+    sampling |= {name: float(remaining.pop(name)) for name in _FLOAT_SETTINGS if name in remaining}
+    sampling |= {name: list(remaining.pop(name)) for name in _LIST_SETTINGS if name in remaining}
+    if "seed" in remaining:
+        sampling["seed"] = remaining.pop("seed")
     if not sampling.get("min_p", 1.0):
-        del sampling["min_p"]  # it excludes drafts even where it does nothing
-    unknown = {name: value for name, value in left.items() if _WITHOUT_EFFECT.get(name, ...) != value}
+        del sampling["min_p"]  # the setting excludes drafting even if its value has no effect
+    unknown = {name: value for name, value in remaining.items() if _IGNORED_SETTINGS.get(name, ...) != value}
     if unknown:
-        raise InvalidRequestError(f"sampling parameters that a rollout job does not know: {unknown}")
+        raise InvalidRequestError(f"a rollout job does not support these sampling parameters: {unknown}")
     return sampling
 
 
-def token_output(rollout: Rollout) -> TokenOutput:
-    """A rollout as verl's.
+def to_token_output(rollout: Rollout) -> TokenOutput:
+    """Convert a rollout to verl's type.
 
     Raises:
-        RolloutClientError: if the job could not make it.
+        RolloutClientError: the job could not produce the rollout.
     """
     if rollout.finish_reason not in _STOP_REASONS:
         raise RolloutClientError(f"rollout {rollout.rollout_id}: {rollout.finish_reason}: {rollout.detail}")
-    steps = [span.weight_version - 1 for span in rollout.spans]
+    steps = [span.weight_version - 1 for span in rollout.weight_spans]
     return TokenOutput(
         token_ids=rollout.token_ids,
         log_probs=rollout.logprobs,
         stop_reason=_STOP_REASONS[rollout.finish_reason],
         num_preempted=0,
         extra_fields={
-            # verl takes it for the age of the whole response: the oldest is the safe answer
+            # verl takes this for the version of the whole response; the oldest one is the conservative answer.
             "global_steps": min(steps, default=None),
             "min_global_steps": min(steps, default=None),
             "max_global_steps": max(steps, default=None),
-            "num_cached_tokens": rollout.cached_tokens,
-            "spec_num_draft_tokens": rollout.drafted,
-            "spec_num_accepted_tokens": rollout.accepted,
-            # steps without a draft are counted too: verl's accept length is then tokens per step
-            "spec_num_verify_steps": rollout.steps,
+            "num_cached_tokens": rollout.num_cached_tokens,
+            "spec_num_draft_tokens": rollout.num_draft_tokens,
+            "spec_num_accepted_tokens": rollout.num_accepted_tokens,
+            # This includes steps without drafts, so that verl's accept length is the number of tokens per step.
+            "spec_num_verify_steps": rollout.num_decoding_steps,
         },
     )
 
 
 def _redis_url() -> str:
     try:
-        return os.environ[REDIS_VARIABLE]
+        return os.environ[REDIS_URL_VARIABLE]
     except KeyError:
-        raise ValueError(f"set {REDIS_VARIABLE} to the URL of the job's Redis, for every process of verl") from None
+        raise ValueError(f"set {REDIS_URL_VARIABLE} to the URL of the job's Redis, for every process of verl") from None
 
 
 RolloutReplicaRegistry.register(NAME, lambda: JobReplica)

@@ -1,4 +1,4 @@
-"""Where a trainer's weights lie while they are published: a directory for each version, of which the last few stay."""
+"""Directories of published weight versions, of which only the newest are kept."""
 
 from __future__ import annotations
 
@@ -8,34 +8,41 @@ from pathlib import Path
 
 
 class VersionDirectories:
-    """The directories of one trainer below one directory, which the job sees under the same path."""
+    """The directories of one trainer's weight versions.
 
-    def __init__(self, root: str | Path, kept: int) -> None:
-        """Keep *kept* versions, at least 1, below *root*."""
-        if kept < 1:
-            raise ValueError(f"kept_versions = {kept}: the version in use must stay")
-        self._root, self._kept = Path(root).absolute(), kept
+    Args:
+        root: parent directory, which the job sees under the same path.
+        num_kept: number of versions to keep, at least 1.
+
+    Raises:
+        ValueError: *num_kept* is less than 1.
+    """
+
+    def __init__(self, root: str | Path, num_kept: int) -> None:
+        if num_kept < 1:
+            raise ValueError(f"kept_versions = {num_kept}: at least the version in use must be kept")
+        self._root, self._num_kept = Path(root).absolute(), num_kept
 
     def new(self) -> Path:
-        """Where to write weights that have no version yet; nothing is there."""
+        """Return a directory, which does not exist yet, for weights that have no version yet."""
         directory = self._root / "next"
         shutil.rmtree(directory, ignore_errors=True)
         return directory
 
-    def number(self, written: Path, version: int) -> Path:
-        """Give what was written its version, which the job does not serve yet."""
+    def assign(self, written: Path, version: int) -> Path:
+        """Rename the directory *written* for a version that the job does not serve yet, and return the new path."""
         directory = self._directory(version)
         shutil.rmtree(directory, ignore_errors=True)
         return written.rename(directory)
 
-    def forget_before(self, version: int) -> None:
-        """Delete what is older than the last versions up to this one, by whichever run of the trainer.
+    def delete_before(self, version: int) -> None:
+        """Delete the oldest versions up to *version*, including those of earlier runs of the trainer.
 
-        Later versions are of an earlier run, and maybe of a job that is left.
+        Later versions are kept: they belong to an earlier run, and possibly to another job.
         """
         found = [(int(m[1]), path) for path in self._root.iterdir() if (m := re.fullmatch(r"version-(\d+)", path.name))]
         earlier = [(number, path) for number, path in found if number <= version and path != self._directory(version)]
-        for _, path in sorted(earlier, reverse=True)[self._kept - 1 :]:
+        for _, path in sorted(earlier, reverse=True)[self._num_kept - 1 :]:
             shutil.rmtree(path, ignore_errors=True)
 
     def _directory(self, version: int) -> Path:

@@ -1,1 +1,1 @@
-"""The ``RolloutJob`` resource: its models, from which the CRD is generated, and the validation of manifests."""
+"""The ``RolloutJob`` resource: models from which the CRD is generated, and the validation of manifests."""

@@ -1,4 +1,8 @@
-"""What the sections of a manifest are made of: types, and rules that the Kubernetes API server checks as well."""
+"""Types and the base class from which the sections of a manifest are built.
+
+Constraints that JSON Schema cannot express are given twice: as a validator in Python, and as a CEL rule that the
+Kubernetes API server evaluates.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ DnsLabel = Annotated[
     str,
     StringConstraints(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"),
 ]
-"""A name of at most 63 lower-case letters, digits and dashes (RFC 1123)."""
+"""A name of at most 63 lower-case letters, digits and dashes (RFC 1123 label)."""
 
 DnsName = Annotated[
     str,
@@ -21,32 +25,33 @@ DnsName = Annotated[
         min_length=1, max_length=253, pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
     ),
 ]
-"""Name of an object in the job's namespace: DNS labels with dots between (RFC 1123 subdomain)."""
+"""Name of an object in the job's namespace: DNS labels separated by dots (RFC 1123 subdomain)."""
 
 Text = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
-"""A path, URI, image or the like; bounded, so that rules about it are cheap for the API server."""
+"""A path, URI, image or similar text. Its length is bounded because the API server limits the cost of CEL rules."""
 
 JobName = Annotated[
     str,
     StringConstraints(min_length=1, max_length=45, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$"),
 ]
-"""A name that leaves room for those of the job's pods and Service, which begin with it (RFC 1035, 63 characters)."""
+"""A name short enough that the names of the job's pods and Service, which begin with it, have at most 63 characters
+(RFC 1035)."""
 
 
-def _checked_quantity(text: str) -> str:
+def _require_positive(text: str) -> str:
     if parse_quantity(text) <= 0:
         raise ValueError(f"{text!r} must be more than 0")
     return text
 
 
-def _number_as_text(value: object) -> object:
+def _number_to_text(value: object) -> object:
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 Quantity = Annotated[
     str,
-    BeforeValidator(_number_as_text),
-    AfterValidator(_checked_quantity),
+    BeforeValidator(_number_to_text),
+    AfterValidator(_require_positive),
     WithJsonSchema(
         {
             "x-kubernetes-int-or-string": True,
@@ -58,11 +63,11 @@ Quantity = Annotated[
         }
     ),
 ]
-"""A Kubernetes resource quantity above 0, as text; a YAML number is taken as one."""
+"""A Kubernetes resource quantity above 0, as text. A number in YAML is converted to text."""
 
 
-class Part(BaseModel):
-    """A piece of a manifest: camelCase outside, snake_case here; an unknown field is an error."""
+class ManifestModel(BaseModel):
+    """Base class of all parts of a manifest: camelCase in YAML, snake_case in Python, no unknown fields."""
 
     model_config = ConfigDict(
         alias_generator=to_camel,
@@ -74,21 +79,22 @@ class Part(BaseModel):
     )
 
 
-def rules(*checked: tuple[str, str]) -> dict[str, Any]:
-    """JSON schema with CEL rules (``x-kubernetes-validations``).
+def cel_rules(*rules: tuple[str, str]) -> dict[str, Any]:
+    """Return a JSON schema with CEL rules (``x-kubernetes-validations``).
 
-    What a rule says in CEL, a validator here says in Python: the API server refuses what ``rollout check`` refuses.
+    Every rule has a validator in Python that checks the same, so that ``rollout check`` and the API server refuse the
+    same manifests.
 
     Args:
-        checked: CEL expression on ``self``, and what to say where it is false.
+        rules: pairs of a CEL expression about ``self`` and the message if it is false.
     """
-    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in checked]}
+    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in rules]}
 
 
-class SecretKey(Part):
+class SecretKey(ManifestModel):
     """One key of a Secret in the job's namespace."""
 
     name: DnsName = Field(description="Name of the Secret.")
     key: Annotated[str, StringConstraints(min_length=1, max_length=253, pattern=r"^[-._a-zA-Z0-9]+$")] = Field(
-        description="Key within it."
+        description="Key within the Secret."
     )

@@ -1,5 +1,6 @@
-"""The sections of a RolloutJob's ``spec`` that say what its pods are like. ``rollout run`` has no pods and takes from
-them the number of engines and what one may use.
+"""The sections of a RolloutJob's ``spec`` that describe its pods.
+
+``rollout run`` has no pods. It uses only the number of engines and their resources from these sections.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ConfigDict, Field, JsonValue, StringConstraints, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from rollout_api.manifest.field_types import DnsName, Part, Quantity, Text, rules
+from rollout_api.manifest.field_types import DnsName, ManifestModel, Quantity, Text, cel_rules
 
 Accelerator = Literal["nvidia-a100", "nvidia-h100", "nvidia-h200", "nvidia-b200"]
 
@@ -24,37 +25,41 @@ _LabelKey = Annotated[
 _LabelValue = Annotated[str, StringConstraints(max_length=63, pattern=r"^([A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?)?$")]
 
 _TEMPLATE = (
-    "Merged into the pod by strategic merge, as kubectl patch does it: for what has no field of its own. The "
-    "container is called {container}."
+    "Pod template for settings that have no field of their own. It is merged into the pod by strategic merge, as "
+    "kubectl patch does. The container is called {container}."
 )
 
 
-class Resources(Part):
-    """What one pod may use: its request and its limit."""
+class Resources(ManifestModel):
+    """Resources of one pod. Requests and limits are equal."""
 
-    cpu: Quantity | None = Field(default=None, description="CPU cores; a CPU worker decodes with them.")
-    memory: Quantity | None = Field(default=None, description="Main memory.")
+    cpu: Quantity | None = Field(default=None, description="Number of CPU cores.")
+    memory: Quantity | None = Field(default=None, description="Main memory, including /dev/shm.")
 
 
-class Toleration(Part):
-    """Lets pods onto nodes that are tainted so."""
+class Toleration(ManifestModel):
+    """A toleration: allows pods on nodes with a matching taint."""
 
-    key: _LabelKey | None = Field(default=None, description="Of the taint; default: every taint (operator Exists).")
-    operator: Literal["Exists", "Equal"] = Field(default="Equal", description="Exists needs no value.")
-    value: _LabelValue | None = Field(default=None, description="Of the taint.")
+    key: _LabelKey | None = Field(
+        default=None, description="Key of the taint. Default: all taints (requires operator Exists)."
+    )
+    operator: Literal["Exists", "Equal"] = Field(
+        default="Equal", description="Exists matches any value, Equal only the given one."
+    )
+    value: _LabelValue | None = Field(default=None, description="Value of the taint.")
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
-        default=None, description="Of the taint; default: every effect."
+        default=None, description="Effect of the taint. Default: all effects."
     )
     toleration_seconds: int | None = Field(
-        default=None, ge=0, description="How long a pod stays under a NoExecute taint; default: for ever."
+        default=None, ge=0, description="Seconds that a pod stays on a node with a NoExecute taint. Default: no limit."
     )
 
 
-class Workers(Part):
-    """The pods that decode; with ``rollout run``, engines side by side."""
+class Workers(ManifestModel):
+    """The worker pods, which run the engines. With ``rollout run``: engines on one machine."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(
+        json_schema_extra=cel_rules(
             (
                 "!has(self.minReplicas) || self.minReplicas <= self.replicas",
                 "minReplicas must not be more than replicas",
@@ -66,59 +71,64 @@ class Workers(Part):
         )
     )
 
-    replicas: int = Field(default=1, ge=1, le=1024, description="Their number; what kubectl scale sets.")
+    replicas: int = Field(default=1, ge=1, le=1024, description="Number of workers. kubectl scale changes it.")
     min_replicas: int | None = Field(
         default=None,
         ge=1,
         le=1024,
-        description="The job begins when so many are ready, and autoscale keeps as many. Default: 1.",
+        description="The job starts once this many workers are ready, and autoscaling keeps at least this many. "
+        "Default: 1.",
     )
     max_replicas: int | None = Field(
-        default=None, ge=1, le=1024, description="Most that autoscale asks for. Default: replicas."
+        default=None, ge=1, le=1024, description="Maximum number of workers with autoscaling. Default: replicas."
     )
     autoscale: bool = Field(
         default=False,
-        description="Follow the work that is queued, between minReplicas and maxReplicas, beginning with replicas; "
-        "idle workers are given back in the tail of a step.",
+        description="Adapt the number of workers to the queued work, between minReplicas and maxReplicas, starting "
+        "with replicas. Idle workers are removed in the tail of a step.",
     )
     idle_seconds: int = Field(
-        default=60, ge=1, le=86_400, description="Autoscale gives a worker back that has had nothing to do for so long."
+        default=60, ge=1, le=86_400, description="Autoscaling removes a worker that was idle for this many seconds."
     )
     gpus_per_worker: int = Field(
         default=1,
         ge=0,
         le=16,
-        description="A multiple of the GPUs of one engine, tensorParallelSize × pipelineParallelSize; so many engines "
-        "share the worker. 0 is a CPU worker: one engine, no GPU.",
+        description="GPUs of each worker: a multiple of the GPUs of one engine, which are tensorParallelSize × "
+        "pipelineParallelSize. The quotient is the number of engines in the worker. 0 means a CPU worker with one "
+        "engine.",
     )
     accelerator: Accelerator | None = Field(
         default=None,
-        description="Kind of GPU, found by the labels that NVIDIA's GPU feature discovery, GKE and Karpenter give to "
-        "nodes, or by das.rollout.dev/accelerator. Default: any.",
+        description="Required GPU model. It is recognized by the node labels of NVIDIA's GPU feature discovery, GKE "
+        "and Karpenter, and by the label das.rollout.dev/accelerator. Default: any GPU.",
     )
     node_selector: dict[_LabelKey, _LabelValue] = Field(
-        default_factory=dict, max_length=64, description="Labels that a worker's node must have."
+        default_factory=dict, max_length=64, description="Labels that the node of a worker must have."
     )
     tolerations: list[Toleration] = Field(
         default_factory=list,
         max_length=64,
-        description="Besides that of the taint nvidia.com/gpu, which GPU workers have anyway.",
+        description="Tolerations of the workers. GPU workers always tolerate the taint nvidia.com/gpu, too.",
     )
     resources: Resources = Field(default_factory=Resources)
-    shared_memory: Quantity = Field(default="8Gi", description="Size of /dev/shm, which Ray and NCCL use.")
+    shared_memory: Quantity = Field(default="8Gi", description="Size limit of /dev/shm, which Ray and NCCL use.")
     max_pending_replacements: int = Field(
-        default=4, ge=1, le=1024, description="Most replacements of lost workers that may wait for a place at once."
+        default=4,
+        ge=1,
+        le=1024,
+        description="Maximum number of replacements of lost workers that may be pending at the same time.",
     )
     pod_template: dict[str, JsonValue] = Field(default_factory=dict, description=_TEMPLATE.format(container="worker"))
 
     @property
-    def least(self) -> int:
-        """Workers with which the job begins, and that autoscale keeps."""
+    def effective_min(self) -> int:
+        """Number of workers with which the job starts and that autoscaling keeps."""
         return self.min_replicas if self.min_replicas is not None else 1
 
     @property
-    def most(self) -> int:
-        """Workers that there may be."""
+    def effective_max(self) -> int:
+        """Maximum number of workers."""
         return self.max_replicas if self.max_replicas is not None and self.autoscale else self.replicas
 
     @field_validator("min_replicas")
@@ -138,97 +148,115 @@ class Workers(Part):
         return value
 
 
-class Head(Part):
-    """The pod that coordinates; it needs no GPU."""
+class Head(ManifestModel):
+    """The head pod, which runs the coordinator. It needs no GPU."""
 
     resources: Resources = Field(default_factory=Resources)
     node_selector: dict[_LabelKey, _LabelValue] = Field(
-        default_factory=dict, max_length=64, description="Labels that the head's node must have."
+        default_factory=dict, max_length=64, description="Labels that the node of the head must have."
     )
-    tolerations: list[Toleration] = Field(
-        default_factory=list, max_length=64, description="Let the head onto tainted nodes."
-    )
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=64, description="Tolerations of the head.")
     pod_template: dict[str, JsonValue] = Field(default_factory=dict, description=_TEMPLATE.format(container="head"))
 
 
-class PullSecret(Part):
-    """A Secret with which images are pulled."""
+class PullSecret(ManifestModel):
+    """A Secret with credentials for an image registry."""
 
     name: DnsName = Field(description="Name of the Secret.")
 
 
-class Image(Part):
-    """What head and workers run: the same, since Ray refuses other versions of itself."""
+class Image(ManifestModel):
+    """The image of the head and the workers. It is the same for all, because Ray requires equal versions."""
 
-    name: Text | None = Field(default=None, description="Default: the worker image that the operator was given.")
+    name: Text | None = Field(
+        default=None, description="Name of the image. Default: the operator's default worker image."
+    )
     pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
-        default=None, description="Default: Kubernetes' own, IfNotPresent but for the tag latest."
+        default=None, description="Default: that of Kubernetes, which is Always for the tag latest, else IfNotPresent."
     )
     pull_secrets: list[PullSecret] = Field(
-        default_factory=list, max_length=16, description="In the job's namespace, besides its service account's."
+        default_factory=list,
+        max_length=16,
+        description="Secrets in the job's namespace, in addition to those of its service account.",
     )
 
 
-class ExitCodes(Part):
-    """Ends of a container, by its exit code."""
+class ExitCodes(ManifestModel):
+    """A condition on the exit code of a container."""
 
-    operator: Literal["In", "NotIn"] = Field(default="In", description="NotIn never matches a code of 0.")
+    operator: Literal["In", "NotIn"] = Field(
+        default="In", description="In: the exit code is one of values. NotIn: it is none of them and not 0."
+    )
     values: list[Annotated[int, Field(ge=1, le=255)]] = Field(
-        min_length=1, max_length=64, description="Exit codes, as in 137."
+        min_length=1, max_length=64, description="Exit codes, for example 137."
     )
 
 
-class FailureRule(Part):
-    """What is done about a pod that ended so; exactly one of onExitCodes and onReasons."""
+class FailureRule(ManifestModel):
+    """What happens if a pod fails in a certain way. Exactly one of onExitCodes and onReasons is set."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(
+        json_schema_extra=cel_rules(
             ("has(self.onExitCodes) != (size(self.onReasons) > 0)", "name either onExitCodes or onReasons")
         )
     )
 
     action: Literal["FailJob", "Replace", "Ignore"] = Field(
-        description="FailJob: the job fails. Replace: the pod is replaced and counts towards backoffLimit. Ignore: it "
-        "is replaced and does not count."
+        description="FailJob: the job fails. Replace: the pod is replaced, and the failure counts towards "
+        "backoffLimit. Ignore: the pod is replaced, and the failure does not count."
     )
-    component: Literal["head", "worker"] | None = Field(default=None, description="Default: both.")
-    on_exit_codes: ExitCodes | None = Field(default=None, description="Exit codes of the head's or worker's container.")
+    component: Literal["head", "worker"] | None = Field(
+        default=None, description="Pods to which the rule applies. Default: both."
+    )
+    on_exit_codes: ExitCodes | None = Field(
+        default=None, description="Exit codes of the container of the head or the worker."
+    )
     on_reasons: list[Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z]+$")]] = Field(
         default_factory=list,
         max_length=20,
-        description="Reasons of the pod or its container, as in OOMKilled or Evicted.",
+        description="Reasons of the pod or its container, for example OOMKilled or Evicted.",
     )
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
+    def _require_exactly_one(self) -> Self:
         if (self.on_exit_codes is None) == (not self.on_reasons):
             raise PydanticCustomError("one_of", "name either onExitCodes or onReasons")
         return self
 
 
-class FailurePolicy(Part):
-    """What is done about pods that fail: the first rule that matches counts; without any, they are replaced."""
+class FailurePolicy(ManifestModel):
+    """Rules for failed pods. Without a matching rule, a failed pod is replaced."""
 
-    rules: list[FailureRule] = Field(default_factory=list, max_length=20, description="The first that matches counts.")
+    rules: list[FailureRule] = Field(
+        default_factory=list, max_length=20, description="Rules in order; the first one that matches applies."
+    )
 
 
-class Lifecycle(Part):
+class Lifecycle(ManifestModel):
     """When a job runs, and for how long."""
 
     suspend: bool = Field(
         default=False,
-        description="No pods; what is begun is kept in Redis, and the job goes on from there when this is false again.",
+        description="Remove all pods. Unfinished rollouts are kept in Redis, and the job continues from there when "
+        "this is false again.",
     )
     backoff_limit: int = Field(
-        default=6, ge=0, le=10_000, description="Pods that may fail before the job does. Lost nodes do not count."
+        default=6,
+        ge=0,
+        le=10_000,
+        description="Number of pods that may fail before the job fails. Pods lost with their nodes do not count.",
     )
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
     active_deadline_seconds: int | None = Field(
         default=None,
         ge=1,
         le=2**31 - 1,
-        description="The job fails when it has run for so long, suspended times apart; what is finished is kept.",
+        description="The job fails after running for this many seconds, not counting the time during which it was "
+        "suspended. Finished rollouts are kept.",
     )
     ttl_seconds_after_finished: int | None = Field(
-        default=None, ge=0, le=2**31 - 1, description="The job is deleted so long after its end. Default: never."
+        default=None,
+        ge=0,
+        le=2**31 - 1,
+        description="Seconds after its end when the job is deleted. Default: never.",
     )

@@ -6,7 +6,7 @@ import re
 from decimal import Decimal
 
 QUANTITY_PATTERN = r"^([0-9]+(?:\.[0-9]+)?)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
-"""A number and its suffix, in the syntax that Python and the API server's RE2 share."""
+"""A number and its suffix, in syntax that both Python's ``re`` and the API server's RE2 accept."""
 
 _QUANTITY = re.compile(QUANTITY_PATTERN)
 _FACTOR = {
@@ -17,13 +17,13 @@ _FACTOR = {
 
 
 def parse_quantity(text: str) -> Decimal:
-    """The value of a Kubernetes quantity in its base unit (cores, bytes).
+    """Return the value of a Kubernetes quantity in its base unit (cores or bytes).
 
-    Follows ``k8s.io/apimachinery`` ``resource.Quantity`` without exponents and signs, which mean nothing
-    for the amounts in a RolloutJob.
+    Follows ``resource.Quantity`` of ``k8s.io/apimachinery``, but without exponents and signs, which have no use in a
+    RolloutJob.
 
     Raises:
-        ValueError: if *text* is no such quantity; the message says what one looks like.
+        ValueError: *text* is not a quantity. The message shows the expected form.
     """
     match = _QUANTITY.fullmatch(text)
     if match is None:

@@ -1,7 +1,7 @@
-"""The ``RolloutJob`` resource, ``das.rollout.dev/v1alpha1``, and how a manifest is checked.
+"""The ``RolloutJob`` resource, ``das.rollout.dev/v1alpha1``, and the validation of manifests.
 
-The same manifest is run by ``rollout run`` on one machine and by the operator on a cluster. The sections of ``spec``
-are in :mod:`rollout_api.manifest.spec` and :mod:`rollout_api.manifest.pod_spec`; ``status`` is in
+``rollout run`` runs a manifest on one machine, and the operator runs the same manifest on a cluster. The sections of
+``spec`` are in :mod:`rollout_api.manifest.spec` and :mod:`rollout_api.manifest.pod_spec`; ``status`` is in
 :mod:`rollout_api.manifest.status`.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Literal, Self, TypeVar
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from rollout_api.manifest.field_types import DnsLabel, DnsName, JobName, Part, Text, rules
+from rollout_api.manifest.field_types import DnsLabel, DnsName, JobName, ManifestModel, Text, cel_rules
 from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, Workers
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.spec import (
@@ -36,25 +36,28 @@ VERSION = "v1alpha1"
 API_VERSION = f"{GROUP}/{VERSION}"
 KIND = "RolloutJob"
 PLURAL = "rolloutjobs"
-MANAGER = f"{GROUP}/operator"
-"""``spec.managedBy`` of the jobs that the operator runs."""
+OPERATOR = f"{GROUP}/operator"
+"""Value of ``spec.managedBy`` for jobs that the operator runs."""
 
-_PartT = TypeVar("_PartT", bound=Part)
+_SectionT = TypeVar("_SectionT", bound=ManifestModel)
 
-_FIXED = ("source", "model", "weights", "engine", "sampling", "speculation", "queue", "history", "redis")
-"""Sections that do not change while a job exists: its head, its engines and its trainers have read them."""
+_IMMUTABLE = ("source", "model", "weights", "engine", "sampling", "speculation", "queue", "history", "redis")
+"""Sections that cannot be changed, because the head, the engines and trainers read them when they start."""
 
 
-class RolloutJobSpec(Part):
-    """What a user asks for."""
+class RolloutJobSpec(ManifestModel):
+    """The desired state of a job."""
 
     model_config = ConfigDict(
-        json_schema_extra=rules(
-            *((f"self.{name} == oldSelf.{name}", f"{name} cannot be changed; make another job") for name in _FIXED),
+        json_schema_extra=cel_rules(
+            *(
+                (f"self.{name} == oldSelf.{name}", f"{name} cannot be changed; create another job")
+                for name in _IMMUTABLE
+            ),
             (
                 "has(self.managedBy) ? has(oldSelf.managedBy) && self.managedBy == oldSelf.managedBy "
                 ": !has(oldSelf.managedBy)",
-                "managedBy cannot be changed; make another job",
+                "managedBy cannot be changed; create another job",
             ),
             (
                 "self.workers.gpusPerWorker != 0 || "
@@ -101,26 +104,26 @@ class RolloutJobSpec(Part):
     history: History = Field(default_factory=History)
     redis: Redis = Field(default_factory=Redis)
     lifecycle: Lifecycle = Field(default_factory=Lifecycle)
-    priority_class_name: DnsName | None = Field(default=None, description="Priority class of the job's pods.")
+    priority_class_name: DnsName | None = Field(default=None, description="PriorityClass of the job's pods.")
     managed_by: Text | None = Field(
         default=None,
-        description=f"Another controller that runs the job, as MultiKueue does. Default: {MANAGER}.",
+        description=f"Controller that runs the job, if it is another one, such as MultiKueue. Default: {OPERATOR}.",
     )
 
     @property
     def engines_per_worker(self) -> int:
-        """Engines that share one worker."""
+        """Number of engines in each worker."""
         return self.workers.gpus_per_worker // self.engine.gpus or 1
 
     @model_validator(mode="after")
-    def _rules_across_sections(self) -> Self:
+    def _validate_across_sections(self) -> Self:
         if errors := _errors_across_sections(self.sampling, self.speculation, self.workers, self.engine):
             raise PydanticCustomError("fields", "several fields are wrong", {"errors": errors})
         return self
 
 
-class Metadata(Part):
-    """Name, labels and the like; Kubernetes' own further fields are let through."""
+class Metadata(ManifestModel):
+    """Name and namespace. All other fields of Kubernetes' metadata are accepted."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -128,8 +131,8 @@ class Metadata(Part):
     namespace: DnsLabel = "default"
 
 
-class RolloutJob(Part):
-    """A whole manifest."""
+class RolloutJob(ManifestModel):
+    """A complete manifest."""
 
     api_version: Literal["das.rollout.dev/v1alpha1"]
     kind: Literal["RolloutJob"]
@@ -138,21 +141,21 @@ class RolloutJob(Part):
 
     @property
     def history_name(self) -> str:
-        """Name of the history this job reads and writes, within its namespace."""
+        """Name of the history that this job uses, within its namespace."""
         return self.spec.history.name or self.metadata.name
 
 
 @dataclass(frozen=True)
 class FieldError:
-    """One thing that is wrong with a manifest."""
+    """One error in a manifest."""
 
     path: str
-    """Where, as written in the manifest: ``spec.sampling.topP`` or ``spec.source.dataset.tasks[1].name``."""
+    """Path of the field, for example ``spec.sampling.topP`` or ``spec.source.dataset.tasks[1].name``."""
     message: str
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be accepted, with everything that is wrong with it."""
+    """A manifest is invalid. ``errors`` lists every error in it."""
 
     def __init__(self, errors: list[FieldError]) -> None:
         self.errors = errors
@@ -162,7 +165,7 @@ class ManifestError(ValueError):
 def _errors_across_sections(
     sampling: Sampling | None, speculation: Speculation | None, workers: Workers | None, engine: Engine | None
 ) -> list[FieldError]:
-    """Rules that tie sections together; a section that is wrong in itself is given as None."""
+    """Check the rules that involve several sections. A section that is itself invalid is passed as None."""
     errors: list[FieldError] = []
     if sampling and speculation and speculation.policy != "off":
         errors += [
@@ -170,7 +173,7 @@ def _errors_across_sections(
                 f"sampling.{name}",
                 "vLLM does not support it with speculation; remove it, or set speculation.policy: off",
             )
-            for name in sampling.refused_with_drafts()
+            for name in sampling.unsupported_with_drafts()
         ]
     if workers and engine:
         gpus, one = workers.gpus_per_worker, engine.gpus
@@ -183,7 +186,7 @@ def _errors_across_sections(
             errors += [FieldError(f"engine.{name}", message) for name, size in sizes.items() if size != 1]
         elif gpus % one:
             message = (
-                f"{gpus} is no multiple of the {one} GPUs of one engine (tensorParallelSize × pipelineParallelSize)"
+                f"{gpus} is not a multiple of the {one} GPUs of one engine (tensorParallelSize × pipelineParallelSize)"
             )
             errors.append(FieldError("workers.gpusPerWorker", message))
     if workers and engine and workers.resources.memory and engine.kv_cache_memory:
@@ -197,7 +200,7 @@ def _errors_across_sections(
     return errors
 
 
-def _section(spec: Mapping[str, object], name: str, model: type[_PartT]) -> _PartT | None:
+def _section(spec: Mapping[str, object], name: str, model: type[_SectionT]) -> _SectionT | None:
     try:
         return model.model_validate(spec.get(name, {}))
     except ValidationError:
@@ -218,10 +221,10 @@ _ADVICE = {
 
 
 def parse_job(manifest: object) -> RolloutJob:
-    """Check a manifest (a mapping, as read from YAML) and return it as a model.
+    """Validate a manifest (a mapping, as read from YAML) and return it as a model.
 
     Raises:
-        ManifestError: listing **every** error found, each by the path of its field.
+        ManifestError: with **every** error in the manifest, each with the path of its field.
     """
     if not isinstance(manifest, Mapping):
         raise ManifestError([FieldError("(manifest)", f"must be a mapping, is {type(manifest).__name__}")])
@@ -231,7 +234,7 @@ def parse_job(manifest: object) -> RolloutJob:
         errors = []
         for error in invalid.errors(include_url=False):
             errors += _field_errors(error)
-        # pydantic skips rules across sections once a section is wrong; those between sound sections still count
+        # pydantic skips rules across sections once a section is invalid; check them among the valid sections.
         if not any(error.path.startswith("spec.") for error in errors) or not isinstance(manifest.get("spec"), Mapping):
             raise ManifestError(errors) from None
         spec = manifest["spec"]

@@ -1,6 +1,6 @@
-"""``status`` of a RolloutJob: what the operator says of it. Conditions are the truth; ``state`` is derived from them.
+"""The ``status`` of a RolloutJob. Conditions are authoritative; ``state`` is derived from them.
 
-Speeds are whole numbers or text, since Kubernetes' conventions know no floating-point numbers in an API.
+Fractions are whole numbers or text, because the Kubernetes API conventions advise against floating-point numbers.
 """
 
 from __future__ import annotations
@@ -10,134 +10,147 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollout_api.manifest.field_types import Part
+from rollout_api.manifest.field_types import ManifestModel
 
 
 class ConditionType(StrEnum):
-    """What is said about every job, in the order in which it comes true."""
+    """The conditions of a job, in the order in which they usually become True."""
 
     ACCEPTED = "Accepted"
-    """The manifest can be run."""
+    """The manifest is valid."""
     QUOTA_RESERVED = "QuotaReserved"
-    """The queue, if there is one, lets the pods in."""
+    """The queue has admitted the pods, or there is no queue."""
     WORKERS_READY = "WorkersReady"
-    """All the workers that are wanted are ready."""
+    """All desired workers are ready."""
     ENGINE_READY = "EngineReady"
-    """At least one engine samples."""
+    """At least one engine is running."""
     PROGRESSING = "Progressing"
-    """Rollouts are being made."""
+    """Engines are sampling rollouts."""
     DRAFTS_HEALTHY = "DraftsHealthy"
-    """Drafts reach the model, and change nothing of what it samples."""
+    """vLLM verifies the drafts, and canaries show no drift of the output distribution."""
     SUSPENDED = "Suspended"
+    """The job is suspended and has no pods."""
     SUCCEEDED = "Succeeded"
+    """The job was closed, or its dataset is finished, and all requests are answered."""
     FAILED = "Failed"
+    """The job has ended without success."""
 
 
 class State(StrEnum):
-    """One word for people."""
+    """The state of a job in one word, derived from its conditions."""
 
     PENDING = "Pending"
-    """Not looked at yet, or not accepted."""
+    """The job is new or was not accepted."""
     QUEUED = "Queued"
+    """Pods wait for admission by a queue."""
     STARTING = "Starting"
+    """No engine is running yet."""
     RUNNING = "Running"
+    """At least one engine is running."""
     SUSPENDING = "Suspending"
+    """Pods are handing over their rollouts and terminating."""
     SUSPENDED = "Suspended"
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
 
 
-class Condition(Part):
-    """A condition as Kubernetes has it (``metav1.Condition``)."""
+class Condition(ManifestModel):
+    """A condition in the form of Kubernetes' ``metav1.Condition``."""
 
     type: ConditionType
     status: Literal["True", "False", "Unknown"]
-    reason: str = Field(description="One word, CamelCase, for programs.")
-    message: str = Field(default="", description="For people.")
+    reason: str = Field(description="Reason of the last transition, in CamelCase, for programs.")
+    message: str = Field(default="", description="Explanation for people.")
     last_transition_time: str = Field(json_schema_extra={"format": "date-time"})
     observed_generation: int = Field(default=0, ge=0)
 
 
-class WorkersStatus(Part):
+class WorkersStatus(ManifestModel):
     """The worker pods."""
 
-    desired: int = Field(default=0, ge=0, description="As many as there should be now.")
-    replicas: int = Field(default=0, ge=0, description="As many as there are.")
-    ready: int = Field(default=0, ge=0, description="Whose engines sample, or are being loaded.")
-    used: int = Field(default=0, ge=0, description="Slots that ever had a worker: who comes into one is a replacement.")
-    summary: str = Field(default="", description="ready/desired.")
+    desired: int = Field(default=0, ge=0, description="Number of workers that there should be.")
+    replicas: int = Field(default=0, ge=0, description="Number of worker pods.")
+    ready: int = Field(default=0, ge=0, description="Number of ready worker pods.")
+    slots_used: int = Field(
+        default=0,
+        ge=0,
+        description="Number of slots that ever had a worker; a new pod in such a slot is a replacement.",
+    )
+    summary: str = Field(default="", description="ready/desired, for kubectl get.")
     selector: str = Field(
         default="", description="Label selector of the worker pods, for kubectl scale and autoscalers."
     )
 
 
-class ProgressStatus(Part):
-    """How far the job is, as its head said last."""
+class ProgressStatus(ManifestModel):
+    """The progress of the job, as last reported by its head."""
 
-    done: int = Field(default=0, ge=0, description="Rollouts that ended.")
-    total: int | None = Field(default=None, ge=0, description="Rollouts of a dataset source in all its epochs.")
-    open: int = Field(default=0, ge=0, description="Rollouts asked for and not ended.")
-    epoch: int | None = Field(default=None, ge=0, description="Of a dataset source, from 1.")
-    weight_version: int = Field(default=0, ge=0, description="The version that is to be served.")
-    tokens: int = Field(default=0, ge=0, description="Response tokens of ended rollouts.")
-    tokens_per_second: int = Field(default=0, ge=0, description="Of the last seconds.")
-    accepted_per_step: str | None = Field(default=None, description="Draft tokens accepted in a decoding step.")
+    done: int = Field(default=0, ge=0, description="Number of finished rollouts.")
+    total: int | None = Field(default=None, ge=0, description="Number of rollouts of a dataset source in all epochs.")
+    open: int = Field(default=0, ge=0, description="Number of rollouts that were requested and have not finished.")
+    epoch: int | None = Field(default=None, ge=0, description="Current epoch of a dataset source, from 1.")
+    weight_version: int = Field(default=0, ge=0, description="Weight version that the engines should serve.")
+    tokens: int = Field(default=0, ge=0, description="Response tokens of finished rollouts.")
+    tokens_per_second: int = Field(default=0, ge=0, description="Response tokens per second over the last ten seconds.")
+    accepted_per_step: str | None = Field(default=None, description="Accepted draft tokens per decoding step.")
     seconds_left: int | None = Field(
-        default=None, ge=0, description="Until all that is asked for is answered, at the speed of the last seconds."
+        default=None, ge=0, description="Estimated seconds until all open requests are answered."
     )
-    summary: str = Field(default="", description="done/total, or done.")
+    summary: str = Field(default="", description="done/total, or done without a total.")
 
 
-class Failure(Part):
-    """A pod that ended badly. The newest are kept, for whoever comes when the pods are gone."""
+class Failure(ManifestModel):
+    """A failed pod. The latest are kept in the status, because the pods themselves are deleted."""
 
     pod: str
     uid: str
     component: Literal["head", "worker"]
-    reason: str = Field(description="As in OOMKilled, Error, Evicted or NodeLost.")
+    reason: str = Field(description="For example OOMKilled, Error, Evicted or NodeLost.")
     exit_code: int | None = None
-    message: str = Field(default="", description="Its last words.")
+    message: str = Field(default="", description="End of the container's log, or the message of the kubelet.")
     time: str = Field(json_schema_extra={"format": "date-time"})
-    counted: bool = Field(default=True, description="Whether it counts towards backoffLimit.")
+    counted: bool = Field(default=True, description="Whether the failure counts towards backoffLimit.")
 
 
-class Connection(Part):
-    """How a trainer finds the job; also in the ConfigMap ``<job>-connection``."""
+class Connection(ManifestModel):
+    """What a trainer needs to connect to the job. The ConfigMap ``<job>-connection`` has the same data."""
 
     uid: str
-    key_prefix: str = Field(description="What the keys of the job's messages begin with.")
-    secret_name: str | None = Field(default=None, description="Secret that holds the URL of the job's Redis.")
-    secret_key: str | None = Field(default=None, description="Key within it.")
-    url: str | None = Field(default=None, description="URL of the job's Redis, where it needs no credentials.")
+    key_prefix: str = Field(description="Prefix of the Redis keys of the job's messages.")
+    secret_name: str | None = Field(default=None, description="Secret with the URL of the job's Redis server.")
+    secret_key: str | None = Field(default=None, description="Key within the Secret.")
+    url: str | None = Field(default=None, description="URL of the job's Redis server, if it needs no credentials.")
     history_secret_name: str | None = Field(
-        default=None, description="Secret that holds the URL of the history's Redis, where that is another."
+        default=None, description="Secret with the URL of the history's Redis server, if that is a separate one."
     )
-    history_secret_key: str | None = Field(default=None, description="Key within it.")
+    history_secret_key: str | None = Field(default=None, description="Key within the Secret.")
     history_url: str | None = Field(
         default=None,
-        description="URL of the history's Redis, where that is another and needs no credentials.",
+        description="URL of the history's Redis server, if that is a separate one and needs no credentials.",
     )
 
 
-class RolloutJobStatus(Part):
-    """What the operator says of a job."""
+class RolloutJobStatus(ManifestModel):
+    """The observed state of a job."""
 
     state: State = State.PENDING
-    observed_generation: int = Field(default=0, ge=0, description="Generation of the spec that this is about.")
+    observed_generation: int = Field(default=0, ge=0, description="metadata.generation of the spec that was observed.")
     conditions: Annotated[
         list[Condition],
         Field(json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
     ] = Field(default_factory=list)
     workers: WorkersStatus = Field(default_factory=WorkersStatus)
     progress: ProgressStatus = Field(default_factory=ProgressStatus)
-    saved: str | None = Field(
-        default=None, description="Share of decoding time that drafts saved, against none: 38%; -1% if they cost time."
+    time_saved: str | None = Field(
+        default=None,
+        description="Share of decoding time that drafting has saved, for example 38%. It is negative if drafting "
+        "cost time.",
     )
-    failed_pods: int = Field(default=0, ge=0, description="Pods that failed and count towards backoffLimit.")
-    failures: list[Failure] = Field(default_factory=list, description="The newest.")
+    failed_pods: int = Field(default=0, ge=0, description="Number of failed pods that count towards backoffLimit.")
+    failures: list[Failure] = Field(default_factory=list, description="The latest failures.")
     connection: Connection | None = None
     start_time: str | None = Field(
-        default=None, description="When it began to run, last.", json_schema_extra={"format": "date-time"}
+        default=None, description="When the job started or was last resumed.", json_schema_extra={"format": "date-time"}
     )
-    active_seconds: int = Field(default=0, ge=0, description="Spent running before startTime, suspended times apart.")
+    active_seconds: int = Field(default=0, ge=0, description="Seconds that the job was active before startTime.")
     completion_time: str | None = Field(default=None, json_schema_extra={"format": "date-time"})

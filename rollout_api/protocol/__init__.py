@@ -1,1 +1,1 @@
-"""The protocol between trainers, the coordinator and engines: Redis keys, messages, and their encodings."""
+"""The protocol between trainers, the coordinator and engines: Redis keys, messages and their encoding."""

@@ -1,17 +1,18 @@
-"""Exit codes of the ``rollout`` command: how a pod says, when it is gone, why it ended."""
+"""Exit codes of the ``rollout`` command. The operator derives the reason of a failed pod from them."""
 
 from __future__ import annotations
 
 EXIT_MANIFEST = 2
-"""The manifest is refused."""
+"""The manifest is invalid."""
 EXIT_REDIS = 3
-"""Redis cannot be used."""
+"""Redis is unreachable or cannot be used."""
 EXIT_ENGINE = 4
-"""vLLM, Ray or the job in them failed."""
+"""vLLM, Ray or the job has failed."""
 EXIT_STATE = 5
-"""The state directory cannot be used."""
+"""A file or the state directory cannot be used."""
 EXIT_DEADLINE = 6
-"""``lifecycle.activeDeadlineSeconds`` is over."""
+"""The job has exceeded ``lifecycle.activeDeadlineSeconds``."""
 EXIT_MODEL = 7
-"""The model is not to be found, or no model."""
+"""The model does not exist or cannot be loaded."""
 EXIT_INTERRUPTED = 130
+"""The command was interrupted."""

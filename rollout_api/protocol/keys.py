@@ -1,175 +1,179 @@
 """Every Redis key of the project, in one place.
 
-The message plane of a job is hash-tagged by the job's uid and a history by problem, so that on a Redis Cluster
-each server-side function stays on one slot while histories spread over all of them.
+The keys of a job carry the job's uid as their hash tag, and the keys of a history carry the problem or the shard. On a
+Redis Cluster, each server-side function therefore runs within one slot, while histories spread over all nodes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import Self
 
 TRAINER_GROUP = "trainer"
-"""Consumer group in which a client reads its result stream."""
-DATA = "d"
-"""The one field of a stream entry that holds an encoded message."""
-CONTEXT = "c"
-"""Field of an outbox entry: the last tokens before the response, packed; only in later turns of a trajectory."""
-HISTORIES = "history:names"
-"""Set of ``namespace/name`` of every history on a server."""
-SHARDS = 16
-"""Among which a history's problems are divided, so that no key of a history takes every write of it."""
+"""Consumer group with which a client reads its result stream."""
+MESSAGE_FIELD = "d"
+"""Field of a stream entry that holds an encoded message."""
+CONTEXT_FIELD = "c"
+"""Field of an outbox entry with the packed last tokens of the prompt; only set for later turns of a trajectory."""
+HISTORY_NAMES = "history:names"
+"""Set of the full names (``namespace/name``) of all histories on a server."""
+NUM_SHARDS = 16
+"""Number of shards into which a history's problems are divided, so that no single key receives every write."""
 CLIENT_LEASE_MS = 6000
-"""How long a client name stays taken after the process that has it was killed."""
+"""Milliseconds for which a client name stays reserved after its process was killed."""
 
 
-def named(job: str) -> str:
-    """String: uid of the job that runs as ``namespace/name`` now.
+def job_uid_key(job: str) -> str:
+    """Return the key of a string with the uid of the job that currently runs as ``namespace/name``.
 
-    A key for each, so that the user of one job can be kept from another's.
+    The coordinator writes it. Every job has its own key, so that an ACL can limit a user to one job.
     """
     return f"rollout:jobs:{job}"
 
 
 @dataclass(frozen=True)
 class MessageKeys:
-    """Keys of one job's message plane. See docs/protocol.md for who writes and who reads them."""
+    """Keys of one job's messages and state. docs/protocol.md lists those that clients use."""
 
     uid: str
-    """The job's uid."""
+    """Uid of the job."""
 
     @property
     def prefix(self) -> str:
-        """What all keys of this job begin with."""
+        """Prefix of all keys of this job."""
         return f"rollout:{{{self.uid}}}:"
 
     def _key(self, name: str) -> str:
         return self.prefix + name
 
-    def every(self) -> str:
-        """Pattern of all keys of this job."""
+    def pattern(self) -> str:
+        """Return the glob pattern that matches all keys of this job."""
         return self._key("*")
 
-    # what trainers use
+    # Keys that clients use.
 
     @property
     def job(self) -> str:
-        """Hash: what a client must know of the job before it asks for anything."""
+        """Hash, written by the coordinator: what a client must know about the job before its first request."""
         return self._key("job")
 
     @property
     def requests(self) -> str:
-        """Stream of requests; an entry stays until the last of its rollouts is in the ledger."""
+        """Stream, written by clients: requests. An entry stays until all its rollouts are in the ledger."""
         return self._key("requests")
 
     @property
     def control(self) -> str:
-        """Stream of weight updates, cancellations and the close; an entry stays until it is carried out."""
+        """Stream, written by clients: weight updates, cancellations and the close, each deleted once processed."""
         return self._key("control")
 
     @property
     def rewards(self) -> str:
-        """Stream of the trainer's rewards; an entry stays until it is recorded."""
+        """Stream, written by clients: rewards of rollouts, each deleted once it is recorded in the history."""
         return self._key("rewards")
 
     def results(self, client: str) -> str:
-        """Stream of ended rollouts for *client*; an entry stays until the slowest group has acknowledged it."""
+        """Stream, written by the job: finished rollouts for *client*, each deleted once all groups acknowledged it."""
         return self._key(f"results:{client}")
 
     def client(self, name: str) -> str:
-        """String: which process reads the results of client *name*, so that no second one does; expires."""
+        """String with expiry, written by the client: the process that currently reads the results of client *name*."""
         return self._key(f"client:{name}")
 
     @property
     def status(self) -> str:
-        """String: the coordinator's last status, as JSON; expires when no coordinator renews it."""
+        """String with expiry, written by the coordinator: its status as JSON."""
         return self._key("status")
 
     @property
-    def waiting(self) -> str:
-        """Hash: rollouts, tokens: for each engine, what waits and may come to it, as expected; expires."""
-        return self._key("waiting")
+    def expected_load(self) -> str:
+        """Hash with expiry, written by the coordinator: queued rollouts and expected tokens per engine."""
+        return self._key("expected-load")
 
     @property
     def canaries(self) -> str:
-        """String: what the test of rollouts without drafts beside their siblings has come to, as JSON."""
+        """String, written by the coordinator: state of the sequential test of canaries against siblings, as JSON."""
         return self._key("canaries")
 
     @property
-    def dead(self) -> str:
-        """Stream of messages that could not be read or carried out, each with the reason."""
-        return self._key("dead")
+    def dead_letters(self) -> str:
+        """Stream, written by the job and by clients: messages that could not be decoded or processed, with reasons."""
+        return self._key("dead-letters")
 
-    # what the coordinator and the engines use among themselves
+    # Keys that only the coordinator, the engines and the relay use.
 
     def ledger(self, request_id: str) -> str:
-        """Hash of one request: entry, n, cancelled, and sample → what became of it."""
+        """Hash, written when rollouts finish: ``entry``, ``n``, ``cancelled``, and sample → ledger entry."""
         return self._key(f"ledger:{request_id}")
 
     @property
     def outbox(self) -> str:
-        """Stream of ended rollouts on their way into the history."""
+        """Stream, written when rollouts finish: rollouts that the relay has yet to append to the history."""
         return self._key("outbox")
 
     @property
     def partials(self) -> str:
-        """Hash: rollout id → its response so far."""
+        """Hash, written by engines: rollout id → checkpointed partial rollout."""
         return self._key("partials")
 
     @property
     def attempts(self) -> str:
-        """Hash: rollout id → engines that were lost with it since it last made progress."""
+        """Hash, written by the coordinator: rollout id → engines lost with it since it last made progress."""
         return self._key("attempts")
 
     @property
     def events(self) -> str:
-        """Stream that wakes the coordinator: what ended and which engine is free; short, may be lost."""
+        """Short, lossy stream, written by engines: wakes the coordinator when a rollout ends or an engine is free."""
         return self._key("events")
 
     @property
     def totals(self) -> str:
-        """Hash: rollouts, tokens, decoding steps, drafted and accepted tokens since the job began."""
+        """Hash, written when rollouts finish: rollouts, tokens, decoding steps, draft and accepted tokens."""
         return self._key("totals")
 
     @property
     def weights(self) -> str:
-        """Hash: ``full`` → the last update of full weights, ``lora`` → that of an adapter, if one came after it."""
+        """Hash, written by the coordinator: ``full`` → last update of full weights, ``lora`` → a later adapter's."""
         return self._key("weights")
 
     @property
     def engines(self) -> str:
-        """Hash: engine id → its last report."""
+        """Hash, written by engines: engine id → its last report."""
         return self._key("engines")
 
     def lease(self, engine: str) -> str:
-        """String that exists as long as *engine* is taken to be alive."""
+        """String with expiry, renewed by *engine*: exists as long as the engine is considered alive."""
         return self._key(f"lease:{engine}")
 
     def inbox(self, engine: str) -> str:
-        """Stream of what *engine* is to do; a rollout's entry stays until it is in the ledger."""
+        """Stream, written by the coordinator: assignments and commands for *engine*.
+
+        An assignment stays until its rollout is in the ledger.
+        """
         return self._key(f"inbox:{engine}")
 
     @property
     def head(self) -> str:
-        """String: which Ray head runs the job now."""
+        """String, written by the head: id of the Ray head that runs the job."""
         return self._key("head")
 
     @property
     def ray_token(self) -> str:
-        """String: what the job's Ray processes authenticate themselves with."""
+        """String, written by the first process of the job: token with which its Ray processes authenticate."""
         return self._key("ray-token")
 
-    def leaving(self, worker: str) -> str:
-        """String: seconds that the engines of a worker may take to leave; set when it is told to end."""
-        return self._key(f"leaving:{worker}")
+    def shutdown_grace(self, worker: str) -> str:
+        """String with expiry, written by a worker that is told to end: seconds that its engines have to shut down."""
+        return self._key(f"shutdown-grace:{worker}")
 
     @property
-    def coordinator(self) -> str:
-        """Counter: the number of the coordinator that may give out work; a new one raises it."""
-        return self._key("coordinator")
+    def fencing_token(self) -> str:
+        """Counter, incremented by each new coordinator: only the coordinator with this number may assign rollouts."""
+        return self._key("fencing-token")
 
     def trajectory(self, trajectory_id: str) -> str:
-        """String: the engine that holds a trajectory's prefix; expires."""
+        """String with expiry, written when a turn finishes: the engine whose cache holds the trajectory's prefix."""
         return self._key(f"trajectory:{trajectory_id}")
 
 
@@ -177,94 +181,94 @@ class MessageKeys:
 class HistoryKeys:
     """Keys of one history.
 
-    What belongs to a problem is hash-tagged by it. What is asked of all problems at once (which were used last, which
-    have changed, how long rollouts are) is kept in shards of problems, each with a tag of its own.
+    The keys of a problem carry the problem as their hash tag. Data that is read for all problems at once (last use,
+    last change, sizes, recent lengths) is divided into shards, each with its own hash tag.
     """
 
     namespace: str
     name: str
 
+    @classmethod
+    def from_full_name(cls, full_name: str) -> Self:
+        """Return the keys of the history with the full name ``namespace/name``."""
+        namespace, _, name = full_name.partition("/")
+        return cls(namespace, name)
+
     @property
     def full_name(self) -> str:
-        """``namespace/name``, as it stands in :data:`HISTORIES`."""
+        """``namespace/name``, the form in which :data:`HISTORY_NAMES` lists it."""
         return f"{self.namespace}/{self.name}"
 
     @property
     def meta(self) -> str:
-        """Hash: tokenizer, model, byte cap, window, and the generation of each published version."""
+        """Hash, written by jobs: tokenizer, model, byte limit, window, and the generation of each published version."""
         return f"history:{{{self.full_name}}}:meta"
 
     @property
-    def keeper(self) -> str:
-        """String: which service looks after this history; expires."""
-        return f"history:{{{self.full_name}}}:keeper"
+    def maintainer_lease(self) -> str:
+        """String with expiry, renewed by the maintainer: the process that currently maintains this history."""
+        return f"history:{{{self.full_name}}}:maintainer-lease"
 
     @property
-    def ages(self) -> str:
-        """Hash: ``<age>:drafted`` and ``<age>:accepted`` → tokens, of drafts from history of that age."""
-        return f"history:{{{self.full_name}}}:ages"
+    def acceptance_by_age(self) -> str:
+        """Hash, written by jobs: ``<age>:drafted`` and ``<age>:accepted`` → draft tokens from history of that age."""
+        return f"history:{{{self.full_name}}}:acceptance-by-age"
 
     @property
-    def learned(self) -> str:
-        """String: what an engine has learned of drafts from this history, for engines that begin."""
-        return f"history:{{{self.full_name}}}:learned"
+    def drafter_state(self) -> str:
+        """String, written by engines: a drafter's learned state, with which new engines start."""
+        return f"history:{{{self.full_name}}}:drafter-state"
 
     def log(self, problem: str) -> str:
-        """Stream of one problem's rollouts, oldest first; compacted ones are in :meth:`blocks`."""
-        return self._of(problem, "log")
+        """Stream, written by the relay: the problem's recent rollouts, oldest first; see :meth:`blocks` for others."""
+        return self._problem_key(problem, "log")
 
     def blocks(self, problem: str) -> str:
-        """Hash: newest generation and last entry → rollouts that were taken from the log and packed together."""
-        return self._of(problem, "blocks")
+        """Hash, written by the maintainer: newest generation and last entry → compressed block of older rollouts."""
+        return self._problem_key(problem, "blocks")
 
     def lengths(self, problem: str) -> str:
-        """Hash: generation → an entry of 16 bytes for each rollout of a problem, see ``history_lengths``."""
-        return self._of(problem, "lengths")
+        """Hash, written by the relay: generation → the problem's length entries (see ``length_entries``)."""
+        return self._problem_key(problem, "lengths")
 
-    def of_problem(self, problem: str) -> tuple[str, str, str]:
-        """Log, lengths and blocks: all that a problem has."""
+    def problem_keys(self, problem: str) -> tuple[str, str, str]:
+        """Return all keys of a problem: log, lengths and blocks."""
         return self.log(problem), self.lengths(problem), self.blocks(problem)
 
-    def used(self, shard: int) -> str:
-        """Sorted set: problem → when it was appended to or drafted from last, in seconds since the epoch."""
-        return self._in(shard, "used")
+    def last_used(self, shard: int) -> str:
+        """Sorted set, written by jobs: problem → Unix time of the last append to it or draft from it."""
+        return self._shard_key(shard, "last-used")
 
-    def changed(self, shard: int) -> str:
-        """Sorted set: problem → a number that grows with every change of any problem of the shard."""
-        return self._in(shard, "changed")
+    def last_changed(self, shard: int) -> str:
+        """Sorted set, written with every change: problem → change number, which increases within the shard."""
+        return self._shard_key(shard, "last-changed")
 
     def sizes(self, shard: int) -> str:
-        """Sorted set: problem → bytes that its keys take."""
-        return self._in(shard, "sizes")
+        """Sorted set, written with every change: problem → bytes of its keys."""
+        return self._shard_key(shard, "sizes")
 
-    def recent(self, shard: int) -> str:
-        """List: lengths of the last rollouts of a shard's problems, newest first, see ``history_lengths``."""
-        return self._in(shard, "recent")
+    def recent_lengths(self, shard: int) -> str:
+        """List, written by the relay: lengths of the shard's latest rollouts, newest first (see ``length_entries``)."""
+        return self._shard_key(shard, "recent-lengths")
 
-    def of_shard(self, shard: int) -> tuple[str, str, str, str]:
-        """Used, changed, sizes and recent: all that a shard has."""
-        return self.used(shard), self.changed(shard), self.sizes(shard), self.recent(shard)
+    def shard_keys(self, shard: int) -> tuple[str, str, str, str]:
+        """Return all keys of a shard: last use, last change, sizes and recent lengths."""
+        return self.last_used(shard), self.last_changed(shard), self.sizes(shard), self.recent_lengths(shard)
 
     @staticmethod
-    def shard(problem: str) -> int:
-        """The shard of a problem."""
-        return blake2b(problem.encode(), digest_size=1).digest()[0] % SHARDS
+    def shard_of(problem: str) -> int:
+        """Return the shard that a problem belongs to."""
+        return blake2b(problem.encode(), digest_size=1).digest()[0] % NUM_SHARDS
 
     def patterns(self) -> tuple[str, ...]:
-        """Patterns of all keys of this history, for the rights of its users."""
+        """Return the glob patterns that match all keys of this history, for access rules."""
         tag = self.full_name
         return f"history:{{{tag}}}:*", f"history:{{{tag}#*}}:*", f"history:{tag}:{{*}}:*"
 
-    def _of(self, problem: str, what: str) -> str:
-        # a brace in a problem's id would end the hash tag early, and an empty tag is none
+    def _problem_key(self, problem: str, name: str) -> str:
+        # A brace in a problem id would end the hash tag early, and Redis ignores an empty tag.
         quoted = problem.replace("%", "%25").replace("{", "%7B").replace("}", "%7D")
-        return f"history:{self.full_name}:{{{quoted}}}:{what}"
+        return f"history:{self.full_name}:{{{quoted}}}:{name}"
 
-    def _in(self, shard: int, what: str) -> str:
-        return f"history:{{{self.full_name}#{shard}}}:{what}"
-
-
-def history_of(full_name: str) -> HistoryKeys:
-    """The keys of ``namespace/name``."""
-    namespace, _, name = full_name.partition("/")
-    return HistoryKeys(namespace, name)
+    def _shard_key(self, shard: int, name: str) -> str:
+        return f"history:{{{self.full_name}#{shard}}}:{name}"

@@ -1,4 +1,4 @@
-"""How a history writes the lengths of its rollouts in Redis: by problem, and the last ones of all problems."""
+"""Encoding of rollout lengths in a history: those of a problem, and the latest ones of all problems."""
 
 from __future__ import annotations
 
@@ -12,65 +12,66 @@ from typing import NamedTuple
 logger = logging.getLogger(__name__)
 
 KEY_BYTES = 8
-"""Of a rollout's key, with which its entry begins."""
+"""Size of a rollout's key, with which its entry starts."""
 _ENTRY = struct.Struct(f"<{KEY_BYTES}sIf")
 ENTRY_BYTES = _ENTRY.size
-"""Of one rollout's entry among those of its problem and generation."""
+"""Size of one rollout's entry."""
 _RECENT = struct.Struct("<II")
-_DIGITS = 16
-"""As many as a generation may have: it is an exact number in Lua, too."""
+_MAX_DIGITS = 16
+"""Maximum number of digits of a generation, so that it is an exact number in Lua, too."""
 
 
 class LengthEntry(NamedTuple):
-    """What a problem's lengths say of one rollout."""
+    """The length of one rollout of a problem."""
 
     key: bytes
-    """See :func:`rollout_key`."""
+    """Key of the rollout; see :func:`rollout_key`."""
     generation: int
+    """Generation of the rollout."""
     length: int
-    """Tokens of its response."""
+    """Number of tokens of the response."""
     cut_off: bool
-    """Whether it did not end by itself, so that *length* is what its true length exceeds."""
+    """Whether the rollout was cut off, so that its full length would have been larger than *length*."""
     reward: float | None
-    """As the trainer reported it, rounded to binary32; None until then."""
+    """Reward, rounded to binary32; None if the trainer has not reported one."""
 
 
 def rollout_key(rollout_id: str) -> bytes:
-    """The 8 bytes by which a rollout is known among those of its problem."""
+    """Return the 8 bytes that identify a rollout among those of its problem."""
     return blake2b(rollout_id.encode(), digest_size=KEY_BYTES).digest()
 
 
 def pack_entry(rollout_id: str, length: int, cut_off: bool, reward: float | None = None) -> bytes:
-    """16 bytes: the rollout's key, its length and whether it was cut off in 32 bits, its reward as binary32.
+    """Return a rollout's entry: 8 bytes of key, 4 bytes of length and cut-off flag, and the reward as binary32.
 
     Args:
-        rollout_id: of the rollout.
-        length: tokens of its response, fewer than 2³¹.
-        cut_off: whether something else than the model ended it.
-        reward: if it has one.
+        rollout_id: id of the rollout.
+        length: number of tokens of the response, less than 2³¹.
+        cut_off: whether the rollout was cut off.
+        reward: reward, if there is one.
     """
-    return _ENTRY.pack(rollout_key(rollout_id), _measured(length, cut_off), math.nan if reward is None else reward)
+    return _ENTRY.pack(rollout_key(rollout_id), _pack_length(length, cut_off), math.nan if reward is None else reward)
 
 
 def unpack_entries(stored: Mapping[bytes, bytes]) -> list[LengthEntry]:
-    """The rollouts in a problem's hash of lengths, oldest generation first.
+    """Return the entries of a problem's hash of lengths, oldest generation first.
 
-    A field that is no generation, or whose value is not made of whole entries, is left out, with a warning.
+    Malformed fields are skipped with a warning.
 
     Args:
-        stored: generation, in decimal → entries one after the other.
+        stored: generation in decimal → concatenated entries.
     """
     by_generation: dict[int, bytes] = {}
     malformed: list[bytes] = []
     for field, entries in stored.items():
-        if field.isdigit() and len(field) <= _DIGITS and len(entries) % ENTRY_BYTES == 0:
+        if field.isdigit() and len(field) <= _MAX_DIGITS and len(entries) % ENTRY_BYTES == 0:
             by_generation[int(field)] = entries
         else:
             malformed.append(field)
     if malformed:
         logger.warning(
-            "%d of %d generations of a problem's lengths cannot be read and are left out, the first of them %r. Does "
-            "another program write into the history?",
+            "%d of %d generations of a problem's lengths are malformed and were skipped, the first of them %r. Does "
+            "another program write to the history?",
             len(malformed),
             len(stored),
             malformed[0][:40],
@@ -83,14 +84,14 @@ def unpack_entries(stored: Mapping[bytes, bytes]) -> list[LengthEntry]:
 
 
 def pack_recent(generation: int, length: int, cut_off: bool) -> bytes:
-    """8 bytes: a rollout's generation, below 2³²; its length and whether it was cut off, as in :func:`pack_entry`."""
-    return _RECENT.pack(generation, _measured(length, cut_off))
+    """Return 8 bytes: the generation, less than 2³², and length and cut-off flag as in :func:`pack_entry`."""
+    return _RECENT.pack(generation, _pack_length(length, cut_off))
 
 
 def unpack_recent(entries: Iterable[bytes]) -> list[tuple[int, int, bool]]:
-    """Generation, length in tokens, and whether it was cut off, of each rollout, in the order of *entries*.
+    """Return generation, length in tokens and cut-off flag of each rollout, in the order of *entries*.
 
-    What is no entry is left out, with a warning.
+    Malformed entries are skipped with a warning.
     """
     read: list[tuple[int, int, bool]] = []
     malformed = 0
@@ -102,12 +103,12 @@ def unpack_recent(entries: Iterable[bytes]) -> list[tuple[int, int, bool]]:
         read.append((generation, measured >> 1, bool(measured & 1)))
     if malformed:
         logger.warning(
-            "%d of the last rollouts' lengths cannot be read and are left out. Does another program write into the "
+            "%d of the latest rollouts' lengths are malformed and were skipped. Does another program write to the "
             "history?",
             malformed,
         )
     return read
 
 
-def _measured(length: int, cut_off: bool) -> int:
+def _pack_length(length: int, cut_off: bool) -> int:
     return length << 1 | cut_off

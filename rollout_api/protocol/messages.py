@@ -1,7 +1,7 @@
-"""Messages between trainers, the coordinator and workers, and how they are written on the wire.
+"""Messages between trainers, the coordinator and engines, and their encoding.
 
-A message is one binary field: msgpack of ``{"v": schema version, "kind": …, …}``. Token ids travel as packed
-little-endian uint32, log-probabilities as float32 (or float16 where asked for). Nothing is ever unpickled.
+A message is one binary field: the msgpack map ``{"v": schema version, "kind": …, …}``. Token ids are packed as
+little-endian uint32, and log-probabilities as float32, or as float16 on request. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -20,74 +20,79 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rollout_api.manifest.spec import Sampling
 
 SCHEMA_VERSION = 1
+"""Version of the protocol, which job and client must share."""
 CLIENT_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+"""Pattern of client names."""
 TokenId = Annotated[int, Field(ge=0, lt=2**32 - 1)]
+"""A token id. 2³²−1 is reserved."""
 
 
 class CodecError(ValueError):
-    """Bytes that are no message of a known schema; the text says what is wrong with them."""
+    """Bytes cannot be decoded as a message."""
 
 
 class Purpose(StrEnum):
-    """Why a rollout is made; evaluation rollouts never enter a history."""
+    """What a rollout is sampled for."""
 
     TRAIN = "train"
+    """Training. The rollout is appended to the history."""
     EVAL = "eval"
+    """Evaluation. The rollout is not appended to the history."""
 
 
 class FinishReason(StrEnum):
     """Why a rollout ended."""
 
     STOP = "stop"
-    """The model ended it, or a stop string or token did."""
+    """The model sampled an end-of-sequence token, or a stop string or stop token occurred."""
     LENGTH = "length"
-    """It was cut at ``max_tokens``: its true length is longer than what is recorded."""
+    """The rollout reached ``max_tokens``. Its full length would have been larger."""
     DEADLINE = "deadline"
-    """The request's deadline passed: what there was by then, possibly nothing."""
+    """The request's deadline passed. The rollout has the tokens sampled until then, possibly none."""
     CANCELLED = "cancelled"
-    """The client cancelled it: what there was by then, possibly nothing."""
+    """The client cancelled the request. The rollout has the tokens sampled until then, possibly none."""
     FAILED = "failed"
-    """It cannot be made; ``detail`` says why."""
+    """The rollout cannot be sampled; ``detail`` contains the reason."""
 
     @property
     def complete(self) -> bool:
-        """Whether the response ended as sampling ends, rather than being broken off."""
+        """Whether sampling reached its regular end instead of being interrupted."""
         return self in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class Drafts(StrEnum):
-    """What a request's rollouts may be drafted from. No choice changes their law."""
+class DraftMode(StrEnum):
+    """What a request's rollouts are drafted from. No mode changes the output distribution."""
 
     HISTORY = "history"
-    """Earlier rollouts of the problem, and the rollout's own text."""
+    """All sources: history, siblings, the rollout's own text and the cross-problem pool."""
     OWN_TEXT = "own_text"
-    """The rollout's own text alone."""
+    """Only the rollout's own text."""
     OFF = "off"
-    """Nothing; on an engine without speculation where the job has one."""
+    """No drafts. An engine without speculation is preferred if the job has one."""
 
 
 class WeightsKind(StrEnum):
-    """What a weight update brings."""
+    """What a weight update contains."""
 
     FULL = "full"
-    """Safetensors of the whole model."""
+    """The weights of the whole model."""
     LORA = "lora"
-    """A LoRA adapter on top of the full weights in place."""
+    """A LoRA adapter for the full weights that are served."""
 
 
 class UpdateMode(StrEnum):
-    """What becomes of rollouts that run while weights change."""
+    """What happens to running rollouts during a weight update."""
 
     DRAIN = "drain"
-    """They end under the old weights first."""
+    """They finish with the old weights before the new ones are loaded."""
     RECOMPUTE = "recompute"
-    """They go on under the new weights, their keys and values computed again by these."""
+    """They continue with the new weights, which also recompute their keys and values."""
     KEEP = "keep"
-    """They go on under the new weights, with the old weights' keys and values."""
+    """They continue with the new weights and keep the keys and values of the old ones."""
 
 
 class RolloutId(NamedTuple):
-    """Identity of one rollout: the same whoever produces it and however often."""
+    """Identity of a rollout, independent of which engine samples it and how often."""
 
     job_uid: str
     request_id: str
@@ -99,10 +104,10 @@ class RolloutId(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of ``str``.
+        """Parse the text that ``str`` returns.
 
         Raises:
-            ValueError: if *text* is no rollout id.
+            ValueError: *text* is not a rollout id.
         """
         uid, _, rest = text.partition("/")
         try:
@@ -117,227 +122,254 @@ class _Message(BaseModel):
 
 
 class WeightSpan(_Message):
-    """Tokens from ``start`` (an index into the response) on were sampled from ``weight_version``."""
+    """The tokens of a response that one weight version sampled. The span ends where the next one starts."""
 
-    start: int = Field(ge=0)
-    weight_version: int = Field(ge=0)
+    start: int = Field(ge=0, description="Index of the span's first token in the response.")
+    weight_version: int = Field(ge=0, description="Weight version that sampled the span.")
 
 
 class _Response(_Message):
-    token_ids: list[TokenId]
+    token_ids: list[TokenId] = Field(description="Token ids of the response.")
     logprobs: list[float] | None = Field(
-        default=None, description="Log-probability of each token under the policy that sampled it."
+        default=None, description="Behavior log-probability of each token, if requested."
     )
-    spans: list[WeightSpan] = Field(description="Which weight version sampled which tokens; empty without tokens.")
+    weight_spans: list[WeightSpan] = Field(
+        description="Which weight version sampled which tokens, in order; empty without tokens."
+    )
 
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
             raise ValueError(f"{len(self.logprobs)} logprobs for {len(self.token_ids)} tokens")
-        if self.token_ids and not self.spans:
+        if self.token_ids and not self.weight_spans:
             raise ValueError("tokens without a weight span")
-        if self.spans and self.spans[0].start != 0:
+        if self.weight_spans and self.weight_spans[0].start != 0:
             raise ValueError("the first weight span must start at 0")
         return self
 
     @property
     def weight_version(self) -> int | None:
-        """The version that sampled the last token; None without tokens."""
-        return self.spans[-1].weight_version if self.spans else None
+        """Weight version that sampled the last token; None without tokens."""
+        return self.weight_spans[-1].weight_version if self.weight_spans else None
 
 
 class Partial(_Response):
-    """A response so far: what an engine checkpoints, and what a request may go on from."""
+    """A partial rollout: the checkpoint of an unfinished rollout, or the prefix from which a request continues."""
 
     kind: Literal["partial"] = "partial"
 
 
 class RolloutRequest(_Message):
-    """Ask for ``sampling.n`` rollouts of one prompt."""
+    """A request for ``sampling.n`` rollouts of one prompt."""
 
     kind: Literal["request"] = "request"
-    job_uid: str = Field(min_length=1)
+    job_uid: str = Field(min_length=1, description="Uid of the job.")
     request_id: str = Field(
         min_length=1,
         max_length=256,
-        description="The client's idempotency key, unique within the job: a request sent twice is one request.",
+        description="Idempotency key, unique within the job. A request that is sent twice is answered once.",
     )
     reply_to: str = Field(
         default="trainer",
         pattern=CLIENT_PATTERN,
-        description="Name of the client whose result stream gets the rollouts.",
+        description="Name of the client whose result stream receives the rollouts.",
     )
     problem_id: str = Field(
-        default="", max_length=256, description="Default: blake2b-128 of the packed prompt token ids, in hex."
+        default="",
+        max_length=256,
+        description="Id of the problem. Default: BLAKE2b-128 of the packed prompt token ids, in hex.",
     )
-    prompt_token_ids: list[TokenId] = Field(min_length=1)
+    prompt_token_ids: list[TokenId] = Field(min_length=1, description="Token ids of the prompt.")
     sampling: Sampling = Field(
-        default_factory=Sampling, description="Fields that are present override the job's spec.sampling."
+        default_factory=Sampling, description="Sampling settings. Fields that are set override the job's spec.sampling."
     )
-    purpose: Purpose = Purpose.TRAIN
-    priority: int = Field(default=0, ge=-(2**31), lt=2**31, description="Higher starts earlier.")
+    purpose: Purpose = Field(default=Purpose.TRAIN, description="Purpose of the rollouts.")
+    priority: int = Field(
+        default=0, ge=-(2**31), lt=2**31, description="Requests with a higher priority start earlier."
+    )
     deadline_seconds: float | None = Field(
-        default=None, gt=0, description="Counted from the request's arrival in Redis; then rollouts end as they are."
+        default=None, gt=0, description="Seconds after the request's arrival in Redis at which unfinished rollouts end."
     )
     weight_version: int | None = Field(
         default=None,
         ge=0,
-        description="Sample with exactly this version, from the first token to the last; default: the newest.",
+        description="Weight version that samples all tokens. Default: the newest, which may change during a rollout.",
     )
     trajectory_id: str | None = Field(
         default=None,
         min_length=1,
         max_length=256,
-        description="Ties the turns of a multi-turn trajectory together: they are served where their prefix is cached.",
+        description="Id of a multi-turn trajectory. Its turns are preferably sampled where their prefix is cached.",
     )
-    turn: int = Field(default=0, ge=0)
+    turn: int = Field(default=0, ge=0, description="Number of the turn within its trajectory.")
     prefix: Partial | None = Field(
-        default=None, description="The model's own tokens so far, to go on from; they are part of the rollout."
+        default=None, description="Partial rollout to continue. Its tokens become part of the rollout."
     )
-    drafts: Drafts = Drafts.HISTORY
-    step: int | None = Field(default=None, ge=0, description="The trainer's step that it is for.")
-    draft_budget: int | None = Field(default=None, ge=0, description="Most tokens drafted a step; default: the job's.")
+    draft_mode: DraftMode = Field(default=DraftMode.HISTORY, description="Sources of drafts.")
+    step: int | None = Field(default=None, ge=0, description="Training step of the request.")
+    draft_budget: int | None = Field(
+        default=None, ge=0, description="Maximum number of draft tokens per verification step. Default: the job's."
+    )
     half_logprobs: bool = Field(default=False, description="Return log-probabilities as float16.")
 
     @model_validator(mode="after")
-    def _turns(self) -> Self:
+    def _check_turn(self) -> Self:
         if self.turn and self.trajectory_id is None:
-            raise ValueError(f"turn {self.turn} of no trajectory: set trajectory_id")
+            raise ValueError(f"turn {self.turn} needs a trajectory_id")
         if self.turn and not self.problem_id:
-            raise ValueError(f"turn {self.turn} must name the problem_id that its trajectory's turn 0 has")
+            raise ValueError(f"turn {self.turn} needs the problem_id of the trajectory's turn 0")
         return self
 
     @property
     def problem(self) -> str:
-        """The problem's id, computed from the prompt where the client named none."""
+        """Problem id, computed from the prompt if the client has not set one."""
         return self.problem_id or problem_id_of(self.prompt_token_ids)
 
-    def under(self, defaults: Sampling) -> Self:
-        """This request with *defaults* (the job's) for every sampling setting that it leaves open.
+    def with_defaults(self, defaults: Sampling) -> Self:
+        """Return this request with the job's *defaults* for all sampling settings that it does not set.
 
         Raises:
-            ValueError: if the two do not go together.
+            ValueError: the combined settings contradict each other.
         """
         own = self.sampling.model_dump(include=self.sampling.model_fields_set)
         return self.model_copy(update={"sampling": Sampling.model_validate(defaults.model_dump() | own)})
 
     def rollout_id(self, sample: int) -> RolloutId:
-        """Identity of this request's rollout number *sample*."""
+        """Return the id of one of this request's rollouts."""
         return RolloutId(self.job_uid, self.request_id, sample, self.turn)
 
 
 class Rollout(_Response):
-    """One ended rollout."""
+    """A finished rollout."""
 
     kind: Literal["rollout"] = "rollout"
-    rollout_id: str
-    problem_id: str
-    step: int | None = Field(default=None, ge=0, description="As in its request.")
-    purpose: Purpose = Purpose.TRAIN
-    finish_reason: FinishReason
-    detail: str = Field(default="", description="Why, where finish_reason does not say it all.")
-    steps: int = Field(
+    rollout_id: str = Field(description="Id of the rollout.")
+    problem_id: str = Field(description="Id of the problem.")
+    step: int | None = Field(default=None, ge=0, description="Training step of the request.")
+    purpose: Purpose = Field(default=Purpose.TRAIN, description="Purpose of the rollout.")
+    finish_reason: FinishReason = Field(description="Why the rollout ended.")
+    detail: str = Field(default="", description="Explanation of the finish reason, if it needs one.")
+    num_decoding_steps: int = Field(
         default=0,
         ge=0,
-        description="Decoding steps of the engine that ended it, each of which made its accepted draft tokens and one "
-        "more. Tokens that the engine went on from are of none of them.",
+        description="Decoding steps of the engine that finished the rollout. Each step adds its accepted draft tokens "
+        "and one more token. Tokens of a prefix or of an earlier engine are not included.",
     )
-    drafted: int = Field(default=0, ge=0, description="Draft tokens verified in these steps.")
-    accepted: int = Field(default=0, ge=0, description="Draft tokens accepted in these steps.")
+    num_draft_tokens: int = Field(default=0, ge=0, description="Draft tokens that were verified in these steps.")
+    num_accepted_tokens: int = Field(default=0, ge=0, description="Draft tokens that were accepted in these steps.")
     engine: str = Field(default="", description="Id of the engine that sampled the last token.")
-    cached_tokens: int = Field(default=0, ge=0, description="Context tokens whose keys and values were cached.")
-    started_at: float = Field(default=0.0, ge=0, description="Unix time at which an engine first took it.")
-    finished_at: float = Field(default=0.0, ge=0, description="Unix time at which it ended.")
+    num_cached_tokens: int = Field(default=0, ge=0, description="Context tokens whose keys and values were cached.")
+    started_at: float = Field(default=0.0, ge=0, description="Unix time at which an engine started the rollout.")
+    finished_at: float = Field(default=0.0, ge=0, description="Unix time at which the rollout finished.")
 
     @classmethod
-    def of(
-        cls, request: RolloutRequest, sample: int, said: Partial | None, finish_reason: FinishReason, **about: Any
+    def from_request(
+        cls,
+        request: RolloutRequest,
+        sample: int,
+        generated: Partial | None,
+        finish_reason: FinishReason,
+        **fields: Any,
     ) -> Self:
-        """How a request's rollout number *sample* ended, with what was *said* by then; *about* are further fields."""
+        """Return a finished rollout of a request.
+
+        Args:
+            request: the request.
+            sample: index of the rollout within the request.
+            generated: the sampled tokens; None if there are none.
+            finish_reason: why the rollout ended.
+            fields: further fields of the rollout.
+        """
         return cls(
             rollout_id=str(request.rollout_id(sample)),
             problem_id=request.problem,
             step=request.step,
             purpose=request.purpose,
-            token_ids=said.token_ids if said else [],
-            logprobs=said.logprobs if said else None,
-            spans=said.spans if said else [],
+            token_ids=generated.token_ids if generated else [],
+            logprobs=generated.logprobs if generated else None,
+            weight_spans=generated.weight_spans if generated else [],
             finish_reason=finish_reason,
-            **about,
+            **fields,
         )
 
 
 class Refusal(_Message):
-    """A request that gets no rollouts, and why."""
+    """A request that was refused and gets no rollouts."""
 
     kind: Literal["refusal"] = "refusal"
-    request_id: str
-    reason: str
-    answered: bool = Field(
-        default=False, description="It was answered before: asked under another request id, it is sampled anew."
+    request_id: str = Field(description="Id of the refused request.")
+    reason: str = Field(description="Why the request was refused.")
+    already_answered: bool = Field(
+        default=False,
+        description="Whether the request was answered before. Send it with another request id to have it sampled "
+        "again.",
     )
 
 
-class TensorToCome(_Message):
+class TensorSpec(_Message):
     """One tensor of a broadcast."""
 
-    name: str
-    dtype: str = Field(description="As torch calls it: bfloat16, float32, …")
-    shape: list[int]
+    name: str = Field(description="Name of the parameter.")
+    dtype: str = Field(description="Name of the torch dtype, for example bfloat16.")
+    shape: list[int] = Field(description="Size of each dimension.")
 
 
 class Broadcast(_Message):
-    """Tensors that the trainer, as rank 0 of a group of processes, broadcasts from its memory one after the other."""
+    """Tensors that the trainer broadcasts from its memory, one after the other, as rank 0 of a process group."""
 
-    group: str = Field(min_length=1, description="Names the group; an engine that is in it does not join again.")
+    group: str = Field(min_length=1, description="Id of the process group. An engine joins a group once.")
     ranks: dict[str, int] = Field(
-        min_length=1, description="Engine → rank of its first worker process; its others have those that follow."
+        min_length=1,
+        description="Engine id → rank of its first worker process. Its other processes have the following ranks.",
     )
-    world_size: int = Field(ge=2)
-    tensors: list[TensorToCome] = Field(min_length=1, description="In the order in which they come.")
+    world_size: int = Field(ge=2, description="Number of processes in the group, including the trainer.")
+    tensors: list[TensorSpec] = Field(min_length=1, description="The tensors, in the order of the broadcasts.")
 
 
 class WeightUpdate(_Message):
-    """Control: sample with these weights from now on."""
+    """Control message: sample with these weights from now on."""
 
     kind: Literal["weights"] = "weights"
-    weight_version: int = Field(ge=1, description="It only grows; 0 is the model that the job began with.")
+    weight_version: int = Field(
+        ge=1,
+        description="Version of the weights. It increases with every update; 0 is the model that the job started with.",
+    )
     uri: str = Field(
         min_length=1,
-        description="Directory of safetensors; or, with broadcast, nccl:// or gloo:// and the trainer's host:port. See "
-        "spec.weights for what is allowed.",
+        description="Directory of the safetensors files; spec.weights restricts it. With broadcast: nccl:// or gloo:// "
+        "with the trainer's host and port.",
     )
-    broadcast: Broadcast | None = Field(default=None, description="Full weights that do not lie in any directory.")
-    weights: WeightsKind = WeightsKind.FULL
+    broadcast: Broadcast | None = Field(default=None, description="Broadcast of full weights instead of a directory.")
+    weights_kind: WeightsKind = Field(default=WeightsKind.FULL, description="What the update contains.")
     sha256: str | None = Field(
         default=None,
         pattern=r"^[0-9a-f]{64}$",
-        description="See rollout_api.weights.checksum.checksum; default: not checked.",
+        description="Checksum of the weights; see docs/protocol.md. Default: the weights are not verified.",
     )
-    mode: UpdateMode = UpdateMode.RECOMPUTE
+    mode: UpdateMode = Field(default=UpdateMode.RECOMPUTE, description="What happens to running rollouts.")
 
     @property
     def identity(self) -> str:
-        """Tells these weights from others: their checksum, or where they are."""
+        """What identifies these weights: their checksum, or else their URI."""
         return self.sha256 or self.uri
 
 
 class Cancel(_Message):
-    """Control: end these requests' rollouts now; each is answered with what there is of it."""
+    """Control message: cancel requests. Running samples return their partial output, queued ones no tokens."""
 
     kind: Literal["cancel"] = "cancel"
-    request_ids: list[str] = Field(min_length=1)
+    request_ids: list[str] = Field(min_length=1, description="Ids of the requests.")
 
 
 class Rewards(_Message):
-    """Control: the trainer's rewards of rollouts that it received."""
+    """Control message: rewards of finished rollouts."""
 
     kind: Literal["rewards"] = "rewards"
     rewards: dict[str, float] = Field(min_length=1, description="Rollout id → reward.")
 
 
 class Close(_Message):
-    """Control: no further requests will come; the job ends when all that are open are answered."""
+    """Control message: there are no further requests. The job ends when all open requests are answered."""
 
     kind: Literal["close"] = "close"
 
@@ -349,10 +381,10 @@ _TOKEN_FIELDS = ("prompt_token_ids", "token_ids")
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
-    """Token ids as little-endian uint32, 4 bytes each.
+    """Return token ids as little-endian uint32, 4 bytes each.
 
     Raises:
-        OverflowError: for a value outside [0, 2^32).
+        OverflowError: a value is outside [0, 2³²).
     """
     packed = array("I", tokens)
     if sys.byteorder == "big":
@@ -361,13 +393,13 @@ def pack_tokens(tokens: Iterable[int]) -> bytes:
 
 
 def unpack_tokens(data: bytes) -> list[int]:
-    """The inverse of :func:`pack_tokens`.
+    """Return the token ids that :func:`pack_tokens` has packed.
 
     Raises:
-        CodecError: if the length is no multiple of 4.
+        CodecError: the length is not a multiple of 4.
     """
     if len(data) % 4:
-        raise CodecError(f"{len(data)} bytes of token ids are no whole number of uint32")
+        raise CodecError(f"{len(data)} bytes of token ids are not a multiple of 4")
     tokens = array("I", data)
     if sys.byteorder == "big":
         tokens.byteswap()
@@ -382,15 +414,19 @@ def _pack_logprobs(values: Sequence[float], half: bool) -> dict[str, Any]:
 def _unpack_logprobs(packed: Any) -> list[float]:
     code, data = packed["f"], packed["b"]
     if code not in ("e", "f"):
-        raise CodecError(f"logprobs in unknown format {code!r}")
+        raise CodecError(f"logprobs have the unknown format {code!r}")
     return list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
 
 
 def encode(message: Message, *, half_logprobs: bool = False) -> bytes:
-    """One message as bytes; with *half_logprobs*, log-probabilities are rounded to float16.
+    """Return a message as bytes.
 
-    What was left at its default is left out, so that a default which the reader knows better (the job's sampling) is
-    told from a value that happens to equal it.
+    Fields that were not set are omitted. In ``sampling``, an omitted field means the job's default, which may differ
+    from the model's default.
+
+    Args:
+        message: the message.
+        half_logprobs: whether to round log-probabilities to float16.
     """
     body: dict[str, Any] = message.model_dump(mode="json", exclude_unset=True)
     body = {"v": SCHEMA_VERSION, "kind": message.kind, **body}
@@ -420,24 +456,24 @@ def _unpack(body: dict[str, Any]) -> None:
 
 
 def decode(data: bytes) -> Message:
-    """The message in *data*.
+    """Return the message that *data* encodes.
 
     Raises:
-        CodecError: if the bytes are no msgpack map, the schema version or kind is unknown, or a field is
-            missing, unknown or out of range.
+        CodecError: the bytes are not a msgpack map, the schema version or kind is unknown, or a field is missing,
+            unknown or out of range.
     """
     try:
         body = msgpack.unpackb(data, raw=False, strict_map_key=True)
-    except Exception as error:  # msgpack raises a dozen unrelated types, ValueError to UnicodeDecodeError
-        raise CodecError(f"no msgpack: {error or type(error).__name__}") from None
+    except Exception as error:  # msgpack raises many unrelated types
+        raise CodecError(f"not valid msgpack: {error or type(error).__name__}") from None
     if not isinstance(body, dict):
-        raise CodecError(f"a message is a map, this is {type(body).__name__}")
+        raise CodecError(f"a message must be a map, not {type(body).__name__}")
     version = body.pop("v", None)
     if version != SCHEMA_VERSION:
-        raise CodecError(f"schema version {version!r}; this program reads {SCHEMA_VERSION}")
+        raise CodecError(f"unsupported schema version {version!r}; this program supports {SCHEMA_VERSION}")
     model = _KINDS.get(kind) if isinstance(kind := body.get("kind"), str) else None
     if model is None:
-        raise CodecError(f"unknown kind of message: {kind!r}")
+        raise CodecError(f"unknown message kind {kind!r}")
     try:
         _unpack(body)
         return model.model_validate(body)
@@ -452,5 +488,5 @@ def decode(data: bytes) -> Message:
 
 
 def problem_id_of(prompt_token_ids: Sequence[int]) -> str:
-    """The problem id of a prompt for which the trainer names none: blake2b-128 of its packed token ids, in hex."""
+    """Return the default problem id of a prompt: BLAKE2b-128 of its packed token ids, in hex."""
     return blake2b(pack_tokens(prompt_token_ids), digest_size=16).hexdigest()

@@ -1,57 +1,62 @@
-"""What a job with its trainers, and the history service, may do on a Redis that others use too: for ``ACL SETUSER``.
+"""ACL rules for the Redis users of a job and of the history service, on a server that others use, too.
 
-python -m rollout_api.redis_client.access_rules NAMESPACE NAME UID HISTORY
-python -m rollout_api.redis_client.access_rules service
+The module prints them as arguments of ``ACL SETUSER``::
+
+    python -m rollout_api.redis_client.access_rules NAMESPACE NAME UID HISTORY
+    python -m rollout_api.redis_client.access_rules service
 """
 
 from __future__ import annotations
 
 import sys
 
-from rollout_api.protocol.keys import HISTORIES, HistoryKeys, MessageKeys, named
+from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys, MessageKeys, job_uid_key
 
 _COMMANDS = ("+@all", "-@admin", "-@dangerous", "-function", "-script|flush", "-script|kill", "+info")
-"""All but what changes or lists what is others'. ``INFO`` tells whether the server was started anew."""
+"""All commands except those that administrate the server or affect other users' keys.
+
+``INFO`` is allowed because it tells whether the server was restarted.
+"""
 
 
 def access_rules(namespace: str, name: str, uid: str, history: str) -> list[str]:
-    """Rules for the user of one job: its own messages, its history, and the key by which trainers find it.
+    """Return the rules for one job's user: its messages, its history, and the key by which trainers find the job.
 
-    They say nothing of passwords; give ``on`` and one besides (``>password``, or ``#sha256``).
+    The rules set no password. Add ``on`` and a password (``>password`` or ``#sha256``).
 
     Args:
-        namespace: of the job.
-        name: of the job.
-        uid: of the job.
+        namespace: namespace of the job.
+        name: name of the job.
+        uid: uid of the job.
         history: name of its history, which other jobs of the namespace may share.
     """
     patterns = [
-        MessageKeys(uid).every(),
-        named(f"{namespace}/{name}"),
+        MessageKeys(uid).pattern(),
+        job_uid_key(f"{namespace}/{name}"),
         *HistoryKeys(namespace, history).patterns(),
     ]
     keys = [f"~{_literal(one)}" for one in patterns]
-    # a selector of its own: the names of others' histories can be neither read nor removed
-    return ["resetkeys", *keys, "resetchannels", *_COMMANDS, "clearselectors", f"(+sadd %W~{HISTORIES})"]
+    # In a selector, so that the user can add its history to the list, but neither read nor remove other names.
+    return ["resetkeys", *keys, "resetchannels", *_COMMANDS, "clearselectors", f"(+sadd %W~{HISTORY_NAMES})"]
 
 
 def service_rules() -> list[str]:
-    """Rules for the user of the history service: all histories, no messages, and no names of other keys.
+    """Return the rules for the history service's user: all histories, but no messages and no names of other keys.
 
-    They say nothing of passwords, as those of :func:`access_rules`.
+    The rules set no password; see :func:`access_rules`.
     """
     return ["resetkeys", "~history:*", "resetchannels", *_COMMANDS, "-scan", "-randomkey", "clearselectors"]
 
 
 def _literal(pattern: str) -> str:
-    """A pattern of which nothing but ``*`` is special."""
+    """Escape all special characters of a glob-style pattern except ``*``."""
     for special in "\\[]?":
         pattern = pattern.replace(special, f"\\{special}")
     return pattern
 
 
 def main() -> None:
-    """Print the rules of a job's user, or of the history service's."""
+    """Print the rules for a job's user or for the history service's."""
     match sys.argv[1:]:
         case ["service"]:
             rules = service_rules()

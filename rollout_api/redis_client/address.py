@@ -1,4 +1,4 @@
-"""Addresses of Redis: a server, the primary that Sentinels know, a cluster. Parsing alone; nothing is connected."""
+"""Parses URLs of Redis: of a server, of the primary that Sentinels know, or of a cluster. Nothing is connected."""
 
 from __future__ import annotations
 
@@ -31,8 +31,15 @@ _OPTIONS = {
     "socket_timeout",
     "username",
 }
-_OURS = {"decode_responses", "encoding", "encoding_errors", "legacy_responses", "retry_on_timeout", "timeout"}
-"""Options that say how a client is used, which whoever connects decides; they are passed over."""
+_IGNORED_OPTIONS = {
+    "decode_responses",
+    "encoding",
+    "encoding_errors",
+    "legacy_responses",
+    "retry_on_timeout",
+    "timeout",
+}
+"""Options that determine how a client is used, which the code that connects decides."""
 _TLS_OPTIONS = {
     name
     for name in inspect.signature(SSLConnection.__init__).parameters.keys()
@@ -44,7 +51,7 @@ _ESCAPE = "write special characters of a user name or password as %XX"
 
 
 class Kind(StrEnum):
-    """What an address names."""
+    """What an address refers to."""
 
     SERVER = "server"
     SENTINEL = "sentinel"
@@ -61,29 +68,30 @@ _KINDS = {
     "rediss+cluster": Kind.CLUSTER,
 }
 SCHEMES = tuple(_KINDS)
-"""What the URL of a Redis begins with, before ``://``."""
+"""Schemes of URLs, without ``://``."""
 
 
 @dataclass(frozen=True)
 class RedisAddress:
-    """Where a Redis is and as whom to connect."""
+    """Where Redis is, and the settings with which to connect."""
 
     kind: Kind
+    """What the address refers to."""
     hosts: tuple[tuple[str, int], ...] = ()
-    """Host and port of the server, of each Sentinel or of some nodes of the cluster; none for a socket."""
+    """Host and port of the server, of each Sentinel, or of some nodes of the cluster; empty for a socket."""
     path: str = ""
-    """Of a Unix domain socket."""
+    """Path of a Unix domain socket; empty for all other addresses."""
     service: str = ""
-    """What the Sentinels call the primary and its replicas."""
+    """Name under which the Sentinels know the primary and its replicas."""
     tls: bool = False
-    """Whether servers, and Sentinels, are spoken to in TLS."""
+    """Whether servers and Sentinels are connected to with TLS."""
     options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """User, password, database, TLS files and the like, as redis-py's connections call them."""
+    """User, password, database, TLS files and similar settings, by their names in redis-py's connections."""
     sentinel_options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The same for connections to the Sentinels."""
+    """Settings of connections to the Sentinels."""
 
     def __str__(self) -> str:
-        """As it may be shown: without credentials."""
+        """Return the address without credentials, for messages."""
         hosts = ",".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in self.hosts)
         if self.kind is Kind.SENTINEL:
             return f"{self.service}, whose Sentinels are {hosts}"
@@ -91,7 +99,7 @@ class RedisAddress:
 
 
 def parse_address(url: str) -> RedisAddress:
-    """What a URL names.
+    """Parse a URL of Redis.
 
     Args:
         url: one of
@@ -99,21 +107,22 @@ def parse_address(url: str) -> RedisAddress:
             - ``redis://[user:password@]host[:6379][/db]``, ``rediss://…`` with TLS,
               ``unix://[user:password@]/path``
             - ``redis+sentinel://[user:password@]host[:26379],host…/service[/db]``, ``rediss+sentinel://…``;
-              ``?sentinel_username=…&sentinel_password=…`` for Sentinels that want a login of their own
+              ``?sentinel_username=…&sentinel_password=…`` for Sentinels with a login of their own
             - ``redis+cluster://[user:password@]host[:6379],host…``, ``rediss+cluster://…``
 
-            and, for each, ``?option=value&…``: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``, ``ssl_cert_reqs``,
-            ``ssl_check_hostname`` and the other settings of redis-py's connections that are numbers or texts.
+            Each may have options, ``?option=value&…``: ``ssl_ca_certs``, ``ssl_certfile``, ``ssl_keyfile``,
+            ``ssl_cert_reqs``, ``ssl_check_hostname``, and other settings of redis-py's connections that are numbers or
+            text.
 
     Raises:
-        ValueError: it is malformed; the text says what is wrong and holds nothing of a password.
+        ValueError: the URL is malformed. The message says what is wrong, and contains no part of a password.
     """
     scheme = url.partition("://")[0]
     if scheme not in _KINDS or "://" not in url:
         raise ValueError(f"it must begin with one of {', '.join(f'{one}://' for one in SCHEMES)}")
     shape = _SHAPE.fullmatch(url)
     if shape is None:
-        raise ValueError(f"its parts are not [user:password@]host[:port]/…?option=value; {_ESCAPE}")
+        raise ValueError(f"it does not have the form [user:password@]host[:port]/…?option=value; {_ESCAPE}")
     kind, tls, path = _KINDS[scheme], scheme.startswith("rediss"), unquote(shape["path"] or "")
     options = _options(shape["query"] or "")
     user, _, password = (unquote(part) for part in (shape["login"] or "").partition(":"))
@@ -123,10 +132,10 @@ def parse_address(url: str) -> RedisAddress:
         raise ValueError("sentinel_username and sentinel_password are for redis+sentinel:// and rediss+sentinel://")
     tls_options = {name: value for name, value in options.items() if name in _TLS_OPTIONS}
     if tls_options and not tls:
-        raise ValueError(f"{min(tls_options)} is of no use without TLS, whose schemes begin with rediss")
+        raise ValueError(f"{min(tls_options)} has no effect without TLS, whose schemes begin with rediss")
     if scheme == "unix":
         if shape["hosts"] or not path:
-            raise ValueError("a socket is named as unix:///path")
+            raise ValueError("the URL of a socket has the form unix:///path")
         return RedisAddress(kind, path=path, options=options)
     port = _SENTINEL_PORT if kind is Kind.SENTINEL else _PORT
     hosts = tuple(_host(one, port) for one in shape["hosts"].split(",")) if shape["hosts"] else (("localhost", port),)
@@ -142,7 +151,7 @@ def parse_address(url: str) -> RedisAddress:
     if database and "db" not in options:
         options["db"] = int(database)
     if kind is Kind.CLUSTER and options.pop("db", 0):
-        raise ValueError("a cluster has no database but 0")
+        raise ValueError("a cluster only has database 0")
     return RedisAddress(
         kind,
         hosts=hosts,
@@ -154,31 +163,33 @@ def parse_address(url: str) -> RedisAddress:
 
 
 def without_password(url: str) -> str:
-    """*url*, well-formed or not, as it may be shown: passwords become ``***``."""
+    """Return *url*, which may be malformed, with ``***`` in place of passwords."""
     scheme, separator, rest = url.rpartition("://") if url.count("://") == 1 else url.partition("://")
     if not separator:
         scheme, rest = "", url
     before_query = rest.partition("?")[0]
-    # an @ further on belongs to an option's value, unless the ? is one of a password that was not escaped
-    end = before_query.rfind("@") if "@" in before_query else _stray_login(rest)
+    # An @ after the ? belongs to the value of an option, unless the ? is part of a password that was not escaped.
+    end = before_query.rfind("@") if "@" in before_query else _end_of_unescaped_login(rest)
     if end >= 0:
         login, rest = rest[:end], rest[end + 1 :]
         user, colon, password = login.partition(":")
-        # a user name alone may be meant for a password
+        # A user name without a password may be meant as a password.
         rest = f"{user}:***@{rest}" if user and colon and password else f"***@{rest}"
     return f"{scheme}{separator}" + re.sub(r"([?&][^=&]*password)=[^&]*", r"\1=***", rest, flags=re.IGNORECASE)
 
 
-def _stray_login(rest: str) -> int:
+def _end_of_unescaped_login(rest: str) -> int:
+    """Return the position of the @ after a login that contains a ?, or -1 if there is none."""
     at, equals = rest.find("@"), rest.find("=")
     return rest.rfind("@") if at >= 0 and (equals < 0 or at < equals) else -1
 
 
 def _options(query: str) -> dict[str, Any]:
-    """Options by name, numbers and truth values as such."""
-    # redis-py knows of what type each is
+    """Return the options of a query string, converted to the types that redis-py expects."""
     parse: Any = parse_url
-    options: dict[str, Any] = {name: value for name, value in parse(f"redis://?{query}").items() if name not in _OURS}
+    options: dict[str, Any] = {
+        name: value for name, value in parse(f"redis://?{query}").items() if name not in _IGNORED_OPTIONS
+    }
     unknown = options.keys() - _OPTIONS - _TLS_OPTIONS - _SENTINEL_LOGIN.keys()
     if unknown:
         raise ValueError(f"it has no option {min(unknown)!r}; an & within a value is written as %26")

@@ -1,1 +1,1 @@
-"""Model weights on their way from a trainer to the engines: checksums and broadcasts."""
+"""Transfer of model weights from a trainer to engines: checksums and broadcasts."""

@@ -1,7 +1,8 @@
-"""A group of processes between which tensors are broadcast, of which the trainer is rank 0.
+"""A group of processes for broadcasting tensors, in which the trainer has rank 0.
 
-Made by gloo on CPUs and by NCCL, through vLLM, on GPUs. Nothing here touches torch's own default group, which a
-trainer and an engine each have already. Imports torch, and for NCCL vLLM, when a group is joined.
+The group uses gloo on CPUs, and NCCL (through vLLM) on GPUs. It is independent of torch's default group, because
+trainer and engine each have a default group already. torch, and vLLM for NCCL, are only imported when a group is
+joined.
 """
 
 from __future__ import annotations
@@ -12,28 +13,29 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 BACKENDS = ("gloo", "nccl")
-JOIN_S = 120.0
-"""How long the first to come waits for the last, and how long a broadcast may take."""
-_CONNECT_S = 20.0
-"""How long to try to reach rank 0, which may just begin to listen."""
-_LOOK_S = 0.05
-_PRESENT, _COMPLETE = "das-present", "das-complete"
-"""Keys of the store at which the processes of a group meet."""
+"""Supported backends."""
+JOIN_TIMEOUT_S = 120.0
+"""How long the first process to join waits for the last, and how long a broadcast may take."""
+_CONNECT_TIMEOUT_S = 20.0
+"""How long a process tries to reach rank 0, which may not listen yet."""
+_POLL_INTERVAL_S = 0.05
+_NUM_PRESENT_KEY, _COMPLETE_KEY = "das-present", "das-complete"
+"""Keys of the store through which the processes of a group find each other."""
 
 
 class BroadcastGroup(Protocol):
-    """Processes that hear the same tensors in the same order."""
+    """Processes that receive the same tensors in the same order."""
 
     def broadcast(self, tensor: Any) -> None:
-        """Send *tensor* (rank 0), or receive into it, as every other rank does at the same time.
+        """Send *tensor* (rank 0) or receive into it (all other ranks).
 
         Raises:
-            RuntimeError: if a process of the group has gone, or does not take part in time.
+            RuntimeError: a process of the group is gone, or does not take part in time.
         """
         ...
 
     def leave(self) -> None:
-        """Give back what the group holds; it cannot be used any more."""
+        """Release the group's resources. The group cannot be used afterwards."""
         ...
 
 
@@ -45,58 +47,58 @@ def join(
     rank: int,
     world_size: int,
     device: Any,
-    given_up: threading.Event | None = None,
+    withdrawn: threading.Event | None = None,
 ) -> BroadcastGroup:
-    """Wait for all processes of a group; rank 0 listens on *port*, where the others find it.
+    """Wait for all processes of a group. Rank 0 listens on *port*, and the others connect to it.
 
-    When rank 0 stops waiting the others do so as well, since what they are connected to is gone.
+    When rank 0 stops waiting, the others stop too, because their connection closes.
 
     Args:
         backend: gloo or nccl.
-        host: of rank 0.
-        port: of rank 0.
-        rank: of this process.
-        world_size: processes of the group.
-        device: torch's, on which this process' tensors are.
-        given_up: set by another thread of rank 0 when there is nothing to wait for any more.
+        host: host of rank 0.
+        port: port of rank 0.
+        rank: rank of this process.
+        world_size: number of processes in the group.
+        device: torch device of this process' tensors.
+        withdrawn: event with which another thread of rank 0 makes it stop waiting.
 
     Raises:
-        RuntimeError: if they are not all there in time, or *given_up* is set.
-        ImportError: if the trainer's environment lacks what *backend* needs.
+        RuntimeError: not all processes joined in time, or *withdrawn* was set.
+        ImportError: the environment lacks what *backend* needs.
     """
     if backend not in BACKENDS:
-        raise ValueError(f"{backend!r} is no way to broadcast tensors; there are {' and '.join(BACKENDS)}")
-    store = _meet(host, port, rank, world_size, given_up or threading.Event())
-    return _Gloo(store, rank, world_size) if backend == "gloo" else _Nccl(store, rank, world_size, device)
+        raise ValueError(f"{backend!r} is not a broadcast backend; use {' or '.join(BACKENDS)}")
+    store = _rendezvous(host, port, rank, world_size, withdrawn or threading.Event())
+    return _GlooGroup(store, rank, world_size) if backend == "gloo" else _NcclGroup(store, rank, world_size, device)
 
 
-def _meet(host: str, port: int, rank: int, world_size: int, given_up: threading.Event) -> Any:
-    """torch's store of a group, once all its processes are connected to it."""
+def _rendezvous(host: str, port: int, rank: int, world_size: int, withdrawn: threading.Event) -> Any:
+    """Return the torch store of a group once all its processes are connected to it."""
     import torch
 
     distributed: Any = torch.distributed
-    patience = timedelta(seconds=JOIN_S)
+    timeout = timedelta(seconds=JOIN_TIMEOUT_S)
     store = distributed.TCPStore(
-        host, port, world_size, rank == 0, timedelta(seconds=_CONNECT_S), wait_for_workers=False
+        host, port, world_size, rank == 0, timedelta(seconds=_CONNECT_TIMEOUT_S), wait_for_workers=False
     )
-    store.set_timeout(patience)
-    if store.add(_PRESENT, 1) == world_size:
-        store.set(_COMPLETE, "")
+    store.set_timeout(timeout)
+    if store.add(_NUM_PRESENT_KEY, 1) == world_size:
+        store.set(_COMPLETE_KEY, "")
     if rank != 0:
-        store.wait([_COMPLETE], patience)  # it fails when rank 0 is gone
+        store.wait([_COMPLETE_KEY], timeout)  # fails when rank 0 is gone
         return store
-    end = time.monotonic() + JOIN_S
-    while not store.check([_COMPLETE]):
-        if given_up.wait(_LOOK_S) or time.monotonic() > end:
-            why = "it was given up" if given_up.is_set() else f"after {JOIN_S:.0f} s"
-            present = store.add(_PRESENT, 0)
-            del store  # or the traceback would keep it, and the others waiting
-            raise RuntimeError(f"{present} of {world_size} processes met on {host}:{port}: {why}")
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while not store.check([_COMPLETE_KEY]):
+        if withdrawn.wait(_POLL_INTERVAL_S) or time.monotonic() > deadline:
+            reason = "the broadcast was withdrawn" if withdrawn.is_set() else f"timed out after {JOIN_TIMEOUT_S:.0f} s"
+            num_present = store.add(_NUM_PRESENT_KEY, 0)
+            del store  # otherwise the traceback would keep it alive, and the other processes waiting
+            raise RuntimeError(f"{num_present} of {world_size} processes joined at {host}:{port}: {reason}")
     return store
 
 
-class _Gloo:
-    """Tensors in main memory."""
+class _GlooGroup:
+    """Broadcasts tensors in main memory."""
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         import torch
@@ -104,11 +106,11 @@ class _Gloo:
         self._bytes = torch.uint8
         distributed: Any = torch.distributed
         self._store = store
-        self._group = distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=JOIN_S))
+        self._group = distributed.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=JOIN_TIMEOUT_S))
 
     def broadcast(self, tensor: Any) -> None:
         """See :class:`BroadcastGroup`."""
-        # gloo does not know all of torch's types
+        # gloo does not support all of torch's types.
         self._group.broadcast(tensor.reshape(-1).view(self._bytes), 0).wait()
 
     def leave(self) -> None:
@@ -116,20 +118,20 @@ class _Gloo:
         self._group = self._store = None
 
 
-class _Nccl:
-    """Tensors on one CUDA device, by vLLM's communicator, which an engine's worker has as well."""
+class _NcclGroup:
+    """Broadcasts tensors on one CUDA device with vLLM's communicator, which the engine's workers use too."""
 
     def __init__(self, store: Any, rank: int, world_size: int, device: Any) -> None:
         import torch
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
         from vllm.distributed.utils import StatelessProcessGroup
 
-        # vLLM had a listening socket among its fields for some time
-        more = {"socket": None} if "socket" in StatelessProcessGroup.__dataclass_fields__ else {}
-        meeting = StatelessProcessGroup(rank=rank, world_size=world_size, store=store, **more)
+        # Some versions of vLLM have a listening socket among the fields.
+        fields = {"socket": None} if "socket" in StatelessProcessGroup.__dataclass_fields__ else {}
+        group = StatelessProcessGroup(rank=rank, world_size=world_size, store=store, **fields)
         self._cuda, self._device = torch.cuda, device
-        with self._cuda.device(device):  # the current one is a matter of the thread
-            self._communicator: Any = PyNcclCommunicator(meeting, device=device)
+        with self._cuda.device(device):  # the current device is a property of the thread
+            self._communicator: Any = PyNcclCommunicator(group, device=device)
 
     def broadcast(self, tensor: Any) -> None:
         """See :class:`BroadcastGroup`."""

@@ -1,4 +1,4 @@
-"""Drafts for a running batch, and what became of them; knows nothing of the engine that verifies."""
+"""Drafting for a running batch, and counting of accepted draft tokens; independent of the engine that verifies."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ Integers = npt.NDArray[np.int64]
 
 
 class DraftCounts(NamedTuple):
-    """What was drafted for one rollout."""
+    """Token counts of one rollout."""
 
     drafted: int
-    """Draft tokens given to verification."""
+    """Draft tokens that were passed to verification."""
     accepted: int
-    """Draft tokens that the model accepted."""
-    produced: int
-    """Response tokens seen."""
+    """Draft tokens that were accepted."""
+    generated: int
+    """Response tokens."""
 
 
 class Drafter:
-    """Keeps the match state of every running rollout and drafts for all of them at once.
+    """Drafts for all running rollouts of a batch.
 
-    Rollouts are known by small numbers of the caller's, their rows. Not safe for several threads; the index may be
-    written by others at any time.
+    Rollouts are identified by small integers that the caller chooses, their rows. An instance must be used by one
+    thread at a time, while other threads may change the index at any time.
     """
 
     def __init__(self, index: SuffixIndex) -> None:
-        """Draft from *index*, which has history and running rollouts."""
+        """Draft from *index*, which holds the history and the running rollouts."""
         self._index = index
         self._handles = np.zeros(0, np.int64)
         self._counts = np.zeros((0, 3), np.int64)
-        """Of each row: drafted, accepted and produced tokens."""
+        """Numbers of drafted, accepted and generated tokens, shape (rows, 3)."""
 
     def open(
         self,
@@ -46,20 +46,22 @@ class Drafter:
         sources: Sequence[str],
         *,
         later_turn: bool = False,
-        ends: Sequence[int] = (),
+        stop_tokens: Sequence[int] = (),
     ) -> None:
-        """Begin a rollout of *problem*.
+        """Start a rollout of *problem*.
 
         Args:
-            row: names it from now on; none that is open.
-            problem: its problem's id.
+            row: identifies the rollout until it is closed; must not be in use.
+            problem: the id of its problem.
             prompt: token ids, shape (length,), uint32.
-            sources: of its drafts, as the index names them.
-            later_turn: whether it goes on a trajectory, so that the end of its prompt is context.
-            ends: tokens behind which nothing is sampled.
+            sources: the sources of its drafts; see :mod:`rollout_worker.drafting.index`.
+            later_turn: whether this is not the first turn of a trajectory, so that the end of the prompt is context.
+            stop_tokens: tokens after which nothing is sampled.
         """
-        context = len(prompt) if later_turn else 0
-        handle = self._index.open(problem, prompt, sources=tuple(sources), context=context, ends=list(ends))
+        context_length = len(prompt) if later_turn else 0
+        handle = self._index.open(
+            problem, prompt, sources=tuple(sources), context_length=context_length, stop_tokens=list(stop_tokens)
+        )
         if row >= len(self._handles):
             more = max(16, 2 * row) - len(self._handles)
             self._handles = np.concatenate([self._handles, np.zeros(more, np.int64)])
@@ -67,27 +69,28 @@ class Drafter:
         self._handles[row], self._counts[row] = handle, 0
 
     def advance(self, rows: Integers, tokens: Sequence[TokenIds], drafted: Integers) -> None:
-        """Tokens that the model sampled since the last call.
+        """Append the tokens that the model sampled since the last call.
 
         Args:
-            rows: of rollouts, shape (rollouts,), no row twice.
-            tokens: of each; lists are taken fastest.
-            drafted: how many tokens of the last draft of each were verified; if any were, all but the last of its
-                tokens are those that were accepted.
+            rows: the rollouts, shape (rollouts,), without duplicates.
+            tokens: the sampled tokens of each; lists are fastest.
+            drafted: how many tokens of the last draft of each were verified, shape (rollouts,). If any were, all but
+                the last of its sampled tokens are accepted draft tokens.
         """
-        produced = np.fromiter(map(len, tokens), np.int64, len(tokens))
-        accepted = np.minimum(np.maximum(produced - 1, 0), drafted)
-        self._counts[rows] += np.stack([drafted, accepted, produced], axis=1)
+        generated = np.fromiter(map(len, tokens), np.int64, len(tokens))
+        accepted = np.minimum(np.maximum(generated - 1, 0), drafted)
+        self._counts[rows] += np.stack([drafted, accepted, generated], axis=1)
         self._index.extend_batch(self._handles[rows].tolist(), tokens)
 
     def draft(self, rows: Integers, budgets: Integers, min_survivals: npt.NDArray[np.float64]) -> list[Draft]:
-        """At most ``budgets[i]`` tokens that may follow the rollout of ``rows[i]``.
+        """Draft up to ``budgets[i]`` tokens for the rollout of ``rows[i]``.
 
-        A draft ends before the token whose probability of being reached and accepted is under ``min_survivals[i]``.
+        A draft ends before the first token whose survival is below ``min_survivals[i]``. All arguments have the shape
+        (rollouts,).
         """
         return self._index.draft_batch(self._handles[rows].tolist(), budgets.tolist(), min_survivals.tolist())
 
     def close(self, row: int) -> DraftCounts:
-        """Forget a rollout; what was drafted and accepted for it."""
+        """Close a rollout and return its token counts."""
         self._index.close(int(self._handles[row]))
         return DraftCounts(*self._counts[row].tolist())

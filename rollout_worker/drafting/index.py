@@ -1,34 +1,46 @@
-"""The per-problem suffix index: what earlier rollouts, siblings and a request's own text say of its next tokens.
+"""The suffix index: drafts for running rollouts, taken from texts in which the end of the rollout occurred before.
 
-A *problem* holds the responses of earlier *rollouts*, each with the *generation* of the weights that produced it. An
-open *request* is a response being generated; it has a handle. After each verification step the caller reports the
-tokens really sampled (`SuffixIndex.extend`) and asks for the next draft (`SuffixIndex.draft_batch`).
+The index holds, for each *problem*, the responses of earlier *rollouts*, each with the *generation* of the weights that
+sampled it. An open *request* is a response that is being generated; it is identified by a handle. After each
+verification step, the caller reports the sampled tokens (`SuffixIndex.extend`) and asks for the next draft
+(`SuffixIndex.draft_batch`).
 
-**Contexts.** What a request has said is matched, from its end backwards, in four places, its *sources*:
-``"history"``, the responses of the problem's earlier rollouts; ``"siblings"``, what the problem's other open requests
-have said so far; ``"self"``, the request's own response and, besides, its prompt; ``"foreign"``, the last rollouts of
-other problems, in a pool. A response begins with START, so that its beginning matches beginnings; in later turns of a
-trajectory it begins with its *context*, the last tokens before it (the environment's answer, mostly), which are matched
-and never drafted.
+**Sources.** The end of the request's text is searched for in four *sources*:
 
-**Occurrences.** The places where the end of the context stood before, each with the length of its match, at most
-`depth` tokens: of the history the 32 with the longest matches, of the request's response, its prompt and its siblings
-24 each, of what is alive by a bounded search in chains of recent places that share 2, 4 or 8 tokens; and of the pool 16
-where none of the others shares 16 tokens.
+- ``"history"``: the responses of earlier rollouts of the problem.
+- ``"siblings"``: the responses, so far, of other open requests of the problem.
+- ``"self"``: the request's own response and prompt.
+- ``"cross_problem"``: recent rollouts of other problems, in a pool of limited size.
 
-**Probabilities.** The occurrences with the longest match say with some probability what comes next, else those with the
-next shorter match do, and so on, of all sources in one chain. Rollouts of the history that a request has gone along
-with lately speak in it for themselves: of the last 4 that shared 4 tokens or more, the best match within 32 tokens of
-where the request would stand in them is looked at, however short it is, for 64 tokens. These probabilities are learned
-while running, by online expectation maximisation in buckets of (source, match length, votes, share of the votes for the
-favourite, place in the draft). Votes of finished rollouts weigh by their age in weight versions behind the newest (up
-to 1, 3, 7, more) and by their reward (unknown, below the problem's mean, not below), as gradient ascent on the
-likelihood of what was sampled finds. Then online logistic regression corrects and calibrates the probabilities, for the
-token, the token with the one before it, the longest match and the place. The token that is likeliest then is drafted,
-and the occurrences that say so go on to the next place. A draft ends with its budget, with a token behind which nothing
-is sampled, where nothing was ever said next, or before the first token whose cumulative survival (the product of the
-probabilities up to it) would be under ``min_survival``. That token is learned from as well, so that what is rated too
-low recovers.
+A response begins with a boundary token, so that the beginnings of responses match each other. In later turns of a
+trajectory it begins with its *context* instead: the last tokens before the response, mostly the answer of the
+environment. A context is matched but never drafted.
+
+**Occurrences.** An occurrence is a position preceded by the same tokens as the end of the request's text. Its match
+length is the number of equal tokens, at most `depth`. A draft uses:
+
+- the 32 occurrences in the history with the longest matches;
+- up to 24 occurrences in each of the request's response, its prompt and the responses of its siblings, where responses
+  are searched only along chains of recent positions that share their last 2, 4 or 8 tokens;
+- 16 occurrences in the cross-problem pool, unless another match has at least 16 tokens.
+
+**Probabilities.** The occurrences with the longest match determine the next token with some probability; otherwise
+those with the next shorter match do, and so on, in one chain over all sources. Rollouts of the history that the request
+has recently followed count as a source of their own (*anchored* occurrences): for each of the last 4 rollouts with a
+match of 4 tokens or more, the best match within 32 tokens of the expected position is used for the next 64 tokens,
+however short it is.
+
+All probabilities are learned online. The chain is learned by expectation maximization, in buckets of source, match
+length, number of votes, share of the votes for the top candidate, and index in the draft. Votes of finished rollouts
+are weighted by their age in generations (up to 1, 3, 7, more) and by their reward (unknown, below the mean of the
+problem, at least the mean); the weights are learned by gradient ascent on the likelihood of the sampled tokens. A
+logistic regression then calibrates the result by the token, the pair of the previous token and the token, the longest
+match and the index.
+
+**Drafts.** The most probable token is drafted, and the occurrences that propose it determine the next one. A draft ends
+when its budget is used, after a stop token, where no occurrence has a next token, or before the first token whose
+*survival* (the product of the probabilities up to it) is below ``min_survival``. The model also learns from that last
+token, so that underestimated probabilities recover.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -44,7 +56,7 @@ __all__ = [
     "POOL_TOKENS",
     "SOURCES",
     "Draft",
-    "Learned",
+    "LearnedState",
     "Occurrence",
     "Rollout",
     "Source",
@@ -54,28 +66,28 @@ __all__ = [
     "TokenIds",
 ]
 
-Source: TypeAlias = Literal["history", "self", "siblings", "foreign"]
+Source: TypeAlias = Literal["history", "self", "siblings", "cross_problem"]
 
-Learned: TypeAlias = bytes
-"""What an index has learned of drafts, for another index of the same version."""
+LearnedState: TypeAlias = bytes
+"""The serialized parameters of an index, which another index of the same version can load."""
 
-SOURCES: tuple[Source, ...] = ("history", "self", "siblings", "foreign")
+SOURCES: tuple[Source, ...] = ("history", "self", "siblings", "cross_problem")
 
 POOL_TOKENS = 2**20
-"""As large a foreign pool as engines have."""
+"""Size of the cross-problem pool in engines, in tokens."""
 
 TokenArray: TypeAlias = npt.NDArray[np.uint32]
-"""Token ids, 0 to 2^32 - 2, shape (length,). 2^32 - 1 is reserved for START."""
+"""Token ids from 0 to 2^32 - 2, shape (length,). 2^32 - 1 is reserved for the boundary token."""
 
 TokenIds: TypeAlias = TokenArray | Sequence[int]
-"""Token ids as arguments: a `TokenArray` is read in place and must not change during the call, a list is copied."""
+"""Token ids as arguments. A `TokenArray` is read in place and must not change during the call; a list is copied."""
 
 
 class Rollout(NamedTuple):
-    """A finished response as `SuffixIndex.add` takes it; a plain tuple of the same shape does as well.
+    """A finished response as `SuffixIndex.add` accepts it. A plain tuple of the same shape is accepted as well.
 
-    `context` is what stood before it in later turns of a trajectory, of which as much is used as is compared. `reward`
-    is None where it is not known (yet).
+    `context` is the text before the response, in later turns of a trajectory; the index uses as much of it as it
+    compares. `reward` is None if it is not known yet.
     """
 
     rollout_id: str
@@ -86,62 +98,66 @@ class Rollout(NamedTuple):
 
 
 class Occurrence(NamedTuple):
-    """A place where the end of what a request has said stood before.
-
-    `match_length` is how many tokens before it are the same, at most the index's depth; `tokens` follow it, fewer than
-    asked for at the end of a text. `generation` and `reward` are the rollout's, 0 and None for what is alive;
-    of foreign ones the reward is that with which they were added. `anchored` tells that the request has gone along with
-    that rollout lately.
-    """
+    """A position that is preceded by the same tokens as the end of a request's text."""
 
     source: Source
     match_length: int
+    """Number of equal tokens, at most the depth of the index."""
     generation: int
+    """Generation of the rollout; 0 if it is still running."""
     tokens: list[int]
+    """The tokens that follow; fewer than requested at the end of a text."""
     reward: float | None = None
+    """Reward of the rollout; in the cross-problem pool, the one with which it was added."""
     anchored: bool = False
+    """Whether the request has recently followed this rollout of the history."""
 
 
 class SourceCounts(NamedTuple):
-    """Tokens for which one source spoke most, since the index was made.
-
-    `drafted`; `verified` (what the model sampled there is known and all drafted tokens before it were accepted) and
-    `accepted` (it sampled that token).
-    """
+    """Numbers of draft tokens for which one source gave the most probability, since the index was created."""
 
     drafted: int
     verified: int
+    """Tokens for which the model's token is known and all earlier tokens of the draft were accepted."""
     accepted: int
+    """Verified tokens that the model sampled."""
 
 
 class SuffixIndex:
-    """Matches running requests against the history of their problem and against themselves; see the module.
+    """A suffix index with its open requests; see the module's documentation.
 
-    `depth` is how many tokens of a context are compared, 1 to 255; START counts as one. Batches are drafted by
-    `threads` threads, one of them the caller's. The foreign pool holds the last `pool_tokens` tokens of all problems'
-    rollouts, at most a sixteenth of them, or one rollout, from one call of `add`; with 0 there is none, and the source
-    ``"foreign"`` says nothing. ValueError for other numbers.
-
-    `max_bytes` caps `bytes`, running requests included: beyond it, what is least recently used, opened or added to, is
-    thrown out, a problem's whole history at a time, of problems with open requests last; then the pool. `take_evicted`
-    tells which, so that they can be added again when they are needed. What is being built aside counts as well, and may
-    exceed the cap until the background gets to it; an `add` that is over the cap waits for that. None: no cap.
-
-    Threads: every method may be called from any thread. `add` and the `drop_*` methods build aside, without the GIL,
-    and swap the result in; segments are merged by a thread in the background. `extend`, `draft` and `draft_batch`
-    never wait for any of them, and `open` and `close` at most for a look-up. A draft sees the history as it is at that
-    moment, also for requests opened before a change.
+    **Threads.** Every method may be called from any thread. `add` and the `drop_*` methods build new data aside,
+    without the GIL, and then replace the old data; a background thread merges segments. `extend`, `draft` and
+    `draft_batch` never wait for any of these, and `open` and `close` wait at most for a look-up. A draft uses the
+    history as of that moment, even if the request was opened before a change.
     """
 
     def __init__(
         self, depth: int = 64, threads: int = 1, *, max_bytes: int | None = None, pool_tokens: int = 0
     ) -> None:
+        """Create an empty index.
+
+        Args:
+            depth: number of tokens that are compared, 1 to 255, including the boundary token.
+            threads: number of threads that draft for a batch, including the caller's.
+            max_bytes: limit for `bytes`, including open requests; None: no limit. Beyond the limit, the histories of
+                the problems that were opened or added to least recently are evicted, those with open requests last, and
+                finally the cross-problem pool. `take_evicted` returns the evicted problems, so that they can be added
+                again when they are needed. New data counts while it is being built and may exceed the limit until the
+                background thread evicts; `add` waits for that.
+            pool_tokens: size of the cross-problem pool, which holds the last rollouts of all problems. One call of
+                `add` contributes at most a sixteenth of it, or one rollout. Without a pool (0), the source
+                ``"cross_problem"`` finds nothing.
+
+        Raises:
+            ValueError: for arguments out of range.
+        """
         if threads < 1:
             raise ValueError(f"threads must be 1 or more, got {threads}")
         if not 1 <= depth <= 255:
-            raise ValueError(f"contexts can be compared 1 to 255 tokens deep, not {depth}")
+            raise ValueError(f"depth must be 1 to 255 tokens, got {depth}")
         if max_bytes is not None and max_bytes < 1:
-            raise ValueError(f"max_bytes must be 1 or more, or None for no cap, got {max_bytes}")
+            raise ValueError(f"max_bytes must be 1 or more, or None for no limit, got {max_bytes}")
         if pool_tokens < 0:
             raise ValueError(f"pool_tokens must be 0 or more, got {pool_tokens}")
         self._native = _native.SuffixIndex(depth, threads, max_bytes or 0, pool_tokens)
@@ -156,71 +172,76 @@ class SuffixIndex:
             | tuple[str, int, TokenIds, TokenIds, float | None]
         ],
     ) -> int:
-        """Add finished responses to a problem's history, all visible to drafts at once; return how many were new.
+        """Add finished responses to a problem's history and return how many were new.
 
-        A rollout id that the problem already has, or that came earlier in the same call, is ignored whatever its
-        tokens. An empty response is remembered but contributes nothing. `generation` is a signed 64-bit integer.
+        All become visible to drafts at the same time. A rollout id that the problem already has, or that occurred
+        earlier in the same call, is ignored, whatever its tokens are. An empty response is recorded, but contributes
+        nothing to drafts. A generation is a signed 64-bit integer.
 
-        Raises ValueError for a token id out of range, an array that is not one-dimensional or a reward that is not
-        finite, TypeError for anything that is not (str, int, token ids), with context and reward or without; nothing is
-        added then.
+        Raises:
+            ValueError: for a token id out of range, an array that is not one-dimensional, or a reward that is not
+                finite; nothing is added.
+            TypeError: for a rollout that is not (str, int, token ids[, token ids[, reward]]); nothing is added.
         """
         return self._native.add(problem, rollouts)
 
-    def reward(self, problem: str, rewards: Mapping[str, float]) -> int:
-        """Set rewards of a problem's rollouts, by rollout id; return how many of them the problem has.
+    def set_rewards(self, problem: str, rewards: Mapping[str, float]) -> int:
+        """Set rewards of a problem's rollouts by rollout id, and return how many of these rollouts exist.
 
-        Unknown ids are ignored. Raises TypeError for keys and values that are no ids and numbers, ValueError for a
-        reward that is not finite; nothing is set then.
+        Unknown ids are ignored.
+
+        Raises:
+            TypeError: for keys or values of the wrong type; nothing is set.
+            ValueError: for a reward that is not finite; nothing is set.
         """
         return self._native.set_rewards(problem, dict(rewards))
 
     def drop_rollout(self, problem: str, rollout_id: str) -> bool:
-        """Forget a rollout, id and tokens; return whether it was there. Adding the id again adds it anew."""
+        """Remove a rollout and return whether it existed. Its id can be added again."""
         return self._native.drop_rollout(problem, rollout_id)
 
     def drop_before(self, problem: str, generation: int) -> int:
-        """Forget the problem's rollouts of earlier generations than this one; return how many there were."""
+        """Remove the problem's rollouts of generations older than *generation*, and return their number."""
         return self._native.drop_before(problem, generation)
 
     def drop_problem(self, problem: str) -> bool:
-        """Forget a problem's rollouts; return whether it had any. Its open requests stay open."""
+        """Remove all rollouts of a problem and return whether there were any. Its open requests remain open."""
         return self._native.drop_problem(problem)
 
     def take_evicted(self) -> list[str]:
-        """List the problems whose history was thrown out for `max_bytes` since the last call, the first first."""
+        """Return the problems whose history was evicted since the last call, in this order."""
         return self._native.take_evicted()
 
-    def settle(self) -> None:
-        """Wait until nothing is left to merge in the background."""
-        self._native.settle()
+    def wait_idle(self) -> None:
+        """Wait until the background thread has nothing left to merge or evict."""
+        self._native.wait_idle()
 
     def problems(self) -> list[str]:
-        """List the problems that have rollouts, sorted."""
+        """Return the problems that have rollouts, sorted."""
         return self._native.problems()
 
     def rollouts(self, problem: str) -> list[str]:
-        """List a problem's rollout ids in the order they were added; empty for an unknown problem.
+        """Return a problem's rollout ids in the order in which they were added; an unknown problem has none.
 
-        Waits for an `add` or drop of the same problem that is under way.
+        Waits for a concurrent `add` or drop of the same problem.
         """
         return self._native.rollouts(problem)
 
     def tokens(self, problem: str) -> int:
-        """Return how many response tokens of a problem are indexed; 0 for an unknown problem."""
+        """Return the number of response tokens of a problem's history; 0 for an unknown problem."""
         return self._native.tokens(problem)
 
     def pool_tokens(self) -> int:
-        """Return how many tokens the foreign pool holds, with those of dropped rollouts that still take room."""
+        """Return the number of tokens in the cross-problem pool, including removed rollouts that still occupy space."""
         return self._native.pool_tokens()
 
     def bytes(self, problem: str | None = None) -> int:
-        """Return the bytes held now: for one problem (its history and what its siblings say), or for everything.
+        """Return the memory in use, for one problem (its history and live texts) or for everything; 0 if unknown.
 
-        Counted is what the index asked the allocator for, with the spare capacity of its arrays: texts, sorted
-        positions, look-up tables, rollout ids, segment and request records. Not counted are the allocator's own
-        overhead, buffers that live only during a call, and the learned tables, whose size is fixed. History that is
-        replaced counts until the last draft under way that reads it has ended. 0 for an unknown problem.
+        The number covers what the index requested from the allocator, including the spare capacity of its arrays:
+        texts, sorted positions, look-up tables, rollout ids, segments and requests. It does not cover the overhead of
+        the allocator, buffers that exist only during a call, and the learned parameters, whose size is constant.
+        Replaced history counts until the last draft that reads it has ended.
         """
         return self._native.total_bytes() if problem is None else self._native.problem_bytes(problem)
 
@@ -230,116 +251,128 @@ class SuffixIndex:
         prompt: TokenIds = (),
         sources: Collection[str] = SOURCES,
         *,
-        context: int = 0,
-        ends: TokenIds = (),
+        context_length: int = 0,
+        stop_tokens: TokenIds = (),
     ) -> int:
-        """Start matching a request whose response is empty; return its handle.
+        """Open a request with an empty response and return its handle.
 
-        The problem need not have any history yet. `prompt` (any length) is what stands before the response; only the
-        source ``"self"`` looks into it, but the last `context` tokens of it are the response's context: 0 for the first
-        turn of a trajectory, the length of what came after the trajectory's prompt for later ones. A request that is
-        resumed in the middle is opened with its prompt and extended by its tokens so far.
+        To resume a request, open it with its prompt and extend it by its tokens so far.
 
-        `ends` are tokens behind which nothing is sampled, so that no draft goes on behind one.
+        Args:
+            problem: its problem, which need not have any history.
+            prompt: the text before the response, of any length. Only the source ``"self"`` searches it.
+            sources: where to search for occurrences; not empty.
+            context_length: number of tokens at the end of the prompt that are the response's context. This is 0 for the
+                first turn of a trajectory, and the length of the text after the trajectory's prompt for later turns.
+            stop_tokens: tokens after which nothing is sampled, so that a draft ends with them.
 
-        Raises ValueError for a token id out of range, a negative `context`, or when `sources` is empty or names an
-        unknown one.
+        Raises:
+            ValueError: for a token id out of range, a negative `context_length`, or invalid `sources`.
         """
         unknown = set(sources) - set(SOURCES)
         if unknown or not sources or isinstance(sources, str):
             raise ValueError(f"sources must be some of {', '.join(map(repr, SOURCES))}, got {sources!r}")
-        if context < 0:
-            raise ValueError(f"context is a number of tokens, 0 or more, got {context}")
-        return self._native.open(problem, prompt, context, [one in sources for one in SOURCES], ends)
+        if context_length < 0:
+            raise ValueError(f"context_length must be 0 or more tokens, got {context_length}")
+        return self._native.open(problem, prompt, context_length, [one in sources for one in SOURCES], stop_tokens)
 
     def extend(self, handle: int, tokens: TokenIds) -> None:
-        """Append tokens that were really sampled to a request's response, and learn from them.
+        """Append sampled tokens to a request's response and learn from them.
 
-        They are compared with the request's last draft, from where the last `extend` after it stopped.
+        They are compared with the request's last draft, from the position that the previous call has reached.
 
-        Raises KeyError for a handle that is not open, ValueError for a token id out of range; the request is unchanged
-        then.
+        Raises:
+            KeyError: for a handle that is not open.
+            ValueError: for a token id out of range; the request is unchanged.
         """
         self._native.extend(handle, tokens)
 
     def extend_batch(self, handles: Sequence[int], tokens: Iterable[TokenIds]) -> None:
-        """As `extend`, for many requests in one call without the GIL: ``tokens[i]`` belong to ``handles[i]``.
+        """Extend many requests in one call without the GIL: request ``handles[i]`` by ``tokens[i]``.
 
-        Raises as `extend` does, and ValueError for lists of different lengths; all requests are unchanged then.
+        Raises the same errors as `extend`, and ValueError for arguments of different lengths; all requests are
+        unchanged then.
         """
         self._native.extend_batch(handles, tokens)
 
     def close(self, handle: int) -> None:
-        """End a request and free its match state. Raises KeyError for a handle that is not open."""
+        """Close a request and release its state. Raises KeyError for a handle that is not open."""
         self._native.close(handle)
 
     def draft(self, handle: int, budget: int, min_survival: float = 0.0) -> Draft:
-        """Propose up to `budget` next tokens for one request; see `draft_batch`."""
+        """Draft up to `budget` tokens for one request; see `draft_batch`."""
         return self._native.draft(handle, budget, min_survival)
 
     def draft_batch(
         self, handles: Sequence[int], budgets: Sequence[int], min_survival: float | Sequence[float] = 0.0
     ) -> list[Draft]:
-        """Propose next tokens for many requests, in one call without the GIL.
+        """Draft for many requests in one call without the GIL.
 
-        `budgets` holds the largest number of tokens for each handle; 0 gives an empty draft and costs nothing.
-        `min_survival` (0 to 1; one for all, or one for each) ends a draft before the first token whose cumulative
-        survival would be under it.
+        Args:
+            handles: of the requests.
+            budgets: the maximum number of tokens for each; 0 returns an empty draft at no cost and changes nothing.
+            min_survival: a draft ends before the first token whose survival is below this; one value from 0 to 1 for
+                all requests, or one for each.
 
-        A `Draft` has `tokens`, `probabilities` (of being accepted if those before are), `sources` (which speak most
-        for each) and `ages` (how many weight versions ago the finished rollout that speaks was made; None where nothing
-        finished does), lists of equal length; `expected`, how many of them are to be accepted by these probabilities;
-        and `match_length`, the longest match in tokens, 0 for an empty draft.
+        Returns:
+            A draft for each request, with lists of equal length: `tokens`, their `probabilities` of being accepted if
+            the tokens before them are, the `sources` that give them the most probability, and their `ages` (the age of
+            the newest finished rollout of that source that proposes the token, in generations, or None if the source
+            has only running rollouts). `expected` is the expected number of accepted tokens according to the
+            probabilities; `match_length` is the length of the longest match, 0 for an empty draft.
 
-        Raises KeyError for a handle that is not open, ValueError for a negative budget, a `min_survival` outside 0
-        to 1, or lists of different lengths; no draft is made then.
+        Raises:
+            KeyError: for a handle that is not open; nothing is drafted.
+            ValueError: for a negative budget, a `min_survival` outside 0 to 1, or arguments of different lengths;
+                nothing is drafted.
         """
         return self._native.draft_batch(handles, budgets, min_survival)
 
     def occurrences(self, handle: int, *, length: int = 16) -> list[Occurrence]:
-        """Return what a draft of this request would be made of, at most `length` tokens of each.
+        """Return the occurrences that a draft of this request would use, with up to `length` tokens of each.
 
-        Raises KeyError for a handle that is not open, ValueError for a negative `length`.
+        Raises:
+            KeyError: for a handle that is not open.
+            ValueError: for a negative `length`.
         """
         return [Occurrence(*row) for row in self._native.occurrences(handle, length)]
 
-    def learned(self) -> Learned:
-        """Return what was learned of drafts: how likely each kind of occurrence is right, and each token.
+    def state_dict(self) -> LearnedState:
+        """Return the learned parameters, for `load_state_dict` of another index of the same version.
 
-        Some 450 kB, mostly of one value, for `take` of another index of the same version.
+        The state has about 450 kB, most of which are initial values, so it compresses well.
         """
-        return self._native.learned()
+        return self._native.state_dict()
 
-    def take(self, learned: Learned) -> None:
-        """Go on from what another index has learned, in place of what this one has.
+    def load_state_dict(self, state: LearnedState) -> None:
+        """Replace the learned parameters by those of another index.
 
-        The law may have changed since: of each number 256 observations count at most, however many there were.
+        The distribution of tokens may have changed in the meantime, so each parameter counts as at most 256
+        observations, however many there were.
 
-        Raises ValueError for bytes that are nothing `learned` of this version returned; nothing changes then.
+        Raises:
+            ValueError: if `state` was not returned by `state_dict` of this version; nothing is changed.
         """
-        self._native.take(learned)
+        self._native.load_state_dict(state)
 
     def counters(self) -> dict[Source, SourceCounts]:
         """Return how many tokens were drafted, verified and accepted from each source."""
         return {source: SourceCounts(*counts) for source, *counts in self._native.counters()}
 
     def verified(self) -> int:
-        """Return how many drafted tokens were verified, from all sources."""
+        """Return how many draft tokens of all sources were verified."""
         return sum(counts.verified for counts in self.counters().values())
 
     def accepted_by_age(self) -> dict[int, tuple[float, float]]:
-        """Return how well history of each age spoke: tokens drafted from it, and how many of them were accepted.
+        """Return the numbers of (verified, accepted) draft tokens from the history, by the age of their rollouts.
 
-        An age is the newest generation that the index knew when it drafted, less that of the rollouts behind the token;
-        63 stands for 63 and more. Both numbers are sums since the index was made: what happened in between is the
-        difference of two answers.
+        The age of a rollout is the newest generation in the index at the time of the draft, minus the generation of the
+        rollout; 63 covers all larger ages. Both numbers are sums since the index was created. Ages without verified
+        tokens are omitted. Drafts and `extend` never wait for this method.
 
-        Counted are the tokens for which ``"history"`` spoke most, once verified (see `SourceCounts`): behind a token
-        that was refused nothing is known, so it counts for nobody. A token counts as one, in equal parts for each age
-        at which some rollout says it, and so the parts of all ages add up to what `counters` has of ``"history"``. It
-        is not left to the youngest: to the old would then fall only what no young rollout says, which is accepted
-        seldom even while the policy stands still.
-
-        Ages without such tokens are left out; drafts and `extend` under way never wait.
+        Only verified tokens to which ``"history"`` gave the most probability count (see `SourceCounts`). If rollouts of
+        several ages propose a token, it counts in equal parts for each of these ages, so that all parts add up to the
+        number that `counters` returns for ``"history"``. Attributing the token to the youngest age would leave to older
+        ages only what no young rollout proposes, and that is rarely accepted even while the policy does not change.
         """
         return self._native.accepted_by_age()

@@ -1,1 +1,1 @@
-"""vLLM as the rollout engine: how it is started, drafted for, reloaded and measured."""
+"""vLLM as the rollout engine: configuration, generation, drafting, weight updates and metrics."""

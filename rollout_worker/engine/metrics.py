@@ -1,4 +1,4 @@
-"""Counts that vLLM reports after each step, as the host sees them."""
+"""Counters that vLLM updates after each step, as the host process sees them."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from typing import Any
 
 @dataclass
 class EngineCounters:
-    """Since the engine started, except where noted."""
+    """Counters since the engine started, except where noted."""
 
     running: int = 0
-    """Rollouts in the batch at the last step."""
+    """Rollouts in the batch of the last step."""
     waiting: int = 0
-    """Rollouts queued at the last step."""
+    """Rollouts that vLLM has queued, at the last step."""
     kv_cache_usage: float = 0.0
-    """Share of the KV cache in use at the last step, 0 to 1."""
+    """Share of the KV cache that is in use at the last step, 0 to 1."""
     prompt_tokens: int = 0
-    """Tokens of prompts (and of what responses went on from) that were read."""
+    """Tokens of prompts and prefixes that were read."""
     cached_tokens: int = 0
-    """Those of them whose keys and values were cached."""
+    """The part of them whose keys and values were cached."""
     tokens: int = 0
     """Response tokens."""
     preemptions: int = 0
-    """Times that a running rollout lost its keys and values, for want of memory or by a weight update."""
+    """How often a running rollout lost its keys and values, because of a lack of memory or a weight update."""
     drafted: int = 0
-    """Draft tokens verified."""
+    """Draft tokens that were verified."""
     accepted: int = 0
-    """Draft tokens accepted."""
+    """Draft tokens that were accepted."""
 
     def as_stat_logger(self) -> Any:
-        """A vLLM stat logger factory that keeps these counters up to date."""
+        """Return a factory of a vLLM stat logger that updates these counters."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         counters = self
 
-        class Counting(StatLoggerBase):  # type: ignore[misc]
+        class CounterUpdater(StatLoggerBase):  # type: ignore[misc]
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
                 pass
 
@@ -56,4 +56,4 @@ class EngineCounters:
                     counters.tokens += iteration_stats.num_generation_tokens
                     counters.preemptions += iteration_stats.num_preempted_reqs
 
-        return Counting
+        return CounterUpdater

@@ -1,4 +1,4 @@
-"""Finds the model that a manifest names, and checks what may be loaded as new weights."""
+"""Finds the directories of models, checkpoints and adapters, and checks that they may be loaded."""
 
 from __future__ import annotations
 
@@ -23,38 +23,37 @@ _SHAPE_KEYS = (
     "tie_word_embeddings",
     "vocab_size",
 )
-
-
-_WITHOUT_WEIGHTS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+"""Settings of ``config.json`` in which a checkpoint must agree with the model."""
+_FILES_WITHOUT_WEIGHTS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 
 
 class ModelError(ValueError):
-    """A model that cannot be found or must not be loaded; the text says where it was looked for."""
+    """A model cannot be found or must not be loaded. The message says where it was looked for."""
 
 
 def default_cache() -> Path:
-    """Directory of models that are kept between runs."""
+    """Return the directory of the model cache: ``ROLLOUT_MODEL_CACHE``, or one in the user's cache."""
     if named := os.environ.get("ROLLOUT_MODEL_CACHE"):
         return Path(named)
     return Path("~/.cache/das-rollout/models").expanduser()
 
 
 def _caches(cache: Path) -> list[Path]:
-    """Where models are looked for by name: the cache, and what an image brings."""
-    shipped = os.environ.get("ROLLOUT_SHIPPED_MODELS")
-    return [cache, Path(shipped)] if shipped else [cache]
+    """Return where models are looked for by name: in the cache, then among those that the image contains."""
+    in_image = os.environ.get("ROLLOUT_SHIPPED_MODELS")
+    return [cache, Path(in_image)] if in_image else [cache]
 
 
 def resolve_model(model: Model, cache: Path, *, weights: bool = True) -> Path:
-    """The local directory of a manifest's model; a Hugging Face model is downloaded.
+    """Return the local directory of a manifest's model, and download a Hugging Face model that is not there yet.
 
     Args:
-        model: the manifest's.
-        cache: directory of models.
-        weights: False where only the configuration and the tokenizer are needed, which is all that is downloaded then.
+        model: ``spec.model`` of the manifest.
+        cache: the model cache.
+        weights: False to download only the configuration and the tokenizer.
 
     Raises:
-        ModelError: if it is nowhere to be found, or is no model directory with safetensors.
+        ModelError: if it cannot be found, or is not a model directory with safetensors.
     """
     directory = _local_directory(model.uri, cache)
     if directory is None:
@@ -63,7 +62,7 @@ def resolve_model(model: Model, cache: Path, *, weights: bool = True) -> Path:
 
 
 def resolve_checkpoint(uri: str, cache: Path, model_directory: Path, allowed_roots: Sequence[str]) -> Path:
-    """The local directory of weights that replace those of *model_directory* in a running engine.
+    """Return the local directory of weights that replace those of *model_directory* in a running engine.
 
     Raises:
         ModelError: if it does not exist, lies outside the allowed roots, or has another shape.
@@ -73,17 +72,17 @@ def resolve_checkpoint(uri: str, cache: Path, model_directory: Path, allowed_roo
     for key in _SHAPE_KEYS:
         if theirs.get(key) != ours.get(key):
             raise ModelError(
-                f"checkpoint {uri!r} has {key} {theirs.get(key)!r} where the model has {ours.get(key)!r}: weights "
+                f"checkpoint {uri!r} has {key} {theirs.get(key)!r}, but the model has {ours.get(key)!r}: weights "
                 "can only be replaced by weights of the same shape"
             )
     return directory
 
 
 def resolve_adapter(uri: str, cache: Path, model_directory: Path, allowed_roots: Sequence[str]) -> Path:
-    """The local directory of a LoRA adapter, as PEFT saves it, for a running engine.
+    """Return the local directory of a LoRA adapter, in PEFT's format, for a running engine.
 
     Raises:
-        ModelError: if it does not exist, lies outside the allowed roots, or is no adapter with safetensors.
+        ModelError: if it does not exist, lies outside the allowed roots, or is not an adapter with safetensors.
     """
     directory = _allowed_directory(uri, cache, model_directory, allowed_roots)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
@@ -98,27 +97,27 @@ def _allowed_directory(uri: str, cache: Path, model_directory: Path, allowed_roo
         raise ModelError(f"checkpoint {uri!r} is neither a directory nor in the model cache, {cache}")
     real = directory.resolve()
     roots = [cache.resolve(), model_directory.resolve(), *(Path(root).resolve() for root in allowed_roots)]
-    # what lies in the cache was put there by whoever owns it, links out of it too
-    in_cache = any(directory.is_relative_to(one) for one in _caches(cache)) and ".." not in directory.parts
+    # The owner of the cache has chosen its contents, including links to other directories.
+    in_cache = any(directory.is_relative_to(parent) for parent in _caches(cache)) and ".." not in directory.parts
     if not in_cache and not any(real.is_relative_to(root) for root in roots):
         raise ModelError(
-            f"checkpoint {uri!r} lies in {real}, outside the model cache and the model's directory; add its root to "
+            f"checkpoint {uri!r} is in {real}, outside the model cache and the model's directory; add its root to "
             "spec.weights.allowedRoots"
         )
     return directory
 
 
 def max_positions(directory: Path) -> int | None:
-    """The longest sequence a model was made for, if its configuration says so."""
+    """Return the maximum sequence length of a model; None if its configuration does not contain it."""
     positions = _config(directory).get("max_position_embeddings")
     return int(positions) if positions is not None else None
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The transformers tokenizer of a model.
+    """Return the transformers tokenizer of a model.
 
     Raises:
-        ModelError: if it has none that can be loaded.
+        ModelError: if it has no tokenizer that can be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -129,7 +128,7 @@ def load_tokenizer(directory: Path) -> Any:
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Tells vocabularies apart: equal for tokenizers whose token ids mean the same."""
+    """Return a hash of a tokenizer's vocabulary, equal for tokenizers whose token ids have the same meaning."""
     digest = blake2b(digest_size=16)
     for token, token_id in sorted(tokenizer.get_vocab().items()):
         digest.update(f"{token_id}:{token}\0".encode())
@@ -143,31 +142,31 @@ def _local_directory(uri: str, cache: Path) -> Path | None:
     if uri.startswith("/"):
         return Path(uri) if Path(uri).is_dir() else _missing(uri, Path(uri))
     if ".." in Path(uri).parts:
-        raise ModelError(f"model {uri!r} leads out of the model cache, {cache}; give an absolute directory")
+        raise ModelError(f"model {uri!r} is outside the model cache, {cache}; use an absolute path")
     return next((one / uri for one in _caches(cache) if (one / uri).is_dir()), None)
 
 
 def _missing(uri: str, path: Path) -> Path:
-    raise ModelError(f"model {uri!r}: there is no directory {path}")
+    raise ModelError(f"model {uri!r}: the directory {path} does not exist")
 
 
 def _download(model: Model, cache: Path, *, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    wanted = None if weights else _WITHOUT_WEIGHTS
+    wanted = None if weights else _FILES_WITHOUT_WEIGHTS
     try:
         return Path(snapshot_download(model.uri, revision=model.revision, allow_patterns=wanted))
-    except Exception as error:  # the hub raises its own errors, httpx's and OSError, all meaning: not to be had
-        own = "; 'rollout tiny-model' makes the examples' model" if model.uri.startswith("das/") else ""
+    except Exception as error:  # the hub raises its own errors, httpx's and OSError; all mean that it is unavailable
+        hint = "; 'rollout tiny-model' creates the model of the examples" if model.uri.startswith("das/") else ""
         raise ModelError(
-            f"model {model.uri!r} is neither a directory in the model cache, {cache}, nor to be had from the "
-            f"Hugging Face hub ({type(error).__name__}){own}"
+            f"model {model.uri!r} is neither a directory in the model cache, {cache}, nor available from the "
+            f"Hugging Face hub ({type(error).__name__}){hint}"
         ) from None
 
 
 def _checked(directory: Path, uri: str, *, weights: bool = True) -> Path:
     if not (directory / "config.json").is_file():
-        raise ModelError(f"model {uri!r}: {directory} has no config.json, so it is no model directory")
+        raise ModelError(f"model {uri!r}: {directory} has no config.json, so it is not a model directory")
     if weights and not any(directory.glob("*.safetensors")):
         raise ModelError(f"model {uri!r}: {directory} has no *.safetensors; other weight formats are not loaded")
     return directory
@@ -179,5 +178,5 @@ def _config(directory: Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise ModelError(f"{directory}/config.json cannot be read: {error}") from None
     if not isinstance(config, dict):
-        raise ModelError(f"{directory}/config.json is no JSON object")
+        raise ModelError(f"{directory}/config.json is not a JSON object")
     return config

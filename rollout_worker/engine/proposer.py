@@ -1,4 +1,4 @@
-"""The drafter behind vLLM's ``custom_class`` hook (V1 model runner, vLLM 0.26 to 0.32)."""
+"""Connects the drafter to vLLM's ``custom_class`` proposer (V1 model runner, vLLM 0.26 to 0.32)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rollout_worker.engine.compat import mend_draft_sampling
-from rollout_worker.engine.sampling import DraftScope, draft_limits, end_tokens
-from rollout_worker.policy.budgets import NOTHING_WAITS, Waiting
-from rollout_worker.policy.controller import Outcomes
+from rollout_worker.engine.compat import patch_draft_sampling
+from rollout_worker.engine.draft_settings import DraftSettings, max_draft_lengths
+from rollout_worker.engine.sampling_params import end_token_ids
+from rollout_worker.policy.controller import StepOutcome
+from rollout_worker.policy.draft_policy import EMPTY_QUEUE, QueueState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,71 +20,75 @@ if TYPE_CHECKING:
     from rollout_worker.drafting.drafter import DraftCounts, Drafter
     from rollout_worker.policy.controller import DraftController
 
-_NOBODY = -1
-_FOLLOWED = np.dtype(
+_UNTRACKED = -1
+_NEVER = -1
+_TRACKED_REQUEST = np.dtype(
     [
-        ("prompt", np.int64),
-        ("length", np.int64),  # of prompt and response, as far as the drafter has been told
-        ("step", np.int64),  # in which it was last
-        ("expected", np.float64),  # of its last draft, the tokens that are to be accepted by their probabilities
-        ("undrafted", np.int64),
+        ("prompt_tokens", np.int64),
+        ("num_tokens", np.int64),  # prompt and response tokens that the drafter knows
+        ("last_step", np.int64),  # number of the step after which it was last in the batch
+        ("expected", np.float64),  # tokens of its last draft that are expected to be accepted
+        ("undrafted_tokens", np.int64),
         ("min_tokens", np.int64),
         ("max_tokens", np.int64),
-        ("most", np.int64),  # tokens of a draft
+        ("max_draft_tokens", np.int64),
     ]
 )
-"""What is known of a request, in the row that its rollout has."""
+"""The state of a request, in the row of its rollout."""
 
 
 class HistoryProposer:
-    """Proposes drafts for every request that carries a :class:`DraftScope`.
+    """Proposes drafts for every request that has :class:`DraftSettings`.
 
-    vLLM makes one in each worker process. Until :meth:`bind` has given it what it needs, and for good on ranks whose
-    drafts are not used, it proposes nothing.
+    vLLM creates a proposer in each worker process. It proposes nothing until :meth:`start`, which is only called on the
+    rank whose drafts are used.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self.max_draft_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
-        self.waiting: Waiting = NOTHING_WAITS
-        """What waits for a place in the batch, as the job knows it."""
+        self.queue: QueueState = EMPTY_QUEUE
+        """The rollouts that wait for a place in the batch, as the job reports them."""
         self.steps = 0
-        """Calls of :meth:`propose`, one for each step of the engine."""
+        """Number of calls of :meth:`propose`, one for each step of the engine."""
         self.seconds = 0.0
-        """Time spent in :meth:`propose`."""
-        self.proposed = 0
-        """Tokens of all drafts."""
+        """Seconds spent in :meth:`propose`."""
+        self.proposed_tokens = 0
+        """Number of tokens of all drafts."""
+        self.sampling_patched = False
+        """Whether vLLM's sampling of draft positions was defective and is patched."""
         self._runner: Any = None
         self._drafter: Drafter | None = None
         self._controller: DraftController | None = None
         self._rows: dict[str, int] = {}
-        """vLLM's name of a request → the row of its rollout."""
+        """vLLM's request id → row of the rollout."""
         self._keys: dict[int, str] = {}
-        """Row → the rollout's key."""
-        self._followed = np.zeros(0, _FOLLOWED)
+        """Row → key of the response."""
+        self._tracked = np.zeros(0, _TRACKED_REQUEST)
         self._finished: dict[str, DraftCounts] = {}
         self._last_call: float | None = None
+        """``time.perf_counter()`` at the last call of :meth:`propose`; None if the step since then is not timed."""
 
     def load_model(self, *_: Any, **__: Any) -> None:
-        """There is no draft model; vLLM calls this in the worker once its kernels are in place."""
-        self.sampling_mended = mend_draft_sampling()
+        """Patch vLLM's sampling. vLLM calls this in the worker process after its kernels were loaded."""
+        self.sampling_patched = patch_draft_sampling()
 
-    def bind(self, runner: Any, drafter: Drafter, controller: DraftController) -> None:
-        """Draft with *drafter*, as *controller* allows, for the requests in the batch of *runner*."""
+    def start(self, runner: Any, drafter: Drafter, controller: DraftController) -> None:
+        """Start to propose drafts of *drafter* for the batch of *runner*, within the budgets of *controller*."""
         self._runner, self._drafter, self._controller = runner, drafter, controller
 
-    def interrupt(self) -> None:
-        """The engine does something else than steps now: how long that takes says nothing of what a step costs."""
+    def interrupt_timing(self) -> None:
+        """Do not measure the current step, because the engine does something else before the next one."""
         self._last_call = None
 
     @property
-    def following(self) -> int:
-        """Rollouts that are drafted for, or whose counts have not been taken."""
+    def num_tracked(self) -> int:
+        """Number of responses that are drafted for, or whose counts were not taken yet."""
         return len(self._rows) + len(self._finished)
 
     def take_counts(self, keys: list[str]) -> dict[str, DraftCounts]:
-        """What was drafted for rollouts that have ended, by key; each is handed out once."""
-        taken = set(keys)
-        self._close([request_id for request_id, row in self._rows.items() if self._keys[row] in taken])
+        """Return the counts of responses that have ended, by key; each is returned once."""
+        ended = set(keys)
+        self._close([request_id for request_id, row in self._rows.items() if self._keys[row] in ended])
         return {key: self._finished.pop(key) for key in keys if key in self._finished}
 
     def propose(
@@ -93,113 +98,156 @@ class HistoryProposer:
         token_ids_cpu: NDArray[np.int32],
         slot_mappings: object = None,
     ) -> list[list[int]]:
-        """Drafts for the batch of this step.
+        """Return drafts for the batch of this step.
 
         Args:
-            sampled_token_ids: for each row of the batch what was just sampled: accepted draft tokens and one more;
-                empty while a prompt is still being read.
-            num_tokens_no_spec: shape (rows,): tokens of the row so far, those just sampled included.
-            token_ids_cpu: shape (rows, max_model_len): prompt and response of each row.
-            slot_mappings: not needed.
+            sampled_token_ids: the tokens that were just sampled for each request in the batch: accepted draft tokens
+                and one more; empty while its prompt is still being read.
+            num_tokens_no_spec: number of tokens of each request, including the sampled ones, shape (requests,).
+            token_ids_cpu: prompt and response of each request, shape (requests, max_model_len).
+            slot_mappings: ignored.
 
         Returns:
-            For each row at most ``num_speculative_tokens`` tokens.
+            At most ``num_speculative_tokens`` tokens for each request.
         """
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         drafter, controller = self._drafter, self._controller
         if drafter is None or controller is None:
             return drafts
         started = time.perf_counter()
-        if controller.sleeps():
+        if controller.skip_step():
             self.steps += 1
             self._last_call = started
             return drafts
-        batch = self._runner.input_batch
-        sampled = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
-        for place in np.flatnonzero(sampled):
-            if batch.req_ids[place] not in self._rows:
-                self._follow(drafter, controller, batch.req_ids[place], token_ids_cpu[place])
-        rows = np.fromiter((self._rows.get(request_id, _NOBODY) for request_id in batch.req_ids), np.int64, len(drafts))
-        places = np.flatnonzero((sampled > 0) & (rows != _NOBODY))
-        if len(places) < len(drafts):  # else all are as they were, mostly
-            rows, sampled = rows[places], sampled[places]
-            tokens = [sampled_token_ids[place] for place in places]
-        else:
-            tokens = sampled_token_ids
-        # whether the step did nothing but decode a token, and verify drafts, of rollouts that were in the last one;
-        # what is new, or was preempted, was read in it
-        followed = self._followed
-        timed = len(places) == len(drafts) and bool((followed["step"][rows] == self.steps).all())
-        followed["step"][rows] = self.steps + 1
-        lengths = num_tokens_no_spec[places].astype(np.int64)
-        before = lengths - sampled
-        for place in np.flatnonzero(before > followed["length"][rows]):
-            self._catch_up(drafter, controller, int(rows[place]), token_ids_cpu[places[place]], int(before[place]))
-        # a rollout that was preempted has lost its draft: nothing of it was verified in this step
-        drafted = np.fromiter((len(batch.spec_token_ids[place]) for place in places), np.int64, len(places))
-        drafter.advance(rows, tokens, drafted)
-        expected = np.where(drafted > 0, followed["expected"][rows], 0.0)
-        seconds = started - self._last_call if timed and self._last_call is not None else None
-        controller.verified(Outcomes(rows, sampled, drafted, expected, before), seconds)
-        followed["length"][rows] = lengths
-        if len(self._rows) > len(batch.req_ids):
-            # what vLLM has finished; a preempted request is still among its requests, and is kept
+        request_ids = self._runner.input_batch.req_ids
+        num_sampled = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
+        for place in np.flatnonzero(num_sampled):
+            if request_ids[place] not in self._rows:
+                self._track(drafter, controller, request_ids[place], token_ids_cpu[place])
+        rows = np.fromiter((self._rows.get(one, _UNTRACKED) for one in request_ids), np.int64, len(drafts))
+        places = np.flatnonzero((num_sampled > 0) & (rows != _UNTRACKED))
+        if len(places) < len(drafts):
+            rows, num_sampled = rows[places], num_sampled[places]
+            sampled_token_ids = [sampled_token_ids[place] for place in places]
+        num_tokens = num_tokens_no_spec[places].astype(np.int64)
+        self._catch_up(drafter, controller, rows, num_tokens - num_sampled, token_ids_cpu, places)
+        seconds = self._step_seconds(rows, started, is_complete=len(places) == len(drafts))
+        self._observe_step(drafter, controller, rows, places, sampled_token_ids, num_sampled, num_tokens, seconds)
+        if len(self._rows) > len(request_ids):
+            # Close what vLLM has finished. A preempted request is still among its requests and stays tracked.
             self._close(self._rows.keys() - self._runner.requests.keys())
         if len(places):
-            allowed = controller.allow(rows, self.waiting)
-            limits = draft_limits(
-                lengths - followed["prompt"][rows],
-                undrafted=followed["undrafted"][rows],
-                min_tokens=followed["min_tokens"][rows],
-                max_tokens=followed["max_tokens"][rows],
-                most=followed["most"][rows],
-            )
-            found = drafter.draft(rows, np.minimum(allowed.budgets, limits), allowed.min_survivals)
-            proposed = np.fromiter(map(len, found), np.int64, len(found))
-            expected = np.fromiter((draft.expected for draft in found), np.float64, len(found))
-            followed["expected"][rows] = expected
-            for place in controller.keep(rows, proposed, expected).tolist():
-                drafts[places[place]] = found[place].tokens
-                self.proposed += int(proposed[place])
+            for place, tokens in self._draft(drafter, controller, rows, num_tokens):
+                drafts[places[place]] = tokens
         self.steps += 1
         self._last_call = started
         self.seconds += time.perf_counter() - started
         return drafts
 
-    def _follow(
-        self, drafter: Drafter, controller: DraftController, request_id: str, tokens: NDArray[np.int32]
+    def _step_seconds(self, rows: NDArray[np.int64], started: float, *, is_complete: bool) -> float | None:
+        """Return the duration of the step; None if it did more than decode the same requests as the step before.
+
+        A request that is new, or was preempted, had its prompt read in the step.
+        """
+        last_steps = self._tracked["last_step"]
+        is_timed = is_complete and bool((last_steps[rows] == self.steps).all())
+        last_steps[rows] = self.steps + 1
+        return started - self._last_call if is_timed and self._last_call is not None else None
+
+    def _observe_step(
+        self,
+        drafter: Drafter,
+        controller: DraftController,
+        rows: NDArray[np.int64],
+        places: NDArray[np.int64],
+        sampled_token_ids: list[list[int]],
+        num_sampled: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+        seconds: float | None,
     ) -> None:
-        """Begin to follow a request, if it is one of ours, from vLLM's own record of it."""
+        # A request that was preempted has lost its draft, so that this step has verified nothing of it.
+        spec_token_ids = self._runner.input_batch.spec_token_ids
+        drafted = np.fromiter((len(spec_token_ids[place]) for place in places), np.int64, len(places))
+        drafter.advance(rows, sampled_token_ids, drafted)
+        expected = np.where(drafted > 0, self._tracked["expected"][rows], 0.0)
+        outcome = StepOutcome(rows, num_sampled, drafted, expected, num_tokens - num_sampled)
+        controller.observe_step(outcome, seconds)
+        self._tracked["num_tokens"][rows] = num_tokens
+
+    def _draft(
+        self, drafter: Drafter, controller: DraftController, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]
+    ) -> list[tuple[int, list[int]]]:
+        """Return the drafts to verify, each with its index in *rows*."""
+        budgets = controller.compute_budgets(rows, self.queue)
+        state = self._tracked[rows]
+        limits = max_draft_lengths(
+            num_tokens - state["prompt_tokens"],
+            undrafted_tokens=state["undrafted_tokens"],
+            min_tokens=state["min_tokens"],
+            max_tokens=state["max_tokens"],
+            limits=state["max_draft_tokens"],
+        )
+        drafts = drafter.draft(rows, np.minimum(budgets.tokens, limits), budgets.min_survivals)
+        lengths = np.fromiter(map(len, drafts), np.int64, len(drafts))
+        expected = np.fromiter((draft.expected for draft in drafts), np.float64, len(drafts))
+        self._tracked["expected"][rows] = expected
+        selected = controller.select(rows, lengths, expected)
+        self.proposed_tokens += int(lengths[selected].sum())
+        return [(place, drafts[place].tokens) for place in selected.tolist()]
+
+    def _track(self, drafter: Drafter, controller: DraftController, request_id: str, tokens: NDArray[np.int32]) -> None:
+        """Start to track a request, if it has draft settings."""
         request = self._runner.requests[request_id]
-        scope = DraftScope.from_extra_args(request.sampling_params.extra_args)
-        if scope is None:
+        settings = DraftSettings.from_extra_args(request.sampling_params.extra_args)
+        if settings is None:
             return
-        # what the response goes on from is the response's own, though vLLM takes it for prompt
-        prompt = len(request.prompt_token_ids) - scope.prefix
-        row = controller.open(scope.problem, prompt=prompt, said=0, most=scope.max_tokens)
+        # The prefix belongs to the response, although it is part of vLLM's prompt.
+        prompt_tokens = len(request.prompt_token_ids) - settings.prefix_tokens
+        row = controller.open(
+            settings.problem, prompt_tokens=prompt_tokens, generated=0, max_tokens=settings.max_tokens
+        )
         drafter.open(
             row,
-            scope.problem,
-            tokens[:prompt].astype(np.uint32),
-            scope.sources,
-            later_turn=scope.later_turn,
-            ends=end_tokens(request.sampling_params),
+            settings.problem,
+            tokens[:prompt_tokens].astype(np.uint32),
+            settings.sources,
+            later_turn=settings.later_turn,
+            stop_tokens=end_token_ids(request.sampling_params),
         )
-        if row >= len(self._followed):
-            more = np.zeros(max(16, 2 * row) - len(self._followed), _FOLLOWED)
-            self._followed = np.concatenate([self._followed, more])
-        most = self.max_draft_tokens if scope.budget is None else min(scope.budget, self.max_draft_tokens)
-        bounds = (scope.undrafted, scope.min_tokens, scope.max_tokens, most)
-        self._followed[row] = (prompt, prompt, _NOBODY, 0.0, *bounds)
-        self._rows[request_id], self._keys[row] = row, scope.key
+        if row >= len(self._tracked):
+            added = np.zeros(max(16, 2 * row) - len(self._tracked), _TRACKED_REQUEST)
+            self._tracked = np.concatenate([self._tracked, added])
+        max_draft_tokens = self.max_draft_tokens
+        if settings.budget is not None:
+            max_draft_tokens = min(settings.budget, max_draft_tokens)
+        self._tracked[row] = (
+            prompt_tokens,
+            prompt_tokens,
+            _NEVER,
+            0.0,
+            settings.undrafted_tokens,
+            settings.min_tokens,
+            settings.max_tokens,
+            max_draft_tokens,
+        )
+        self._rows[request_id], self._keys[row] = row, settings.key
 
     def _catch_up(
-        self, drafter: Drafter, controller: DraftController, row: int, tokens: NDArray[np.int32], until: int
+        self,
+        drafter: Drafter,
+        controller: DraftController,
+        rows: NDArray[np.int64],
+        num_tokens: NDArray[np.int64],
+        token_ids: NDArray[np.int32],
+        places: NDArray[np.int64],
     ) -> None:
-        """Tokens were sampled before this proposer saw the request."""
-        missed = tokens[int(self._followed["length"][row]) : until].tolist()
-        drafter.advance(np.array([row]), [missed], np.zeros(1, np.int64))
-        controller.miss(row, len(missed))
+        """Tell the drafter the tokens that were sampled in steps in which the request was not seen."""
+        for index in np.flatnonzero(num_tokens > self._tracked["num_tokens"][rows]):
+            row = rows[index : index + 1]
+            known = int(self._tracked["num_tokens"][row[0]])
+            missed = token_ids[places[index], known : int(num_tokens[index])].tolist()
+            drafter.advance(row, [missed], np.zeros(1, np.int64))
+            controller.add_unobserved(int(row[0]), len(missed))
 
     def _close(self, request_ids: Iterable[str]) -> None:
         drafter, controller = self._drafter, self._controller

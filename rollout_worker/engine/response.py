@@ -1,4 +1,4 @@
-"""A response while it comes out of the engine, and once it has."""
+"""The tokens of a response, while it is generated and afterwards."""
 
 from __future__ import annotations
 
@@ -10,90 +10,68 @@ from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan
 
 
 @dataclass(frozen=True)
-class Generated:
-    """One response as it came out of the engine, what it went on from included."""
+class GenerationResult:
+    """One response of an engine, including the prefix from which it was continued."""
 
     token_ids: list[int]
     logprobs: list[float] | None
-    spans: list[WeightSpan]
+    """Behavior log-probability of each token; None if they were not requested."""
+    weight_spans: list[WeightSpan]
     """Which weight version sampled which tokens; empty without tokens."""
     finish_reason: FinishReason | None
-    """STOP or LENGTH; None where the caller ended it early."""
-    steps: int
-    """Decoding steps; what it went on from took none here."""
-    drafted: int
-    accepted: int
-    cached_tokens: int
-    """Tokens of the prompt, and of what it went on from, whose keys and values were cached."""
+    """STOP or LENGTH; None if the caller stopped the response."""
+    num_decoding_steps: int
+    """Number of decoding steps on this engine; the prefix took none."""
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_cached_tokens: int
+    """Number of tokens of prompt and prefix whose keys and values were cached."""
     started: float
-    """``time.monotonic()`` when the engine was asked."""
+    """``time.monotonic()`` when the engine was asked for the response."""
     finished: float
+    """``time.monotonic()`` when the last token arrived."""
 
     @property
     def weight_version(self) -> int | None:
         """The version that sampled the last token; None without tokens."""
-        return self.spans[-1].weight_version if self.spans else None
+        return self.weight_spans[-1].weight_version if self.weight_spans else None
 
 
-class Response:
-    """The tokens of a response that have come out of the engine so far."""
+class ResponseBuilder:
+    """Collects the tokens of a response as vLLM returns them."""
 
     def __init__(self, prefix: Partial | None, *, logprobs: bool) -> None:
-        """Go on from *prefix*.
+        """Continue from *prefix*.
 
         Args:
-            prefix: tokens sampled earlier; with log-probabilities if *logprobs*.
-            logprobs: whether each token has one.
+            prefix: tokens that were sampled earlier, with log-probabilities if *logprobs*.
+            logprobs: whether each token has a log-probability.
         """
         self.token_ids: list[int] = list(prefix.token_ids) if prefix is not None else []
         self.logprobs: list[float] | None = None
         if logprobs:
             self.logprobs = list(prefix.logprobs or ()) if prefix is not None else []
-        self._spans = prefix.spans if prefix is not None else []
-        self._prefix = len(self.token_ids)
+        self.prefix_tokens = len(self.token_ids)
+        """Number of tokens of the prefix."""
+        self._prefix_spans = prefix.weight_spans if prefix is not None else []
 
-    def extend(self, completion: Any) -> None:
-        """Append what vLLM hands over next: the new tokens of its ``CompletionOutput``."""
+    def append(self, completion: Any) -> None:
+        """Append the new tokens in a ``CompletionOutput`` of vLLM."""
         self.token_ids += completion.token_ids
         if self.logprobs is not None and completion.token_ids:
-            steps = zip(completion.logprobs or (), completion.token_ids, strict=True)
-            self.logprobs += [step[token].logprob for step, token in steps]
+            positions = zip(completion.logprobs or (), completion.token_ids, strict=True)
+            self.logprobs += [logprobs[token].logprob for logprobs, token in positions]
 
-    def ended(
-        self,
-        reason: FinishReason | None,
-        starts: Sequence[tuple[int, int]],
-        *,
-        started: float,
-        finished: float,
-        drafted: int = 0,
-        accepted: int = 0,
-        cached_tokens: int = 0,
-    ) -> Generated:
-        """The whole response; see :class:`Generated`, and :meth:`spans` for *starts*."""
-        return Generated(
-            token_ids=self.token_ids,
-            logprobs=self.logprobs,
-            spans=self.spans(starts),
-            finish_reason=reason,
-            steps=len(self.token_ids) - self._prefix - accepted,  # each makes its accepted tokens and one more
-            drafted=drafted,
-            accepted=accepted,
-            cached_tokens=cached_tokens,
-            started=started,
-            finished=finished,
-        )
-
-    def spans(self, starts: Sequence[tuple[int, int]]) -> list[WeightSpan]:
-        """The spans of all tokens so far.
+    def weight_spans(self, starts: Sequence[tuple[int, int]]) -> list[WeightSpan]:
+        """Return the weight spans of all tokens so far.
 
         Args:
-            starts: (version, index of its first token after the prefix) in order; some may lie beyond what has come
-                out so far, and those of equal index end where they begin.
+            starts: (version, index of its first token after the prefix), in order. Indices may exceed the number of
+                tokens so far. Of several versions that start at the same index, the last one counts.
         """
-        spans = list(self._spans)
+        spans = list(self._prefix_spans)
         for version, start in starts:
-            first = self._prefix + start
+            first = self.prefix_tokens + start
             if first >= len(self.token_ids):
                 break
             if spans and spans[-1].start == first:
@@ -103,5 +81,31 @@ class Response:
         return spans
 
     def partial(self, starts: Sequence[tuple[int, int]]) -> Partial:
-        """All of it so far; *starts* as for :meth:`spans`."""
-        return Partial(token_ids=self.token_ids, logprobs=self.logprobs, spans=self.spans(starts))
+        """Return all tokens so far; see :meth:`weight_spans` for *starts*."""
+        return Partial(token_ids=self.token_ids, logprobs=self.logprobs, weight_spans=self.weight_spans(starts))
+
+    def finish(
+        self,
+        reason: FinishReason | None,
+        starts: Sequence[tuple[int, int]],
+        *,
+        started: float,
+        finished: float,
+        num_draft_tokens: int = 0,
+        num_accepted_tokens: int = 0,
+        num_cached_tokens: int = 0,
+    ) -> GenerationResult:
+        """Return the whole response; see :class:`GenerationResult`, and :meth:`weight_spans` for *starts*."""
+        num_sampled = len(self.token_ids) - self.prefix_tokens
+        return GenerationResult(
+            token_ids=self.token_ids,
+            logprobs=self.logprobs,
+            weight_spans=self.weight_spans(starts),
+            finish_reason=reason,
+            num_decoding_steps=num_sampled - num_accepted_tokens,  # a step samples one token that was not drafted
+            num_draft_tokens=num_draft_tokens,
+            num_accepted_tokens=num_accepted_tokens,
+            num_cached_tokens=num_cached_tokens,
+            started=started,
+            finished=finished,
+        )

@@ -1,1 +1,1 @@
-"""Finished rollouts in Redis: the truth that every draft index is rebuilt from."""
+"""The history: finished rollouts in Redis, from which every draft index is rebuilt."""

@@ -1,4 +1,8 @@
-"""A history as one file: JSON lines, compressed by zstd, with an end that tells a whole file from a part of one."""
+"""Exports a history to one file and imports it again.
+
+An archive consists of JSON lines, compressed with zstd: a header, one line per rollout, and a last line with a
+checksum, which distinguishes a complete file from a truncated one.
+"""
 
 from __future__ import annotations
 
@@ -19,266 +23,268 @@ import redis
 import zstandard
 from numpy.typing import NDArray
 
-from rollout_api.protocol.keys import HistoryKeys, history_of
+from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.length_entries import rollout_key
-from rollout_worker.history.maintenance import known_history
+from rollout_api.redis_client.server_functions import Redis
+from rollout_worker.history.blocks import START
+from rollout_worker.history.limits import ROLLOUTS_PER_IMPORT_BATCH
+from rollout_worker.history.metadata import HistoryMetadata
 from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.server_functions import Call, Redis, run
-from rollout_worker.history.store import ADOPT, PUBLISHED, START, Appended, HistoryStore
+from rollout_worker.history.store import AppendResult, HistoryStore
 
 FORMAT = "das-rollout-history"
 VERSION = 1
-_LEVEL = 9
-_LONGEST_LINE = 2**28
-"""Bytes: a rollout of 30 million tokens; a damaged file must not ask for all memory."""
-_AT_ONCE = 64
-"""Rollouts that are written together."""
-_PUBLISHED_AT_ONCE = 1000
-_TOKENS = 2**32 - 1
-"""Token ids are below this."""
+_COMPRESSION_LEVEL = 9
+_MAX_LINE_BYTES = 2**28
+"""Maximum size of a line (a rollout of 30 million tokens), so that a damaged file does not request all memory."""
+_TOKEN_ID_LIMIT = 2**32 - 1
+"""Token ids are less than this."""
 
 
 class ArchiveError(ValueError):
-    """A file that is no whole archive; the text names the file and says what is wrong with it."""
+    """The file is not a complete archive; the message names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The first line of an archive: what it is an archive of."""
+    """The first line of an archive."""
 
     history: str
-    """``namespace/name`` of the history that was exported."""
+    """Full name (``namespace/name``) of the exported history."""
     tokenizer: str
+    """Fingerprint of its tokenizer's vocabulary."""
     model: str
+    """Model whose rollouts it was created for."""
     generation: int
-    """The newest generation when the export began."""
+    """The newest generation when the export started."""
     window: int
-    """Generations that it was asked to keep."""
+    """Number of generations kept per problem."""
     max_bytes: int | None
+    """Byte cap in Redis; None if there was none."""
     exported: float
-    """When the export began, in seconds since the epoch, by the server's clock."""
+    """Unix time at which the export started, by the server's clock."""
     published: dict[str, int]
-    """A run and its weight version, as ``<run>:<version>`` → its generation."""
+    """Generations of the known weight versions, by ``<run>:<version>``."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a whole archive holds."""
+    """What a complete archive contains."""
 
     header: Header
     records: int
+    """Number of rollouts."""
     newest: int
-    """The newest generation of all rollouts in it."""
+    """The newest generation of all rollouts."""
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What an export wrote."""
+class ExportResult:
+    """What an export has written."""
 
     problems: int
+    """Number of problems with rollouts."""
     records: int
+    """Number of rollouts."""
     corrupt: int
-    """Entries of the history that could not be read; they are not in the file."""
+    """Number of entries that could not be read and are therefore not in the file."""
     size: int
-    """Bytes of the file."""
+    """Size of the file in bytes."""
 
 
 @dataclass(frozen=True)
-class Imported:
-    """What an import did."""
+class ImportResult:
+    """What an import has done."""
 
     history: str
+    """Full name of the history."""
     new: int
+    """Number of rollouts that were added."""
     known: int
-    """Rollouts that were there already."""
+    """Number of rollouts that the history already contained."""
     too_old: int
-    """Rollouts that are not in the history's window."""
+    """Number of rollouts that are not in the history's window."""
     generation: int
-    """The history's newest generation now."""
+    """The history's newest generation after the import."""
 
 
-def export_history(client: Redis, keys: HistoryKeys, file: Path) -> Exported:
-    """Write what is in a history's window to *file*, which is replaced when all is done.
+def export_history(client: Redis, keys: HistoryKeys, file: Path) -> ExportResult:
+    """Write the rollouts in a history's window to *file*, which is replaced when the export is complete.
 
-    Its problems come in the order of their last use, so that an import restores it.
-    Rollouts that are appended meanwhile may be in it or not.
+    Problems are written in the order of their last use, so that an import restores this order. Rollouts that are
+    appended during the export may or may not be included.
 
     Raises:
-        UnknownHistoryError: if there is no such history.
-        OSError: if the file cannot be written.
-        redis.RedisError: if Redis fails; nothing is left of the file then.
+        UnknownHistoryError: there is no such history.
+        OSError: the file cannot be written.
+        redis.RedisError: Redis fails; nothing is left of the new file.
     """
-    store, about = known_history(client, keys)
+    store, info = HistoryStore.open_existing(client, keys)
     header = Header(
         history=keys.full_name,
-        tokenizer=about.tokenizer,
-        model=about.model,
-        generation=about.generation,
-        window=about.window,
-        max_bytes=about.max_bytes,
+        tokenizer=info.tokenizer,
+        model=info.model,
+        generation=info.generation,
+        window=info.window,
+        max_bytes=info.max_bytes,
         exported=float(client.time()[0]),
-        published=_published(client, keys),
+        published=store.metadata.published_versions(),
     )
     problems = records = corrupt = 0
-    newest = about.generation
-    with _replaced(file) as raw:
-        sums = sha256()
-        with zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True).stream_writer(raw, closefd=False) as packed:
+    newest = info.generation
+    with _replacing(file) as raw:
+        checksum = sha256()
+        compressor = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL, write_checksum=True)
+        with compressor.stream_writer(raw, closefd=False) as compressed:
 
             def write(line: dict[str, Any]) -> None:
                 data = json.dumps(line, separators=(",", ":")).encode() + b"\n"
-                sums.update(data)
-                packed.write(data)
+                checksum.update(data)
+                compressed.write(data)
 
             write({"format": FORMAT, "version": VERSION, **asdict(header)})
-            for problem in sorted(store.problems(), key=lambda one: one.used):
-                sampled = store.generations_of([problem.problem])[problem.problem] or ()
-                written, unread, last = _export_problem(store, problem.problem, about.oldest_kept(sampled), write)
+            for problem in store.catalog.problems():
+                problem_id = problem.problem_id
+                sampled = store.catalog.generations([problem_id])[problem_id] or ()
+                written, unreadable, last = _export_problem(store, problem_id, info.oldest_kept(sampled), write)
                 problems += written > 0
-                records, corrupt, newest = records + written, corrupt + unread, max(newest, last)
-            write({"end": True, "records": records, "newest": newest, "sha256": sums.hexdigest()})
+                records, corrupt, newest = records + written, corrupt + unreadable, max(newest, last)
+            write({"end": True, "records": records, "newest": newest, "sha256": checksum.hexdigest()})
         size = raw.tell()
-    return Exported(problems, records, corrupt, size)
+    return ExportResult(problems, records, corrupt, size)
 
 
 def _export_problem(
-    store: HistoryStore, problem: str, oldest: int, write: Callable[[dict[str, Any]], None]
+    store: HistoryStore, problem_id: str, oldest: int, write: Callable[[dict[str, Any]], None]
 ) -> tuple[int, int, int]:
-    """Write one problem's rollouts, each once, though it may be compacted meanwhile.
+    """Write each rollout of a problem once, even if the problem is compacted in the meantime.
 
     Returns:
-        Rollouts, entries that could not be read, the newest generation.
+        The number of rollouts, the number of unreadable entries, and the newest generation.
     """
-    cursor, newest, more = START, 0, True
-    seen: set[str] = set()
+    cursor, newest, has_more = START, 0, True
+    written: set[str] = set()
     corrupt: set[str] = set()
     rewards: dict[bytes, float] = {}
-    while more:
-        found = store.read({problem: cursor}, rewarded={problem} if cursor == START else ())[problem]
+    while has_more:
+        found = store.read({problem_id: cursor}, with_lengths={problem_id} if cursor == START else ())[problem_id]
         rewards |= found.rewards or {}
         for record in found.records:
-            if record.generation >= oldest and record.rollout_id not in seen:
-                seen.add(record.rollout_id)
+            if record.generation >= oldest and record.rollout_id not in written:
+                written.add(record.rollout_id)
                 newest = max(newest, record.generation)
-                write(_line(problem, record, rewards.get(rollout_key(record.rollout_id))))
-        corrupt.update(one.entry_id for one in found.corrupt)
-        cursor, more = found.cursor, found.more
-    return len(seen), len(corrupt), newest
+                write(_rollout_line(problem_id, record, rewards.get(rollout_key(record.rollout_id))))
+        corrupt.update(entry.entry_id for entry in found.corrupt)
+        cursor, has_more = found.cursor, found.has_more
+    return len(written), len(corrupt), newest
 
 
 def read_contents(file: Path) -> Contents:
-    """Read *file* to its end and make sure that it is whole.
+    """Read *file* to its end and check that it is complete.
 
     Raises:
-        ArchiveError: if it is no archive, of an unknown version, cut off or damaged.
-        OSError: if it cannot be read.
+        ArchiveError: it is not an archive, has an unknown version, is truncated or is damaged.
+        OSError: it cannot be read.
     """
-    sums, header, lines, last = sha256(), None, 0, b""
+    checksum, header, num_lines, last = sha256(), None, 0, b""
     for line in _lines(file):
         if header is None:
-            header = _header(file, line)
-        sums.update(last)  # the sum is of all lines but the last, in which it stands
-        last, lines = line, lines + 1
+            header = _parse_header(file, line)
+        checksum.update(last)  # of all lines except the last one, which contains the checksum
+        last, num_lines = line, num_lines + 1
     if header is None:
-        raise ArchiveError(f"{file} is empty, or cut off at its beginning; export it again")
-    match _parsed(file, last):
-        case {"end": True, "records": int(told), "newest": int(newest), "sha256": str(digest)}:
+        raise ArchiveError(f"{file} is empty or truncated at its beginning; export it again")
+    match _parse_line(file, last):
+        case {"end": True, "records": int(records), "newest": int(newest), "sha256": str(digest)}:
             pass
         case _:
-            raise ArchiveError(f"{file} is cut off: its end is missing after {lines - 1} rollouts; export it again")
-    if told != lines - 2 or digest != sums.hexdigest():
+            raise ArchiveError(
+                f"{file} is truncated after {num_lines - 1} rollouts: its end is missing; export it again"
+            )
+    if records != num_lines - 2 or digest != checksum.hexdigest():
         raise ArchiveError(f"{file} is damaged: its checksum is wrong; export it again")
-    return Contents(header, told, newest)
+    return Contents(header, records, newest)
 
 
 def import_history(
-    client: Redis, file: Path, keys: HistoryKeys | None = None, *, allow_foreign_model: bool = False
-) -> Imported:
-    """Bring the rollouts of an archive into a history, with their generations and rewards.
+    client: Redis, file: Path, keys: HistoryKeys | None = None, *, allow_model_mismatch: bool = False
+) -> ImportResult:
+    """Add the rollouts of an archive to a history, with their generations and rewards.
 
-    Nothing is written unless the file is whole. An import that failed half-way goes on when it is repeated: a rollout
-    that is there already is left as it is.
+    Nothing is written unless the file is complete. An import that was interrupted can be repeated: rollouts that are
+    there already are left unchanged.
 
     Args:
-        client: of the server.
+        client: client of the server or cluster.
         file: the archive.
-        keys: the history, which is made if there is none [default: the one that was exported].
-        allow_foreign_model: also into the history of another model with the same tokenizer.
+        keys: keys of the history, which is created if it does not exist [default: the one that was exported].
+        allow_model_mismatch: accept a history of another model with the same tokenizer.
 
     Raises:
-        ArchiveError: if the file is no whole archive.
-        HistoryMismatchError: if the history is of another tokenizer, or of another model and that is not allowed.
-        OSError: if the file cannot be read.
-        redis.RedisError: if Redis fails.
+        ArchiveError: the file is not a complete archive.
+        HistoryMismatchError: the history is of another tokenizer, or of another model and that is not allowed.
+        OSError: the file cannot be read.
+        redis.RedisError: Redis fails.
     """
     contents = read_contents(file)
     header = contents.header
     if keys is None:
-        keys = history_of(header.history)
-    known = HistoryStore(client, keys, window=header.window).about()
-    store = HistoryStore(client, keys, window=header.window if known is None else known.window)
+        keys = HistoryKeys.from_full_name(header.history)
+    info = HistoryMetadata(client, keys, window=header.window).info()
+    store = HistoryStore(client, keys, window=header.window if info is None else info.window)
     store.open(
         header.tokenizer,
         header.model,
-        allow_foreign_model=allow_foreign_model,
-        max_bytes=header.max_bytes if known is None else None,
+        allow_model_mismatch=allow_model_mismatch,
+        max_bytes=header.max_bytes if info is None else None,
     )
-    generation = _adopt(client, keys, contents)
-    became = dict.fromkeys(Appended, 0)
-    for problem, of_problem in groupby(_records(file), key=lambda one: one[0]):
-        for what, rollouts in _import_problem(store, problem, of_problem, generation).items():
-            became[what] += rollouts
-    return Imported(keys.full_name, became[Appended.NEW], became[Appended.KNOWN], became[Appended.TOO_OLD], generation)
+    generation = store.metadata.merge_versions(contents.newest, header.published)
+    totals = dict.fromkeys(AppendResult, 0)
+    for problem_id, rollouts in groupby(_read_rollouts(file), key=lambda rollout: rollout[0]):
+        for result, count in _import_problem(store, problem_id, rollouts, generation).items():
+            totals[result] += count
+    return ImportResult(
+        history=keys.full_name,
+        new=totals[AppendResult.APPENDED],
+        known=totals[AppendResult.DUPLICATE],
+        too_old=totals[AppendResult.TOO_OLD],
+        generation=generation,
+    )
 
 
 def _import_problem(
-    store: HistoryStore, problem: str, rollouts: Iterator[tuple[str, HistoryRecord, float | None]], newest: int
-) -> dict[Appended, int]:
-    """Append one problem's rollouts, some at a time; what became of how many in the end."""
-    became = dict.fromkeys(Appended, 0)
-    new: Counter[int] = Counter()
-    rewarded = store.rewards(problem)  # since, perhaps; an import that failed half-way may lack some
-    while some := list(islice(rollouts, _AT_ONCE)):
-        appended = store.append_all([(problem, record) for _, record, _ in some], newest=newest)
-        for (_, record, _), what in zip(some, appended, strict=True):
-            if isinstance(what, redis.ResponseError):
-                raise what
-            became[what] += 1
-            new[record.generation] += what is Appended.NEW
+    store: HistoryStore, problem_id: str, rollouts: Iterator[tuple[str, HistoryRecord, float | None]], newest: int
+) -> dict[AppendResult, int]:
+    """Append one problem's rollouts in batches; return the number of rollouts with each result."""
+    counts = dict.fromkeys(AppendResult, 0)
+    appended: Counter[int] = Counter()
+    # Existing rewards are kept: they may be newer. An import that was interrupted may lack some.
+    existing_rewards = store.statistics.rewards(problem_id)
+    while batch := list(islice(rollouts, ROLLOUTS_PER_IMPORT_BATCH)):
+        results = store.append_all([(problem_id, record) for _, record, _ in batch], newest=newest)
+        for (_, record, _), result in zip(batch, results, strict=True):
+            if isinstance(result, redis.ResponseError):
+                raise result
+            counts[result] += 1
+            appended[record.generation] += result is AppendResult.APPENDED
         rewards = {
             record.rollout_id: reward
-            for _, record, reward in some
-            if reward is not None and rollout_key(record.rollout_id) not in rewarded
+            for _, record, reward in batch
+            if reward is not None and rollout_key(record.rollout_id) not in existing_rewards
         }
         if rewards:
-            store.reward(problem, rewards)
-    # those that newer ones of the same archive have pushed out
-    kept = set(store.generations_of([problem])[problem] or ())
-    gone = sum(rollouts for generation, rollouts in new.items() if generation not in kept)
-    became[Appended.NEW] -= gone
-    became[Appended.TOO_OLD] += gone
-    return became
+            store.set_rewards(problem_id, rewards)
+    # Newer rollouts of the same archive may have pushed older ones out of the window.
+    kept = set(store.catalog.generations([problem_id])[problem_id] or ())
+    deleted = sum(count for generation, count in appended.items() if generation not in kept)
+    counts[AppendResult.APPENDED] -= deleted
+    counts[AppendResult.TOO_OLD] += deleted
+    return counts
 
 
-def _adopt(client: Redis, keys: HistoryKeys, contents: Contents) -> int:
-    """Make the history count on from the archive's newest generation; returns the newest of both."""
-    published = [(PUBLISHED + version, known) for version, known in contents.header.published.items()]
-    generation = 0
-    for at in range(0, len(published) or 1, _PUBLISHED_AT_ONCE):
-        some = [word for pair in published[at : at + _PUBLISHED_AT_ONCE] for word in pair]
-        generation = int(run(client, Call(ADOPT, [keys.meta], [contents.newest, *some])))
-    return generation
-
-
-def _published(client: Redis, keys: HistoryKeys) -> dict[str, int]:
-    stored: Any = client.hgetall(keys.meta)
-    prefix = PUBLISHED.encode()
-    return {name[len(prefix) :].decode(): int(value) for name, value in stored.items() if name.startswith(prefix)}
-
-
-def _line(problem: str, record: HistoryRecord, reward: float | None) -> dict[str, Any]:
+def _rollout_line(problem_id: str, record: HistoryRecord, reward: float | None) -> dict[str, Any]:
     line = {
-        "problem": problem,
+        "problem": problem_id,
         "rollout": record.rollout_id,
         "run": record.run,
         "weight_version": record.weight_version,
@@ -293,12 +299,12 @@ def _line(problem: str, record: HistoryRecord, reward: float | None) -> dict[str
     return line
 
 
-def _records(file: Path) -> Iterator[tuple[str, HistoryRecord, float | None]]:
-    """Problem, rollout and reward, of a whole archive."""
+def _read_rollouts(file: Path) -> Iterator[tuple[str, HistoryRecord, float | None]]:
+    """Yield problem id, rollout and reward of each rollout in a complete archive."""
     lines = _lines(file)
     next(lines)
     for number, line in enumerate(lines, start=2):
-        found = _parsed(file, line)
+        found = _parse_line(file, line)
         if found.get("end"):
             return
         try:
@@ -307,28 +313,28 @@ def _records(file: Path) -> Iterator[tuple[str, HistoryRecord, float | None]]:
                 run=str(found["run"]),
                 weight_version=int(found["weight_version"]),
                 generation=int(found["generation"]),
-                tokens=_ids(found["tokens"]),
+                tokens=_token_ids(found["tokens"]),
                 finish_reason=str(found["finish_reason"]),
-                context=_ids(found.get("context", [])),
+                context=_token_ids(found.get("context", [])),
                 step=int(found["step"]),
             )
             reward = found["reward"]
             yield str(found["problem"]), record, None if reward is None else float(reward)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ArchiveError(f"{file}, line {number}: no rollout: {type(error).__name__}: {error}") from None
+            raise ArchiveError(f"{file}, line {number}: not a rollout: {type(error).__name__}: {error}") from None
 
 
-def _ids(numbers: list[int]) -> NDArray[np.uint32]:
+def _token_ids(numbers: list[int]) -> NDArray[np.uint32]:
     ids = np.asarray(numbers, dtype=np.int64)
-    if ids.ndim != 1 or (len(ids) and not (ids.min() >= 0 and ids.max() < _TOKENS)):
+    if ids.ndim != 1 or (len(ids) and not (ids.min() >= 0 and ids.max() < _TOKEN_ID_LIMIT)):
         raise ValueError("a token id is out of range")
     return ids.astype(np.uint32)
 
 
-def _header(file: Path, line: bytes) -> Header:
-    found = _parsed(file, line)
+def _parse_header(file: Path, line: bytes) -> Header:
+    found = _parse_line(file, line)
     if found.get("format") != FORMAT:
-        raise ArchiveError(f"{file} is no archive of a history")
+        raise ArchiveError(f"{file} is not an archive of a history")
     if found.get("version") != VERSION:
         raise ArchiveError(
             f"{file} is an archive of version {found.get('version')}; this program reads version {VERSION}"
@@ -336,40 +342,40 @@ def _header(file: Path, line: bytes) -> Header:
     try:
         fields = {name: found[name] for name in Header.__dataclass_fields__}
     except KeyError as error:
-        raise ArchiveError(f"{file} has no {error} in its first line; export it again") from None
+        raise ArchiveError(f"{file} lacks {error} in its first line; export it again") from None
     return Header(**fields)
 
 
-def _parsed(file: Path, line: bytes) -> dict[str, Any]:
+def _parse_line(file: Path, line: bytes) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ArchiveError(f"{file} is cut off or damaged: a line is no JSON object; export it again")
+        raise ArchiveError(f"{file} is truncated or damaged: a line is not a JSON object; export it again")
     return found
 
 
 def _lines(file: Path) -> Iterator[bytes]:
     with file.open("rb") as raw:
-        unpacked = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw), buffer_size=2**20)
+        decompressed = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw), buffer_size=2**20)
         while True:
             try:
-                line = unpacked.readline(_LONGEST_LINE)
+                line = decompressed.readline(_MAX_LINE_BYTES)
             except zstandard.ZstdError as error:
                 if raw.seek(0) == 0 and raw.read(4) != zstandard.FRAME_HEADER:
-                    raise ArchiveError(f"{file} is no archive of a history") from None
+                    raise ArchiveError(f"{file} is not an archive of a history") from None
                 raise ArchiveError(f"{file} is damaged: {error}; export it again") from None
             if not line:
                 return
             if not line.endswith(b"\n"):
-                raise ArchiveError(f"{file} is cut off in the middle of a line; export it again")
+                raise ArchiveError(f"{file} is truncated in the middle of a line; export it again")
             yield line
 
 
 @contextmanager
-def _replaced(file: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of *file* when it is written and safe on disk, and vanishes when that fails."""
+def _replacing(file: Path) -> Iterator[IO[bytes]]:
+    """Open a temporary file that replaces *file* once it is written to disk, or is deleted if that fails."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with part.open("wb") as raw:

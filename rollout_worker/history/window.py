@@ -1,34 +1,39 @@
-"""How far back drafts look: so many generations of each problem, and none that the policy has drifted away from.
+"""Which rollouts of a problem are kept: its window, and the cutoff generation that follows the policy's drift.
 
-**The window** is counted by each problem: it keeps the rollouts of the newest generations in which *it* was sampled.
-One that comes up once an epoch finds those of the epochs before, however many weight versions each of them has.
+**The window** is counted per problem: it holds the rollouts of the newest generations in which *this problem* was
+sampled. A problem that is sampled once per epoch therefore keeps the rollouts of several epochs, however many weight
+versions each epoch has.
 
-**The horizon** follows the policy's drift. While the policy changes fast, what it wrote some generations ago says
-little of what it writes now, and only takes room and time. So there is a limit of age, in generations of the history,
-where old history is accepted much less often than young history; it moves away again, at last out of sight, when not.
-What decides is how often tokens that were drafted from history of each age were accepted
-(``SuffixIndex.accepted_by_age``). A problem's newest two generations stay however old they are: it has nothing better.
+**The cutoff generation** follows the policy's drift. While the policy changes quickly, rollouts from many generations
+ago predict little of what it generates now, and only take space and time. The history therefore has an *age limit*, in
+generations: rollouts of that age and older, that is from before the cutoff generation, are deleted even within the
+window. The age limit is set where old rollouts are accepted much less often than young ones, and is raised and finally
+removed when that is no longer so. The decision is based on how often draft tokens from rollouts of each age were
+accepted (``SuffixIndex.accepted_by_age``). The two newest generations of a problem are always kept, because the problem
+has nothing better.
 
-**The rule.** The ages up to the horizon (without one, those of nearly all drafts) are cut in half: *young* are those in
-the first half, *old* those in the second.
+**The rule.** The ages below the age limit (without a limit: the ages that nearly all draft tokens come from) are split
+in the middle into *young* and *old* ages.
 
-- *Draw it nearer*, if old history is accepted less than 0.5 times as often as the youngest. Acceptance does not rise
-  with age: the youngest is accepted at least as often as any run of young ages that begins with it; and where a run of
-  old ages is accepted too seldom, the last of them is, and all that are older are. Those are dropped.
-- *Move it away* by half, if history of the old half, or what is kept behind it, is accepted more than 0.8 times as
-  often as that of the young half: then what is a little older is worth a try; or if next to nothing is drafted from
-  the old half: then the horizon is not what keeps it away. It stops before ages that are known to be too old, where
-  there are counts of such from a time when it was further away.
-- Else leave it. If acceptance halves every h generations, that is between about 0.6 h and h generations; a horizon
-  that has moved away by half is still inside, so that it does not go back and forth.
+- *Lower the limit* if old rollouts are accepted less than 0.5 times as often as the youngest. The rule assumes that
+  acceptance does not rise with age. The youngest rollouts are then accepted at least as often as any range of young
+  ages that starts at the youngest; and if a range of old ages is accepted too rarely, so are the last age of this
+  range and all older ones. These are deleted.
+- *Raise the limit* by half if rollouts of the old ages, or those that are kept beyond the limit, are accepted more than
+  0.8 times as often as rollouts of the young ages, because slightly older rollouts may then help, too. Also raise it
+  if next to nothing is drafted from the old ages, because the limit is then not what keeps such drafts away. The limit
+  is not raised beyond ages that are known to be too old, if there are counts of them from a time with a higher limit.
+- *Otherwise* keep the limit. If acceptance halves every h generations, this is the case between about 0.6 h and h
+  generations. A limit that was raised by half still lies in this range, so that it does not oscillate.
 
-"Less" and "more" are meant beyond doubt: the Wilson bounds (99.5 % on each side) of both must be apart. The tokens of a
-draft stand or fall together, so that 16 count as one trial, and with fewer than 32 trials nothing is said at all. One
-call moves the horizon by a factor of two at most, and never nearer than two generations.
+"Less" and "more" must be statistically significant: the Wilson bounds (99.5 % on each side) of both rates must not
+overlap. The tokens of one draft are accepted or rejected together, so 16 tokens count as one trial, and fewer than 32
+trials are not evidence of anything. One call changes the limit by a factor of two at most, and never below two
+generations.
 
-**The counts** should be of some generations before the call, and old ones should fade: too few, and nothing is ever
-sure; all there ever were, and what has changed is seen late. If counts from before a move of the horizon stay among
-them for a while, ages that were found too old are tried again that much more seldom.
+**The counts** should cover several generations before the call, and old ones should decay. With too few counts nothing
+is ever significant; with all counts since the beginning, changes are noticed late. If counts from before a change of
+the limit remain for a while, ages that were found too old are tried again less often.
 """
 
 from __future__ import annotations
@@ -38,116 +43,133 @@ from collections.abc import Iterable, Mapping
 from itertools import accumulate
 
 ALWAYS_KEPT = 2
-"""Generations of a problem that stay, however old they are."""
-_NEAREST = 2
-_LAST_AGE = 63
-"""Stands for all that are older as well."""
-_RARE = 0.01
-"""Of all drafted tokens: the oldest history says so few that the ages of drafts end before it."""
-_TOO_OLD = 0.5
-_NEARLY_AS_GOOD = 0.8
-_TOKENS_OF_A_TRIAL = 16
-_LEAST_TRIALS = 32
-_DEVIATIONS = 2.58
+"""Number of a problem's newest generations that are kept however old they are."""
+_MIN_AGE_LIMIT = 2
+"""Smallest age limit, in generations."""
+_MAX_AGE = 63
+"""Oldest age that is counted separately; it includes all older ones."""
+_NEGLIGIBLE_SHARE = 0.01
+"""Share of all draft tokens that the oldest ages may have without being considered."""
+_TOO_OLD_RATIO = 0.5
+"""Acceptance relative to the youngest rollouts below which an age is too old."""
+_STILL_USEFUL_RATIO = 0.8
+"""Acceptance of old relative to young ages above which the limit is raised."""
+_TOKENS_PER_TRIAL = 16
+"""Draft tokens that count as one trial, because the tokens of one draft are accepted or rejected together."""
+_MIN_TRIALS = 32
+"""Number of trials below which counts are not evidence of anything."""
+_STANDARD_DEVIATIONS = 2.58
+"""Width of the Wilson bounds: 99.5 % on each side."""
 
 
-def oldest_kept(generations: Iterable[int], window: int, since: int) -> int:
-    """The oldest generation of a problem that is kept; ``append.lua`` has the same rule.
+def oldest_kept(generations: Iterable[int], window: int, cutoff: int) -> int:
+    """Return the oldest generation of a problem that is kept. ``append.lua`` implements the same rule.
 
     Args:
-        generations: in which the problem was sampled.
-        window: how many of them are kept, the newest, 1 or more.
-        since: the oldest within the horizon; of older ones, no more than :data:`ALWAYS_KEPT` are kept.
+        generations: generations in which the problem was sampled.
+        window: number of its newest generations that are kept, at least 1.
+        cutoff: the cutoff generation; of older generations, at most :data:`ALWAYS_KEPT` are kept.
 
     Returns:
         One of *generations*; 0 if there is none.
     """
     oldest = 0
-    for place, generation in enumerate(sorted(set(generations), reverse=True)[:window]):
-        if place >= ALWAYS_KEPT and generation < since:
+    for rank, generation in enumerate(sorted(set(generations), reverse=True)[:window]):
+        if rank >= ALWAYS_KEPT and generation < cutoff:
             break
         oldest = generation
     return oldest
 
 
-def next_horizon(current: int | None, by_age: Mapping[int, tuple[float, float]]) -> int | None:
-    """The horizon to use from now on; see the module for the rule.
+def cutoff_generation(newest: int, age_limit: int | None) -> int:
+    """Return the oldest generation below the age limit if *newest* is the newest one; 0 without a limit."""
+    return 0 if age_limit is None else max(0, newest - age_limit + 1)
+
+
+def describe_age_limit(age_limit: int | None) -> str:
+    """Return which rollouts an age limit keeps, in words."""
+    return "any age" if age_limit is None else f"the last {age_limit} generations"
+
+
+def next_age_limit(current: int | None, by_age: Mapping[int, tuple[float, float]]) -> int | None:
+    """Return the age limit to use from now on, by the rule in this module's documentation.
 
     Args:
-        current: the horizon in use, in generations, 1 or more; None: there is none.
-        by_age: age in generations → tokens drafted from history of that age and verified, and how many of them were
-            accepted. Ages of 63 and more count together, those below 0 as 0; ages without a token may be missing.
+        current: the current limit in generations, at least 1; None if there is none.
+        by_age: age in generations → verified draft tokens from rollouts of that age, and how many of them were
+            accepted. Ages of 63 and more count as one, negative ages as 0; ages without tokens may be missing.
 
     Returns:
-        Generations, from 2 to 63; None: as far as the window reaches.
+        A number of generations from 2 to 63; None for no limit.
 
     Raises:
-        ValueError: a horizon of less than one generation.
+        ValueError: *current* is less than one generation.
     """
     if current is not None and current < 1:
-        raise ValueError(f"a horizon is 1 or more generations, got {current}")
-    counts = _Counts(by_age)
-    reach = max(_NEAREST, counts.reach() if current is None else min(current, _LAST_AGE + 1))
-    old = (reach + 1) // 2
-    too_old = counts.first_below(_TOO_OLD * counts.at_least(old), old)
-    if too_old is not None and too_old < reach:
-        return max(too_old, old, _NEAREST)
+        raise ValueError(f"an age limit is at least 1 generation, got {current}")
+    counts = _AcceptanceCounts(by_age)
+    limit = max(_MIN_AGE_LIMIT, counts.age_range() if current is None else min(current, _MAX_AGE + 1))
+    first_old = (limit + 1) // 2
+    too_old = counts.first_age_below(_TOO_OLD_RATIO * counts.youngest_rate(first_old), first_old)
+    if too_old is not None and too_old < limit:
+        return max(too_old, first_old, _MIN_AGE_LIMIT)
     if current is None:
         return None
-    young = counts.bounds(0, old)
-    # also what always stays, though it lies behind the horizon: often that is all there is of old history
-    old_ones = [counts.bounds(old, end) for end in (reach, _LAST_AGE + 1)]
+    young = counts.rate_bounds(0, first_old)
+    # Generations that are always kept count, too, even beyond the limit: often there are no other old rollouts.
+    old_ranges = [counts.rate_bounds(first_old, end) for end in (limit, _MAX_AGE + 1)]
     if young is not None and (
-        any(one is not None and one[0] >= _NEARLY_AS_GOOD * young[1] for one in old_ones) or counts.reach() <= old
+        any(old is not None and old[0] >= _STILL_USEFUL_RATIO * young[1] for old in old_ranges)
+        or counts.age_range() <= first_old
     ):
-        reach = min(reach + reach // 2, _LAST_AGE + 1 if too_old is None else too_old)
-    return reach if reach <= _LAST_AGE else None
+        limit = min(limit + limit // 2, _MAX_AGE + 1 if too_old is None else too_old)
+    return limit if limit <= _MAX_AGE else None
 
 
-class _Counts:
-    """Drafted and accepted tokens of runs of ages."""
+class _AcceptanceCounts:
+    """Drafted and accepted tokens of ranges of ages."""
 
     def __init__(self, by_age: Mapping[int, tuple[float, float]]) -> None:
-        drafted, accepted = [0.0] * (_LAST_AGE + 1), [0.0] * (_LAST_AGE + 1)
-        for age, (tokens, right) in by_age.items():
-            place = min(max(age, 0), _LAST_AGE)
-            drafted[place] += tokens
-            accepted[place] += right
+        drafted, accepted = [0.0] * (_MAX_AGE + 1), [0.0] * (_MAX_AGE + 1)
+        for age, (drafted_tokens, accepted_tokens) in by_age.items():
+            counted_age = min(max(age, 0), _MAX_AGE)
+            drafted[counted_age] += drafted_tokens
+            accepted[counted_age] += accepted_tokens
         self._drafted, self._accepted = [0.0, *accumulate(drafted)], [0.0, *accumulate(accepted)]
 
-    def reach(self) -> int:
-        """The age before which nearly all tokens were drafted from; 0 if none were."""
-        enough = (1 - _RARE) * self._drafted[-1]
-        return next((age for age, before in enumerate(self._drafted) if before >= enough), 0)
+    def age_range(self) -> int:
+        """Return the age below which nearly all draft tokens lie; 0 if there are none."""
+        nearly_all = (1 - _NEGLIGIBLE_SHARE) * self._drafted[-1]
+        return next((age for age, younger in enumerate(self._drafted) if younger >= nearly_all), 0)
 
-    def bounds(self, first: int, end: int) -> tuple[float, float] | None:
-        """Between what the acceptance rate of the ages from *first* to before *end* is; None: they say too little."""
-        end = min(end, _LAST_AGE + 1)
+    def rate_bounds(self, first: int, end: int) -> tuple[float, float] | None:
+        """Return bounds of the acceptance rate of ages from *first* to before *end*; None without enough trials."""
+        end = min(end, _MAX_AGE + 1)
         drafted = self._drafted[end] - self._drafted[first]
-        trials = drafted / _TOKENS_OF_A_TRIAL
-        if trials < _LEAST_TRIALS:
+        trials = drafted / _TOKENS_PER_TRIAL
+        if trials < _MIN_TRIALS:
             return None
-        share = (self._accepted[end] - self._accepted[first]) / drafted
-        return _wilson(min(max(share, 0.0), 1.0), trials)  # sums round
+        rate = (self._accepted[end] - self._accepted[first]) / drafted
+        return _wilson_bounds(min(max(rate, 0.0), 1.0), trials)  # clipped, because the sums are rounded
 
-    def at_least(self, end: int) -> float:
-        """How often the youngest history is accepted, by the ages before *end*."""
-        found = [self.bounds(0, age + 1) for age in range(end)]
-        return max((bounds[0] for bounds in found if bounds is not None), default=0.0)
+    def youngest_rate(self, end: int) -> float:
+        """Return a lower bound of the acceptance rate of the youngest rollouts, from the ages before *end*."""
+        bounds = [self.rate_bounds(0, age + 1) for age in range(end)]
+        return max((bound[0] for bound in bounds if bound is not None), default=0.0)
 
-    def first_below(self, rate: float, first: int) -> int | None:
-        """The first age, from *first* on, whose history is accepted less often than *rate* for sure."""
-        for age in range(first, _LAST_AGE + 1):
-            for begin in range(first, age + 1):
-                found = self.bounds(begin, age + 1)
-                if found is not None and found[1] < rate:
+    def first_age_below(self, rate: float, first: int) -> int | None:
+        """Return the first age, from *first* on, whose acceptance rate is significantly lower than *rate*."""
+        for age in range(first, _MAX_AGE + 1):
+            for start in range(first, age + 1):
+                bounds = self.rate_bounds(start, age + 1)
+                if bounds is not None and bounds[1] < rate:
                     return age
         return None
 
 
-def _wilson(share: float, trials: float) -> tuple[float, float]:
-    """Bounds of a probability, by the share of *trials* that came out so (Wilson 1927)."""
-    square = _DEVIATIONS**2
-    middle = share + square / (2 * trials)
-    spread = _DEVIATIONS * math.sqrt(share * (1 - share) / trials + square / (4 * trials**2))
-    return (middle - spread) / (1 + square / trials), (middle + spread) / (1 + square / trials)
+def _wilson_bounds(rate: float, trials: float) -> tuple[float, float]:
+    """Return the Wilson score interval (1927) of a probability, from the observed rate in a number of trials."""
+    square = _STANDARD_DEVIATIONS**2
+    center = rate + square / (2 * trials)
+    spread = _STANDARD_DEVIATIONS * math.sqrt(rate * (1 - rate) / trials + square / (4 * trials**2))
+    return (center - spread) / (1 + square / trials), (center + spread) / (1 + square / trials)

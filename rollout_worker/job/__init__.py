@@ -1,1 +1,1 @@
-"""A job: problems in, every rollout finished exactly once, its history kept."""
+"""A job: it accepts requests, finishes every rollout exactly once, and keeps the rollouts in a history."""

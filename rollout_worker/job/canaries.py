@@ -1,4 +1,4 @@
-"""Collects what is measured of groups that have a canary, and tests it; see :mod:`rollout_worker.policy.canary`."""
+"""Compares canaries with their siblings; :mod:`rollout_worker.policy.canary` contains the statistical test."""
 
 from __future__ import annotations
 
@@ -7,71 +7,79 @@ import random
 from typing import NamedTuple
 
 from rollout_api.protocol.messages import FinishReason, Rollout, RolloutRequest
-from rollout_worker.policy.canary import CANARY_TOKENS, DriftTest, canary_of, uniform_rank
+from rollout_worker.policy.canary import CANARY_TOKENS, DriftTest, canary_sample, uniform_rank
 
-_QUANTITIES = 2
+_NUM_QUANTITIES = 2
 
 
-class Measured(NamedTuple):
-    """What is measured of one sample."""
+class Measurement(NamedTuple):
+    """The quantities of one sample that the test compares."""
 
     version: int
-    """The one weight version that sampled it."""
+    """The weight version that sampled all of its tokens."""
     length: int
+    """Number of tokens."""
     logprob: float | None
-    """Mean of its first tokens; None where logprobs were not asked for."""
+    """Mean log-probability of the first tokens; None if the request did not ask for log-probabilities."""
 
 
 def measure(request: RolloutRequest, rollout: Rollout, sample: int) -> bytes:
-    """For the coordinator; empty where the group has no canary, or this sample cannot be compared with its siblings."""
-    if canary_of(request.request_id, request.sampling.n) is None or not rollout.token_ids:
+    """Measure a finished sample.
+
+    Returns:
+        An encoded :class:`Measurement` for the coordinator; empty if the group has no canary, or if the sample cannot
+        be compared because it was cut off or sampled with several weight versions.
+    """
+    if canary_sample(request.request_id, request.sampling.n) is None or not rollout.token_ids:
         return b""
-    versions = {span.weight_version for span in rollout.spans}
+    versions = {span.weight_version for span in rollout.weight_spans}
     if rollout.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH) or len(versions) != 1:
         return b""
     first = None if rollout.logprobs is None else list(rollout.logprobs[:CANARY_TOKENS])
     logprob = sum(first) / len(first) if first else None
-    return json.dumps(Measured(versions.pop(), len(rollout.token_ids), logprob)).encode()
+    return json.dumps(Measurement(versions.pop(), len(rollout.token_ids), logprob)).encode()
 
 
-class Canaries:
-    """The groups whose canaries have not all ended, and the test."""
+class CanaryTest:
+    """Collects the measurements of groups with a canary, and tests each group once all its samples have ended."""
 
     def __init__(self) -> None:
-        self.test = DriftTest(_QUANTITIES)
-        self._measured: dict[str, dict[int, Measured]] = {}
+        self.drift = DriftTest(_NUM_QUANTITIES)
+        """The sequential test."""
+        self._measurements: dict[str, dict[int, Measurement]] = {}
+        """Request id → sample → measurement, for groups that are not complete."""
 
-    def note(self, request: RolloutRequest, sample: int, measured: bytes) -> None:
-        """A sample of a group has ended; *measured* as :func:`measure` has it."""
-        canary = canary_of(request.request_id, request.sampling.n)
+    def record(self, request: RolloutRequest, sample: int, measurement: bytes) -> None:
+        """Add a sample that has ended, with the result of :func:`measure`; test its group if it was the last one."""
+        canary = canary_sample(request.request_id, request.sampling.n)
         if canary is None:
             return
-        group = self._measured.setdefault(request.request_id, {})
-        if measured:
-            group[sample] = Measured(*json.loads(measured))
-        if len(group) < request.sampling.n or len({one.version for one in group.values()}) > 1:
+        group = self._measurements.setdefault(request.request_id, {})
+        if measurement:
+            group[sample] = Measurement(*json.loads(measurement))
+        if len(group) < request.sampling.n or len({each.version for each in group.values()}) > 1:
             return
-        del self._measured[request.request_id]
-        # chance of its own, the same for whoever tests this group
-        chance = random.Random(request.request_id)
+        del self._measurements[request.request_id]
+        # Seeded by the request, so that every coordinator breaks the ties of a group in the same way.
+        rng = random.Random(request.request_id)
         own, others = group.pop(canary), list(group.values())
-        logprobs = [one.logprob for one in others if one.logprob is not None]
-        self.test.observe(
+        logprobs = [each.logprob for each in others if each.logprob is not None]
+        self.drift.observe(
             [
-                uniform_rank(own.length, [one.length for one in others], chance),
-                None if own.logprob is None else uniform_rank(own.logprob, logprobs, chance),
+                uniform_rank(own.length, [each.length for each in others], rng),
+                None if own.logprob is None else uniform_rank(own.logprob, logprobs, rng),
             ]
         )
 
-    def forget(self, request_id: str) -> None:
-        """A request is answered, or cannot be."""
-        self._measured.pop(request_id, None)
+    def discard(self, request_id: str) -> None:
+        """Forget a group that is answered, and may be incomplete."""
+        self._measurements.pop(request_id, None)
 
-    def pack(self) -> str:
-        """The test so far."""
-        return json.dumps({"wealth": self.test.wealth, "canaries": self.test.canaries})
+    def to_json(self) -> str:
+        """Return the state of the test."""
+        return json.dumps({"log_e_values": self.drift.log_e_values, "canaries": self.drift.canaries})
 
-    def unpack(self, kept: str) -> None:
-        """Go on with the test of an earlier coordinator."""
-        found = json.loads(kept)
-        self.test = DriftTest(_QUANTITIES, found["wealth"], found["canaries"])
+    def load_json(self, state: str) -> None:
+        """Continue the test of an earlier coordinator from :meth:`to_json`."""
+        stored = json.loads(state)
+        self.drift = DriftTest(_NUM_QUANTITIES, stored["log_e_values"], stored["canaries"])

@@ -1,4 +1,4 @@
-"""Keeps an engine actor for every place that the workers of a job have."""
+"""Keeps one engine actor running for every slot that the workers of a job offer."""
 
 from __future__ import annotations
 
@@ -12,65 +12,69 @@ import ray
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rollout_worker.job.limits import (
+    ACTOR_ANSWER_TIMEOUT_S,
+    ENGINE_RETRY_DELAY_S,
+    FLEET_INTERVAL_S,
+    MAX_START_FAILURES,
+)
 from rollout_worker.job.setup import JobSetup
 
 logger = logging.getLogger(__name__)
 
 ENGINE_RESOURCE = "rollout_engine"
-"""Ray resource of which a worker node has one for each engine that fits on it."""
-_LOOK_S = 1.0
-_RETRY_S = 30.0
-_ANSWER_S = 0.2
-_DEATHS = 3
-"""Starts in a row in which an engine's process dies before that is an error."""
+"""Ray resource of which a worker node has one unit for each engine that fits on it."""
+_SPECULATIVE, _NON_SPECULATIVE = "engine-", "non-speculative-"
+"""Prefixes of the engines' names."""
 
 
 class Fleet:
-    """Level-triggered: each pass looks what room and which engine actors there are, and makes what is missing.
+    """Starts the engine actors that are missing. Every pass compares the available slots with the existing actors.
 
-    A worker that joins brings room, and so gets an engine for each of its places. The actors are detached and bear
-    names, so that they outlive the coordinator that made them and are found again. Ray starts one that died anew; one
-    whose worker has gone waits for the room of the next. One that cannot start is made anew after a while.
+    A worker that joins adds slots, and each slot gets an engine. The actors are named and detached, so that they
+    outlive the coordinator that created them and its successor finds them. Ray restarts an actor that has died; an
+    actor whose worker has left waits for the slots of the next worker. An engine that cannot start is retried later.
     """
 
     def __init__(self, setup: JobSetup, actor: type) -> None:
-        """Keep the engines of a job; *actor* is their class."""
+        """Manage the engines of a job, which are actors of class *actor*."""
         self.errors: dict[str, str] = {}
-        """Engines that do not start, and why."""
+        """Engines that cannot start, with the reasons."""
         self._setup, self._actor = setup, actor
-        self._asked: dict[str, Any] = {}
-        """Engine → a call that has not been answered yet."""
+        self._calls: dict[str, Any] = {}
+        """Engine → a call of its ``state`` that has not been answered yet."""
         self._starting: dict[str, str] = {}
-        """Engine → its process, when it was last seen to start."""
+        """Engine → the process that was last seen starting it."""
         self._retry_at: dict[str, float] = {}
-        self._deaths: Counter[str] = Counter()
-        """How often in a row an engine's process died while it started."""
+        self._start_failures: Counter[str] = Counter()
+        """Engine → number of consecutive deaths of its process during its start."""
 
     async def run(self) -> None:
-        """Look after the engines until cancelled."""
+        """Manage the engines until cancelled."""
         while True:
             try:
-                await asyncio.to_thread(self._look)
-            except Exception as error:  # Ray's own errors are many; the next pass looks again
-                logger.warning("The engines cannot be looked after right now: %s: %s", type(error).__name__, error)
-            await asyncio.sleep(_LOOK_S)
+                await asyncio.to_thread(self.run_once)
+            except Exception as error:  # Ray raises many kinds of errors, and the next pass starts afresh
+                logger.warning("Cannot manage the engines; trying again: %s: %s", type(error).__name__, error)
+            await asyncio.sleep(FLEET_INTERVAL_S)
 
-    def _look(self) -> None:
+    def run_once(self) -> None:
+        """Start the actors that are missing, and read the state of the others."""
         nodes: Any = ray.nodes()
-        room = sum(int(node["Resources"].get(ENGINE_RESOURCE, 0)) for node in nodes if node["Alive"])
-        wanted = {f"plain-{number}": True for number in range(self._setup.plain_engines)}
-        wanted |= {f"engine-{number}": False for number in range(room - len(wanted))}
-        for name in self.errors.keys() - wanted.keys():  # its worker has gone
+        slots = sum(int(node["Resources"].get(ENGINE_RESOURCE, 0)) for node in nodes if node["Alive"])
+        wanted = {f"{_NON_SPECULATIVE}{number}": False for number in range(self._setup.non_speculative_engines)}
+        wanted |= {f"{_SPECULATIVE}{number}": True for number in range(slots - len(wanted))}
+        for name in self.errors.keys() - wanted.keys():  # the engine's worker has left
             self.errors.pop(name, None)
-        ours = namespace(self._setup.uid)
+        namespace = ray_namespace(self._setup.uid)
         named = ray.util.list_named_actors(all_namespaces=True)
-        there = {actor["name"] for actor in named if actor["namespace"] == ours}
-        for name, plain in wanted.items():
-            if name not in there:
-                self._make(name, plain)
-        self._ask([name for name in sorted(there) if name.startswith(("engine-", "plain-"))])
+        existing = {actor["name"] for actor in named if actor["namespace"] == namespace}
+        for name, speculative in wanted.items():
+            if name not in existing:
+                self._start(name, speculative=speculative)
+        self._poll([name for name in sorted(existing) if name.startswith((_SPECULATIVE, _NON_SPECULATIVE))])
 
-    def _make(self, name: str, plain: bool) -> None:
+    def _start(self, name: str, *, speculative: bool) -> None:
         if time.monotonic() < self._retry_at.get(name, 0.0):
             return
         spec = self._setup.job.spec
@@ -78,65 +82,68 @@ class Fleet:
         bundle: dict[str, float] = {ENGINE_RESOURCE: 1.0}
         if gpus:
             bundle["GPU"] = float(gpus)
-        group = self._group(name, bundle)
+        group = self._placement_group(name, bundle)
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=False)
         actor = ray.remote(self._actor).options(
-            **lasting(name, self._setup.uid),
+            **detached_actor_options(name, self._setup.uid),
             num_gpus=gpus,
             resources={ENGINE_RESOURCE: 1.0},
             scheduling_strategy=strategy,
         )
-        actor.remote(self._setup, name, plain)
+        actor.remote(self._setup, name, speculative)
 
-    def _group(self, name: str, bundle: dict[str, float]) -> PlacementGroup:
-        """An engine lives on one node, and its place is kept for it while it starts anew."""
-        named = f"{namespace(self._setup.uid)}-{name}"
+    def _placement_group(self, name: str, bundle: dict[str, float]) -> PlacementGroup:
+        """Reserve an engine's resources on one node; they stay reserved while the engine restarts."""
+        group_name = f"{ray_namespace(self._setup.uid)}-{name}"
         try:
-            return get_placement_group(named)
+            return get_placement_group(group_name)
         except ValueError:
-            return placement_group([bundle], strategy="STRICT_PACK", name=named, lifetime="detached")
+            return placement_group([bundle], strategy="STRICT_PACK", name=group_name, lifetime="detached")
 
-    def _ask(self, names: list[str]) -> None:
-        """Learn which engines have started; who does not answer now is heard at a later pass."""
-        actors = {name: ray.get_actor(name, namespace=namespace(self._setup.uid)) for name in names}
-        self._asked = {name: self._asked.get(name) or actor.state.remote() for name, actor in actors.items()}
-        calls = list(self._asked.values())
-        done, _ = ray.wait(calls, num_returns=len(calls), timeout=_ANSWER_S) if calls else ([], [])
+    def _poll(self, names: list[str]) -> None:
+        """Read which engines have started. A call that is not answered in time is read in a later pass."""
+        actors = {name: ray.get_actor(name, namespace=ray_namespace(self._setup.uid)) for name in names}
+        self._calls = {name: self._calls.get(name) or actor.state.remote() for name, actor in actors.items()}
+        calls = list(self._calls.values())
+        done, _ = ray.wait(calls, num_returns=len(calls), timeout=ACTOR_ANSWER_TIMEOUT_S) if calls else ([], [])
         for name, actor in actors.items():
-            if self._asked[name] in done:
-                self._judge(name, actor, self._asked.pop(name))
+            if self._calls[name] in done:
+                self._handle_state(name, actor, self._calls.pop(name))
 
-    def _judge(self, name: str, actor: Any, call: Any) -> None:
-        """Note what an engine answered; one that cannot start is ended, to be made anew."""
+    def _handle_state(self, name: str, actor: Any, call: Any) -> None:
+        """Record an engine's state; kill an actor whose engine cannot start, so that a later pass replaces it."""
         try:
             process, started, error = ray.get(call)
-        except ray.exceptions.RayError as away:
-            # killed, or its node is gone: Ray starts it anew, and another process answers then
-            logger.debug("%s does not answer: %s", name, away)
+        except ray.exceptions.RayError as unavailable:
+            # The process was killed or its node is gone. Ray restarts the actor, and its new process answers then.
+            logger.debug("Engine %s does not answer: %s", name, unavailable)
             return
         if not started:
-            self._deaths[name] += self._starting.get(name, process) != process
+            self._start_failures[name] += self._starting.get(name, process) != process
             self._starting[name] = process
-            if self._deaths[name] < _DEATHS:
+            if self._start_failures[name] < MAX_START_FAILURES:
                 return
-            error = f"its process died {self._deaths[name]} times while it started, for want of memory perhaps"
-        del self._deaths[name]
+            error = (
+                f"its process died {self._start_failures[name]} times while it started; "
+                "the machine may have too little memory"
+            )
+        del self._start_failures[name]
         self._starting.pop(name, None)
         if error:
             if self.errors.get(name) != error:
-                logger.error("%s does not start: %s", name, error)
+                logger.error("Engine %s cannot start: %s", name, error)
             self.errors[name] = error
-            self._retry_at[name] = time.monotonic() + _RETRY_S
+            self._retry_at[name] = time.monotonic() + ENGINE_RETRY_DELAY_S
             ray.kill(actor, no_restart=True)
         else:
             self.errors.pop(name, None)
 
 
-def lasting(name: str, uid: str) -> dict[str, Any]:
-    """Options of an actor of job *uid* that outlives its maker, is started anew when it dies, and bears a *name*."""
+def detached_actor_options(name: str, uid: str) -> dict[str, Any]:
+    """Return the Ray options of a named actor of job *uid* that outlives its creator and is restarted when it dies."""
     return {
         "name": name,
-        "namespace": namespace(uid),
+        "namespace": ray_namespace(uid),
         "lifetime": "detached",
         "get_if_exists": True,
         "max_restarts": -1,
@@ -146,6 +153,6 @@ def lasting(name: str, uid: str) -> dict[str, Any]:
     }
 
 
-def namespace(uid: str) -> str:
-    """The Ray namespace of a job."""
+def ray_namespace(uid: str) -> str:
+    """Return the Ray namespace of a job."""
     return f"rollout-{uid}"

@@ -1,4 +1,4 @@
-"""What a job's ledger keeps of an ended rollout. What is in the ledger is never made again."""
+"""The ledger of finished rollouts. What is in the ledger is never sampled again."""
 
 from __future__ import annotations
 
@@ -10,58 +10,59 @@ import redis
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import CodecError, Rollout
+from rollout_worker.job.limits import LEDGERS_PER_SCAN
 
 META_FIELDS = frozenset({b"entry", b"n", b"cancelled"})
-"""Fields of a request's ledger that are no samples."""
+"""Fields of a ledger that describe the request; all other fields are samples."""
 
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One ended rollout; its tokens are in the history."""
+    """A finished rollout, without its tokens, which are in the history."""
 
     problem_id: str
     length: int
     finish_reason: str
     weight_version: int | None
-    steps: int
-    drafted: int
-    accepted: int
+    num_decoding_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     engine: str
 
     @classmethod
     def of(cls, rollout: Rollout) -> LedgerEntry:
-        """The entry for *rollout*."""
+        """Return the entry of a rollout."""
         return cls(
             rollout.problem_id,
             len(rollout.token_ids),
             str(rollout.finish_reason),
             rollout.weight_version,
-            rollout.steps,
-            rollout.drafted,
-            rollout.accepted,
+            rollout.num_decoding_steps,
+            rollout.num_draft_tokens,
+            rollout.num_accepted_tokens,
             rollout.engine,
         )
 
     def pack(self) -> bytes:
-        """As it is written."""
+        """Encode the entry."""
         packed: bytes = msgpack.packb(astuple(self))
         return packed
 
     @classmethod
     def unpack(cls, data: bytes) -> LedgerEntry:
-        """The inverse of :meth:`pack`.
+        """Decode an entry.
 
         Raises:
-            CodecError: if *data* is no such entry.
+            CodecError: if *data* is not a ledger entry.
         """
         try:
             return cls(*msgpack.unpackb(data))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise CodecError(f"no entry of a ledger: {error}") from None
+            raise CodecError(f"not a ledger entry: {error}") from None
 
 
 def read_ledger(client: redis.Redis, keys: MessageKeys, request_ids: list[str]) -> dict[str, dict[int, LedgerEntry]]:
-    """What is done of each of these requests: request id → sample → entry."""
+    """Return the finished rollouts of requests: request id → sample → entry."""
     pipeline = client.pipeline(transaction=False)
     for request_id in request_ids:
         pipeline.hgetall(keys.ledger(request_id))
@@ -74,10 +75,10 @@ def read_ledger(client: redis.Redis, keys: MessageKeys, request_ids: list[str]) 
     }
 
 
-def count_ended(client: redis.Redis, keys: MessageKeys, name: str) -> int:
-    """How many rollouts that client *name* asked for have ended."""
+def count_finished_rollouts(client: redis.Redis, keys: MessageKeys, client_name: str) -> int:
+    """Return the number of finished rollouts that a client has requested."""
     pipeline = client.pipeline(transaction=False)
-    for ledger in client.scan_iter(keys.ledger(f"{name}:*"), count=1000):
+    for ledger in client.scan_iter(keys.ledger(f"{client_name}:*"), count=LEDGERS_PER_SCAN):
         pipeline.hkeys(ledger)
     replies: list[list[bytes]] = pipeline.execute()
     return sum(field not in META_FIELDS for fields in replies for field in fields)

@@ -1,4 +1,4 @@
-"""A job's actors on a Ray cluster, as whoever starts the job sees them."""
+"""A job's actors on a Ray cluster, as seen by the process that starts the job."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ import os
 import signal
 from typing import Any
 
-from rollout_worker.engine.compat import EngineError
+from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.job_store import JobStore
+from rollout_worker.job.limits import ACTOR_CALL_TIMEOUT_S, ACTOR_POLL_INTERVAL_S, OBJECT_STORE_BYTES
 from rollout_worker.job.setup import JobSetup
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.2
-OBJECT_STORE_BYTES = 128 << 20
-"""Little goes through Ray's object store: prompts and rollouts go through Redis."""
-
 
 def start_local_ray(engines: int) -> None:
-    """A Ray cluster of this process' own with room for so many engines; it ends with the process.
+    """Start a Ray cluster with room for *engines* engines, which ends with this process.
 
     Raises:
         EngineError: if Ray does not start.
@@ -36,41 +33,43 @@ def start_local_ray(engines: int) -> None:
 
 
 def join_ray(address: str) -> None:
-    """Take part in the Ray cluster whose head is at *address*.
+    """Connect this process to the Ray cluster whose head is at *address*.
 
     Raises:
-        EngineError: if it does not take this process.
+        EngineError: if the cluster does not accept this process.
     """
     _init(address=address)
 
 
+def stop_local_ray() -> None:
+    """End the local Ray cluster and everything that runs on it."""
+    import ray
+
+    ray.shutdown()
+
+
 def own_address() -> str:
-    """The address under which Ray on other machines would reach this one."""
+    """Return the address at which Ray on other machines reaches this one."""
     import ray
 
     return str(ray.util.get_node_ip_address())
 
 
 def _init(**settings: Any) -> None:
+    # Ray reads these settings from the environment alone.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")  # an engine whose worker has gone waits for room, in silence
+    # Without this, Ray warns repeatedly about an engine that waits for a worker.
+    os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     import ray
 
-    on_term = signal.getsignal(signal.SIGTERM)
+    sigterm_handler = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(logging_level=logging.ERROR, log_to_driver=True, **settings)
     except (OSError, RuntimeError, ValueError) as error:
-        raise EngineError(f"Ray does not start: {error}") from error
-    # Ray's core takes SIGTERM for a crash
-    signal.signal(signal.SIGTERM, on_term)
-
-
-def stop_local_ray() -> None:
-    """End that cluster, with everything that runs on it."""
-    import ray
-
-    ray.shutdown()
+        raise EngineError(f"Ray cannot start: {error}") from error
+    # Ray's core installs a handler that treats SIGTERM as a crash.
+    signal.signal(signal.SIGTERM, sigterm_handler)
 
 
 class RayJob:
@@ -80,51 +79,51 @@ class RayJob:
         self._setup = setup
 
     def start(self) -> None:
-        """Make the coordinator and the relay, unless they are there; the coordinator makes the engines."""
+        """Start the coordinator and the relay unless they exist; the coordinator starts the engines."""
         import ray
 
         from rollout_worker.job.actors import CoordinatorActor, RelayActor
-        from rollout_worker.job.fleet import lasting
+        from rollout_worker.job.fleet import detached_actor_options
 
         for name, actor in (("coordinator", CoordinatorActor), ("relay", RelayActor)):
-            ray.remote(actor).options(**lasting(name, self._setup.uid)).remote(self._setup)
+            ray.remote(actor).options(**detached_actor_options(name, self._setup.uid)).remote(self._setup)
 
-    async def engines_ready(self, job_store: JobStore, wanted: int) -> None:
-        """Wait until *wanted* engines have taken up their work.
+    async def wait_engines_ready(self, job_store: JobStore, count: int) -> None:
+        """Wait until *count* engines serve.
 
         Raises:
-            EngineError: as soon as one cannot start.
+            EngineError: as soon as one engine cannot start.
         """
         while True:
-            engines = await job_store.engines()
-            if sum(alive for _, alive in engines.values()) >= wanted:
+            engines = await job_store.engines.engines()
+            if sum(alive for _, alive in engines.values()) >= count:
                 return
-            errors = await self._ask("engine_errors")
+            errors = await self._call_coordinator("engine_errors")
             if errors:
                 name, error = next(iter(errors.items()))
-                raise EngineError(f"{name}: {error}")
-            await asyncio.sleep(_POLL_S)
+                raise EngineError(f"{name} cannot start: {error}")
+            await asyncio.sleep(ACTOR_POLL_INTERVAL_S)
 
     async def ended(self) -> bool:
-        """Whether the job was closed and all that was asked for is answered."""
-        return bool(await self._ask("ended"))
+        """Return whether the job was closed and all its requests are answered."""
+        return bool(await self._call_coordinator("ended"))
 
     async def status_port(self) -> int:
-        """Port of ``/status`` and ``/metrics`` on the coordinator's machine; 0 while it starts."""
-        return int(await self._ask("address") or 0)
+        """Return the port of ``/status`` on the coordinator's machine; 0 until the coordinator has started."""
+        return int(await self._call_coordinator("get_status_port") or 0)
 
-    async def _ask(self, method: str) -> Any:
-        """What the coordinator answers; None while it is being started anew."""
+    async def _call_coordinator(self, method: str) -> Any:
+        """Return the result of a method of the coordinator; None while it restarts."""
         import ray
 
-        from rollout_worker.job.fleet import namespace
+        from rollout_worker.job.fleet import ray_namespace
 
-        def ask() -> Any:
+        def call() -> Any:
             try:
-                coordinator = ray.get_actor("coordinator", namespace=namespace(self._setup.uid))
-                return ray.get(getattr(coordinator, method).remote(), timeout=10)
+                coordinator = ray.get_actor("coordinator", namespace=ray_namespace(self._setup.uid))
+                return ray.get(getattr(coordinator, method).remote(), timeout=ACTOR_CALL_TIMEOUT_S)
             except (ray.exceptions.RayError, ValueError) as error:
-                logger.info("The coordinator does not answer right now: %s", error)
+                logger.info("The coordinator does not answer: %s", error)
                 return None
 
-        return await asyncio.to_thread(ask)
+        return await asyncio.to_thread(call)

@@ -1,4 +1,4 @@
-"""Carries ended rollouts and their rewards from a job's streams into their problems' histories."""
+"""The relay: it moves finished rollouts and their rewards from a job's streams to the history."""
 
 from __future__ import annotations
 
@@ -6,182 +6,183 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 import redis
 
-from rollout_api.protocol.dead_letters import add_dead_letter
-from rollout_api.protocol.keys import CONTEXT, DATA, MessageKeys
+from rollout_api.protocol.keys import CONTEXT_FIELD, MessageKeys
 from rollout_api.protocol.messages import CodecError, Rewards, Rollout, RolloutId, decode, unpack_tokens
-from rollout_worker.history.connection import retry
+from rollout_api.redis_client.retry import concerns_server, retry
 from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.server_functions import concerns_the_server
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.ledger import LedgerEntry
+from rollout_worker.job.job_store.incoming import Entry
+from rollout_worker.job.job_store.outbox import HistoryStream, Outbox
+from rollout_worker.job.limits import (
+    RELAY_BATCH,
+    RELAY_LOG_INTERVAL_S,
+    RELAY_POLL_INTERVAL_S,
+    RELAY_RETRY_DELAY_S,
+    RELAY_STOP_TIMEOUT_S,
+)
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.05
-_RETRY_S = 1.0
-_SAY_EVERY_S = 30.0
-_BATCH = 64
-_Read = TypeVar("_Read")
+_Message = TypeVar("_Message")
+_RewardsByProblem = dict[str, dict[str, float]]
+"""Problem id → rollout id → reward."""
 
 
 class Relay:
-    """A thread that empties the outbox.
+    """A thread that moves entries of the outbox and the reward stream to the history.
 
-    An entry is deleted after it was carried, and carrying is idempotent by rollout id: killed anywhere, the next
-    relay repeats the entry without effect.
+    An entry is deleted after the history contains it, and the history ignores repeated rollout ids. A relay can
+    therefore be killed at any time; the next one repeats the entry without effect.
     """
 
     def __init__(self, client: redis.Redis, keys: MessageKeys, store: HistoryStore) -> None:
-        self.appended = 0
-        self.dead = 0
-        """Entries that could not be read, moved to the dead letters."""
-        self.failure: Exception | None = None
-        """Why entries are not carried, once that has lasted too long to be a hiccup."""
-        self._client = client
-        self._keys = keys
-        self._store = store
+        self.num_appended = 0
+        """Number of rollouts that were appended to the history."""
+        self._outbox, self._run_id, self._store = Outbox(client, keys), keys.uid, store
+        self._failure: Exception | None = None
+        """The error of the last batch; None if it succeeded."""
         self._generations: dict[int, int] = {}
+        """Weight version → its generation in the history."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
     def start(self) -> None:
-        """Begin; :meth:`stop` ends it."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the batch under way; what is left stays in the outbox."""
+        """Stop the thread after its current batch; the remaining entries stay in Redis."""
         self._stopping.set()
-        self._thread.join(timeout=15)
+        self._thread.join(timeout=RELAY_STOP_TIMEOUT_S)
 
     def drain(self) -> None:
-        """Carry everything that is in the outbox now, in this thread.
+        """Move all current entries, in the calling thread.
 
         Raises:
-            redis.RedisError: if Redis fails; what is left stays in the outbox.
+            redis.RedisError: if Redis fails; the remaining entries stay in Redis.
         """
-        while self._carry_batch():
+        while self._move_batch():
             pass
 
     def _run(self) -> None:
-        said = 0.0
+        logged_at = 0.0
         while not self._stopping.is_set():
             try:
-                carried = retry(self._carry_batch)
-                self.failure = None
-            except Exception as error:  # it may pass; meanwhile entries wait in the outbox
-                if self.failure is None or time.monotonic() - said > _SAY_EVERY_S:
-                    said = time.monotonic()
-                    logger.error("Ended rollouts do not get into their histories: %s: %s", type(error).__name__, error)
-                carried, self.failure = 0, error
-            if not carried:
-                self._stopping.wait(_POLL_S if self.failure is None else _RETRY_S)
+                moved = retry(self._move_batch)
+                self._failure = None
+            except Exception as error:  # the relay must outlive every error; entries wait in Redis meanwhile
+                if self._failure is None or time.monotonic() - logged_at > RELAY_LOG_INTERVAL_S:
+                    logged_at = time.monotonic()
+                    logger.error(
+                        "Cannot move finished rollouts to the history; retrying: %s: %s", type(error).__name__, error
+                    )
+                moved, self._failure = 0, error
+            if not moved:
+                self._stopping.wait(RELAY_POLL_INTERVAL_S if self._failure is None else RELAY_RETRY_DELAY_S)
 
-    def _carry_batch(self) -> int:
-        # whatever a reward is for went into the outbox before it: read rewards first and carry them last
-        rewards = self._entries(self._keys.rewards)
-        ended = self._entries(self._keys.outbox)
-        self._carry(self._keys.outbox, ended, self._read_rollout, self._append)
-        if len(ended) < _BATCH:
-            self._carry(self._keys.rewards, rewards, self._read_rewards, self._reward)
-        return len(ended) + len(rewards)
+    def _move_batch(self) -> int:
+        """Move the oldest entries; return how many there were."""
+        # The rollout of a reward entered the outbox before the reward was reported. Rewards are therefore read first,
+        # and stored only when the outbox has been emptied.
+        rewards = self._outbox.read(HistoryStream.REWARDS, max_entries=RELAY_BATCH)
+        rollouts = self._outbox.read(HistoryStream.OUTBOX, max_entries=RELAY_BATCH)
+        self._move(HistoryStream.OUTBOX, rollouts, self._decode_rollout, self._append)
+        if len(rollouts) < RELAY_BATCH:
+            self._move(HistoryStream.REWARDS, rewards, self._decode_rewards, self._set_rewards)
+        return len(rollouts) + len(rewards)
 
-    def _entries(self, stream: str) -> Any:
-        return self._client.xrange(stream, count=_BATCH)
-
-    def _carry(
+    def _move(
         self,
-        stream: str,
-        entries: Any,
-        read: Callable[[Mapping[bytes, bytes]], _Read],
-        carry: Callable[[list[_Read]], list[redis.ResponseError | None]],
+        stream: HistoryStream,
+        entries: list[Entry],
+        decode_entry: Callable[[Entry], _Message],
+        store: Callable[[list[_Message]], list[redis.ResponseError | None]],
     ) -> None:
-        """Bring what *entries* of *stream* hold into the history, and delete them.
+        """Store the messages of entries in the history, and delete the entries.
 
         Args:
-            stream: where they are.
-            entries: as read from it.
-            read: what an entry says; raises :class:`CodecError` if it cannot be read.
-            carry: for each, None; or the error of a problem whose keys hold something else.
+            stream: the stream of the entries.
+            entries: the entries.
+            decode_entry: decodes an entry; raises :class:`CodecError` if it cannot be decoded.
+            store: stores messages and returns an error for each one whose problem has unusable keys.
         """
-        readable, unreadable = [], []
-        for entry_id, fields in entries:
+        decoded: list[tuple[Entry, _Message]] = []
+        rejected: list[tuple[Entry, str]] = []
+        for entry in entries:
             try:
-                readable.append((entry_id, fields, read(fields)))
+                decoded.append((entry, decode_entry(entry)))
             except CodecError as error:
-                unreadable.append((entry_id, fields, str(error)))
-        if readable:
-            for (entry_id, fields, _), refused in zip(readable, carry([what for *_, what in readable]), strict=True):
-                if refused is not None:
-                    unreadable.append((entry_id, fields, f"its problem's keys cannot be written: {refused}"))
-        for _, fields, reason in unreadable:
-            logger.warning("An entry of %s cannot be carried and goes to the dead letters: %s", stream, reason)
-            add_dead_letter(self._client, self._keys.dead, stream=stream, data=_field(fields, DATA), reason=reason)
-            self.dead += 1
-        if entries:
-            self._client.xdel(stream, *(entry_id for entry_id, _ in entries))
+                rejected.append((entry, str(error)))
+        if decoded:
+            errors = store([message for _, message in decoded])
+            for (entry, _), refusal in zip(decoded, errors, strict=True):
+                if refusal is not None:
+                    rejected.append((entry, f"the keys of its problem cannot be written: {refusal}"))
+        for entry, reason in rejected:
+            logger.warning("An entry of the %s stream is moved to the dead letters: %s", stream, reason)
+            self._outbox.add_dead_letter(stream, entry, reason)
+        self._outbox.delete(stream, entries)
 
-    def _read_rollout(self, fields: Mapping[bytes, bytes]) -> tuple[str, HistoryRecord]:
-        rollout = decode(_field(fields, DATA))
+    def _decode_rollout(self, entry: Entry) -> tuple[str, HistoryRecord]:
+        """Return the problem and the history record of an outbox entry."""
+        rollout = decode(entry.data)
         if not isinstance(rollout, Rollout) or rollout.weight_version is None:
-            raise CodecError(f"a {rollout.kind} where a rollout with tokens belongs")
+            raise CodecError(f"a {rollout.kind} in place of a rollout with tokens")
         version = rollout.weight_version
         generation = self._generations.get(version)
         if generation is None:
-            generation = self._generations[version] = self._store.publish(self._keys.uid, version)
+            generation = self._generations[version] = self._store.publish(self._run_id, version)
+        context = unpack_tokens(entry.fields.get(CONTEXT_FIELD.encode(), b""))
         return rollout.problem_id, HistoryRecord(
             rollout_id=rollout.rollout_id,
-            run=self._keys.uid,
+            run=self._run_id,
             weight_version=version,
             generation=generation,
             tokens=np.asarray(rollout.token_ids, dtype=np.uint32),
             finish_reason=str(rollout.finish_reason),
-            context=np.asarray(unpack_tokens(_field(fields, CONTEXT)), dtype=np.uint32),
+            context=np.asarray(context, dtype=np.uint32),
             step=-1 if rollout.step is None else rollout.step,
         )
 
     def _append(self, rollouts: list[tuple[str, HistoryRecord]]) -> list[redis.ResponseError | None]:
-        became = self._store.append_all(rollouts)
-        errors = [one if isinstance(one, redis.ResponseError) else None for one in became]
-        self.appended += errors.count(None)
+        results = self._store.append_all(rollouts)
+        errors = [result if isinstance(result, redis.ResponseError) else None for result in results]
+        self.num_appended += errors.count(None)
         return errors
 
-    def _read_rewards(self, fields: Mapping[bytes, bytes]) -> dict[str, dict[str, float]]:
-        message = decode(_field(fields, DATA))
+    def _decode_rewards(self, entry: Entry) -> _RewardsByProblem:
+        message = decode(entry.data)
         if not isinstance(message, Rewards):
-            raise CodecError(f"a {message.kind} where rewards belong")
+            raise CodecError(f"a {message.kind} in place of rewards")
         by_problem: defaultdict[str, dict[str, float]] = defaultdict(dict)
         for text, reward in message.rewards.items():
             try:
                 rollout_id = RolloutId.parse(text)
             except ValueError as error:
                 raise CodecError(str(error)) from None
-            entry: Any = self._client.hget(self._keys.ledger(rollout_id.request_id), str(rollout_id.sample))
-            if entry is None:
-                logger.warning("A reward for rollout %s, which this job does not know, is dropped.", text)
+            problem = self._outbox.problem_of(rollout_id)
+            if problem is None:
+                logger.warning("Discarded a reward for rollout %s, which this job does not know.", text)
                 continue
-            by_problem[LedgerEntry.unpack(entry).problem_id][text] = reward
+            by_problem[problem][text] = reward
         return by_problem
 
-    def _reward(self, messages: list[dict[str, dict[str, float]]]) -> list[redis.ResponseError | None]:
+    def _set_rewards(self, messages: list[_RewardsByProblem]) -> list[redis.ResponseError | None]:
         errors: list[redis.ResponseError | None] = []
         for by_problem in messages:
-            failed = None
+            failure = None
             for problem, rewards in by_problem.items():
                 try:
-                    self._store.reward(problem, rewards)
+                    self._store.set_rewards(problem, rewards)
                 except redis.ResponseError as error:
-                    if concerns_the_server(error):
+                    if concerns_server(error):
                         raise
-                    failed = error
-            errors.append(failed)
+                    failure = error
+            errors.append(failure)
         return errors
-
-
-def _field(fields: Mapping[bytes, bytes], name: str) -> bytes:
-    return fields.get(name.encode(), b"")

@@ -1,5 +1,5 @@
-"""How many tokens to draft for which rollout: what steps cost, how long rollouts will be, and what a draft is worth.
+"""Chooses how many tokens to draft for each rollout: what steps cost, how long rollouts get, and what a draft saves.
 
-Pure: it knows neither vLLM nor Redis nor time, and runs the same in an engine and in a simulation
-(:mod:`benchmarks.makespan`). docs/budgets.md explains it and derives its formulas.
+This package is pure. It depends on neither vLLM nor Redis nor the clock, so that an engine and the simulation
+(:mod:`benchmarks.makespan`) use the same code. docs/budgets.md explains the policies and derives their formulas.
 """

@@ -1,4 +1,4 @@
-"""What drafts of a length have accepted, learned online, and DAS's two parameters of it."""
+"""How many draft tokens are accepted as a function of draft length, learned online."""
 
 from __future__ import annotations
 
@@ -7,66 +7,91 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-_KEPT = 0.998
-"""What a draft counts beside the next one: some 500 tell how it is now."""
-_PRIOR_TRIES = 2.0
+_DECAY = 0.998
+"""Weight of a draft relative to the next one, so that about the last 500 drafts count."""
+_PRIOR_DRAFTS = 2.0
+"""Weight of the prior of an acceptance rate, in drafts."""
 _PRIOR_RATE = 0.5
-_EFFICIENCIES = np.geomspace(0.01, 50.0, 120)
-_MOST_SHARE = 0.999
+"""Acceptance rate that is assumed before anything is known."""
+_OVERALL_PRIOR_DRAFTS = 10 * _PRIOR_DRAFTS
+"""Weight of the overall curve in the curve of one problem, in drafts."""
+_EFFICIENCY_GRID = np.geomspace(0.01, 50.0, 120)
+"""Values of α among which :meth:`AcceptanceCurve.fit_das` searches."""
+_MIN_CAPACITY, _MAX_CAPACITY = 1e-3, 0.999
 
 Floats = npt.NDArray[np.float64]
 
 
 class DasAcceptance(NamedTuple):
-    """``accepted = share · l · (1 - exp(-efficiency · p / l))`` for p tokens drafted over l said (DAS, Eq. 5)."""
+    """Parameters of DAS's acceptance model ``A = k · l · (1 - exp(-α · p / l))`` (arXiv 2511.13841, Eq. 5).
 
-    share: float
-    """k: of the tokens said, accepted ones at most, if drafts are as long as one likes; below 1."""
+    A is the number of accepted tokens when p tokens are drafted for a rollout of l tokens.
+    """
+
+    capacity: float
+    """k: the largest share of a rollout's tokens that can be accepted draft tokens; between 0 and 1, exclusive."""
     efficiency: float
-    """α: ``share · efficiency`` is the probability with which the first tokens drafted are accepted."""
+    """α: ``k · α`` is the acceptance probability of the first draft tokens."""
 
 
 class AcceptanceCurve:
-    """Probability of each place in a draft of being accepted if those before it are."""
+    """The acceptance rate of each position in a draft, given that all positions before it were accepted."""
 
-    def __init__(self, places: int, *, prior: AcceptanceCurve | None = None) -> None:
-        """Of drafts of at most *places* tokens; until much is known, as *prior* says."""
-        self._tried = np.zeros(places)
-        self._passed = np.zeros(places)
+    def __init__(self, positions: int, *, prior: AcceptanceCurve | None = None) -> None:
+        """Create a curve without observations.
+
+        Args:
+            positions: maximum number of tokens of a draft.
+            prior: the curve that applies until enough drafts were observed.
+        """
+        self._reached = np.zeros(positions)
+        self._accepted = np.zeros(positions)
         self._prior = prior
 
     def observe(self, drafted: int, accepted: int) -> None:
-        """A draft of so many tokens was verified."""
-        tried = min(drafted, accepted + 1)
-        self._tried *= _KEPT
-        self._passed *= _KEPT
-        self._tried[:tried] += 1
-        self._passed[:accepted] += 1
+        """Record that the first *accepted* tokens of a draft of *drafted* tokens were accepted."""
+        reached = min(drafted, accepted + 1)
+        self._reached *= _DECAY
+        self._accepted *= _DECAY
+        self._reached[:reached] += 1
+        self._accepted[:accepted] += 1
 
     def rates(self) -> Floats:
-        """By place, shape (places,); a place that was seldom reached is taken to be as the one before it."""
-        if self._prior is None:
-            found = np.empty(len(self._tried))
-            before = _PRIOR_RATE
-            for place, (tried, passed) in enumerate(zip(self._tried, self._passed, strict=True)):
-                before = (passed + _PRIOR_TRIES * before) / (tried + _PRIOR_TRIES)
-                found[place] = before
-            return found
-        return np.asarray((self._passed + 10 * _PRIOR_TRIES * self._prior.rates()) / (self._tried + 10 * _PRIOR_TRIES))
+        """Return the acceptance rates by position, shape (positions,).
 
-    def accepted(self) -> Floats:
-        """Expected accepted tokens of a draft of 0, 1, … tokens, shape (places + 1,)."""
+        Without a prior curve, a position that was rarely reached is assumed to have the rate of the one before it.
+        """
+        if self._prior is None:
+            rates = np.empty(len(self._reached))
+            previous = _PRIOR_RATE
+            for position, (reached, accepted) in enumerate(zip(self._reached, self._accepted, strict=True)):
+                previous = (accepted + _PRIOR_DRAFTS * previous) / (reached + _PRIOR_DRAFTS)
+                rates[position] = previous
+            return rates
+        return np.asarray(
+            (self._accepted + _OVERALL_PRIOR_DRAFTS * self._prior.rates()) / (self._reached + _OVERALL_PRIOR_DRAFTS)
+        )
+
+    def expected_accepted(self) -> Floats:
+        """Return the expected accepted tokens of drafts of 0, 1, … tokens, shape (positions + 1,)."""
         return np.concatenate([[0.0], np.cumsum(np.cumprod(self.rates()))])
 
-    def das(self) -> DasAcceptance:
-        """The parameters with which DAS's formula comes nearest to it."""
-        accepted = self.accepted()
-        # a step says one token more than it accepts
-        said = 1 + accepted[1:]
-        drafted = np.arange(1, len(accepted)) / said
-        shares = accepted[1:] / said
-        shapes = 1 - np.exp(-np.outer(_EFFICIENCIES, drafted))
-        share = np.clip((shapes @ shares) / (shapes**2).sum(axis=1), 1e-3, _MOST_SHARE)
-        errors = ((share[:, None] * shapes - shares) ** 2).sum(axis=1)
+    def fit_das(self) -> DasAcceptance:
+        """Fit DAS's acceptance model to this curve by least squares.
+
+        A step with a draft of n tokens generates ``1 + accepted(n)`` tokens, so that the model predicts
+        ``accepted / generated = k · (1 - exp(-α · n / generated))``. For each α, the best k has a closed form.
+        """
+        accepted = self.expected_accepted()
+        generated = 1 + accepted[1:]
+        draft_ratios = np.arange(1, len(accepted)) / generated
+        accepted_shares = accepted[1:] / generated
+        shapes = 1 - np.exp(-np.outer(_EFFICIENCY_GRID, draft_ratios))
+        capacities = np.clip(
+            (shapes @ accepted_shares) / (shapes**2).sum(axis=1),
+            _MIN_CAPACITY,
+            _MAX_CAPACITY,
+        )
+        errors = ((capacities[:, None] * shapes - accepted_shares) ** 2).sum(axis=1)
         best = int(errors.argmin())
-        return DasAcceptance(float(share[best]), float(_EFFICIENCIES[best]))
+        return DasAcceptance(float(capacities[best]), float(_EFFICIENCY_GRID[best]))

@@ -1,10 +1,12 @@
-"""Whether drafts leave the law of what is sampled alone: rollouts without drafts, compared with their siblings.
+"""Detects drift of the output distribution by comparing rollouts without drafts with their siblings.
 
-Of some groups one sample is the canary: nothing is drafted for its first tokens. The samples of a group are
-exchangeable, as prompt, settings and weights are the same, so the canary's rank among its siblings, in whatever can be
-measured, is uniform. If it is not, drafts have changed what is sampled. The test may be looked at after every group:
-it bets against uniformity with money that cannot grow in expectation, so that the chance of ever reaching
-:data:`ALARM` times the stake is at most one in as many (Ville's inequality; Shafer 2021, *Testing by betting*).
+In some groups, one sample is the *canary*: nothing is drafted for its first tokens. The samples of a group are
+exchangeable, because they have the same prompt, settings and weights. The rank of the canary among its siblings, in any
+measured quantity, is therefore uniformly distributed, unless drafting changes the output distribution.
+
+The test is an anytime-valid sequential test (an e-process): it may be evaluated after every group. If the ranks are
+uniform, the e-value does not grow in expectation, so that the probability that it ever reaches :data:`ALARM_E_VALUE` is
+at most 1 / :data:`ALARM_E_VALUE` (Ville's inequality; Shafer 2021, *Testing by betting*).
 """
 
 from __future__ import annotations
@@ -15,73 +17,84 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 CANARY_TOKENS = 256
-"""So many of a canary's first tokens are not drafted: enough to see, and few beside a rollout that holds a step up."""
-ALARM = 1000.0
-_ONE_OF = 16
-"""Groups of which one has a canary."""
+"""Number of a canary's first tokens for which nothing is drafted: enough for the test, and few for a long rollout."""
+ALARM_E_VALUE = 1000.0
+"""E-value from which on the output distribution is considered to have drifted."""
+_GROUPS_PER_CANARY = 16
+"""One of so many groups has a canary."""
 _TILTS = (-0.9, -0.5, -0.25, 0.25, 0.5, 0.9)
-"""Bets that ranks are lower, or higher, than they should be. None is smaller: a lack of one in a hundred of the longest
-canaries, which an update of the weights may have cut off because they take a little longer, wins nothing."""
+"""Slopes of the alternatives in which ranks are lower or higher than expected.
+
+There are no smaller ones: weight updates may cut off some long canaries that take slightly longer, and a deficit of 1 %
+of the longest canaries must not raise the e-value."""
 _SPREADS = (-0.45, -0.25, 0.3, 0.8)
-"""Bets that ranks are in the middle, or at the ends, more often than they should be."""
-_RUIN = math.log(1e-12)
+"""Curvatures of the alternatives in which ranks are in the middle, or at the ends, more often than expected."""
+_MIN_LOG_E_VALUE = math.log(1e-12)
 
 
-def canary_of(request_id: str, samples: int) -> int | None:
-    """Which sample of a request is the canary; None for most requests, and where there are no siblings.
+def canary_sample(request_id: str, samples: int) -> int | None:
+    """Return the sample of a request that is the canary, or None if the request has none.
 
-    The same wherever it is asked, and not a matter of what is sampled.
+    The choice depends on the request id only, so that every process makes the same one. A request with one sample has
+    no canary.
     """
     if samples < 2:
         return None
     digest = int.from_bytes(blake2b(request_id.encode(), digest_size=8, person=b"canary").digest(), "little")
-    chosen, sample = digest % _ONE_OF == 0, digest // _ONE_OF % samples
-    return sample if chosen else None
+    has_canary, sample = digest % _GROUPS_PER_CANARY == 0, digest // _GROUPS_PER_CANARY % samples
+    return sample if has_canary else None
 
 
-def uniform_rank(canary: float, siblings: Sequence[float], chance: random.Random) -> float:
-    """Uniform between 0 and 1 if canary and siblings are exchangeable, however many of them are equal."""
-    below = sum(one < canary for one in siblings)
-    equal = sum(one == canary for one in siblings)
-    return (below + chance.randint(0, equal) + chance.random()) / (len(siblings) + 1)
+def uniform_rank(canary: float, siblings: Sequence[float], rng: random.Random) -> float:
+    """Return the randomized rank of the canary's value among those of its siblings, between 0 and 1.
+
+    If canary and siblings are exchangeable, the rank is uniformly distributed, even where values are equal.
+    """
+    below = sum(value < canary for value in siblings)
+    equal = sum(value == canary for value in siblings)
+    return (below + rng.randint(0, equal) + rng.random()) / (len(siblings) + 1)
 
 
 class DriftTest:
-    """Bets on the ranks of canaries, in several quantities at once."""
+    """The sequential test. It observes ranks of canaries in several quantities at once."""
 
-    def __init__(self, quantities: int, wealth: Sequence[float] | None = None, canaries: int = 0) -> None:
-        """Begin, or go on with what an earlier test had.
+    def __init__(self, quantities: int, log_e_values: Sequence[float] | None = None, canaries: int = 0) -> None:
+        """Start a test, or continue an earlier one.
 
         Args:
-            quantities: how many are measured of each rollout.
-            wealth: logarithms, of each bet on each quantity.
-            canaries: that were seen.
+            quantities: number of quantities that are measured of each rollout.
+            log_e_values: natural logarithm of the e-value of each alternative in each quantity, from an earlier test.
+            canaries: number of canaries that the earlier test has observed.
         """
-        bets = quantities * (len(_TILTS) + len(_SPREADS))
+        count = quantities * (len(_TILTS) + len(_SPREADS))
         self.canaries = canaries
-        self.wealth = list(wealth) if wealth is not None and len(wealth) == bets else [0.0] * bets
+        """Number of observed canaries."""
+        self.log_e_values = (
+            list(log_e_values) if log_e_values is not None and len(log_e_values) == count else [0.0] * count
+        )
         self._quantities = quantities
 
     @property
-    def evidence(self) -> float:
-        """What a stake of 1, divided among all bets, has become; it is not expected to grow while all is well."""
-        return sum(map(math.exp, self.wealth)) / len(self.wealth)
+    def e_value(self) -> float:
+        """The mean of the e-values of all alternatives; its expectation is at most 1 without drift."""
+        return sum(map(math.exp, self.log_e_values)) / len(self.log_e_values)
 
     @property
     def drifted(self) -> bool:
-        """Whether drafts have changed the law. It stays so."""
-        return self.evidence >= ALARM
+        """Whether the output distribution has drifted. Once True, it remains True."""
+        return self.e_value >= ALARM_E_VALUE
 
     def observe(self, ranks: Sequence[float | None]) -> None:
-        """A canary's ranks, see :func:`uniform_rank`; None for a quantity that was not measured."""
+        """Observe a canary's rank in each quantity (see :func:`uniform_rank`); None if a quantity was not measured."""
         self.canaries += 1
         if self.drifted:
             return
-        each = len(_TILTS) + len(_SPREADS)
+        per_quantity = len(_TILTS) + len(_SPREADS)
         for quantity, rank in zip(range(self._quantities), ranks, strict=True):
             if rank is None:
                 continue
+            # Both are polynomials in the rank whose mean over uniform ranks is 0, so that each factor has the mean 1.
             tilt, spread = 2 * rank - 1, 12 * (rank - 0.5) ** 2 - 1
-            factors = [1 + bet * tilt for bet in _TILTS] + [1 + bet * spread for bet in _SPREADS]
-            for place, factor in enumerate(factors, each * quantity):
-                self.wealth[place] = max(self.wealth[place] + math.log(factor), _RUIN)
+            factors = [1 + slope * tilt for slope in _TILTS] + [1 + curvature * spread for curvature in _SPREADS]
+            for place, factor in enumerate(factors, per_quantity * quantity):
+                self.log_e_values[place] = max(self.log_e_values[place] + math.log(factor), _MIN_LOG_E_VALUE)

@@ -1,4 +1,4 @@
-"""Decides, for one engine, what is drafted in each step, and learns from how the steps before it went."""
+"""Decides what one engine drafts in each step, and learns from the outcome of earlier steps."""
 
 from __future__ import annotations
 
@@ -6,134 +6,148 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_worker.policy.budgets import NOTHING_WAITS, Allowance, BudgetPolicy, Waiting
-from rollout_worker.policy.cost_fit import CostFit, Step
-from rollout_worker.policy.governor import EXPLORATION, Governor
+from rollout_worker.policy.cost_fit import CostFit, TimedStep
+from rollout_worker.policy.draft_policy import EMPTY_QUEUE, DraftBudgets, DraftPolicy, QueueState
+from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor
 from rollout_worker.policy.idle_backoff import IdleBackoff
-from rollout_worker.policy.rollouts import Column, Floats, Integers
+from rollout_worker.policy.rollout_table import Column, Floats, Integers
 from rollout_worker.policy.step_cost import StepCost
 
-_WITHOUT_EVERY = 256
-"""Of steps that could verify drafts one does not, so that it stays known what a step without any takes."""
-_FIRST_WITHOUT = (64, 128)
+_REFERENCE_INTERVAL_STEPS = 256
+"""One of so many steps with drafts is decoded without them, so that the duration of such steps remains known."""
+_EARLY_REFERENCE_STEPS = (64, 128)
+"""Earlier steps with drafts that are decoded without them as well."""
 
 
-class Outcomes(NamedTuple):
-    """What one verification step brought its rollouts; arrays of shape (rollouts,)."""
+class StepOutcome(NamedTuple):
+    """The outcome of one verification step; arrays of shape (rollouts,)."""
 
     rows: Integers
-    """Each once."""
-    said: Integers
-    """Tokens, accepted drafts among them."""
+    """Rows of the rollouts, each once."""
+    generated: Integers
+    """Number of tokens that each generated, accepted draft tokens included."""
     drafted: Integers
+    """Number of verified draft tokens."""
     expected: Floats
-    """Tokens of the draft that were to be accepted, by their probabilities."""
-    context: Integers
-    """Tokens of prompt and response that attention read."""
+    """Number of draft tokens expected to be accepted, which is the sum of their survivals."""
+    context_tokens: Integers
+    """Number of tokens of prompt and response that attention read."""
 
 
 class DraftController:
-    """A policy, the cost that it goes by, and the governor over it."""
+    """Combines a draft policy, the fitted cost model and the governor of one engine."""
 
     def __init__(
-        self, policy: BudgetPolicy, prior: StepCost, *, exploration: float = EXPLORATION, governed: bool = True
+        self, policy: DraftPolicy, prior: StepCost, *, exploration: float = EXPLORATION_SHARE, governed: bool = True
     ) -> None:
-        """Nothing runs yet.
+        """Create a controller without rollouts.
 
         Args:
-            policy: says what is to be drafted.
-            prior: what steps cost, until they were seen.
+            policy: chooses the budgets.
+            prior: cost model until steps were measured.
             exploration: share of all tokens that may be drafted where drafting does not pay.
-            governed: whether drafting that does not pay is stopped.
+            governed: whether drafting is disabled where it does not pay.
         """
         self.fit = CostFit(prior)
         self.governor = Governor(exploration=exploration)
-        self.seconds = 0.0
-        """Of all steps that were timed."""
-        self.seconds_without = 0.0
-        """That the same tokens would have taken without drafts, by the cost of steps."""
+        self.timed_s = 0.0
+        """Seconds of all measured steps."""
+        self.without_drafts_s = 0.0
+        """Predicted seconds in which the same tokens would have been generated without drafts."""
         self._policy, self._governed = policy, governed
-        self._rests = IdleBackoff()
-        self._with_drafts = 0
-        """Steps."""
-        self._worth = Column()
+        self._backoff = IdleBackoff()
+        self._steps_with_drafts = 0
+        self._token_values_s = Column()
 
-    def open(self, problem: str, *, prompt: int, said: int, most: int) -> int:
-        """As :meth:`BudgetPolicy.open`."""
-        row = self._policy.open(problem, prompt=prompt, said=said, most=most)
+    def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
+        """Start to follow a rollout and return its row; see :meth:`DraftPolicy.open`."""
+        row = self._policy.open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
         self.governor.open(row)
-        self._worth.begin(row, 0.0)
+        self._token_values_s.initialize(row, 0.0)
         return row
 
-    def miss(self, row: int, tokens: int) -> None:
-        """A rollout said tokens in steps that were not seen."""
-        self._policy.miss(row, tokens)
+    def add_unobserved(self, row: int, tokens: int) -> None:
+        """Record tokens that a rollout generated in steps that were not observed."""
+        self._policy.add_unobserved(row, tokens)
 
     def close(self, row: int) -> None:
-        """A rollout ended."""
+        """Stop following a rollout that has ended."""
         self._policy.close(row)
 
-    def allow(self, rows: Integers, waiting: Waiting = NOTHING_WAITS) -> Allowance:
-        """What may be drafted for these rollouts now."""
-        allowed = self._policy.allow(rows, self.fit.cost, waiting)
-        self._worth[rows] = allowed.worths
-        return self.governor.limit(rows, allowed) if self._governed else allowed
+    def skip_step(self) -> bool:
+        """Return whether nothing is drafted in this step and its outcome is not observed. Call it once per step."""
+        return self._backoff.skip_step()
 
-    def keep(self, rows: Integers, drafted: Integers, expected: Floats) -> Integers:
-        """Which of the drafts that were found for these rollouts are to be verified, as places in *rows*.
+    def compute_budgets(self, rows: Integers, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+        """Choose the draft budgets of the next step; see :meth:`DraftPolicy.compute_budgets`."""
+        budgets = self._policy.compute_budgets(rows, self.fit.cost, queue)
+        self._token_values_s[rows] = budgets.token_values_s
+        return self.governor.limit(rows, budgets) if self._governed else budgets
+
+    def select(self, rows: Integers, drafted: Integers, expected: Floats) -> Integers:
+        """Choose which drafts to verify.
 
         Args:
-            rows: each once.
-            drafted: tokens of each draft.
-            expected: of these, tokens that are to be accepted, by their probabilities.
+            rows: the rollouts, each once.
+            drafted: number of tokens of each draft.
+            expected: number of these tokens expected to be accepted, which is the sum of their survivals.
+
+        Returns:
+            Indices into *rows*.
         """
         if not self._governed:
             return np.flatnonzero(drafted)
         cost = self.fit.cost
-        gains = expected * (self._worth[rows] + cost.per_token) - cost.per_token * drafted
-        kept = self.governor.keep(rows, drafted, float(gains.sum()) - cost.drafting)
-        self._rests.looked(len(kept) > 0)
-        if len(kept):
-            self._with_drafts += 1
-            if self._with_drafts in _FIRST_WITHOUT or self._with_drafts % _WITHOUT_EVERY == 0:
-                return kept[:0]
-        return kept
+        gains_s = expected * (self._token_values_s[rows] + cost.per_token_s) - cost.per_token_s * drafted
+        selected = self.governor.select(rows, drafted, float(gains_s.sum()) - cost.drafting_s)
+        self._backoff.record_step(len(selected) > 0)
+        if len(selected):
+            self._steps_with_drafts += 1
+            if self._is_reference_step():
+                return selected[:0]
+        return selected
 
-    def sleeps(self) -> bool:
-        """Asked once a step: whether nothing is drafted in it, and nobody looks how it went."""
-        return self._rests.sleeps()
+    def _is_reference_step(self) -> bool:
+        steps = self._steps_with_drafts
+        return steps in _EARLY_REFERENCE_STEPS or steps % _REFERENCE_INTERVAL_STEPS == 0
 
-    def verified(self, step: Outcomes, seconds: float | None) -> None:
-        """A step ended.
+    def observe_step(self, step: StepOutcome, seconds: float | None) -> None:
+        """Learn from the outcome of a step.
 
         Args:
-            step: what it brought.
-            seconds: that it took; None if it also did something else, such as read a prompt.
+            step: the outcome.
+            seconds: duration of the step; None if it also did something else, such as reading a prompt.
         """
-        rollouts = len(step.rows)
-        if not rollouts:
+        num_rollouts = len(step.rows)
+        if not num_rollouts:
             return
-        self._policy.advance(step.rows, step.said, step.drafted)
-        accepted = np.minimum(step.said - 1, step.drafted)
-        self.governor.verified(
-            step.rows, said=step.said, drafted=step.drafted, expected=step.expected, accepted=accepted
+        self._policy.advance(step.rows, step.generated, step.drafted)
+        accepted = np.minimum(step.generated - 1, step.drafted)
+        self.governor.observe_step(
+            step.rows, generated=step.generated, drafted=step.drafted, expected=step.expected, accepted=accepted
         )
-        if seconds is None:
-            return
-        drafted, context = int(step.drafted.sum()), int(step.context.sum())
-        uniform = bool((step.drafted == step.drafted[0]).all())
-        usual = self.fit.observe(Step(rollouts + drafted, context, uniform, seconds, drafted > 0))
-        without = self.fit.predict(rollouts, context, uniform=True)
-        self.seconds += seconds
-        self.seconds_without += without * float(step.said.sum()) / rollouts
-        if drafted:
-            cost = self.fit.cost
-            saved = float((accepted * (self._worth[step.rows] + cost.per_token)).sum())
-            if usual:
-                self.governor.timed(without=without, extra=seconds - without, saved=saved)
-            self.governor.explored_one(without=without, gain=saved - cost.per_token * drafted, drafting=cost.drafting)
+        if seconds is not None:
+            self._observe_time(step, accepted, num_rollouts, seconds)
 
-    @property
-    def saved(self) -> float:
-        """Share of the time without drafts that they saved, by the cost of steps; negative if they cost time."""
-        return 1 - self.seconds / self.seconds_without if self.seconds_without > 0 else 0.0
+    def _observe_time(self, step: StepOutcome, accepted: Integers, num_rollouts: int, seconds: float) -> None:
+        drafted, context_tokens = int(step.drafted.sum()), int(step.context_tokens.sum())
+        is_uniform = bool((step.drafted == step.drafted[0]).all())
+        is_representative = self.fit.observe(
+            TimedStep(num_rollouts + drafted, context_tokens, is_uniform, seconds, drafted > 0)
+        )
+        without_drafts_s = self.fit.predict(num_rollouts, context_tokens, is_uniform=True)
+        self.timed_s += seconds
+        self.without_drafts_s += without_drafts_s * float(step.generated.sum()) / num_rollouts
+        if not drafted:
+            return
+        cost = self.fit.cost
+        saved_s = float((accepted * (self._token_values_s[step.rows] + cost.per_token_s)).sum())
+        if is_representative:
+            self.governor.observe_time(
+                without_drafts_s=without_drafts_s, extra_s=seconds - without_drafts_s, saved_s=saved_s
+            )
+        self.governor.observe_probe(
+            without_drafts_s=without_drafts_s,
+            gain_s=saved_s - cost.per_token_s * drafted,
+            drafting_s=cost.drafting_s,
+        )

@@ -1,4 +1,4 @@
-"""What steps cost, learned from how long they take."""
+"""Fits the cost model to the measured durations of verification steps."""
 
 from __future__ import annotations
 
@@ -10,123 +10,132 @@ import numpy.typing as npt
 
 from rollout_worker.policy.step_cost import StepCost
 
-_KEPT = 64
-"""Newest steps of a kind that are kept: kinds that are seldom are not forgotten over those that are frequent."""
-_REFIT_EVERY = 32
-_ROUNDS = 4
-_HUBER = 1.5
-"""In scales of the typical error: beyond it a step counts less, the less the farther it is away."""
+_STEPS_PER_KIND = 64
+"""Number of steps of each kind that are kept, so that frequent kinds do not displace rare ones."""
+_REFIT_INTERVAL_STEPS = 32
+_EARLY_REFITS = (4, 8, 16)
+"""Numbers of steps after which the model is fitted as well, because each step is informative while there are few."""
+_REWEIGHTING_ROUNDS = 4
+_HUBER_THRESHOLD = 1.5
+"""Error, in multiples of the typical error, beyond which a step's weight decreases."""
 _PRIOR_WEIGHT = 0.1
-"""Each coefficient's prior is worth as much as this share of one step that would tell it alone."""
-_KIND_PRIOR = 16
-"""Steps of a kind that count half of what is peculiar to it."""
-_LEAST_SCALE = 0.01
-_LEAST_SHARE = 0.01
-"""Of its prior's proportion to the others: no coefficient is taken for less, or what it is of would be free."""
-_DRAFTING = 0.02
-"""Of a step's base: what drafts cost at all, where the prior says nothing of it."""
+"""Weight of each coefficient's prior, in steps whose duration consists of that coefficient's term."""
+_KIND_PRIOR_STEPS = 16
+"""Number of steps of a kind at which the kind's own factor has half of its weight."""
+_MIN_RELATIVE_ERROR = 0.01
+"""Lower limit of the typical relative error."""
+_MIN_COEFFICIENT_SHARE = 0.01
+"""Lower limit of a coefficient, as a share of its prior; it must not be 0, or drafts would appear to be free."""
+_DEFAULT_DRAFTING_SHARE = 0.02
+"""Prior of c_draft as a share of c_base, where the prior does not contain it."""
+_CLIP_FACTOR = 100
+"""No step is taken to be more than so many times as fast as it was or as is usual, or it would outweigh all others."""
 
 _Floats = npt.NDArray[np.float64]
 
 
-class Step(NamedTuple):
-    """One verification step that was timed."""
+class TimedStep(NamedTuple):
+    """A verification step whose duration was measured."""
 
     tokens: int
-    """Verified: drafts, and one of each rollout."""
-    context: int
-    """Tokens of prompt and response of all its rollouts together."""
-    uniform: bool
-    """All its rollouts had as many tokens to verify: such steps run as full CUDA graphs, others in pieces."""
+    """Number of verified tokens: all draft tokens, and one more for each rollout."""
+    context_tokens: int
+    """Number of tokens of the prompts and responses of all its rollouts together."""
+    is_uniform: bool
+    """Whether all its rollouts had equally many tokens to verify. Such steps run as full CUDA graphs, others do not."""
     seconds: float
-    drafts: bool = False
-    """There were any."""
+    has_drafts: bool = False
 
 
 class CostFit:
-    """Fits :class:`StepCost`, and how kinds of steps differ from it.
+    """Fits :class:`StepCost` to the observed steps, and learns by which factor each kind of step differs from it.
 
-    A kind is a power of two of tokens, about as CUDA graphs are captured, together with whether the step is uniform.
-    Of each the newest steps are kept and fitted anew now and then, by relative errors, since a long step errs by more,
-    and robustly (Huber), since now and then one waits for something else. Every coefficient is positive, and one of
-    which the steps say nothing stays in the proportion to the others that it had in *prior*. The first step of each
-    number of tokens tells nothing: it may make what later ones use (seen with vLLM 0.32 on CPUs: oneDNN's kernels of a
-    shape, which took up to twice as long as the step), and at first most steps are the first of their number.
+    A kind is a range of token counts between two powers of two, roughly as CUDA graphs are captured, together with
+    whether the step is uniform. The newest steps of each kind are kept and fitted periodically: by relative error,
+    because longer steps vary more, and robustly (Huber weights), because some steps wait for something else. Every
+    coefficient is positive. A coefficient about which the steps say nothing keeps its proportion to the others from the
+    prior.
+
+    The first step with a given number of tokens is ignored, because it may prepare what later steps use. With vLLM 0.32
+    on CPUs, oneDNN then creates kernels, which took up to twice as long as the step itself.
     """
 
     def __init__(self, prior: StepCost) -> None:
         if min(prior[:3]) <= 0:
-            raise ValueError(f"no part of a prior may be free: {prior}")
-        prior = prior if prior.drafting > 0 else prior._replace(drafting=_DRAFTING * prior.base)
+            raise ValueError(f"every coefficient of the prior must be positive except drafting_s, got {prior}")
+        if prior.drafting_s <= 0:
+            prior = prior._replace(drafting_s=_DEFAULT_DRAFTING_SHARE * prior.base_s)
         self.cost = prior
-        self.error = 0.0
-        """Median relative error of the steps that are kept."""
-        self.steps = 0
-        """Steps that told something."""
-        # what drafts cost at all is measured by a step's base: of that much more is known after a few steps
-        self._scales = np.array(prior._replace(drafting=prior.base))
-        self._prior = np.array(prior) / self._scales
-        self._counts: set[int] = set()
-        """Numbers of tokens that there was a step of."""
-        self._kept: dict[tuple[int, bool], deque[Step]] = {}
-        self._peculiar: dict[tuple[int, bool], float] = {}
+        """The fitted cost model."""
+        self.median_relative_error = 0.0
+        """Median relative error of the steps that were fitted."""
+        self.num_steps = 0
+        """Number of steps that were fitted, those of all times included."""
+        # c_draft is measured in units of the prior's c_base, which is known well after a few steps.
+        self._units = np.array(prior._replace(drafting_s=prior.base_s))
+        self._prior = np.array(prior) / self._units
+        self._seen_token_counts: set[int] = set()
+        self._steps: dict[tuple[int, bool], deque[TimedStep]] = {}
+        self._kind_factors: dict[tuple[int, bool], float] = {}
 
-    def observe(self, step: Step) -> bool:
-        """A step ended. Some hundred microseconds every 32nd time.
+    def observe(self, step: TimedStep) -> bool:
+        """Add a step. Every 32nd call fits the model, which takes some hundred microseconds.
 
         Returns:
-            Whether it tells what such steps take.
+            Whether the step's duration is representative of such steps.
         """
-        first = step.tokens not in self._counts
-        self._counts.add(step.tokens)
-        if first or step.seconds <= 0:
+        is_first = step.tokens not in self._seen_token_counts
+        self._seen_token_counts.add(step.tokens)
+        if is_first or step.seconds <= 0:
             return False
-        self._kept.setdefault(_kind(step.tokens, step.uniform), deque(maxlen=_KEPT)).append(step)
-        self.steps += 1
-        # at first of so few steps that each one tells much
-        if self.steps % _REFIT_EVERY == 0 or self.steps in (4, 8, 16):
+        self._steps.setdefault(_kind(step.tokens, step.is_uniform), deque(maxlen=_STEPS_PER_KIND)).append(step)
+        self.num_steps += 1
+        if self.num_steps % _REFIT_INTERVAL_STEPS == 0 or self.num_steps in _EARLY_REFITS:
             self._fit()
         return True
 
-    def predict(self, tokens: int, context: int, *, uniform: bool) -> float:
-        """Seconds of such a step, by the cost and by what is peculiar to its kind."""
-        return self.cost.time(tokens, context) * self._peculiar.get(_kind(tokens, uniform), 1.0)
+    def predict(self, tokens: int, context_tokens: int, *, is_uniform: bool) -> float:
+        """Predict the duration in seconds of a step without drafts, with the factor of its kind."""
+        return self.cost.step_time(tokens, context_tokens) * self._kind_factors.get(_kind(tokens, is_uniform), 1.0)
 
     def _fit(self) -> None:
-        kinds = [(kind, len(steps)) for kind, steps in self._kept.items()]
-        steps = [step for kept in self._kept.values() for step in kept]
+        steps = [step for kept in self._steps.values() for step in kept]
         seconds = np.array([step.seconds for step in steps])
-        features = np.array([(1.0, step.tokens, step.context, step.drafts) for step in steps])
-        usual = features @ (self._prior * self._scales)
-        scales = self._scales * float(np.median(seconds / usual))
-        # no step is taken for a hundred times cheaper than it was or is usual, or it would count for all others
-        least = np.maximum(seconds, features @ (self._prior * scales)) / 100
-        expected = np.maximum(seconds, least)
+        features = np.array([(1.0, step.tokens, step.context_tokens, step.has_drafts) for step in steps])
+        by_prior = features @ (self._prior * self._units)
+        units = self._units * float(np.median(seconds / by_prior))
+        floor = np.maximum(seconds, features @ (self._prior * units)) / _CLIP_FACTOR
+        predicted = np.maximum(seconds, floor)
         weights = np.ones(len(steps))
-        for _ in range(_ROUNDS):
-            fitted = scales * _solve(features * scales / expected[:, None], seconds / expected, weights, self._prior)
-            expected = np.maximum(features @ fitted, least)
-            off = np.abs(seconds / expected - 1)
-            scale = max(_LEAST_SCALE, 1.48 * float(np.median(off)))
-            weights = np.minimum(1.0, _HUBER * scale / np.maximum(off, 1e-12))
-        self.cost = StepCost(*(float(one) for one in fitted))
-        self.error = float(np.median(np.abs(seconds / expected - 1)))
-        at = 0
-        for kind, count in kinds:
-            ratio = float(np.median(seconds[at : at + count] / expected[at : at + count]))
-            self._peculiar[kind] = (count * ratio + _KIND_PRIOR) / (count + _KIND_PRIOR)
-            at += count
+        for _ in range(_REWEIGHTING_ROUNDS):
+            scaled = features * units / predicted[:, None]
+            coefficients = units * _solve(scaled, seconds / predicted, weights, self._prior)
+            predicted = np.maximum(features @ coefficients, floor)
+            errors = np.abs(seconds / predicted - 1)
+            typical_error = max(_MIN_RELATIVE_ERROR, 1.48 * float(np.median(errors)))
+            weights = np.minimum(1.0, _HUBER_THRESHOLD * typical_error / np.maximum(errors, 1e-12))
+        self.cost = StepCost(*(float(coefficient) for coefficient in coefficients))
+        self.median_relative_error = float(np.median(np.abs(seconds / predicted - 1)))
+        start = 0
+        for kind, kept in self._steps.items():
+            count = len(kept)
+            factor = float(np.median(seconds[start : start + count] / predicted[start : start + count]))
+            self._kind_factors[kind] = (count * factor + _KIND_PRIOR_STEPS) / (count + _KIND_PRIOR_STEPS)
+            start += count
 
 
-def _kind(tokens: int, uniform: bool) -> tuple[int, bool]:
-    return (max(0, tokens - 1).bit_length(), uniform)
+def _kind(tokens: int, is_uniform: bool) -> tuple[int, bool]:
+    return (max(0, tokens - 1).bit_length(), is_uniform)
 
 
 def _solve(features: _Floats, values: _Floats, weights: _Floats, prior: _Floats) -> _Floats:
-    """Least squares with a weak pull to the prior; each coefficient is a hundredth of its prior at least."""
-    least = _LEAST_SHARE * prior
+    """Solve weighted least squares with a weak pull towards the prior and a lower limit of each coefficient.
+
+    Coefficients that would fall below their limit are fixed there, and the others are solved again.
+    """
+    floor = _MIN_COEFFICIENT_SHARE * prior
     left = (features * weights[:, None]).T @ features + _PRIOR_WEIGHT * np.eye(len(prior))
-    right = (features * weights[:, None]).T @ (values - features @ least) + _PRIOR_WEIGHT * (prior - least)
+    right = (features * weights[:, None]).T @ (values - features @ floor) + _PRIOR_WEIGHT * (prior - floor)
     active = np.ones(len(prior), dtype=bool)
     solution = np.zeros(len(prior))
     while active.any():
@@ -135,4 +144,4 @@ def _solve(features: _Floats, values: _Floats, weights: _Floats, prior: _Floats)
         if (solution >= 0).all():
             break
         active &= solution > 0
-    return solution + least
+    return solution + floor

@@ -1,4 +1,4 @@
-"""Stops drafting that does not pay, by what is measured, and notices when it would pay again."""
+"""Disables drafting where measurements show that it does not pay, and detects when it would pay again."""
 
 from __future__ import annotations
 
@@ -6,181 +6,195 @@ import math
 
 import numpy as np
 
-from rollout_worker.policy.budgets import Allowance
-from rollout_worker.policy.rollouts import Column, Floats, Integers
+from rollout_worker.policy.draft_policy import DraftBudgets
+from rollout_worker.policy.rollout_table import Column, Floats, Integers
 
-EXPLORATION = 0.005
-"""Share of all tokens that may be drafted where drafting does not pay, to see whether that is still so."""
-_PROBE = 4
-"""Tokens of an exploring draft."""
-_PRIOR = 4.0
-"""Expected tokens that count half of what a rollout's own drafts have shown."""
-_KEPT, _KEPT_OF_ALL = 64.0, 4096.0
-"""Expected tokens after which what was seen counts half."""
-_LEAST_SURVIVAL = 0.01
-"""Where a policy ends drafts nowhere."""
-_DOUBT = 0.8
-"""Below this share of what was promised, thresholds are raised: less is chance."""
-_LOSS, _GAIN = 0.005, 0.01
-"""Of a step's time without drafts: what loses more stops drafting, what gains more lets it begin again."""
-_MOST = 0.5
-"""What one step may say."""
-_STEPS = 512
-"""Over which gains and losses are averaged."""
-_LEAST_STEPS = 24
-_SURE = 2.0
-"""Standard errors by which a loss must exceed what is allowed: steps differ by far more than drafts gain or lose."""
-_LEAST_PROBES = 8
+EXPLORATION_SHARE = 0.005
+"""Share of all generated tokens that may be drafted where drafting does not pay, to measure whether it would."""
+_PROBE_TOKENS = 4
+"""Maximum number of tokens of a probe: a draft that is made only to explore."""
+_MAX_SAVED_PROBES = 4.0
+"""Number of probes for which the exploration allowance is saved at most, so that no burst follows a long pause."""
+_PRIOR_TOKENS = 4.0
+"""Weight of the engine's acceptance ratio in that of one rollout, in expected tokens."""
+_HALVE_ROLLOUT_AT_TOKENS, _HALVE_ENGINE_AT_TOKENS = 64.0, 4096.0
+"""Numbers of expected tokens at which the observations of a rollout, or of the engine, are halved."""
+_DEFAULT_MIN_SURVIVAL = 0.01
+"""Threshold that is raised where a policy sets none."""
+_MIN_ACCEPTANCE_RATIO = 0.8
+"""Ratio of accepted to expected tokens below which thresholds are raised; smaller deviations are chance."""
+_STOP_LOSS, _RESUME_GAIN = 0.005, 0.01
+"""Loss beyond which drafting is disabled, and gain from which on it is enabled, as shares of a step without drafts."""
+_MAX_STEP_GAIN = 0.5
+"""Limit of the gain or loss of one step, as the same share, because a step that waits for something takes very long."""
+_GAIN_WINDOW_STEPS = 512
+"""Number of steps over which gains are averaged."""
+_MIN_STEPS_TO_STOP = 24
+_STOP_STANDARD_ERRORS = 2.0
+"""Number of standard errors by which a loss must exceed its limit, because steps vary more than drafts gain or lose."""
+_MIN_PROBES_TO_RESUME = 8
 
 
 class Governor:
-    """Stands between a policy and the drafter.
+    """Limits a policy's budgets by what drafting has achieved.
 
-    *Per request*: a rollout whose drafts have less accepted than their probabilities promise has its threshold raised
-    by as much, so that one of which nothing is accepted is soon drafted for no more. *Per step*: drafts that are
-    together not worth what it costs to verify any are not verified. *Per batch*: what drafts saved, by the worth of
-    accepted tokens, is compared with what steps took longer than they would have without drafts. Where that loses, all
-    drafting stops; between stopping and beginning again lies a margin, so that it does not flicker. Meanwhile a small
-    share of the tokens is drafted, for one rollout at a time, to see what would be accepted.
+    - *Per rollout*: if fewer draft tokens are accepted than their probabilities predict, the rollout's survival
+      threshold is raised in proportion. A rollout of which nothing is accepted soon gets no more drafts.
+    - *Per step*: drafts that are together not worth the cost of verifying any draft are not verified.
+    - *Per engine*: the value of the accepted tokens is compared with the time by which steps were longer than without
+      drafts. If this is a loss, all drafting is disabled. The gain from which on it is enabled again is greater, so
+      that the state does not oscillate.
+
+    While drafting is disabled, a small share of the tokens is still drafted, for one rollout at a time, to measure what
+    would be accepted.
     """
 
-    def __init__(self, *, exploration: float = EXPLORATION) -> None:
-        self.stopped = False
-        """Whether drafting is off for all, but for exploring."""
-        self.stops = 0
-        """How often it was stopped."""
-        self.explored = 0
-        """Tokens drafted to explore."""
+    def __init__(self, *, exploration: float = EXPLORATION_SHARE) -> None:
+        self.drafting_disabled = False
+        """Whether drafting is disabled for all rollouts, except for probes."""
+        self.num_stops = 0
+        """How often drafting was disabled."""
+        self.explored_tokens = 0
+        """Number of tokens of all probes."""
         self._exploration = exploration
-        self._bank = 0.0
-        self._expected_of_all = self._accepted_of_all = 0.0
+        self._allowance_tokens = 0.0
+        """Number of tokens that may be spent on probes now."""
+        self._engine_expected = self._engine_accepted = 0.0
         self._expected, self._accepted = Column(), Column()
-        """Of each rollout's drafts, older ones counting less."""
-        self._gain, self._square, self._steps = 0.0, 0.0, 0
-        """Of steps with drafts: mean gain, mean square, and how many they were."""
-        self._probes, self._probed_gain = 0, 0.0
-        self._exploring: int | None = None
-        self._alike = 1
-        """Rollouts that would be drafted for, of which one explores."""
+        """Draft tokens of each rollout, with older ones weighted less."""
+        self._mean_gain, self._mean_square, self._steps = 0.0, 0.0, 0
+        """Statistics of the gains of steps with drafts."""
+        self._probes, self._mean_probe_gain = 0, 0.0
+        self._probing: int | None = None
+        """Row of the rollout whose draft in this step is a probe."""
+        self._candidates = 1
+        """Number of rollouts from which the probing one was chosen."""
         self._turn = 0
 
     def open(self, row: int) -> None:
-        """A rollout begins."""
-        self._expected.begin(row, 0.0)
-        self._accepted.begin(row, 0.0)
+        """Start to observe a rollout."""
+        self._expected.initialize(row, 0.0)
+        self._accepted.initialize(row, 0.0)
 
-    def limit(self, rows: Integers, allowed: Allowance) -> Allowance:
-        """What of an allowance is left."""
-        prior = min(1.0, (self._accepted_of_all + _PRIOR) / (self._expected_of_all + _PRIOR))
-        ratios = (self._accepted[rows] + _PRIOR * prior) / (self._expected[rows] + _PRIOR) / _DOUBT
-        doubted = ratios < 1
-        self._exploring = None
-        if not self.stopped and not doubted.any():
-            return allowed
-        raised = np.maximum(allowed.min_survivals, _LEAST_SURVIVAL) / np.maximum(ratios, 1e-9)
-        survivals = np.where(doubted, raised, allowed.min_survivals)
-        budgets = np.zeros_like(allowed.budgets) if self.stopped else np.where(survivals > 1, 0, allowed.budgets)
+    def limit(self, rows: Integers, budgets: DraftBudgets) -> DraftBudgets:
+        """Reduce budgets to what drafting has justified, and choose a rollout to probe if the allowance suffices."""
+        prior = min(1.0, (self._engine_accepted + _PRIOR_TOKENS) / (self._engine_expected + _PRIOR_TOKENS))
+        ratios = (self._accepted[rows] + _PRIOR_TOKENS * prior) / (self._expected[rows] + _PRIOR_TOKENS)
+        ratios /= _MIN_ACCEPTANCE_RATIO
+        below = ratios < 1
+        self._probing = None
+        if not self.drafting_disabled and not below.any():
+            return budgets
+        raised = np.maximum(budgets.min_survivals, _DEFAULT_MIN_SURVIVAL) / np.maximum(ratios, 1e-9)
+        survivals = np.where(below, raised, budgets.min_survivals)
+        tokens = np.where((survivals > 1) | self.drafting_disabled, 0, budgets.tokens)
         survivals = np.minimum(survivals, 1.0)
-        if self._bank >= _PROBE:
-            places = np.flatnonzero((allowed.budgets > 0) & (doubted | self.stopped))
-            if len(places):
-                self._turn += 1
-                self._alike = len(places)
-                place = int(places[self._turn % len(places)])
-                self._exploring = int(rows[place])
-                budgets[place] = min(int(allowed.budgets[place]), _PROBE)
-                survivals[place] = allowed.min_survivals[place]
-        return Allowance(budgets, survivals, allowed.worths)
+        if self._allowance_tokens >= _PROBE_TOKENS:
+            candidates = np.flatnonzero((budgets.tokens > 0) & (below | self.drafting_disabled))
+            if len(candidates):
+                self._candidates = len(candidates)
+                place = self._next_turn(candidates)
+                self._probing = int(rows[place])
+                tokens[place] = min(int(budgets.tokens[place]), _PROBE_TOKENS)
+                survivals[place] = budgets.min_survivals[place]
+        return DraftBudgets(tokens, survivals, budgets.token_values_s)
 
-    def keep(self, rows: Integers, drafted: Integers, gain: float) -> Integers:
-        """Which drafts are to be verified: all, none, or that of one rollout, to explore.
+    def select(self, rows: Integers, drafted: Integers, gain: float) -> Integers:
+        """Choose the drafts to verify: all of them, none, or that of one rollout as a probe.
 
         Args:
-            rows: of the rollouts.
-            drafted: tokens that the drafter found for each.
-            gain: seconds that they are expected to save together, less what it costs to verify them.
+            rows: the rollouts, shape (rollouts,).
+            drafted: number of tokens of each rollout's draft, shape (rollouts,).
+            gain: seconds that all drafts together are expected to save, minus the cost of verifying them.
 
         Returns:
-            Places in *rows*.
+            Indices into *rows*.
         """
         places = np.flatnonzero(drafted)
         if gain > 0 or not len(places):
             return places
-        if self._exploring is not None:
-            return np.asarray(places[rows[places] == self._exploring])
-        self._turn += 1
-        place = int(places[self._turn % len(places)])
-        if drafted[place] > self._bank:
+        if self._probing is not None:
+            return np.asarray(places[rows[places] == self._probing])
+        place = self._next_turn(places)
+        if drafted[place] > self._allowance_tokens:
             return places[:0]
-        self._exploring = int(rows[place])
+        self._probing = int(rows[place])
         return np.array([place])
 
-    def verified(
-        self, rows: Integers, *, said: Integers, drafted: Integers, expected: Floats, accepted: Integers
+    def _next_turn(self, places: Integers) -> int:
+        self._turn += 1
+        return int(places[self._turn % len(places)])
+
+    def observe_step(
+        self, rows: Integers, *, generated: Integers, drafted: Integers, expected: Floats, accepted: Integers
     ) -> None:
-        """A step verified drafts.
+        """Record the acceptance of one step.
 
         Args:
-            rows: of all rollouts that were in it, no row twice.
-            said: tokens of each, those accepted among them.
-            drafted: tokens that were verified.
-            expected: of these, tokens that were to be accepted by the probabilities said: the sum of their cumulative
-                products.
-            accepted: of these.
+            rows: all rollouts in the step, no row twice; all arguments have the shape (rollouts,).
+            generated: number of tokens that each generated, accepted draft tokens included.
+            drafted: number of its draft tokens that were verified.
+            expected: number of draft tokens expected to be accepted, which is the sum of their survivals.
+            accepted: number of draft tokens that were accepted.
         """
-        # never more saved up than some probes, lest a long rest is followed by a burst
-        self._bank = min(self._bank + self._exploration * int(said.sum()), 4.0 * _PROBE)
+        self._allowance_tokens = min(
+            self._allowance_tokens + self._exploration * int(generated.sum()), _MAX_SAVED_PROBES * _PROBE_TOKENS
+        )
         if not drafted.any():
             return
-        self._expected_of_all += float(expected.sum())
-        self._accepted_of_all += float(accepted.sum())
-        if self._expected_of_all > _KEPT_OF_ALL:
-            self._expected_of_all /= 2
-            self._accepted_of_all /= 2
-        promised = self._expected[rows] + expected
-        kept = np.where(promised > _KEPT, 0.5, 1.0)
-        self._expected[rows] = promised * kept
-        self._accepted[rows] = (self._accepted[rows] + accepted) * kept
-        if self._exploring is not None:
-            explored = int(drafted[rows == self._exploring].sum())
-            self._bank -= explored
-            self.explored += explored
+        self._engine_expected += float(expected.sum())
+        self._engine_accepted += float(accepted.sum())
+        if self._engine_expected > _HALVE_ENGINE_AT_TOKENS:
+            self._engine_expected /= 2
+            self._engine_accepted /= 2
+        total_expected = self._expected[rows] + expected
+        decay = np.where(total_expected > _HALVE_ROLLOUT_AT_TOKENS, 0.5, 1.0)
+        self._expected[rows] = total_expected * decay
+        self._accepted[rows] = (self._accepted[rows] + accepted) * decay
+        if self._probing is not None:
+            explored = int(drafted[rows == self._probing].sum())
+            self._allowance_tokens -= explored
+            self.explored_tokens += explored
 
-    def timed(self, *, without: float, extra: float, saved: float) -> None:
-        """A step took *extra* seconds more than the *without* that it would have taken without drafts.
+    def observe_time(self, *, without_drafts_s: float, extra_s: float, saved_s: float) -> None:
+        """Record the duration of a step with drafts; disable drafting if it loses time.
 
         Args:
-            without: seconds.
-            extra: seconds.
-            saved: seconds that the tokens accepted in it are worth.
+            without_drafts_s: predicted seconds of the step without drafts.
+            extra_s: seconds by which the step was longer than that.
+            saved_s: value of the accepted draft tokens, in seconds.
         """
-        if without <= 0 or self.stopped or self._exploring is not None:
+        if without_drafts_s <= 0 or self.drafting_disabled or self._probing is not None:
             return
-        # a step that waits for something else takes many times as long
-        gain = min(max((saved - extra) / without, -_MOST), _MOST)
+        gain = min(max((saved_s - extra_s) / without_drafts_s, -_MAX_STEP_GAIN), _MAX_STEP_GAIN)
         self._steps += 1
-        share = 1 / min(self._steps, _STEPS)
-        self._gain += (gain - self._gain) * share
-        self._square += (gain * gain - self._square) * share
-        error = math.sqrt(max(self._square - self._gain * self._gain, 0.0) * share)
-        if self._steps >= _LEAST_STEPS and self._gain + _SURE * error < -_LOSS:
-            self.stopped = True
-            self.stops += 1
-            self._probes, self._probed_gain = 0, 0.0
+        weight = 1 / min(self._steps, _GAIN_WINDOW_STEPS)
+        self._mean_gain += (gain - self._mean_gain) * weight
+        self._mean_square += (gain * gain - self._mean_square) * weight
+        standard_error = math.sqrt(max(self._mean_square - self._mean_gain * self._mean_gain, 0.0) * weight)
+        upper_limit = self._mean_gain + _STOP_STANDARD_ERRORS * standard_error
+        if self._steps >= _MIN_STEPS_TO_STOP and upper_limit < -_STOP_LOSS:
+            self.drafting_disabled = True
+            self.num_stops += 1
+            self._probes, self._mean_probe_gain = 0, 0.0
 
-    def explored_one(self, *, without: float, gain: float, drafting: float) -> None:
-        """A rollout explored: by it is judged what all would gain.
+    def observe_probe(self, *, without_drafts_s: float, gain_s: float, drafting_s: float) -> None:
+        """Record the gain of a probe; enable drafting if all rollouts together would gain enough.
+
+        The gain follows from the cost model, because the cost of one rollout's tokens cannot be measured: steps vary by
+        more than that.
 
         Args:
-            without: seconds of the step without drafts.
-            gain: seconds, by the cost model: what one rollout's tokens cost drowns in what steps differ by anyway.
-            drafting: seconds that it costs to verify any drafts.
+            without_drafts_s: predicted seconds of the step without drafts.
+            gain_s: seconds that the probe's accepted tokens save, minus the cost of its tokens.
+            drafting_s: c_draft, the cost of verifying any drafts.
         """
-        if not self.stopped or self._exploring is None or without <= 0:
+        if not self.drafting_disabled or self._probing is None or without_drafts_s <= 0:
             return
-        all_gain = min(max((gain * self._alike - drafting) / without, -_MOST), _MOST)
+        gain = (gain_s * self._candidates - drafting_s) / without_drafts_s
+        gain = min(max(gain, -_MAX_STEP_GAIN), _MAX_STEP_GAIN)
         self._probes += 1
-        self._probed_gain += (all_gain - self._probed_gain) / min(self._probes, 2 * _LEAST_PROBES)
-        if self._probes >= _LEAST_PROBES and self._probed_gain > _GAIN:
-            self.stopped = False
-            self._gain, self._square, self._steps = 0.0, 0.0, 0
+        self._mean_probe_gain += (gain - self._mean_probe_gain) / min(self._probes, 2 * _MIN_PROBES_TO_RESUME)
+        if self._probes >= _MIN_PROBES_TO_RESUME and self._mean_probe_gain > _RESUME_GAIN:
+            self.drafting_disabled = False
+            self._mean_gain, self._mean_square, self._steps = 0.0, 0.0, 0

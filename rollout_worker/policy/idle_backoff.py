@@ -1,40 +1,41 @@
-"""When to look for drafts again, where there were none for a while."""
+"""Skips steps of drafting while there is nothing to draft."""
 
 from __future__ import annotations
 
-_AWAKE = 4
-"""Steps without drafts after which the drafter rests."""
-_LOOK = 2
-"""Steps between two rests: what a step took is known only to who was awake in the one before it."""
-_LONGEST = 16
+_STEPS_UNTIL_SKIPPING = 4
+"""Number of consecutive steps without drafts after which steps are skipped."""
+_STEPS_BETWEEN_SKIPS = 2
+"""Number of steps in which drafts are looked for between two series of skipped steps. It takes two to time a step."""
+_MAX_SKIPPED_STEPS = 16
+"""Maximum number of consecutive steps that are skipped."""
 
 
 class IdleBackoff:
-    """Lets the drafter sleep through some steps while nothing is drafted: looking costs time, too.
+    """Lets the drafter skip steps while nothing is drafted, because looking for drafts takes time, too.
 
-    The longer nothing is drafted the longer it rests, up to 16 steps at a time; as soon as something is, it stays
-    awake.
+    The number of skipped steps doubles up to 16 while nothing is drafted. As soon as something is drafted, no step is
+    skipped.
     """
 
     def __init__(self) -> None:
-        self._left = _AWAKE
-        """Steps that it stays awake, if nothing is drafted."""
-        self._length = 1
-        self._asleep = 0
+        self._steps_left = _STEPS_UNTIL_SKIPPING
+        """Number of steps without drafts until steps are skipped again."""
+        self._series_length = 1
+        self._skips_left = 0
 
-    def sleeps(self) -> bool:
-        """Asked once a step: whether it sleeps through this one."""
-        if self._asleep:
-            self._asleep -= 1
+    def skip_step(self) -> bool:
+        """Return whether the drafter skips this step. Call it once per step."""
+        if self._skips_left:
+            self._skips_left -= 1
             return True
         return False
 
-    def looked(self, drafted: bool) -> None:
-        """It was awake in a step, and something was drafted or not."""
+    def record_step(self, drafted: bool) -> None:
+        """Record whether anything was drafted in a step that was not skipped."""
         if drafted:
-            self._left, self._length = _AWAKE, 1
+            self._steps_left, self._series_length = _STEPS_UNTIL_SKIPPING, 1
             return
-        self._left -= 1
-        if self._left <= 0:
-            self._length = min(2 * self._length, _LONGEST)
-            self._left, self._asleep = _LOOK, self._length
+        self._steps_left -= 1
+        if self._steps_left <= 0:
+            self._series_length = min(2 * self._series_length, _MAX_SKIPPED_STEPS)
+            self._steps_left, self._skips_left = _STEPS_BETWEEN_SKIPS, self._series_length

@@ -1,4 +1,4 @@
-"""The policies by the names that a job's manifest has for them."""
+"""Creates the draft policy that a job's manifest names."""
 
 from __future__ import annotations
 
@@ -6,34 +6,39 @@ from collections.abc import Callable
 from typing import Literal
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.policy.budgets import BudgetPolicy, DasClasses, DasOptimal, Fixed, Marginal, Pool
-from rollout_worker.policy.rollouts import Lengths
+from rollout_worker.policy.das_policies import DasClasses, DasOptimal
+from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy
+from rollout_worker.policy.marginal import Marginal
+from rollout_worker.policy.rollout_table import LengthLookup
+from rollout_worker.policy.simple_policies import Fixed
 
 PolicyName = Literal["marginal", "das-optimal", "das-classes", "fixed", "unlimited"]
-"""Of ``spec.speculation.policy``, where anything is drafted."""
+"""Values of ``spec.speculation.policy`` with which anything is drafted."""
 
-UNLIMITED_DRAFT = 64
-"""Most tokens of a draft under ``unlimited``: as far as any index matches."""
-
-
-def longest_draft(name: PolicyName, most: int) -> int:
-    """Most tokens of a draft of a policy, of a job in which others may draft *most*."""
-    return UNLIMITED_DRAFT if name == "unlimited" else most
+UNLIMITED_DRAFT_TOKENS = 64
+"""Maximum draft length under ``unlimited``: no draft of an index is longer."""
 
 
-def make_policy(name: PolicyName, pool: Pool, lengths: Lengths, of_all: Callable[[], LengthStats]) -> BudgetPolicy:
-    """A policy for one engine.
+def max_draft_length(policy: PolicyName, max_draft_tokens: int) -> int:
+    """Return the maximum number of tokens of a draft, which the manifest sets for all policies but ``unlimited``."""
+    return UNLIMITED_DRAFT_TOKENS if policy == "unlimited" else max_draft_tokens
+
+
+def make_policy(
+    name: PolicyName, limits: DraftLimits, lengths: LengthLookup, overall_lengths: Callable[[], LengthStats]
+) -> DraftPolicy:
+    """Create a policy for one engine.
 
     Args:
-        name: which.
-        pool: what a step may have.
-        lengths: of problems' rollouts.
-        of_all: lengths of all rollouts.
+        name: which policy.
+        limits: limits of the draft tokens in one step.
+        lengths: returns the length statistics of a problem.
+        overall_lengths: returns the length statistics of all problems.
     """
     if name == "das-classes":
-        return DasClasses(pool, lengths, of_all)
+        return DasClasses(limits, lengths, overall_lengths)
     if name == "das-optimal":
-        return DasOptimal(pool, lengths)
+        return DasOptimal(limits, lengths)
     if name == "marginal":
-        return Marginal(pool, lengths)
-    return Fixed(pool, lengths)
+        return Marginal(limits, lengths)
+    return Fixed(limits, lengths)

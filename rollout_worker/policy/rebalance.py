@@ -1,4 +1,4 @@
-"""Which rollouts go on elsewhere at the end of a step, when engines are idle while others still have many."""
+"""Chooses which rollouts migrate at the end of a training step, when some engines are idle and others are not."""
 
 from __future__ import annotations
 
@@ -10,83 +10,89 @@ from typing import NamedTuple
 from rollout_worker.policy.step_cost import StepCost
 
 HANDOVER_S = 0.5
-"""Between an engine's last token of a rollout and the next engine's first, but for reading what there is of it."""
-_WORTH = 0.05
-"""Share of the time until the last engine ends that moves must save together; expectations are no better."""
-_MOST_MOVES = 16
+"""Seconds between the source engine's last token of a rollout and the target's first, without reading its context."""
+_MIN_SAVED_SHARE = 0.05
+"""Share of the remaining time that migrations must save together; predictions are not more accurate than this."""
+_MAX_MIGRATIONS = 16
 
 
-class Running(NamedTuple):
-    """A rollout that an engine makes."""
-
-    rollout: tuple[str, int]
-    """Request and sample."""
-    context: int
-    """Tokens of prompt and response so far, all of which another engine would have to read."""
-    steps: float
-    """That it is expected to take until it ends."""
-
-
-class Move(NamedTuple):
-    """A rollout goes on elsewhere."""
+class RunningRollout(NamedTuple):
+    """A rollout that runs on an engine."""
 
     rollout: tuple[str, int]
+    """Request id and sample."""
+    context_tokens: int
+    """Number of tokens of its prompt and response so far, all of which another engine would have to read."""
+    remaining_steps: float
+    """Expected number of steps until it ends."""
+
+
+class Migration(NamedTuple):
+    """The decision to continue a rollout on another engine."""
+
+    rollout: tuple[str, int]
+    """Request id and sample."""
     source: str
     target: str
 
 
-def time_until_end(running: Sequence[Running], cost: StepCost) -> float:
-    """Seconds until the last of an engine's rollouts ends, steps getting shorter as others end."""
-    ordered = sorted(running, key=lambda one: one.steps)
-    left, context, seconds = len(ordered), sum(one.context for one in ordered), 0.0
-    for before, after in pairwise([0.0, *(one.steps for one in ordered)]):
-        seconds += (after - before) * cost.time(left, context)
-        context -= ordered[len(ordered) - left].context
-        left -= 1
+def remaining_seconds(rollouts: Sequence[RunningRollout], cost: StepCost) -> float:
+    """Predict the seconds until the last of an engine's rollouts ends; steps get shorter as the others end."""
+    ordered = sorted(rollouts, key=lambda one: one.remaining_steps)
+    running, context_tokens, seconds = len(ordered), sum(one.context_tokens for one in ordered), 0.0
+    for start, end in pairwise([0.0, *(one.remaining_steps for one in ordered)]):
+        seconds += (end - start) * cost.step_time(running, context_tokens)
+        context_tokens -= ordered[len(ordered) - running].context_tokens
+        running -= 1
     return seconds
 
 
-def rebalance(
-    engines: Mapping[str, Sequence[Running]], cost: StepCost, *, movable: Collection[tuple[str, int]] | None = None
-) -> list[Move]:
-    """Moves that let the last engine end sooner; most often none.
+def plan_rebalancing(
+    engines: Mapping[str, Sequence[RunningRollout]],
+    cost: StepCost,
+    *,
+    movable: Collection[tuple[str, int]] | None = None,
+) -> list[Migration]:
+    """Choose migrations with which the last engine ends earlier. In most cases there are none.
 
-    What a move costs is :data:`HANDOVER_S` and reading what there is of the rollout anew, which holds up whatever else
-    the engine has; it lets its engine end sooner by more than the former. All together save a share of the time, so
-    that nothing goes to and fro when it is asked again.
+    A migration costs :data:`HANDOVER_S` and the time to read the rollout's context, which delays the target's other
+    rollouts. Each migration ends the slowest engine's work earlier by more than the handover takes. All migrations
+    together must save a minimum share of the remaining time, so that rollouts do not move back and forth.
 
     Args:
-        engines: what each has; all of one kind.
-        cost: of their steps.
-        movable: rollouts that may go on elsewhere; None: all.
+        engines: the running rollouts of each engine; the engines must be interchangeable.
+        cost: cost model of these engines.
+        movable: rollouts that may migrate; None for all.
     """
-    now = {engine: list(running) for engine, running in engines.items()}
-    ends = {engine: time_until_end(running, cost) for engine, running in now.items()}
+    placement = {engine: list(running) for engine, running in engines.items()}
+    ends = {engine: remaining_seconds(running, cost) for engine, running in placement.items()}
     delays: defaultdict[str, float] = defaultdict(float)
-    before = max(ends.values(), default=0.0)
-    moves: list[Move] = []
+    """Seconds that an engine spends on taking over rollouts."""
+    end_before = max(ends.values(), default=0.0)
+    migrations: list[Migration] = []
     moved: set[tuple[str, int]] = set()
-    while len(now) > 1 and len(moves) < _MOST_MOVES:
+    while len(placement) > 1 and len(migrations) < _MAX_MIGRATIONS:
         source = max(ends, key=lambda engine: ends[engine])
         target = min(ends, key=lambda engine: ends[engine])
-        best: tuple[float, Running] | None = None
-        for one in now[source]:
+        best: tuple[float, RunningRollout] | None = None
+        for one in placement[source]:
             if one.rollout in moved or (movable is not None and one.rollout not in movable):
                 continue
-            rest = [other for other in now[source] if other is not one]
-            read = HANDOVER_S + cost.per_token * one.context
-            there = delays[target] + read + time_until_end([*now[target], one], cost)
-            until = max(delays[source] + time_until_end(rest, cost), there)
-            if best is None or until < best[0]:
-                best = until, one
+            others = [other for other in placement[source] if other is not one]
+            takeover_s = HANDOVER_S + cost.per_token_s * one.context_tokens
+            target_end = delays[target] + takeover_s + remaining_seconds([*placement[target], one], cost)
+            end = max(delays[source] + remaining_seconds(others, cost), target_end)
+            if best is None or end < best[0]:
+                best = end, one
         if best is None or best[0] > ends[source] - HANDOVER_S:
             break
         one = best[1]
-        now[source].remove(one)
-        now[target].append(one)
-        delays[target] += HANDOVER_S + cost.per_token * one.context
+        placement[source].remove(one)
+        placement[target].append(one)
+        delays[target] += HANDOVER_S + cost.per_token_s * one.context_tokens
         for engine in (source, target):
-            ends[engine] = delays[engine] + time_until_end(now[engine], cost)
+            ends[engine] = delays[engine] + remaining_seconds(placement[engine], cost)
         moved.add(one.rollout)
-        moves.append(Move(one.rollout, source, target))
-    return moves if max(ends.values(), default=0.0) < before * (1 - _WORTH) - HANDOVER_S else []
+        migrations.append(Migration(one.rollout, source, target))
+    end_after = max(ends.values(), default=0.0)
+    return migrations if end_after < end_before * (1 - _MIN_SAVED_SHARE) - HANDOVER_S else []

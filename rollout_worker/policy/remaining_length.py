@@ -1,4 +1,4 @@
-"""How many tokens a running rollout still has ahead, and which rollout will be the last."""
+"""How many tokens running rollouts still generate, and which of them ends last."""
 
 from __future__ import annotations
 
@@ -12,96 +12,105 @@ from rollout_api.length_stats import LengthStats
 
 Floats = npt.NDArray[np.float64]
 
-
-_POINTS = 8
-
-
-class Ahead(NamedTuple):
-    """Rollouts alike, that wait or run."""
-
-    stats: LengthStats
-    """Lengths of their problem's rollouts."""
-    so_far: int
-    """Tokens that each has."""
-    most: int
-    """At which each is cut off."""
-    rollouts: int
+_QUANTILES = 8
+"""Number of quantiles that describe a remaining length in :func:`estimate_remaining_work`."""
 
 
-class WorkAhead(NamedTuple):
-    """What many rollouts still have to say, in tokens."""
+class SimilarRollouts(NamedTuple):
+    """Queued or running rollouts of one problem that have generated equally many tokens."""
 
-    tokens: float
-    """Expected, all together."""
-    longest: float
-    """Of the one that has most ahead; it has more as probably as less."""
+    length_stats: LengthStats
+    """Lengths of the problem's earlier rollouts."""
+    generated: int
+    """Number of tokens that each has generated."""
+    max_tokens: int
+    """Number of tokens at which each is cut off."""
+    num_rollouts: int
 
 
-def work_ahead(rollouts: Iterable[Ahead]) -> WorkAhead:
-    """What is ahead of all these rollouts, each independent of the others."""
-    alike = [one for one in rollouts if one.rollouts]
-    if not alike:
-        return WorkAhead(0.0, 0.0)
-    found = np.stack([remaining(one.stats, so_far=one.so_far, most=one.most, points=_POINTS) for one in alike])
-    counts = np.array([one.rollouts for one in alike])
-    times = np.unique(found)
-    first, last = 0, len(times) - 1
+class RemainingWork(NamedTuple):
+    """The tokens that a set of rollouts still generates."""
+
+    total_tokens: float
+    """Expected number of tokens of all rollouts together."""
+    longest_tokens: float
+    """Median of the number of tokens of the rollout with the most remaining tokens."""
+
+
+def estimate_remaining_work(rollouts: Iterable[SimilarRollouts]) -> RemainingWork:
+    """Estimate the remaining tokens of rollouts whose lengths are independent of each other."""
+    kinds = [one for one in rollouts if one.num_rollouts]
+    if not kinds:
+        return RemainingWork(0.0, 0.0)
+    quantiles = np.stack(
+        [
+            remaining_quantiles(one.length_stats, generated=one.generated, max_tokens=one.max_tokens, count=_QUANTILES)
+            for one in kinds
+        ]
+    )
+    counts = np.array([one.num_rollouts for one in kinds])
+    lengths = np.unique(quantiles)
+    first, last = 0, len(lengths) - 1
     while first < last:
         middle = (first + last) // 2
-        ended = (found <= times[middle]).mean(axis=1)
-        # the probability that all have ended by then
+        ended = (quantiles <= lengths[middle]).mean(axis=1)
+        # The probability that all rollouts have ended by this length is the product of their probabilities.
         if ended.min() > 0 and float(counts @ np.log(ended)) >= np.log(0.5):
             last = middle
         else:
             first = middle + 1
-    return WorkAhead(float(counts @ found.mean(axis=1)), float(times[first]))
+    return RemainingWork(float(counts @ quantiles.mean(axis=1)), float(lengths[first]))
 
 
-def remaining(stats: LengthStats, *, so_far: int, most: int, points: int) -> Floats:
-    """Quantiles of what a rollout has ahead, given that it has not ended yet: the middles of *points* equal parts.
+def remaining_quantiles(stats: LengthStats, *, generated: int, max_tokens: int, count: int) -> Floats:
+    """Return quantiles of the tokens that a rollout still generates, given that it has not ended yet.
+
+    The quantiles are those in the middle of *count* equal parts. Quantiles beyond the longest observed length are
+    spread evenly up to *max_tokens*.
 
     Args:
-        stats: lengths of its problem's rollouts.
-        so_far: tokens it has.
-        most: at which it is cut off; quantiles that lie beyond what was ever seen are spread evenly up to it.
-        points: how many.
+        stats: lengths of the problem's earlier rollouts.
+        generated: number of tokens that the rollout has generated.
+        max_tokens: number of tokens at which it is cut off.
+        count: number of quantiles.
 
     Returns:
-        Tokens, at least 1, ascending; shape (points,).
+        Tokens, at least 1, in ascending order; shape (count,).
     """
-    ends = [stats.quantile((point + 0.5) / points, so_far=so_far) for point in range(points)]
+    ends = [stats.quantile((place + 0.5) / count, so_far=generated) for place in range(count)]
     known = [end for end in ends if end is not None]
-    beyond = points - len(known)
-    since = min(max(so_far, known[-1] if known else 0, stats.longest), most)
-    unknown = since + (most - since) * (np.arange(beyond) + 0.5) / max(beyond, 1)
-    return np.asarray(np.maximum(np.minimum(np.concatenate([known, unknown]), most) - so_far, 1.0))
+    num_unknown = count - len(known)
+    known_until = min(max(generated, known[-1] if known else 0, stats.longest), max_tokens)
+    unknown = known_until + (max_tokens - known_until) * (np.arange(num_unknown) + 0.5) / max(num_unknown, 1)
+    return np.asarray(np.maximum(np.minimum(np.concatenate([known, unknown]), max_tokens) - generated, 1.0))
 
 
 def last_probabilities(ends: Floats) -> Floats:
-    """The probability of each rollout that it is the last to end.
+    """Return P(last) of each rollout: the probability that it ends last.
 
     Args:
-        ends: when rollouts may end, shape (rollouts, points); the points of a row are equally probable, and rollouts
-            are independent. Of those that end at the same moment, the one that stands later here is taken for the last.
+        ends: possible end times of each rollout, shape (rollouts, points). The points of a row are equally probable,
+            and rows are independent of each other. Of rollouts that end at the same time, the one with the highest
+            index counts as the last.
 
     Returns:
-        Shape (rollouts,); they add up to 1. O(n log n) for n points.
+        Probabilities that add up to 1, shape (rollouts,). The computation takes O(n log n) for n points in total.
     """
     rollouts, points = ends.shape
     if rollouts == 0:
         return np.zeros(0)
-    # in the order of time, ties by row; F_j is the share of j's points that have passed
+    # Points in the order of time, ties by row. F_j is the share of row j's points that have passed.
     order = np.argsort(ends, axis=None, kind="stable")
     rows = order // points
     passed = np.empty(rollouts * points)
     by_row = np.argsort(rows, kind="stable")
     passed[by_row] = np.tile(np.arange(1, points + 1), rollouts)
-    # the product of all F_j just behind each point: a factor of 0 for each row of which none has passed
-    growth = np.where(passed > 1, np.log(passed) - np.log(np.maximum(passed - 1, 1)), -np.log(points))
-    begun = np.cumsum(passed == 1)
-    product = np.where(begun == rollouts, np.exp(np.cumsum(growth)), 0.0)
-    # P(i ends here, and all others have): 1/points · Π F_j without F_i
+    # The product of all F_j just after each point; it is 0 until at least one point of every row has passed.
+    log_growth = np.where(passed > 1, np.log(passed) - np.log(np.maximum(passed - 1, 1)), -np.log(points))
+    num_begun = np.cumsum(passed == 1)
+    product = np.where(num_begun == rollouts, np.exp(np.cumsum(log_growth)), 0.0)
+    # P(i ends at this point and all others have ended) is 1/points times the product without F_i.
     shares = product / passed
-    found = np.bincount(rows, weights=shares, minlength=rollouts)
-    total = float(found.sum())
-    return found / total if total > 0 else np.full(rollouts, 1.0 / rollouts)
+    probabilities = np.bincount(rows, weights=shares, minlength=rollouts)
+    total = float(probabilities.sum())
+    return probabilities / total if total > 0 else np.full(rollouts, 1.0 / rollouts)

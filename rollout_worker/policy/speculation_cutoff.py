@@ -1,46 +1,67 @@
-"""Whether drafting has paid so little for so long that an engine which cannot draft is the better one."""
+"""Decides when to replace an engine on which drafting does not pay by one without speculation."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-LEAST_SECONDS = 1800.0
-"""Of decoding, before an engine is given up: starting another takes minutes."""
-_OF_ONE_VERSION = 4 * LEAST_SECONDS
-"""Where the weights stay the same: with new ones, what was said before may be said again, and drafts begin to pay."""
-_TELLING_SECONDS = 60.0
-_STOPPED = 0.95
-"""Share of the time in which the governor had stopped drafting."""
-_VERSIONS = 4
+MIN_DECODING_S = 1800.0
+"""Seconds of decoding that are observed before an engine is replaced, because starting another takes minutes."""
+ONE_VERSION_FACTOR = 4.0
+"""Factor on that time while all of it was decoded with one weight version.
+
+Drafting may begin to pay with new weights, under which rollouts may resemble earlier ones more closely."""
+_MIN_VERSION_S = 60.0
+"""Seconds of decoding below which a weight version is not taken into account."""
+_MIN_DISABLED_SHARE = 0.95
+"""Share of the decoding time in which the governor must have disabled drafting."""
+_MAX_VERSIONS = 4
+"""Number of weight versions that are taken into account, the newest ones."""
 
 
 class SpeculationCutoff:
-    """Watches an engine's governor, weight version by weight version.
+    """Observes for how long an engine's governor has disabled drafting, by weight version.
 
-    vLLM with our drafter configured runs its first model runner, with synchronous scheduling, whether anything is
-    drafted or not; without speculation it may run faster.
+    With a drafter configured, vLLM uses its V1 model runner and synchronous scheduling even while nothing is drafted.
+    An engine without speculation may be faster.
     """
 
-    def __init__(self, *, least_seconds: float = LEAST_SECONDS, stopped: float = _STOPPED) -> None:
-        self._least, self._share = least_seconds, stopped
-        self._seen: OrderedDict[int, tuple[float, float]] = OrderedDict()
-        """Weight version → seconds of decoding, and those of them in which drafting was stopped."""
-        self._last = 0.0
+    def __init__(
+        self, *, min_decoding_s: float = MIN_DECODING_S, min_disabled_share: float = _MIN_DISABLED_SHARE
+    ) -> None:
+        """Create a cutoff; see :data:`MIN_DECODING_S`.
 
-    def observe(self, *, version: int, seconds: float, stopped: bool) -> None:
-        """The engine has decoded for so many seconds since it started."""
-        new, self._last = max(0.0, seconds - self._last), seconds
-        decoded, idle = self._seen.pop(version, (0.0, 0.0))
-        self._seen[version] = decoded + new, idle + new * stopped
-        while len(self._seen) > _VERSIONS:
-            self._seen.popitem(last=False)
+        Args:
+            min_decoding_s: seconds of decoding that are observed at least.
+            min_disabled_share: share of the decoding time in which drafting must have been disabled, per version.
+        """
+        self._min_decoding_s, self._min_disabled_share = min_decoding_s, min_disabled_share
+        self._versions: OrderedDict[int, tuple[float, float]] = OrderedDict()
+        """Weight version → seconds of decoding, and the part of them in which drafting was disabled."""
+        self._total_s = 0.0
+
+    def observe(self, *, weight_version: int, decoding_s: float, drafting_disabled: bool) -> None:
+        """Record the engine's state.
+
+        Args:
+            weight_version: the version that the engine serves.
+            decoding_s: seconds of decoding since the engine started.
+            drafting_disabled: whether its governor has disabled drafting.
+        """
+        added_s, self._total_s = max(0.0, decoding_s - self._total_s), decoding_s
+        decoded_s, disabled_s = self._versions.pop(weight_version, (0.0, 0.0))
+        self._versions[weight_version] = decoded_s + added_s, disabled_s + added_s * drafting_disabled
+        while len(self._versions) > _MAX_VERSIONS:
+            self._versions.popitem(last=False)
 
     @property
-    def futile(self) -> bool:
-        """Whether it is."""
-        telling = [
-            (decoded, idle) for decoded, idle in self._seen.values() if decoded >= min(_TELLING_SECONDS, self._least)
-        ]
-        total = sum(decoded for decoded, _ in telling)
-        long_enough = total >= (self._least if len(telling) > 1 else _OF_ONE_VERSION / LEAST_SECONDS * self._least)
-        return bool(telling) and long_enough and all(idle >= self._share * decoded for decoded, idle in telling)
+    def is_reached(self) -> bool:
+        """Whether the engine should be replaced by one without speculation."""
+        min_version_s = min(_MIN_VERSION_S, self._min_decoding_s)
+        versions = [times for times in self._versions.values() if times[0] >= min_version_s]
+        total_s = sum(decoded_s for decoded_s, _ in versions)
+        required_s = self._min_decoding_s * (1.0 if len(versions) > 1 else ONE_VERSION_FACTOR)
+        return (
+            bool(versions)
+            and total_s >= required_s
+            and all(disabled_s >= self._min_disabled_share * decoded_s for decoded_s, disabled_s in versions)
+        )

@@ -1,10 +1,10 @@
-"""A tiny Qwen3 policy for demos and tests, trained from scratch in minutes, with no download.
+"""A tiny Qwen3 policy for demos and tests, trained from scratch in minutes, without a download.
 
-`ensure` gives the checkpoints of one training run on step-by-step solutions of reasoning-gym problems.
-Successive checkpoints stand in for the successive policies of an RL run: they already answer in the right
-format, and still drift. `default_tasks` names the problems that the policy was trained for.
+:func:`ensure` returns the checkpoints of one training run on step-by-step solutions of reasoning-gym problems. They
+simulate the successive policies of an RL run: they answer in the right format, and change from one to the next.
+:func:`default_tasks` returns the tasks that the policy was trained for.
 
-Importing this package is light; torch and transformers load when a policy is trained.
+Importing this package does not import torch and transformers; training a policy does.
 """
 
 from rollout_worker.tiny_model.cache import ensure

@@ -1,4 +1,4 @@
-"""Keep a trained policy on disk, and train it only when what is there is not what the recipe gives."""
+"""Keeps a trained policy on disk, and trains it only if it is missing or belongs to another recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from rollout_worker.tiny_model.train import Recipe, TrainingProgress, checkpoint_name, train
 
 RECIPE_FILE = "recipe.json"
-"""Written last into a finished directory: what its checkpoints were trained with."""
+"""File that describes how the checkpoints were trained. It is written last, so it marks a complete directory."""
 
 CHECKPOINT_FILES = (
     "config.json",
@@ -24,7 +24,7 @@ CHECKPOINT_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
 )
-"""What every checkpoint holds at least."""
+"""Files that every checkpoint contains."""
 
 _SOURCES = ("solutions.py", "tasks.py", "tokenizer.py", "train.py")
 
@@ -36,22 +36,22 @@ def ensure(
     recipe: Recipe | None = None,
     progress: Callable[[TrainingProgress], None] | None = None,
 ) -> list[Path]:
-    """Return the policy's checkpoints, training them first where they are missing or out of date.
+    """Return the policy's checkpoints; train them first if they are missing or out of date.
 
-    The policy is built beside ``directory`` and renamed into place whole, so that a killed run leaves no
-    partial policy. Of several processes that call this at once, one trains and the others wait for it.
+    The policy is built in a temporary directory beside *directory*, which is renamed when it is complete, so that a
+    killed run leaves no incomplete policy. If several processes call this at once, one trains and the others wait.
 
     Args:
-        directory: where the checkpoints live; created, with its parents, when missing.
-        seed: of the training run, 0 to 1023.
-        recipe: what to train; the default is the demo's policy.
-        progress: called after every training step; never when the policy is already there.
+        directory: directory of the checkpoints; created, with its parents, if it is missing.
+        seed: seed of the training run, 0 to 1023.
+        recipe: what to train; by default the demo's policy.
+        progress: called after every training step; not called if the policy exists.
 
     Returns:
         Checkpoint directories, in the order of training.
 
     Raises:
-        FileExistsError: ``directory`` holds something that this function did not put there.
+        FileExistsError: if *directory* contains something else.
     """
     recipe = recipe or Recipe()
     directory = directory.expanduser().absolute()
@@ -67,7 +67,7 @@ def ensure(
 
 
 def recipe_digest(seed: int, recipe: Recipe) -> str:
-    """Digest of everything in this distribution that decides the weights, and of the problem generator."""
+    """Return a digest of everything in this package that determines the weights, and of the problem generator."""
     described = {
         "seed": seed,
         "recipe": recipe.as_dict(),
@@ -82,7 +82,7 @@ def _checkpoints(directory: Path, recipe: Recipe) -> list[Path]:
 
 
 def _is_current(directory: Path, seed: int, recipe: Recipe) -> bool:
-    """Whether the directory holds every file of the policy that this seed and recipe give."""
+    """Return whether the directory contains the complete policy of this seed and recipe."""
     try:
         recorded = json.loads((directory / RECIPE_FILE).read_text())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
@@ -93,19 +93,19 @@ def _is_current(directory: Path, seed: int, recipe: Recipe) -> bool:
 
 
 def _refuse_foreign(directory: Path) -> None:
-    """Never replace what is not a policy of ours."""
+    """Raise an error if the directory contains something that is not a policy of this package."""
     if not directory.exists() or (directory.is_dir() and (directory / RECIPE_FILE).is_file()):
         return
     if not directory.is_dir() or any(directory.iterdir()):
         raise FileExistsError(
-            f"{directory} exists and has no {RECIPE_FILE}, so it is not a tiny policy: "
-            "choose another directory or remove it"
+            f"{directory} exists and has no {RECIPE_FILE}, so it is not a tiny policy; choose another directory, or "
+            "remove it"
         )
 
 
 def _build(directory: Path, seed: int, recipe: Recipe, progress: Callable[[TrainingProgress], None] | None) -> None:
-    """Train beside the directory, then swap the result in. Call with the lock held."""
-    digest = recipe_digest(seed, recipe)  # of the sources as they are now, not when training ends
+    """Train in a temporary directory, then replace *directory* by it. Call with the lock held."""
+    digest = recipe_digest(seed, recipe)  # now, because the sources may change while training runs
     building = Path(tempfile.mkdtemp(prefix=_prefix(directory), dir=directory.parent))
     try:
         building.chmod(0o755)
@@ -121,7 +121,7 @@ def _build(directory: Path, seed: int, recipe: Recipe, progress: Callable[[Train
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Delete what this run, or a killed one, left beside the directory. Call with the lock held."""
+    """Delete temporary directories of this run or of a killed one. Call with the lock held."""
     for leftover in directory.parent.glob(f"{_prefix(directory)}*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -132,7 +132,7 @@ def _prefix(directory: Path) -> str:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock. The kernel releases it when the process ends, however it ends."""
+    """Hold the directory's lock. The kernel releases it when the process ends, for whatever reason."""
     with (directory.parent / f".{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,4 +1,4 @@
-"""The page about manifests says what the models say."""
+"""The reference page of the manifest agrees with the models."""
 
 import importlib.util
 from pathlib import Path
@@ -17,6 +17,6 @@ def test_the_manifest_page_is_up_to_date() -> None:
     assert module.document() == (ROOT / "docs" / "manifest.md").read_text()
 
 
-def test_the_manifest_page_has_every_source() -> None:
+def test_the_manifest_page_lists_every_source() -> None:
     page = (ROOT / "docs" / "manifest.md").read_text()
     assert all(f"| `source.{name}" in page for name in Source.model_fields)

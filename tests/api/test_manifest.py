@@ -1,4 +1,4 @@
-"""What a manifest accepts, and how it says what is wrong."""
+"""Validation of manifests and its error messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rollout_api import ManifestError, parse_job
-from rollout_worker.manifest import read_manifest
+from rollout_worker.cli.manifest_file import read_manifest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -25,14 +25,14 @@ SHORTEST: dict[str, Any] = {
 }
 
 
-def changed(path: str, value: object) -> dict[str, Any]:
-    """The shortest manifest with one field set."""
+def manifest_with(path: str, value: object) -> dict[str, Any]:
+    """Return the shortest manifest with one field set."""
     manifest = copy.deepcopy(SHORTEST)
-    at: Any = manifest
+    section: Any = manifest
     *parents, last = path.split(".")
     for name in parents:
-        at = at.setdefault(name, {})
-    at[last] = value
+        section = section.setdefault(name, {})
+    section[last] = value
     return manifest
 
 
@@ -55,7 +55,7 @@ def test_every_example_is_valid(example: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "where", "says"),
+    ("path", "value", "error_path", "message"),
     [
         ("apiVersion", "das.rollout.dev/v2", "apiVersion", "v1alpha1"),
         ("kind", "Job", "kind", "RolloutJob"),
@@ -111,7 +111,7 @@ def test_every_example_is_valid(example: Path) -> None:
             "either",
         ),
         ("spec.history.maxBytes", "1Ki", "spec.history.maxBytes", "at least 1Mi"),
-        ("spec.engine.tensorParallelSize", 4, "spec.workers.gpusPerWorker", "no multiple of the 4 GPUs"),
+        ("spec.engine.tensorParallelSize", 4, "spec.workers.gpusPerWorker", "not a multiple of the 4 GPUs"),
         ("spec.weights.allowedRoots", ["models"], "spec.weights.allowedRoots", "absolute"),
         ("spec.source.dataset.epochs", 0, "spec.source.dataset.epochs", "greater than or equal to 1"),
         ("spec.source.dataset.checkpoints", ["a", "b"], "spec.source.dataset.checkpoints", "2 checkpoints for 1"),
@@ -120,33 +120,33 @@ def test_every_example_is_valid(example: Path) -> None:
         ("spec.lifecycle.activeDeadlineSeconds", 0, "spec.lifecycle.activeDeadlineSeconds", "greater than"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_path(path: str, value: object, where: str, says: str) -> None:
-    errors = errors_of(changed(path, value))
-    assert [where] == list(errors)
-    assert says in errors[where]
+def test_an_error_has_the_path_of_its_field(path: str, value: object, error_path: str, message: str) -> None:
+    errors = errors_of(manifest_with(path, value))
+    assert [error_path] == list(errors)
+    assert message in errors[error_path]
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://a,b:1/main", "rediss+sentinel://a/main?ssl_ca_certs=/ca"])
 def test_a_redis_may_be_behind_sentinels(url: str) -> None:
-    assert url == parse_job(changed("spec.redis.url", url)).spec.redis.url
-    assert url == parse_job(changed("spec.history.redis.url", url)).spec.history.redis.url
+    assert url == parse_job(manifest_with("spec.redis.url", url)).spec.redis.url
+    assert url == parse_job(manifest_with("spec.history.redis.url", url)).spec.history.redis.url
 
 
 @pytest.mark.parametrize("url", ["redis+cluster://a,b", "rediss+cluster://a"])
 def test_a_history_may_be_on_a_cluster(url: str) -> None:
-    assert url == parse_job(changed("spec.history.redis.url", url)).spec.history.redis.url
+    assert url == parse_job(manifest_with("spec.history.redis.url", url)).spec.history.redis.url
 
 
 @pytest.mark.parametrize("field", ["spec.redis.url", "spec.history.redis.url"])
 def test_an_error_does_not_repeat_a_password(field: str) -> None:
-    with pytest.raises(ManifestError, match="must not hold credentials") as refused:
-        parse_job(changed(field, "redis://user:secret@redis/0"))
+    with pytest.raises(ManifestError, match="must not contain credentials") as refused:
+        parse_job(manifest_with(field, "redis://user:secret@redis/0"))
     assert "secret@" not in str(refused.value)
     assert "redis://user:***@redis/0" in str(refused.value)
 
 
-def test_all_errors_are_listed_at_once_those_across_sections_too() -> None:
-    manifest = changed("spec.sampling", {"topP": 0.5, "minP": 0.1, "logitBias": {"1": 2}})
+def test_all_errors_are_listed_including_those_across_sections() -> None:
+    manifest = manifest_with("spec.sampling", {"topP": 0.5, "minP": 0.1, "logitBias": {"1": 2}})
     manifest["spec"] |= {
         "model": {},
         "engine": {"tensorParallelSize": 3},
@@ -164,8 +164,8 @@ def test_all_errors_are_listed_at_once_those_across_sections_too() -> None:
     } == set(errors_of(manifest))
 
 
-def test_min_p_is_accepted_where_nothing_is_drafted() -> None:
-    manifest = changed("spec.sampling.minP", 0.1)
+def test_min_p_is_accepted_without_speculation() -> None:
+    manifest = manifest_with("spec.sampling.minP", 0.1)
     manifest["spec"]["speculation"] = {"policy": "off"}
     assert parse_job(manifest).spec.sampling.min_p == 0.1
 
@@ -179,24 +179,24 @@ def test_a_policy_needs_no_quotes(tmp_path: Path, policy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
-        ("a: [", "no YAML"),
+        ("a: [", "not valid YAML"),
         ("", "documents"),
         ("a: 1\n---\nb: 2", "2 documents"),
         ("- 1", "must be a mapping"),
-        ("a: 1\na: 2", "given twice"),
-        ("a: 2024-13-45", "no YAML"),
-        ("name: {{ x }}", "no YAML"),
+        ("a: 1\na: 2", "duplicate key"),
+        ("a: 2024-13-45", "not valid YAML"),
+        ("name: {{ x }}", "not valid YAML"),
     ],
 )
-def test_a_file_that_is_no_manifest(tmp_path: Path, text: str, says: str) -> None:
+def test_a_file_that_is_not_a_manifest_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "job.yaml"
     file.write_text(text)
-    with pytest.raises(ManifestError, match=says):
+    with pytest.raises(ManifestError, match=message):
         read_manifest(file)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ManifestError, match="No such file"):
         read_manifest(tmp_path / "none.yaml")

@@ -1,4 +1,4 @@
-"""The wire format: everything that is encoded comes back, anything else is refused with a reason."""
+"""The wire format: messages are decoded unchanged, and everything else is rejected with a reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rollout_api import (
     Cancel,
     Close,
     CodecError,
-    Drafts,
+    DraftMode,
     FinishReason,
     Partial,
     Purpose,
@@ -48,7 +48,7 @@ def responses(draw: st.DrawFn) -> dict[str, object]:
     return {
         "token_ids": tokens,
         "logprobs": draw(st.none() | st.lists(float32s, min_size=len(tokens), max_size=len(tokens))),
-        "spans": [*first, *later] if tokens or draw(st.booleans()) else [],
+        "weight_spans": [*first, *later] if tokens or draw(st.booleans()) else [],
     }
 
 
@@ -72,7 +72,7 @@ samplings = st.builds(
 @st.composite
 def requests(draw: st.DrawFn) -> RolloutRequest:
     trajectory_id = draw(st.none() | identifiers)
-    about: dict[str, object] = {
+    fields: dict[str, object] = {
         "job_uid": draw(identifiers),
         "request_id": draw(identifiers),
         "prompt_token_ids": draw(st.lists(st.integers(0, 2**32 - 2), min_size=1, max_size=50)),
@@ -80,7 +80,7 @@ def requests(draw: st.DrawFn) -> RolloutRequest:
         "trajectory_id": trajectory_id,
         "turn": 0 if trajectory_id is None else draw(st.integers(0, 9)),
     }
-    about |= draw(
+    fields |= draw(
         st.fixed_dictionaries(
             {},
             optional={
@@ -91,13 +91,13 @@ def requests(draw: st.DrawFn) -> RolloutRequest:
                 "deadline_seconds": st.none() | st.floats(0, 1e9, exclude_min=True),
                 "weight_version": st.none() | st.integers(0, 2**40),
                 "prefix": st.none() | partials,
-                "drafts": st.sampled_from(Drafts),
+                "draft_mode": st.sampled_from(DraftMode),
                 "draft_budget": st.none() | st.integers(0, 64),
                 "half_logprobs": st.booleans(),
             },
         )
     )
-    return RolloutRequest.model_validate(about)
+    return RolloutRequest.model_validate(fields)
 
 
 @st.composite
@@ -110,11 +110,11 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         **draw(responses()),  # type: ignore[arg-type]
         finish_reason=draw(st.sampled_from(FinishReason)),
         detail=draw(st.text(max_size=40)),
-        steps=draw(st.integers(0, 1000)),
-        drafted=draw(st.integers(0, 1000)),
-        accepted=draw(st.integers(0, 1000)),
+        num_decoding_steps=draw(st.integers(0, 1000)),
+        num_draft_tokens=draw(st.integers(0, 1000)),
+        num_accepted_tokens=draw(st.integers(0, 1000)),
         engine=draw(st.text(max_size=20)),
-        cached_tokens=draw(st.integers(0, 10_000)),
+        num_cached_tokens=draw(st.integers(0, 10_000)),
         started_at=draw(times),
         finished_at=draw(times),
     )
@@ -129,7 +129,7 @@ by_kind: dict[type[Message], st.SearchStrategy[Message]] = {
         WeightUpdate,
         weight_version=st.integers(1, 2**40),
         uri=identifiers,
-        weights=st.sampled_from(WeightsKind),
+        weights_kind=st.sampled_from(WeightsKind),
         sha256=st.none() | st.from_regex("[0-9a-f]{64}", fullmatch=True),
         mode=st.sampled_from(UpdateMode),
     ),
@@ -148,12 +148,12 @@ def test_every_kind_of_message_is_tested() -> None:
 
 
 @given(messages)
-def test_what_is_encoded_comes_back(message: Message) -> None:
+def test_message_is_decoded_unchanged(message: Message) -> None:
     assert message == decode(encode(message))
 
 
 @given(requests())
-def test_what_was_left_at_its_default_is_told_from_what_was_set(request: RolloutRequest) -> None:
+def test_fields_that_were_set_are_distinguished_from_defaults(request: RolloutRequest) -> None:
     back = decode(encode(request))
     assert isinstance(back, RolloutRequest)
     assert request.model_fields_set == back.model_fields_set - {"kind"}
@@ -161,7 +161,7 @@ def test_what_was_left_at_its_default_is_told_from_what_was_set(request: Rollout
 
 
 @given(messages, st.integers(0, 2**32), st.integers(0, 255))
-def test_a_damaged_message_is_a_message_or_a_codec_error(message: Message, at: int, byte: int) -> None:
+def test_damaged_message_is_a_message_or_a_codec_error(message: Message, at: int, byte: int) -> None:
     data = bytearray(encode(message))
     data[at % len(data)] = byte
     for damaged in (bytes(data), bytes(data[: at % len(data)])):
@@ -172,13 +172,13 @@ def test_a_damaged_message_is_a_message_or_a_codec_error(message: Message, at: i
 
 
 @given(st.lists(st.floats(-50, 0), min_size=1, max_size=50))
-def test_half_precision_logprobs_are_rounded_not_lost(logprobs: list[float]) -> None:
+def test_half_precision_logprobs_are_rounded(logprobs: list[float]) -> None:
     rollout = Rollout(
         rollout_id="j/r/0/0",
         problem_id="p",
         token_ids=[1] * len(logprobs),
         logprobs=logprobs,
-        spans=[WeightSpan(start=0, weight_version=0)],
+        weight_spans=[WeightSpan(start=0, weight_version=0)],
         finish_reason=FinishReason.STOP,
     )
     back = decode(encode(rollout, half_logprobs=True))
@@ -187,71 +187,80 @@ def test_half_precision_logprobs_are_rounded_not_lost(logprobs: list[float]) -> 
     assert all(math.isclose(a, b, rel_tol=1e-3, abs_tol=1e-6) for a, b in zip(logprobs, back.logprobs, strict=True))
 
 
-def test_a_token_takes_four_bytes_and_a_half_logprob_two() -> None:
+def test_token_takes_four_bytes_and_half_precision_logprob_two() -> None:
     rollout = Rollout(
         rollout_id="j/r/0/0",
         problem_id="p",
         token_ids=[100_000] * 4096,
         logprobs=[-0.5] * 4096,
-        spans=[WeightSpan(start=0, weight_version=0)],
+        weight_spans=[WeightSpan(start=0, weight_version=0)],
         finish_reason=FinishReason.STOP,
     )
     assert 4096 * 6 <= len(encode(rollout, half_logprobs=True)) < 4096 * 6 + 200
 
 
 @given(st.binary(max_size=200))
-def test_any_other_bytes_are_refused_with_a_codec_error(data: bytes) -> None:
+def test_arbitrary_bytes_are_a_codec_error(data: bytes) -> None:
     with pytest.raises(CodecError):
         decode(data)
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "expected_error"),
     [
-        ([1, 2], "a message is a map"),
+        ([1, 2], "a message must be a map"),
         ({"v": 2, "kind": "rollout"}, "schema version 2"),
         ({"kind": "rollout"}, "schema version None"),
-        ({"v": 1, "kind": "gossip"}, "unknown kind"),
+        ({"v": 1, "kind": "gossip"}, "unknown message kind"),
         ({"v": 1, "kind": "rollout"}, "rollout: token_ids: Field required"),
-        ({"v": 1, "kind": "rollout", "token_ids": b"123"}, "no whole number"),
+        ({"v": 1, "kind": "rollout", "token_ids": b"123"}, "not a multiple of 4"),
         ({"v": 1, "kind": "rollout", "token_ids": 5}, "malformed"),
         ({"v": 1, "kind": "rollout", "token_ids": [-1, 0, 0, 0]}, "malformed"),
         ({"v": 1, "kind": "request", "surprise": 1, "prompt_token_ids": b"\0\0\0\0"}, "request"),
-        ({"v": 1, "kind": "partial", "token_ids": b"\0\0\0\0", "spans": []}, "tokens without a weight span"),
-        ({"v": 1, "kind": "partial", "token_ids": b"", "spans": [{"start": 1, "weight_version": 0}]}, "start at 0"),
-        ({"v": 1, "kind": "partial", "token_ids": b"", "logprobs": {"f": "d", "b": b""}, "spans": []}, "format 'd'"),
-        ({"v": 1, "kind": "partial", "token_ids": b"", "logprobs": {"f": "f", "b": b"123"}, "spans": []}, "malformed"),
-        ({"v": 1, "kind": "partial", "token_ids": b"", "logprobs": [0.5], "spans": []}, "malformed"),
+        ({"v": 1, "kind": "partial", "token_ids": b"\0\0\0\0", "weight_spans": []}, "tokens without a weight span"),
+        (
+            {"v": 1, "kind": "partial", "token_ids": b"", "weight_spans": [{"start": 1, "weight_version": 0}]},
+            "start at 0",
+        ),
+        (
+            {"v": 1, "kind": "partial", "token_ids": b"", "logprobs": {"f": "d", "b": b""}, "weight_spans": []},
+            "format 'd'",
+        ),
+        (
+            {"v": 1, "kind": "partial", "token_ids": b"", "logprobs": {"f": "f", "b": b"123"}, "weight_spans": []},
+            "malformed",
+        ),
+        ({"v": 1, "kind": "partial", "token_ids": b"", "logprobs": [0.5], "weight_spans": []}, "malformed"),
         ({"v": 1, "kind": "rewards", "rewards": {"a/b/0/0": float("nan")}}, "rewards"),
         ({"v": 1, "kind": "cancel", "request_ids": []}, "request_ids"),
         ({"v": 1, "kind": "weights", "weight_version": 1, "uri": "/w", "sha256": "xyz"}, "sha256"),
     ],
 )
-def test_refusals_say_why(body: object, says: str) -> None:
-    with pytest.raises(CodecError, match=says):
+def test_error_says_what_is_wrong(body: object, expected_error: str) -> None:
+    with pytest.raises(CodecError, match=expected_error):
         decode(msgpack.packb(body))
 
 
 @given(st.text(min_size=1).filter(lambda t: "/" not in t), identifiers, st.integers(0, 99), st.integers(0, 99))
-def test_a_rollout_id_can_be_read_back(uid: str, request: str, sample: int, turn: int) -> None:
+def test_rollout_id_is_parsed_from_its_text(uid: str, request: str, sample: int, turn: int) -> None:
     assert RolloutId(uid, request, sample, turn) == RolloutId.parse(str(RolloutId(uid, request, sample, turn)))
 
 
 @pytest.mark.parametrize(
-    ("about", "says"),
+    ("fields", "expected_error"),
     [
-        ({"turn": 1, "problem_id": "p"}, "turn 1 of no trajectory"),
-        ({"turn": 1, "trajectory_id": "t"}, "turn 1 must name the problem_id"),
+        ({"turn": 1, "problem_id": "p"}, "turn 1 needs a trajectory_id"),
+        ({"turn": 1, "trajectory_id": "t"}, "turn 1 needs the problem_id"),
         ({"reply_to": "a/b"}, "reply_to"),
         ({"request_id": "x" * 257}, "request_id"),
         ({"deadline_seconds": 0}, "deadline_seconds"),
     ],
 )
-def test_requests_that_contradict_themselves_are_refused(about: dict[str, object], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        RolloutRequest.model_validate({"job_uid": "j", "request_id": "r", "prompt_token_ids": [1], **about})
+def test_inconsistent_request_is_rejected(fields: dict[str, object], expected_error: str) -> None:
+    with pytest.raises(ValueError, match=expected_error):
+        RolloutRequest.model_validate({"job_uid": "j", "request_id": "r", "prompt_token_ids": [1], **fields})
 
 
-def test_problem_ids_are_stable_and_differ() -> None:
+def test_problem_ids_are_stable_and_distinct() -> None:
     assert problem_id_of([1, 2, 3]) == "b30a3c159d7e8193559a42a84f1fcae1"
     assert problem_id_of([1, 2, 3]) != problem_id_of([1, 2, 3, 0])

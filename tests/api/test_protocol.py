@@ -1,4 +1,4 @@
-"""The page, the schema and the test vectors of the protocol say what the code does."""
+"""The page, the schema and the test vectors of the protocol agree with the code."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import pytest
 import redis
 
 from rollout_api import CodecError, decode, encode, problem_id_of
-from rollout_api.protocol.keys import MessageKeys, named
+from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.messages import MESSAGES
 from rollout_api.weights.checksum import checksum
-from tests.support.job_side import JobSide
+from tests.support.fake_job import FakeJob
 
 ROOT = Path(__file__).parents[2]
 VECTORS = json.loads((ROOT / "docs" / "protocol" / "vectors.json").read_text())
 SCHEMA = json.loads((ROOT / "docs" / "protocol" / "schema.json").read_text())
 KINDS = {model.model_fields["kind"].default: model for model in MESSAGES}
 REASONS = {
-    "not msgpack": r"^no msgpack: ",
-    "not a map": r"^a message is a map",
-    "version": r"^schema version ",
-    "kind": r"^unknown kind of message",
+    "not msgpack": r"^not valid msgpack: ",
+    "not a map": r"^a message must be a map",
+    "version": r"^unsupported schema version ",
+    "kind": r"^unknown message kind",
     "field": r"^(request|rollout|partial|refusal|weights|cancel|rewards|close): (?!malformed)",
-    "packing": r"malformed field|no whole number of uint32|logprobs in unknown format",
+    "packing": r"malformed field|not a multiple of 4|logprobs have the unknown format",
 }
 
 
@@ -48,7 +48,7 @@ def docs() -> ModuleType:
     return module
 
 
-def test_what_is_generated_is_up_to_date(docs: ModuleType) -> None:
+def test_generated_files_are_up_to_date(docs: ModuleType) -> None:
     assert docs.as_json(docs.schema()) == docs.SCHEMA.read_text()
     assert docs.as_json(docs.vectors()) == docs.VECTORS.read_text()
     assert docs.document(docs.PAGE.read_text()) == docs.PAGE.read_text()
@@ -63,11 +63,11 @@ def test_a_vector_is_encoded_and_decoded(vector: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("vector", by_name("valid"))
-def test_the_schema_takes_every_message(vector: dict[str, Any]) -> None:
+def test_the_schema_accepts_every_message(vector: dict[str, Any]) -> None:
     jsonschema.Draft202012Validator(SCHEMA).validate(vector["json"])
 
 
-def test_the_schema_knows_names_as_they_are_on_the_wire() -> None:
+def test_the_schema_uses_the_names_of_the_wire_format() -> None:
     assert {"top_p", "max_tokens"} < SCHEMA["$defs"]["Sampling"]["properties"].keys()
     assert "uint" not in SCHEMA["$defs"]["Sampling"]["properties"]["logprobs"].get("x-wire", "")
     assert "little-endian" in SCHEMA["$defs"]["Rollout"]["properties"]["token_ids"]["x-wire"]
@@ -77,19 +77,19 @@ def test_the_schema_knows_names_as_they_are_on_the_wire() -> None:
 
 
 @pytest.mark.parametrize("vector", by_name("invalid"))
-def test_an_invalid_vector_is_refused_for_its_reason(vector: dict[str, Any]) -> None:
+def test_an_invalid_vector_is_rejected_with_its_error(vector: dict[str, Any]) -> None:
     with pytest.raises(CodecError) as refusal:
         decode(bytes.fromhex(vector["hex"]))
     assert re.search(REASONS[vector["reason"]], str(refusal.value))
     assert vector["error"] == str(refusal.value)
 
 
-def test_there_is_a_vector_of_every_kind_and_reason() -> None:
+def test_every_kind_and_reason_has_a_vector() -> None:
     assert KINDS.keys() == {vector["json"]["kind"] for vector in VECTORS["valid"]}
     assert REASONS.keys() == {vector["reason"] for vector in VECTORS["invalid"]}
 
 
-def test_hashes_are_those_of_the_vectors(tmp_path: Path) -> None:
+def test_hashes_agree_with_the_vectors(tmp_path: Path) -> None:
     for vector in VECTORS["problem_ids"]:
         assert vector["problem_id"] == problem_id_of(vector["prompt_token_ids"])
     [weights] = VECTORS["weights"]
@@ -98,16 +98,16 @@ def test_hashes_are_those_of_the_vectors(tmp_path: Path) -> None:
     assert weights["sha256"] == checksum(tmp_path)
 
 
-def test_every_key_that_a_client_uses_is_on_the_page(docs: ModuleType) -> None:
+def test_the_page_lists_every_key_that_a_client_uses(docs: ModuleType) -> None:
     page, keys = docs.PAGE.read_text(), MessageKeys("<uid>")
     used = [keys.job, keys.requests, keys.control, keys.rewards, keys.results("<client>"), keys.client("<client>")]
-    used += [keys.status, keys.engines, keys.lease("<engine>"), keys.dead, named("<namespace>/<name>")]
+    used += [keys.status, keys.engines, keys.lease("<engine>"), keys.dead_letters, job_uid_key("<namespace>/<name>")]
     assert [] == [key for key in used if f"`{key}`" not in page]
 
 
 def test_the_example_runs(docs: ModuleType, redis_url: str, tmp_path: Path) -> None:
-    """Every command of the example, in a shell; between them, the job answers."""
-    job = JobSide(redis_url, uid=docs.EXAMPLE.job_uid, name="default/demo")
+    """Run every command of the example in a shell; the job answers in between."""
+    job = FakeJob(redis_url, uid=docs.EXAMPLE.job_uid, name="default/demo")
     text = docs.PAGE.read_text().partition("## An example")[2]
     commands = re.findall(r"^\$ ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
     port = redis.Redis.from_url(redis_url).connection_pool.connection_kwargs["port"]

@@ -1,8 +1,7 @@
-"""Users of a real Redis: a job's with the commands of its history, the history service's with those of its own."""
+"""Access rules in a real Redis: what a job's user and the history service's user may do."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
@@ -10,14 +9,18 @@ import numpy as np
 import pytest
 import redis
 
-from rollout_api.protocol.keys import HISTORIES, HistoryKeys, MessageKeys
-from rollout_api.redis_client.access_rules import access_rules, service_rules
-from rollout_worker.history.maintenance import HistoryMaintainer
+from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys, MessageKeys
+from rollout_api.redis_client.access_rules import access_rules, main, service_rules
+from rollout_worker.history.blocks import START
+from rollout_worker.history.catalog import StoredProblem
+from rollout_worker.history.maintenance.maintainer import HistoryMaintainer
+from rollout_worker.history.maintenance.operations import MaintenanceOperations
+from rollout_worker.history.metadata import list_histories
 from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import START, Appended, HistoryStore, Problem, histories
+from rollout_worker.history.store import AppendResult, HistoryStore
 
 UID = "the-uid"
-OURS, THEIRS = HistoryKeys("rl", "math"), HistoryKeys("rl", "math-2")
+OWN, OTHER = HistoryKeys("rl", "math"), HistoryKeys("rl", "math-2")
 PROBLEMS = ["p", "a}b{c*%[x]?", "{}"]
 Connect = Callable[[str, list[str]], redis.Redis]
 
@@ -29,125 +32,127 @@ def admin(redis_url: str) -> redis.Redis:
 
 @pytest.fixture
 def connect(admin: redis.Redis, redis_url: str) -> Iterator[Connect]:
-    """A connection as a user with given rules."""
-    made = []
+    """Return a function that connects as a user with the given rules."""
+    users = []
 
     def as_user(name: str, rules: list[str]) -> redis.Redis:
         admin.execute_command("ACL", "SETUSER", name, "reset", "on", ">secret", *rules)
-        made.append(name)
+        users.append(name)
         return redis.Redis.from_url(f"redis://{name}:secret@{redis_url.rpartition('@')[2]}")
 
     yield as_user
-    admin.execute_command("ACL", "DELUSER", *made)
+    admin.execute_command("ACL", "DELUSER", *users)
 
 
 def record(rollout_id: str, generation: int) -> HistoryRecord:
     return HistoryRecord(rollout_id, "run", generation, generation, np.arange(9, dtype=np.uint32), "stop")
 
 
-def keep(store: HistoryStore) -> None:
-    """What a job's processes do with their history."""
+def use_history(store: HistoryStore) -> None:
+    """Use every operation that the processes of a job use."""
     store.open("a-tokenizer", "a/model", max_bytes=10**6)
     for version in range(2):
         generation = store.publish(UID, version)
         rollouts = [(problem, record(f"{problem}/{version}", generation)) for problem in PROBLEMS]
-        assert {Appended.NEW} == set(store.append_all(rollouts, newest=generation))
-    store.use(PROBLEMS)
-    store.reward("p", {"p/0": 0.5, "p/1": 1.0})
-    store.report_ages({1: (8.0, 4.0)})
-    store.keep_learned(b"of drafts")
-    assert store.learned() == b"of drafts"
-    found = store.read(dict.fromkeys(PROBLEMS, START), rewarded=PROBLEMS)
+        assert {AppendResult.APPENDED} == set(store.append_all(rollouts, newest=generation))
+    store.catalog.mark_used(PROBLEMS)
+    store.set_rewards("p", {"p/0": 0.5, "p/1": 1.0})
+    store.statistics.add_acceptance({1: (8.0, 4.0)})
+    store.save_drafter_state(b"state")
+    assert store.drafter_state() == b"state"
+    found = store.read(dict.fromkeys(PROBLEMS, START), with_lengths=PROBLEMS)
     assert dict.fromkeys(PROBLEMS, 2) == {problem: len(part.records) for problem, part in found.items()}
-    assert [2, 6] == [store.length_stats(problem).count for problem in ("p", None)]
+    assert [2, 6] == [store.statistics.length_stats(problem).count for problem in ("p", None)]
 
 
-def denied(*calls: Callable[[], object]) -> None:
+def assert_denied(*calls: Callable[[], object]) -> None:
     for number, call in enumerate(calls):
         with pytest.raises(redis.exceptions.NoPermissionError):
             call()
-            pytest.fail(f"call {number} was carried out")
+            pytest.fail(f"call {number} was executed")
 
 
-def test_a_jobs_user_may_keep_its_history_and_say_that_it_is_there(admin: redis.Redis, connect: Connect) -> None:
-    user = connect("job", access_rules("rl", "job", UID, OURS.name))
-    keep(HistoryStore(user, OURS, window=4))
-    keeper = HistoryMaintainer(user, OURS, token="the job's")
-    assert 3 == keeper.run_once().problems
-    keeper.resign()
-    assert {OURS.full_name.encode()} == admin.smembers(HISTORIES)
+def test_user_of_a_job_may_use_and_list_its_history(admin: redis.Redis, connect: Connect) -> None:
+    user = connect("job", access_rules("rl", "job", UID, OWN.name))
+    use_history(HistoryStore(user, OWN, window=4))
+    maintainer = HistoryMaintainer(user, OWN, token="the job's")
+    assert 3 == maintainer.run_once().problems
+    maintainer.lease.release()
+    assert {OWN.full_name.encode()} == admin.smembers(HISTORY_NAMES)
 
 
-def test_a_jobs_user_knows_nothing_of_other_histories(admin: redis.Redis, connect: Connect) -> None:
-    keep(HistoryStore(admin, THEIRS, window=4))
-    user = connect("job", access_rules("rl", "job", UID, OURS.name))
-    theirs = HistoryStore(user, THEIRS, window=4)
-    denied(
-        theirs.about,
-        lambda: theirs.open("a-tokenizer", "a/model"),
-        lambda: theirs.append("p", record("new", 2), newest=2),
-        lambda: theirs.lengths("p"),
-        lambda: theirs.length_stats(None),
-        lambda: theirs.use(["p"]),
-        HistoryMaintainer(user, THEIRS, token="the job's").lead,
-        lambda: user.xrange(HistoryKeys("other", OURS.name).log("p")),
-        # names of others' histories cannot be read, nor taken away from the service
-        lambda: histories(user),
-        lambda: user.srem(HISTORIES, THEIRS.full_name),
-        lambda: user.delete(HISTORIES),
-        lambda: user.rename(HISTORIES, OURS.meta),
-        lambda: user.set(HISTORIES, ""),
+def test_user_of_a_job_has_no_access_to_other_histories(admin: redis.Redis, connect: Connect) -> None:
+    use_history(HistoryStore(admin, OTHER, window=4))
+    user = connect("job", access_rules("rl", "job", UID, OWN.name))
+    other = HistoryStore(user, OTHER, window=4)
+    assert_denied(
+        other.metadata.info,
+        lambda: other.open("a-tokenizer", "a/model"),
+        lambda: other.append("p", record("new", 2), newest=2),
+        lambda: other.statistics.length_entries("p"),
+        lambda: other.statistics.length_stats(None),
+        lambda: other.catalog.mark_used(["p"]),
+        HistoryMaintainer(user, OTHER, token="the job's").lease.acquire,
+        lambda: user.xrange(HistoryKeys("other", OWN.name).log("p")),
+        # It can neither read nor remove the names of other histories.
+        lambda: list_histories(user),
+        lambda: user.srem(HISTORY_NAMES, OTHER.full_name),
+        lambda: user.delete(HISTORY_NAMES),
+        lambda: user.rename(HISTORY_NAMES, OWN.meta),
+        lambda: user.set(HISTORY_NAMES, ""),
     )
-    assert {THEIRS.full_name.encode()} == admin.smembers(HISTORIES)
-    assert 6 == HistoryStore(admin, THEIRS, window=4).length_stats(None).count
+    assert {OTHER.full_name.encode()} == admin.smembers(HISTORY_NAMES)
+    assert 6 == HistoryStore(admin, OTHER, window=4).statistics.length_stats(None).count
 
 
-def test_given_twice_the_rules_are_the_same(admin: redis.Redis, connect: Connect) -> None:
-    rules = access_rules("rl", "job", UID, OURS.name)
+def test_applying_the_rules_again_changes_nothing(admin: redis.Redis, connect: Connect) -> None:
+    rules = access_rules("rl", "job", UID, OWN.name)
     connect("job", rules)
     once = admin.execute_command("ACL", "GETUSER", "job")
     admin.execute_command("ACL", "SETUSER", "job", *rules)
     assert once == admin.execute_command("ACL", "GETUSER", "job")
 
 
-def test_the_services_user_may_look_after_every_history(admin: redis.Redis, connect: Connect) -> None:
-    for keys in (OURS, THEIRS):
-        keep(HistoryStore(admin, keys, window=4))
+def test_user_of_the_service_may_maintain_every_history(admin: redis.Redis, connect: Connect) -> None:
+    for keys in (OWN, OTHER):
+        use_history(HistoryStore(admin, keys, window=4))
     user = connect("service", service_rules())
-    assert [OURS, THEIRS] == histories(user)
-    store = HistoryStore(user, OURS, window=4)
-    assert (about := store.about()) is not None
-    assert ("a/model", 10**6) == (about.model, about.max_bytes)
-    assert set(PROBLEMS) == {one.problem for one in store.problems()}
-    assert {1: (8.0, 4.0)} == store.ages()
-    assert store.compact("p")
-    store.trim("p")
-    store.set_horizon(2)
-    keeper = HistoryMaintainer(user, OURS, token="the service's")
-    assert 3 == keeper.run_once().problems
-    keeper.resign()
-    assert ["p"] == dropped(store, "p")
-    store.delete()
-    assert [THEIRS] == histories(user)
-    assert {b"history:names"} | theirs_alone(admin) == set(admin.keys("*"))
+    assert [OWN, OTHER] == list_histories(user)
+    store = HistoryStore(user, OWN, window=4)
+    assert (info := store.metadata.info()) is not None
+    assert ("a/model", 10**6) == (info.model, info.max_bytes)
+    assert set(PROBLEMS) == {problem.problem_id for problem in store.catalog.problems()}
+    assert {1: (8.0, 4.0)} == store.statistics.acceptance_by_age()
+    operations = MaintenanceOperations(store)
+    assert operations.compact("p")
+    operations.trim("p")
+    store.metadata.set_age_limit(2)
+    maintainer = HistoryMaintainer(user, OWN, token="the service's")
+    assert 3 == maintainer.run_once().problems
+    maintainer.lease.release()
+    assert ["p"] == delete_problem(store, "p")
+    operations.delete_history()
+    assert [OTHER] == list_histories(user)
+    assert {b"history:names"} | keys_of_the_other(admin) == set(admin.keys("*"))
     assert user.info("memory")["used_memory"] > 0
-    assert user.memory_usage(THEIRS.meta) > 0
+    assert user.memory_usage(OTHER.meta) > 0
 
 
-def dropped(store: HistoryStore, problem: str) -> list[str]:
-    chosen: list[Problem] = [one for one in store.problems() if one.problem == problem]
-    return [one.problem for one in store.drop(chosen)]
+def delete_problem(store: HistoryStore, problem: str) -> list[str]:
+    """Delete a problem and return the ids of the problems that were deleted."""
+    chosen: list[StoredProblem] = [one for one in store.catalog.problems() if one.problem_id == problem]
+    return [one.problem_id for one in store.catalog.delete(chosen)]
 
 
-def theirs_alone(admin: redis.Redis) -> set[bytes]:
-    return {key for key in admin.keys("*") if THEIRS.full_name.encode() in key}
+def keys_of_the_other(admin: redis.Redis) -> set[bytes]:
+    return {key for key in admin.keys("*") if OTHER.full_name.encode() in key}
 
 
-def test_the_services_user_knows_nothing_of_messages_and_rules_nothing(admin: redis.Redis, connect: Connect) -> None:
+def test_user_of_the_service_can_neither_read_messages_nor_administrate(admin: redis.Redis, connect: Connect) -> None:
     messages = MessageKeys(UID)
     admin.xadd(messages.requests, {"d": b"1"})
     user = connect("service", service_rules())
-    denied(
+    assert_denied(
         lambda: user.xrange(messages.requests),
         lambda: user.delete(messages.requests),
         lambda: user.eval("return redis.call('XLEN', KEYS[1])", 1, messages.requests),
@@ -167,19 +172,22 @@ def test_the_services_user_knows_nothing_of_messages_and_rules_nothing(admin: re
     ("arguments", "expected"),
     [(["service"], service_rules()), (["rl", "job", UID, "math"], access_rules("rl", "job", UID, "math"))],
 )
-def test_the_rules_are_printed_as_redis_takes_them(
-    connect: Connect, admin: redis.Redis, arguments: list[str], expected: list[str]
+def test_printed_rules_are_accepted_by_redis(
+    connect: Connect,
+    admin: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: list[str],
 ) -> None:
-    command = [sys.executable, "-m", "rollout_api.redis_client.access_rules", *arguments]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    connect("printed", printed.split())
+    monkeypatch.setattr(sys, "argv", ["access_rules", *arguments])
+    main()
+    connect("printed", capsys.readouterr().out.split())
     connect("given", expected)
     assert admin.execute_command("ACL", "GETUSER", "given") == admin.execute_command("ACL", "GETUSER", "printed")
 
 
-def test_other_arguments_are_answered_by_the_usage() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "rollout_api.redis_client.access_rules", "rl"], capture_output=True, text=True
-    )
-    assert 1 == done.returncode
-    assert "NAMESPACE NAME UID HISTORY" in done.stderr
+def test_wrong_arguments_are_answered_with_the_usage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["access_rules", "rl"])
+    with pytest.raises(SystemExit, match="NAMESPACE NAME UID HISTORY"):
+        main()

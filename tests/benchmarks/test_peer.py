@@ -1,4 +1,4 @@
-"""The peer that benchmarks of the index need: what is said where it is missing."""
+"""Test of the error that is raised when arctic-inference is not installed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 from benchmarks import suffix_drafters
 
 
-def test_a_missing_peer_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in [one for one in sys.modules if one.partition(".")[0] == "arctic_inference"]:
+def test_error_explains_the_installation_when_the_peer_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "arctic_inference"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", [one for one in sys.path if one != suffix_drafters.PEERS])
-    monkeypatch.setattr(suffix_drafters, "PEERS", str(tmp_path))
-    with pytest.raises(ImportError, match=r"arctic-inference is not in .*; 'make env' installs it"):
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != suffix_drafters.PEERS_DIRECTORY])
+    monkeypatch.setattr(suffix_drafters, "PEERS_DIRECTORY", str(tmp_path))
+    with pytest.raises(ImportError, match=r"arctic-inference is not installed in .*; 'make env' installs it"):
         suffix_drafters.suffix_tree(8)

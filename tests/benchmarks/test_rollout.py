@@ -1,4 +1,4 @@
-"""Real engines that are made to say recorded rollouts."""
+"""Tests of the benchmark of real engines, which sample recorded rollouts."""
 
 from __future__ import annotations
 
@@ -9,103 +9,125 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.rollout import figures_of, lower_bound
-from benchmarks.rollout_runs import DRAFT, KEYS, Bench, Material, Run, Sampled, engines_of, redis_server, request_of
+from benchmarks.redis_server import redis_server
+from benchmarks.rollout import Results, figures_of, lower_bound
+from benchmarks.rollout_runs import (
+    KEYS,
+    MAX_DRAFT,
+    UNGOVERNED,
+    Measurement,
+    ModeRunner,
+    RecordedEpochs,
+    RecordedGroup,
+    start_engines,
+)
+from rollout_api.redis_client.connection import connect
 from rollout_worker.drafting.drafter import Drafter
 from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
-from rollout_worker.engine.sampling import SOURCES
-from rollout_worker.history.connection import connect
+from rollout_worker.engine.draft_settings import SOURCES
 from rollout_worker.history.store import HistoryStore
 from tests.support.reference_model import VOCABULARY, make_model
 
+PROBLEM = "p"
 PROMPT = [4, 4, 2, 17]
 END = VOCABULARY - 1
-MOST = 200
+MAX_TOKENS = 200
+ROUNDS = 2
 
 
-def rollouts(count: int, chance: random.Random) -> list[list[int]]:
-    """Of the same stretches in another order, with mistakes, so that drafts pass now and then."""
-    stretches = [[chance.randrange(VOCABULARY - 1) for _ in range(12)] for _ in range(6)]
-    found = []
+def random_rollouts(count: int, rng: random.Random) -> list[list[int]]:
+    """Return rollouts of shared phrases in random order with some random tokens, so that drafts are partly accepted."""
+    phrases = [[rng.randrange(VOCABULARY - 1) for _ in range(12)] for _ in range(6)]
+    rollouts = []
     for _ in range(count):
-        tokens = [token for _ in range(14) for token in chance.choice(stretches)]
-        said = [chance.randrange(VOCABULARY - 1) if chance.random() < 0.06 else token for token in tokens]
-        found.append([*said, END])
-    return found
+        tokens = [token for _ in range(14) for token in rng.choice(phrases)]
+        noisy = [rng.randrange(VOCABULARY - 1) if rng.random() < 0.06 else token for token in tokens]
+        rollouts.append([*noisy, END])
+    return rollouts
 
 
-def replayed(history: list[list[int]], made: list[list[int]]) -> list[list[int]]:
-    """Draft tokens accepted in each step of rollouts one after the other, without an engine."""
+def accepted_in_replay(history: list[list[int]], rollouts: list[list[int]]) -> list[list[int]]:
+    """Return the accepted draft tokens of each step of rollouts, replayed one after the other without an engine."""
     index = SuffixIndex(pool_tokens=POOL_TOKENS)
-    index.add("p", [(str(number), 1, np.array(tokens, np.uint32)) for number, tokens in enumerate(history)])
-    drafter, row, found = Drafter(index), np.zeros(1, np.int64), []
+    index.add(PROBLEM, [(str(number), 1, np.array(tokens, np.uint32)) for number, tokens in enumerate(history)])
+    drafter, row, accepted_by_rollout = Drafter(index), np.zeros(1, np.int64), []
     sources = next(iter(SOURCES.values()))
-    for tokens in made:
-        drafter.open(0, "p", np.array(PROMPT, np.uint32), sources, ends=[END])
-        said, drafted, steps = 0, 0, []
+    for tokens in rollouts:
+        drafter.open(0, PROBLEM, np.array(PROMPT, np.uint32), sources, stop_tokens=[END])
+        generated, drafted, accepted_by_step = 0, 0, []
         draft: list[int] = []
-        while said < len(tokens):
-            rest = tokens[said:]
-            accepted = next((at for at, token in enumerate(draft) if rest[at] != token), len(draft))
+        while generated < len(tokens):
+            rest = tokens[generated:]
+            accepted = next((place for place, token in enumerate(draft) if rest[place] != token), len(draft))
             drafter.advance(row, [rest[: accepted + 1]], row + drafted)
-            steps.append(accepted)
-            said += accepted + 1
-            budget = min(DRAFT, MOST - said - 1)
+            accepted_by_step.append(accepted)
+            generated += accepted + 1
+            budget = min(MAX_DRAFT, MAX_TOKENS - generated - 1)
             draft = drafter.draft(row, row + budget, np.zeros(1))[0].tokens
             drafted = len(draft)
         drafter.close(0)
-        found.append(steps)
-    return found
+        accepted_by_rollout.append(accepted_by_step)
+    return accepted_by_rollout
 
 
-def test_an_engine_accepts_exactly_what_the_replay_of_the_same_rollouts_accepts(tmp_path: Path) -> None:
-    """Policy fixed, one request at a time: replayed acceptance is that of a real engine."""
+def test_engine_accepts_exactly_what_a_replay_without_an_engine_accepts(tmp_path: Path) -> None:
+    """With the policy ``fixed`` and one request at a time, the acceptance of every step is the same."""
     model = make_model(tmp_path / "model")
-    chance = random.Random(5)
-    both = rollouts(12, chance)
-    material = Material([{"p": Sampled(PROMPT, both[8:], both[:8], MOST)}], [END])
+    rollouts = random_rollouts(12, random.Random(5))
+    history, evaluated = rollouts[:8], rollouts[8:]
+    recorded = RecordedEpochs([{PROBLEM: RecordedGroup(PROMPT, evaluated, history, MAX_TOKENS)}], [END])
 
     async def run(url: str) -> list[list[int]]:
-        async with engines_of(["das-ungoverned"], model, url, most=300, batch=1, eager=True) as engines:
-            (engine,) = engines.values()
-            bench = Bench(engines, material, HistoryStore(connect(url), KEYS, window=16))
-            await engine._rpc("bench_note")
-            noted = []
-            for round_ in range(2):
-                made = await bench.run("das-ungoverned", 1, 0, round_)
-                (found,) = await engine._rpc("bench_noted")
-                names = [
-                    request_of(f"1-0-{round_}-{number}", work, material.ends)
-                    for number, work in enumerate(material.work(0, 1, round_))
-                ]
-                steps = [found[str(one.rollout_id(0))] for one in names]
-                assert made.accepted == sum(map(sum, steps))
-                noted += steps
-            return noted
+        async with start_engines([UNGOVERNED], model, url, max_tokens=300, batch=1, eager=True) as engines:
+            runner = ModeRunner(engines, recorded, HistoryStore(connect(url), KEYS, window=16))
+            await runner.record_acceptance(UNGOVERNED)
+            accepted = []
+            for round_ in range(ROUNDS):
+                measurement = await runner.run(UNGOVERNED, 1, 0, round_)
+                by_rollout = await runner.acceptance(UNGOVERNED)
+                of_round = [by_rollout[str(request.rollout_id(0))] for request in recorded.requests(0, 1, round_)]
+                assert sum(map(sum, of_round)) == measurement.accepted
+                accepted += of_round
+            return accepted
 
     with redis_server() as url:
         in_engine = asyncio.run(run(url))
-    expected = replayed(both[:8], [work.tokens for round_ in range(2) for work in material.work(0, 1, round_)])
+    selected = [rollout.tokens for round_ in range(ROUNDS) for rollout in recorded.select(0, 1, round_)]
+    expected = accepted_in_replay(history, selected)
     assert expected == in_engine
     assert sum(map(sum, expected)) > sum(map(len, expected)) / 2
 
 
-def runs(mode: str, seconds: list[float]) -> list[Run]:
-    return [Run(mode, 4, 0, number, 8, 1000, one, 100, 50, 25, 0.1, 0.01) for number, one in enumerate(seconds)]
+def measurements(mode: str, seconds: list[float]) -> list[Measurement]:
+    return [
+        Measurement(mode, 4, 0, number, 8, 1000, makespan, 100, 50, 25, 0.1, 0.01)
+        for number, makespan in enumerate(seconds)
+    ]
 
 
-def test_figures_are_of_pairs_that_all_modes_have() -> None:
-    made = runs("none", [2.0, 4.0, 6.0, 9.0]) + runs("das", [1.0, 2.0, 2.0])
-    figures = {figure.name: figure for figure in figures_of(made, ["none", "das"], [4, 8], claim_267m=False)}
+def test_figures_use_only_the_pairs_that_all_modes_have() -> None:
+    runs = measurements("none", [2.0, 4.0, 6.0, 9.0]) + measurements("das", [1.0, 2.0, 2.0])
+    figures = {figure.name: figure for figure in figures_of(runs, ["none", "das"], [4, 8], claim_267m=False)}
     speed = figures["speed of das, batch 4, median of 3 pairs"]
     assert (2.0, 0.98) == (speed.value, speed.target)
-    assert 2.0 == figures["speed of das, batch 4"].value
+    assert 2.0 == figures["speed of das against the fastest other mode, batch 4"].value
     assert not [name for name in figures if "batch 8" in name]
-    claimed = figures_of(made, ["none", "das"], [4], claim_267m=True)
-    assert [1.25] == [one.target for one in claimed if one.name == speed.name]
+    with_claim = figures_of(runs, ["none", "das"], [4], claim_267m=True)
+    assert [1.25] == [figure.target for figure in with_claim if figure.name == speed.name]
 
 
-def test_the_lower_bound_is_below_the_median_and_above_the_least() -> None:
+def test_lower_bound_lies_between_the_minimum_and_the_median() -> None:
     ratios = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]
     assert 1.0 <= lower_bound(ratios) < 1.3
-    assert 1.2 == pytest.approx(lower_bound([1.2] * 7))
+    assert pytest.approx(1.2) == lower_bound([1.2] * 7)
+
+
+def test_benchmark_resumes_from_its_file_only_with_the_same_settings(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    results = Results(file, {"modes": ["none"]}, resume=True)
+    for measurement in measurements("none", [1.0, 2.0]):
+        results.add(measurement)
+    results.save([])
+    assert results.measurements == Results(file, {"modes": ["none"]}, resume=True).measurements
+    with pytest.raises(ValueError, match="has other settings"):
+        Results(file, {"modes": ["das"]}, resume=True)

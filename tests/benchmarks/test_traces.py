@@ -1,4 +1,4 @@
-"""Traces as benchmarks read them: any file of the format, whatever it calls its checkpoints."""
+"""Tests of reading traces and selecting their checkpoints."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from benchmarks.problems import problems_of
 from benchmarks.traces import Trajectory, checkpoints, read_trace
 
 
-def trace(file: Path, rows: list[dict[str, Any]]) -> list[Trajectory]:
+def read_rows(file: Path, rows: list[dict[str, Any]]) -> list[Trajectory]:
     tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="b"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return read_trace(file, tokenizer)
 
 
-def rows_of(names: list[Any]) -> list[dict[str, Any]]:
+def rows_with_checkpoints(names: list[Any]) -> list[dict[str, Any]]:
     return [
         {"problem_id": "p", "sample_index": 0, "epoch_or_checkpoint": name, "prompt": "a", "text": "a b"}
         for name in names
@@ -37,22 +37,24 @@ def rows_of(names: list[Any]) -> list[dict[str, Any]]:
         ([None, None], [""]),
     ],
 )
-def test_checkpoints_are_in_the_order_of_training(tmp_path: Path, names: list[Any], expected: list[str]) -> None:
-    assert checkpoints(trace(tmp_path / "t.jsonl", rows_of(names))) == expected
+def test_checkpoints_are_sorted_by_number_or_kept_in_file_order(
+    tmp_path: Path, names: list[Any], expected: list[str]
+) -> None:
+    assert expected == checkpoints(read_rows(tmp_path / "t.jsonl", rows_with_checkpoints(names)))
 
 
-def test_the_last_checkpoint_is_generated_from_the_one_before(tmp_path: Path) -> None:
-    (problem,) = problems_of(trace(tmp_path / "t.jsonl", rows_of([0, 9, 10])), None, None, None)
-    assert [one.checkpoint for one in problem.history] == ["9"]
-    assert [one.checkpoint for one in problem.running] == ["10"]
+def test_last_two_checkpoints_are_history_and_evaluated_by_default(tmp_path: Path) -> None:
+    (problem,) = problems_of(read_rows(tmp_path / "t.jsonl", rows_with_checkpoints([0, 9, 10])), None, None, None)
+    assert ["9"] == [rollout.checkpoint for rollout in problem.history]
+    assert ["10"] == [rollout.checkpoint for rollout in problem.evaluated]
 
 
-def test_the_first_epoch_can_be_named(tmp_path: Path) -> None:
-    (problem,) = problems_of(trace(tmp_path / "t.jsonl", rows_of([0, 1, 2])), "0", "1", None)
-    assert [one.checkpoint for one in problem.history] == ["0"]
+def test_named_checkpoint_is_used_as_history(tmp_path: Path) -> None:
+    (problem,) = problems_of(read_rows(tmp_path / "t.jsonl", rows_with_checkpoints([0, 1, 2])), "0", "1", None)
+    assert ["0"] == [rollout.checkpoint for rollout in problem.history]
 
 
-def test_a_line_that_is_no_trajectory_is_named(tmp_path: Path) -> None:
-    rows = [*rows_of([1]), {"problem_id": "p", "text": "a"}]
-    with pytest.raises(ValueError, match=r"t\.jsonl, line 2 is no trajectory: KeyError: 'prompt'"):
-        trace(tmp_path / "t.jsonl", rows)
+def test_error_names_the_line_when_a_line_is_not_a_trajectory(tmp_path: Path) -> None:
+    rows = [*rows_with_checkpoints([1]), {"problem_id": "p", "text": "a"}]
+    with pytest.raises(ValueError, match=r"t\.jsonl, line 2, is not a trajectory: KeyError: 'prompt'"):
+        read_rows(tmp_path / "t.jsonl", rows)

@@ -1,6 +1,6 @@
-"""A job on several Ray nodes under fire: each rollout is delivered once and kept once, none lost, none twice.
+"""A job on several Ray nodes whose parts are killed: every rollout is delivered once and stored once.
 
-``make test-chaos``; ``CHAOS_SEED`` chooses what is killed when, and ``CHAOS_SECONDS`` for how long.
+Run it with ``make test-chaos``. ``CHAOS_SEED`` determines what is killed when, and ``CHAOS_SECONDS`` for how long.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -24,12 +23,13 @@ import pytest
 import redis
 import yaml
 
-from rollout_api.protocol.keys import DATA, HistoryKeys, MessageKeys
+from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import CodecError, Refusal, Rollout, decode
 from tests.support.chaos_trainer import GROUPS, SAMPLES, TOKENS
-from tests.support.history_contents import ids_in
+from tests.support.history_contents import rollout_ids_in
 from tests.support.ports import free_port
-from tests.support.process_supervisor import Kubelet
+from tests.support.process_supervisor import ProcessSupervisor
+from tests.support.redis_servers import Server
 from tests.support.reference_model import make_model
 from tests.support.tcp_proxy import Proxy
 
@@ -39,66 +39,34 @@ UID = "chaos"
 KEYS = MessageKeys(UID)
 HISTORY = HistoryKeys("default", "chaos")
 TRAINERS = 2
-PATIENCE_S = 120.0
-
-
-class Server:
-    """redis-server with an append-only file, on a port that stays."""
-
-    def __init__(self, directory: Path) -> None:
-        self.port = free_port()
-        self._directory = directory
-        self._process: subprocess.Popen[bytes] | None = None
-        self.start()
-
-    def start(self) -> None:
-        command = ["redis-server", "--port", str(self.port), "--dir", str(self._directory), "--appendonly", "yes"]
-        command += ["--save", "", "--maxmemory-policy", "noeviction", "--bind", "127.0.0.1"]
-        # with everysec, one whose disk is slow answers before it has written, and killed then it takes that back
-        command += ["--appendfsync", "always"]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while True:
-            try:
-                if self.client.ping():
-                    return
-            except redis.RedisError:
-                time.sleep(0.05)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    @property
-    def client(self) -> redis.Redis:
-        return redis.Redis(port=self.port, socket_timeout=5)
+WAIT_FOR_PROCESS_S = 120.0
 
 
 @dataclass
 class Audit:
-    """Reads every result as a group of its own: what a client would take for a repetition is counted here."""
+    """Reads every result as a consumer group of its own, and counts duplicates that a client would discard."""
 
     server: Server
     delivered: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
     _read: set[tuple[str, bytes]] = field(default_factory=set)
-    """Entries that were counted. Their acknowledgement does not tell: its answer is lost where Redis dies meanwhile."""
+    """Entries that were counted. An acknowledgement does not show this, because Redis may die before it answers."""
 
     def prepare(self) -> None:
         for rank in range(TRAINERS):
-            self.server.client.xgroup_create(KEYS.results(f"rank-{rank}"), "audit", id="0", mkstream=True)
+            self.server.raw_client().xgroup_create(KEYS.results(f"rank-{rank}"), "audit", id="0", mkstream=True)
 
     def read(self) -> None:
-        client: Any = self.server.client
+        client: Any = self.server.raw_client()
         for rank in range(TRAINERS):
             stream = KEYS.results(f"rank-{rank}")
-            for start in ("0", ">"):  # what was read before a crash and not acknowledged, then the rest
+            for start in ("0", ">"):  # entries read before a crash and not acknowledged, then new ones
                 for _, entries in client.xreadgroup("audit", "audit", {stream: start}, count=1000) or []:
                     for entry, fields in entries:
-                        message = decode(fields[DATA.encode()])
+                        message = decode(fields[MESSAGE_FIELD.encode()])
                         if isinstance(message, Refusal):
-                            # a client asked again, since Redis had been away, for what it had got meanwhile
+                            # after an outage of Redis, a client repeated a request that was already answered
                             assert "answered before" in message.reason, message
                             client.xack(stream, "audit", entry)
                             continue
@@ -112,48 +80,47 @@ class Audit:
 
 
 @dataclass
-class Flow:
-    """When tokens were sampled, as the engines report it."""
+class SamplingMonitor:
+    """Records when tokens were sampled, according to the engines' reports."""
 
     server: Server
     gaps: list[tuple[float, float]] = field(default_factory=list)
     engines: set[bytes] = field(default_factory=set)
-    """All that there ever were: each new one is a new lease."""
+    """All engine ids that were ever seen; each new lease has a new one."""
     _tokens: dict[bytes, float] = field(default_factory=dict)
-    _moved: float = field(default_factory=time.monotonic)
+    _last_progress: float = field(default_factory=time.monotonic)
 
-    def look(self) -> None:
+    def update(self) -> None:
         import msgpack
 
-        reports: Any = self.server.client.hgetall(KEYS.engines)
+        reports: Any = self.server.raw_client().hgetall(KEYS.engines)
         for engine, data in reports.items():
             self.engines.add(engine)
             tokens = msgpack.unpackb(data, strict_map_key=False)["counters"].get("tokens", 0)
             if tokens > self._tokens.get(engine, 0):
                 self._tokens[engine] = tokens
                 now = time.monotonic()
-                self.gaps.append((self._moved, now - self._moved))
-                self._moved = now
+                self.gaps.append((self._last_progress, now - self._last_progress))
+                self._last_progress = now
 
-    def sampled(self, engine: bytes) -> bool:
-        """Whether an engine has sampled anything."""
+    def has_sampled(self, engine: bytes) -> bool:
+        """Return whether an engine has sampled any token."""
         return engine in self._tokens
 
     def longest_after(self, moment: float) -> float:
-        """The longest stretch without a token that ended after *moment*."""
+        """Return the longest time without a token that ended after *moment*."""
         return max((gap for begun, gap in self.gaps if begun + gap > moment), default=0.0)
 
 
-class Field:
-    """Everything that runs, and everything that may be done to it."""
+class ChaosJob:
+    """The processes of a job and its trainers, and the faults that can be injected."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        (directory / "redis").mkdir()
-        self.server = Server(directory / "redis")
+        self.server = Server(directory / "redis", appendonly=True)
         self.proxy = Proxy(self.server.port)
-        self.kubelet = Kubelet(directory)
-        self.audit, self.flow = Audit(self.server), Flow(self.server)
+        self.supervisor = ProcessSupervisor(directory)
+        self.audit, self.sampling = Audit(self.server), SamplingMonitor(self.server)
         self.trainers_killed: Counter[str] = Counter()
         self._model = make_model(directory / "model")
         self._stop = directory / "stop"
@@ -162,7 +129,7 @@ class Field:
 
     @property
     def url(self) -> str:
-        """Redis as the job and its trainers see it."""
+        """URL at which the job and its trainers reach Redis, through the proxy."""
         return f"redis://127.0.0.1:{self.proxy.port}/0"
 
     def start(self) -> None:
@@ -189,16 +156,16 @@ class Field:
         file.write_text(yaml.safe_dump(manifest))
         self.audit.prepare()
         head = ["head", "-f", str(file), "--port", str(self._ray_port), "--http-port", str(self._http_port)]
-        self.kubelet.start("head", self._rollout(*head))
+        self.supervisor.start("head", self._rollout(*head))
         for number in range(2):
             self.start_worker(number)
         for rank in range(TRAINERS):
             trainer = [sys.executable, "-m", "tests.support.chaos_trainer", "--redis", self.url, "--uid", UID]
             trainer += ["--rank", str(rank), "--journal", str(self.journal(rank)), "--stop", str(self._stop)]
-            self.kubelet.start(f"trainer-{rank}", trainer)
+            self.supervisor.start(f"trainer-{rank}", trainer)
 
     def start_worker(self, number: int) -> None:
-        self.kubelet.start(f"worker-{number}", self._rollout("worker", "-f", str(self.directory / "job.yaml")))
+        self.supervisor.start(f"worker-{number}", self._rollout("worker", "-f", str(self.directory / "job.yaml")))
 
     def journal(self, rank: int) -> Path:
         return self.directory / f"journal-{rank}"
@@ -209,18 +176,18 @@ class Field:
     def _rollout(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "rollout_worker.cli", *arguments, "--redis", self.url, "--uid", UID]
 
-    # what may happen
+    # faults
 
     def kill_process(self, title: str, rng: random.Random) -> None:
-        """Wait until there is such a process, and kill it."""
-        deadline = time.monotonic() + PATIENCE_S
+        """Wait for a process with this title and kill it."""
+        deadline = time.monotonic() + WAIT_FOR_PROCESS_S
         while time.monotonic() < deadline:
-            if found := self.kubelet.processes(title):
+            if found := self.supervisor.processes(title):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rng.choice(sorted(found, key=lambda process: process.pid)).kill()
                     return
             time.sleep(0.1)
-        raise AssertionError(f"there has been no {title} for {PATIENCE_S} s")
+        raise AssertionError(f"there was no {title} for {WAIT_FOR_PROCESS_S} s")
 
     def kill_engine(self, rng: random.Random) -> None:
         self.kill_process("ray::EngineActor", rng)
@@ -234,7 +201,7 @@ class Field:
     def kill_trainer(self, rng: random.Random) -> None:
         name = f"trainer-{rng.randrange(TRAINERS)}"
         self.trainers_killed[name] += 1
-        self.kubelet.kill(name)
+        self.supervisor.kill(name)
 
     def kill_redis(self, rng: random.Random) -> None:
         self.server.kill()
@@ -247,148 +214,146 @@ class Field:
             time.sleep(rng.uniform(0.05, 0.5))
 
     def delay_connections(self, rng: random.Random) -> None:
-        self.proxy.hold(rng.uniform(0.1, 1.0))
+        self.proxy.delay(rng.uniform(0.1, 1.0))
         time.sleep(rng.uniform(1.0, 4.0))
-        self.proxy.hold(0.0)
+        self.proxy.delay(0.0)
 
     def kill_worker(self, rng: random.Random) -> None:
-        self.kubelet.kill(f"worker-{rng.randrange(2)}")
+        self.supervisor.kill(f"worker-{rng.randrange(2)}")
 
     def kill_head(self, _: random.Random) -> None:
-        self.kubelet.kill("head")
+        self.supervisor.kill("head")
 
-    def wait(self, condition: Callable[[], bool], seconds: float, what: str) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float, failure: str) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline, f"{what} within {seconds:.0f} s; {self.logs()}"
+            assert time.monotonic() < deadline, f"{failure} within {seconds:.0f} s; {self.logs()}"
             self.observe()
             time.sleep(0.2)
 
     def observe(self) -> None:
         with contextlib.suppress(redis.RedisError, CodecError):
-            self.flow.look()
+            self.sampling.update()
             self.audit.read()
 
     def logs(self) -> str:
         tails = [f"== {log.name}\n{log.read_text(errors='replace')[-1500:]}" for log in self.directory.glob("*.log")]
         return "\n".join(tails)
 
-    def end_of_requests(self) -> None:
+    def stop_trainers(self) -> None:
         self._stop.touch()
 
     def close(self) -> None:
-        self.kubelet.stop()
+        self.supervisor.stop()
         self.proxy.close()
         self.server.kill()
 
 
 @pytest.fixture
-def battlefield(tmp_path: Path) -> Iterator[Field]:
-    field_ = Field(tmp_path)
-    yield field_
-    field_.close()
+def job(tmp_path: Path) -> Iterator[ChaosJob]:
+    job = ChaosJob(tmp_path)
+    yield job
+    job.close()
 
 
 @pytest.mark.timeout(1800)
-def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battlefield: Field) -> None:
+def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job: ChaosJob) -> None:
     rng = random.Random(SEED)
-    battlefield.start()
-    battlefield.wait(lambda: battlefield.steps() >= TRAINERS, 240, "the first steps were not made")
+    job.start()
+    job.wait(lambda: job.steps() >= TRAINERS, 240, "the first steps were not made")
 
-    actions: list[Callable[[random.Random], None]] = [
-        battlefield.kill_engine,
-        battlefield.kill_coordinator,
-        battlefield.kill_relay,
-        battlefield.kill_trainer,
-        battlefield.kill_redis,
-        battlefield.drop_connections,
-        battlefield.delay_connections,
-        battlefield.kill_worker,
+    faults: list[Callable[[random.Random], None]] = [
+        job.kill_engine,
+        job.kill_coordinator,
+        job.kill_relay,
+        job.kill_trainer,
+        job.kill_redis,
+        job.drop_connections,
+        job.delay_connections,
+        job.kill_worker,
     ]
     ends = time.monotonic() + SECONDS
     done: list[tuple[float, str]] = []
 
     failures: list[Exception] = []
 
-    def fire() -> None:
+    def run_faults() -> None:
         try:
-            shoot()
+            inject_faults()
         except Exception as error:
             failures.append(error)
 
-    def shoot() -> None:
-        rng.shuffle(actions)
-        chosen = list(actions)  # each at least once, if there is time
+    def inject_faults() -> None:
+        rng.shuffle(faults)
+        chosen = list(faults)  # each fault at least once, if there is time
         while time.monotonic() < ends:
-            action = chosen.pop() if chosen else rng.choice(actions)
-            done.append((time.monotonic(), action.__name__))
-            action(rng)
+            fault = chosen.pop() if chosen else rng.choice(faults)
+            done.append((time.monotonic(), fault.__name__))
+            fault(rng)
             time.sleep(rng.uniform(1.0, 12.0))
 
-    shooter = threading.Thread(target=fire, daemon=True)
-    shooter.start()
-    while shooter.is_alive():
-        battlefield.observe()
+    injector = threading.Thread(target=run_faults, daemon=True)
+    injector.start()
+    while injector.is_alive():
+        job.observe()
         time.sleep(0.2)
     if failures:
         raise failures[0]
-    assert SECONDS < 200 or {action.__name__ for action in actions} == {name for _, name in done}
+    assert SECONDS < 200 or {fault.__name__ for fault in faults} == {name for _, name in done}
 
-    # the head, by itself, so that it can be said how long it takes
-    battlefield.wait(lambda: len(battlefield.server.client.hgetall(KEYS.engines)) == 2, 420, "no two engines are back")
-    steps = battlefield.steps()
-    battlefield.wait(lambda: battlefield.steps() > steps, 120, "no step was made after the fire")
+    # the head is killed separately, to measure how long its replacement takes
+    job.wait(lambda: len(job.server.raw_client().hgetall(KEYS.engines)) == 2, 420, "no two engines are back")
+    steps = job.steps()
+    job.wait(lambda: job.steps() > steps, 120, "no step was made after the faults")
     killed_at = time.monotonic()
-    battlefield.kill_head(rng)
-    old = set(battlefield.server.client.hgetall(KEYS.engines))
+    job.kill_head(rng)
+    old = set(job.server.raw_client().hgetall(KEYS.engines))
 
     def new_engines_sample() -> bool:
-        new = set(battlefield.server.client.hgetall(KEYS.engines)) - old
-        return len(new) == 2 and any(map(battlefield.flow.sampled, new))
+        new = set(job.server.raw_client().hgetall(KEYS.engines)) - old
+        return len(new) == 2 and any(map(job.sampling.has_sampled, new))
 
-    battlefield.wait(new_engines_sample, 420, "the engines did not join the new head")
+    job.wait(new_engines_sample, 420, "the engines did not join the new head")
     until_new = time.monotonic() - killed_at
-    gap = battlefield.flow.longest_after(killed_at)
-    steps = battlefield.steps()
-    battlefield.wait(lambda: battlefield.steps() > steps + 1, 120, "no step was made under the new head")
+    gap = job.sampling.longest_after(killed_at)
+    steps = job.steps()
+    job.wait(lambda: job.steps() > steps + 1, 120, "no step was made under the new head")
 
-    # a worker comes and another goes
-    battlefield.start_worker(2)
-    battlefield.wait(
-        lambda: len(set(battlefield.server.client.hgetall(KEYS.engines)) - old) == 3, 420, "no third engine came"
-    )
-    battlefield.kubelet.remove("worker-0")
-    steps = battlefield.steps()
-    battlefield.wait(lambda: battlefield.steps() > steps + 3, 180, "no step was made without the worker that left")
+    # one worker joins and another leaves
+    job.start_worker(2)
+    job.wait(lambda: len(set(job.server.raw_client().hgetall(KEYS.engines)) - old) == 3, 420, "no third engine came")
+    job.supervisor.remove("worker-0")
+    steps = job.steps()
+    job.wait(lambda: job.steps() > steps + 3, 180, "no step was made without the worker that left")
 
-    battlefield.end_of_requests()
+    job.stop_trainers()
     trainers = [f"trainer-{rank}" for rank in range(TRAINERS)]
-    battlefield.wait(
-        lambda: all(battlefield.kubelet.ended(name) == 0 for name in trainers), 180, "trainers did not end"
+    job.wait(lambda: all(job.supervisor.ended(name) == 0 for name in trainers), 180, "trainers did not end")
+    client = job.server.raw_client()
+    job.wait(
+        lambda: client.xlen(KEYS.requests) == client.xlen(KEYS.outbox) == 0, 60, "requests or finished rollouts remain"
     )
-    client = battlefield.server.client
-    battlefield.wait(lambda: client.xlen(KEYS.requests) == client.xlen(KEYS.outbox) == 0, 60, "something is left over")
-    battlefield.audit.read()
+    job.audit.read()
 
-    asked: set[str] = set()
+    requested: set[str] = set()
     received: Counter[str] = Counter()
     for rank in range(TRAINERS):
-        for line in battlefield.journal(rank).read_text().splitlines():
+        for line in job.journal(rank).read_text().splitlines():
             step = json.loads(line)
-            assert GROUPS * SAMPLES == len(step["rollouts"]), f"step {step['step']} of rank {rank} is not whole"
+            assert GROUPS * SAMPLES == len(step["rollouts"]), f"step {step['step']} of rank {rank} is not complete"
             received.update(list(step["rollouts"]))
-            asked |= set(step["rollouts"])
-    in_history = ids_in(client, HISTORY)
-    lost = len(battlefield.flow.engines) - len(client.hgetall(KEYS.engines))
+            requested |= set(step["rollouts"])
+    in_history = rollout_ids_in(client, HISTORY)
+    lost = len(job.sampling.engines) - len(client.hgetall(KEYS.engines))
     print(
         json.dumps(
             {
                 "seed": SEED,
-                "actions": dict(Counter(name for _, name in done)),
-                "restarts": battlefield.kubelet.restarts,
-                "rollouts": len(asked),
-                "reasons": battlefield.audit.reasons,
-                "tokens": battlefield.audit.tokens,
+                "faults": dict(Counter(name for _, name in done)),
+                "restarts": job.supervisor.restarts,
+                "rollouts": len(requested),
+                "reasons": job.audit.reasons,
+                "tokens": job.audit.tokens,
                 "engines lost": lost,
                 "seconds without a token after the head's death": round(gap, 1),
                 "seconds until engines of the new head sample": round(until_new, 1),
@@ -396,17 +361,17 @@ def test_every_rollout_is_delivered_once_and_kept_once_whatever_is_killed(battle
         )
     )
     assert {1} == set(received.values())
-    # a trainer that was killed between its journal and its acknowledgement was delivered a step that it had
-    assert asked <= set(battlefield.audit.delivered)
-    assert {1} == set(battlefield.audit.delivered.values()), "a result was written twice"
-    assert set(battlefield.audit.delivered) == asked
+    # a trainer that is killed between journal and acknowledgement gets a step again that it has recorded
+    assert requested <= set(job.audit.delivered)
+    assert {1} == set(job.audit.delivered.values()), "a result was delivered twice"
+    assert set(job.audit.delivered) == requested
     assert {1} == set(in_history.values()), "a rollout is in the history twice"
-    assert asked == set(in_history)
-    assert {"stop", "length"} >= set(battlefield.audit.reasons)
+    assert requested == set(in_history)
+    assert {"stop", "length"} >= set(job.audit.reasons)
     assert 0 == client.hlen(KEYS.partials)
-    # it was a fire
+    # the faults had an effect
     assert lost > 0
-    assert battlefield.proxy.dropped > 0
-    # and the clients waited wherever they were
-    restarts = {name: battlefield.kubelet.restarts[name] for name in trainers}
-    assert all(restarts[name] <= battlefield.trainers_killed[name] for name in trainers), (restarts, battlefield.logs())
+    assert job.proxy.dropped > 0
+    # and the trainers waited instead of failing
+    restarts = {name: job.supervisor.restarts[name] for name in trainers}
+    assert all(restarts[name] <= job.trainers_killed[name] for name in trainers), (restarts, job.logs())

@@ -1,4 +1,4 @@
-"""Tests of the native index, as it is built for use or with sanitizers (``make test-native``)."""
+"""Tests of the native index. ``make test-native`` runs them on builds with sanitizers, given by ``DAS_NATIVE``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How well history of each age speaks is counted where it should be."""
+"""Acceptance of draft tokens from the history is counted by the age of the rollouts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout_worker.drafting import SuffixIndex
 
 
 def step(index: SuffixIndex, problem: str, sampled: list[int], budget: int = 1) -> list[int]:
-    """What is drafted at the beginning of a request that says *sampled* then."""
+    """Draft at the beginning of a request, extend it by *sampled*, and return the draft."""
     handle = index.open(problem, sources=("history",))
     drafted = index.draft(handle, budget).tokens
     index.extend(handle, sampled)
@@ -30,8 +30,8 @@ def test_nothing_is_counted_before_anything_is_verified() -> None:
     assert {0: (1.0, 1.0)} == index.accepted_by_age()
 
 
-def test_accepted_and_refused_tokens_count_for_their_age() -> None:
-    """Sums go on; what is drafted behind a refused token counts for nobody."""
+def test_accepted_and_rejected_tokens_count_for_their_age() -> None:
+    """Counts accumulate. Draft tokens after a rejected one are not counted."""
     index = SuffixIndex()
     index.add("old", [("a", 3, [1, 2, 3, 4])])
     index.add("new", [("a", 8, [5])])
@@ -41,8 +41,8 @@ def test_accepted_and_refused_tokens_count_for_their_age() -> None:
     assert {5: (5.0, 4.0)} == index.accepted_by_age()
 
 
-def test_ages_are_told_apart() -> None:
-    """The young are right nine times of ten, the old once."""
+def test_ages_are_counted_separately() -> None:
+    """Young rollouts are right in nine of ten cases, old ones in one of ten."""
     index = SuffixIndex()
     for problem in range(20):
         index.add(f"young {problem}", [("a", 9, [problem, 1])])
@@ -54,8 +54,8 @@ def test_ages_are_told_apart() -> None:
     assert {1: (20.0, 18.0), 8: (20.0, 2.0)} == index.accepted_by_age()
 
 
-def test_a_token_counts_in_equal_parts_for_the_ages_that_say_it() -> None:
-    """However many rollouts of one age do, and not for those that say something else."""
+def test_a_token_counts_in_equal_parts_for_the_ages_that_propose_it() -> None:
+    """The number of rollouts of an age does not matter, nor do rollouts that propose another token."""
     index = SuffixIndex()
     index.add(
         "p", [(f"{generation}/{i}", generation, [1]) for generation, n in ((4, 5), (6, 1), (7, 2)) for i in range(n)]
@@ -70,8 +70,8 @@ def test_a_token_counts_in_equal_parts_for_the_ages_that_say_it() -> None:
 
 
 @pytest.mark.parametrize("ages", [17, 23, 31])
-def test_a_token_is_one_however_many_ages_say_it(ages: int) -> None:
-    """Also where it cannot be divided among them; then the youngest takes what is over, which is next to nothing."""
+def test_the_parts_of_a_token_add_up_to_one(ages: int) -> None:
+    """If a token cannot be divided evenly, the youngest age takes the negligible remainder."""
     index = SuffixIndex()
     index.add("p", [(f"{generation}", generation, [1]) for generation in range(ages)])
     for _ in range(100):
@@ -82,8 +82,8 @@ def test_a_token_is_one_however_many_ages_say_it(ages: int) -> None:
     assert pytest.approx([100 / ages] * ages, rel=1e-2) == parts
 
 
-def test_the_age_is_that_at_the_draft() -> None:
-    """As `Draft.ages` has it, though newer generations come before the tokens are verified."""
+def test_the_age_is_the_one_at_the_time_of_the_draft() -> None:
+    """It equals `Draft.ages`, even if newer generations are added before the tokens are verified."""
     index = SuffixIndex()
     index.add("p", [("a", 4, [1, 2])])
     index.add("q", [("a", 6, [5])])
@@ -98,7 +98,7 @@ def test_the_age_is_that_at_the_draft() -> None:
 
 
 @pytest.mark.parametrize(("age", "counted"), [(0, 0), (62, 62), (63, 63), (64, 63), (2**63 - 1, 63)])
-def test_very_old_history_counts_together(age: int, counted: int) -> None:
+def test_large_ages_are_counted_together(age: int, counted: int) -> None:
     index = SuffixIndex()
     index.add("p", [("a", -1, [1])])
     index.add("q", [("a", age - 1, [1])])
@@ -106,13 +106,13 @@ def test_very_old_history_counts_together(age: int, counted: int) -> None:
     assert {counted: (1.0, 1.0)} == index.accepted_by_age()
 
 
-def test_only_history_counts() -> None:
-    """Neither other problems', nor siblings, nor the prompt."""
+def test_only_tokens_from_the_history_are_counted() -> None:
+    """Tokens from other problems, from siblings and from the prompt are not."""
     index = SuffixIndex(pool_tokens=1000)
     index.add("other", [("a", 1, [1, 2, 3, 4, 5])])
     handle, sibling = index.open("p"), index.open("p", prompt=[6, 7, 8, 9])
     index.extend(handle, [1, 2])
-    assert ["foreign", "foreign"] == index.draft(handle, 2).sources
+    assert ["cross_problem", "cross_problem"] == index.draft(handle, 2).sources
     index.extend(handle, [3, 9])
     index.extend(sibling, [6, 7])
     assert ["self"] == index.draft(sibling, 1).sources
@@ -123,18 +123,18 @@ def test_only_history_counts() -> None:
     assert {} == index.accepted_by_age()
 
 
-def test_the_last_token_of_a_rollout_counts() -> None:
-    """Behind which nothing is drafted."""
+def test_the_last_token_of_a_rollout_is_counted() -> None:
+    """Nothing is drafted after it."""
     index = SuffixIndex()
     index.add("p", [("a", 0, [1, 7, 2])])
-    handle = index.open("p", ends=[7])
+    handle = index.open("p", stop_tokens=[7])
     assert [1, 7] == index.draft(handle, 4).tokens
     index.extend(handle, [1, 7])
     assert {0: (2.0, 2.0)} == index.accepted_by_age()
 
 
-def test_counts_add_up_while_others_read_and_write() -> None:
-    """All parts together are the tokens of the history; no answer has more accepted than drafted, nor goes back."""
+def test_counts_are_consistent_under_concurrent_reads_and_writes() -> None:
+    """All parts add up to the tokens of the history, accepted never exceed verified tokens, and no count decreases."""
     index = SuffixIndex(threads=2)
     rng = np.random.default_rng(0)
     text = rng.integers(0, 6, 400).tolist()
@@ -147,36 +147,36 @@ def test_counts_add_up_while_others_read_and_write() -> None:
             before: dict[int, tuple[float, float]] = {}
             while not done.is_set():
                 now = index.accepted_by_age()
-                for age, (drafted, accepted) in now.items():
-                    more = drafted - before.get(age, (0.0, 0.0))[0], accepted - before.get(age, (0.0, 0.0))[1]
-                    assert -1e-9 <= more[1] <= more[0] + 1e-9
+                for age, (verified, accepted) in now.items():
+                    verified_before, accepted_before = before.get(age, (0.0, 0.0))
+                    assert -1e-9 <= accepted - accepted_before <= verified - verified_before + 1e-9
                 assert before.keys() <= now.keys()
                 before = now
         except BaseException as error:
             errors.append(error)
 
-    def speak(seed: int) -> None:
+    def generate(seed: int) -> None:
         try:
             steps = np.random.default_rng(seed)
             handles = [index.open("p", sources=("history",)) for _ in range(4)]
-            at = int(steps.integers(0, 50))
-            while at < len(text):
+            position = int(steps.integers(0, 50))
+            while position < len(text):
                 index.draft_batch(handles, [4] * 4)
-                said = text[at : at + 3] if steps.random() < 0.7 else [9]
-                index.extend_batch(handles, [said] * 4)
-                at += 3
+                sampled = text[position : position + 3] if steps.random() < 0.7 else [9]
+                index.extend_batch(handles, [sampled] * 4)
+                position += 3
             for handle in handles:
                 index.close(handle)
         except BaseException as error:
             errors.append(error)
 
     reader = threading.Thread(target=read)
-    speakers = [threading.Thread(target=speak, args=(seed,)) for seed in range(3)]
-    for thread in (reader, *speakers):
+    generators = [threading.Thread(target=generate, args=(seed,)) for seed in range(3)]
+    for thread in (reader, *generators):
         thread.start()
     for generation in range(16, 24):
         index.add("p", [(f"{generation}", generation, text)])
-    for thread in speakers:
+    for thread in generators:
         thread.join()
     done.set()
     reader.join()
@@ -184,5 +184,5 @@ def test_counts_add_up_while_others_read_and_write() -> None:
         raise errors[0]
     by_age, history = index.accepted_by_age(), index.counters()["history"]
     assert 100 < history.accepted < history.verified
-    assert history.verified == pytest.approx(sum(drafted for drafted, _ in by_age.values()))
+    assert history.verified == pytest.approx(sum(verified for verified, _ in by_age.values()))
     assert history.accepted == pytest.approx(sum(accepted for _, accepted in by_age.values()))

@@ -1,4 +1,4 @@
-"""What the index refuses, and how it says so."""
+"""Arguments that the index rejects, and its error messages."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rollout_worker.drafting import Rollout, SuffixIndex
 
 
 @pytest.mark.parametrize("depth", [0, 256, 10_000])
-def test_depth(depth: int) -> None:
-    with pytest.raises(ValueError, match=f"contexts can be compared 1 to 255 tokens deep, not {depth}"):
+def test_a_depth_out_of_range_is_rejected(depth: int) -> None:
+    with pytest.raises(ValueError, match=f"depth must be 1 to 255 tokens, got {depth}"):
         SuffixIndex(depth)
 
 
@@ -36,7 +36,7 @@ def test_depth(depth: int) -> None:
         (7, TypeError, "got int"),
     ],
 )
-def test_token_ids(tokens: Any, error: type[Exception], message: str) -> None:
+def test_invalid_token_ids_are_rejected(tokens: Any, error: type[Exception], message: str) -> None:
     index = SuffixIndex()
     handle = index.open("p")
     before = index.bytes()
@@ -52,7 +52,7 @@ def test_token_ids(tokens: Any, error: type[Exception], message: str) -> None:
     assert before == index.bytes()
 
 
-def test_the_message_names_the_rollout() -> None:
+def test_the_error_message_names_the_rollout() -> None:
     with pytest.raises(ValueError, match=r"^rollout 'r7' of problem 'p' has -1 at position 0"):
         SuffixIndex().add("p", [("r7", 0, [-1])])
 
@@ -60,31 +60,31 @@ def test_the_message_names_the_rollout() -> None:
 @pytest.mark.parametrize(
     ("rollout", "message"),
     [
-        (5, "rollout 0 of problem 'p' must be (rollout_id, generation, tokens)"),
-        (("a", 0), "must be (rollout_id, generation, tokens), with context and reward or without"),
+        (5, "rollout 0 of problem 'p' must be (rollout_id, generation, tokens[, context[, reward]])"),
+        (("a", 0), "must be (rollout_id, generation, tokens[, context[, reward]])"),
         ((1, 0, [1]), "the rollout id must be a str"),
-        (("a", "0", [1]), "the generation must be an int that fits 64 bits"),
-        (("a", 0.5, [1]), "the generation must be an int that fits 64 bits"),
-        (("a", 2**63, [1]), "the generation must be an int that fits 64 bits"),
+        (("a", "0", [1]), "the generation must be a 64-bit int"),
+        (("a", 0.5, [1]), "the generation must be a 64-bit int"),
+        (("a", 2**63, [1]), "the generation must be a 64-bit int"),
         (("a", 0, [1], [], "good"), "rollout 'a' of problem 'p': the reward must be a number or None"),
     ],
 )
-def test_rollouts(rollout: Any, message: str) -> None:
+def test_invalid_rollouts_are_rejected(rollout: Any, message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         SuffixIndex().add("p", [rollout])
 
 
-def test_rewards() -> None:
+def test_invalid_rewards_are_rejected() -> None:
     index = SuffixIndex()
     index.add("p", [("a", 0, [1])])
     for value in (math.nan, math.inf):
         with pytest.raises(ValueError, match="rollout 'a' of problem 'p': the reward must be finite"):
-            index.reward("p", {"a": value})
+            index.set_rewards("p", {"a": value})
         with pytest.raises(ValueError, match="rollout 'b' of problem 'p': the reward must be finite"):
             index.add("p", [("b", 0, [1], [], value)])
     bad: dict[Any, Any] = {"a": "good"}
     with pytest.raises(TypeError, match="rollout 'a' of problem 'p': the reward must be a number"):
-        index.reward("p", bad)
+        index.set_rewards("p", bad)
     assert ["a"] == index.rollouts("p")
     assert [None] == [one.reward for one in index.occurrences(index.open("p"))]
 
@@ -93,39 +93,39 @@ def test_rewards() -> None:
     ("arguments", "message"),
     [({"max_bytes": 0}, "max_bytes must be 1 or more"), ({"pool_tokens": -1}, "pool_tokens must be 0 or more")],
 )
-def test_limits(arguments: dict[str, int], message: str) -> None:
+def test_limits_out_of_range_are_rejected(arguments: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         SuffixIndex(**arguments)
 
 
 @pytest.mark.parametrize("sources", [(), ("pool",), ("history", "pool"), "history"])
-def test_sources(sources: Any) -> None:
-    with pytest.raises(ValueError, match="sources must be some of 'history', 'self', 'siblings', 'foreign'"):
+def test_invalid_sources_are_rejected(sources: Any) -> None:
+    with pytest.raises(ValueError, match="sources must be some of 'history', 'self', 'siblings', 'cross_problem'"):
         SuffixIndex().open("p", sources=sources)
 
 
-def test_a_context_is_a_number_of_tokens() -> None:
-    with pytest.raises(ValueError, match="context is a number of tokens, 0 or more, got -1"):
-        SuffixIndex().open("p", [1], context=-1)
+def test_a_negative_context_length_is_rejected() -> None:
+    with pytest.raises(ValueError, match="context_length must be 0 or more tokens, got -1"):
+        SuffixIndex().open("p", [1], context_length=-1)
 
 
-def test_budgets_and_survival() -> None:
+def test_invalid_budgets_and_survivals_are_rejected() -> None:
     index = SuffixIndex()
     handle = index.open("p")
-    with pytest.raises(ValueError, match="budget is a number of tokens, 0 or more, got -1"):
+    with pytest.raises(ValueError, match="a budget must be 0 or more tokens, got -1"):
         index.draft(handle, -1)
     with pytest.raises(ValueError, match="each handle needs one budget, got 1 handles and 2 budgets"):
         index.draft_batch([handle], [1, 2])
     with pytest.raises(ValueError, match="each handle needs one min_survival, got 1 handles and 2 min_survivals"):
         index.draft_batch([handle], [1], [0.5, 0.5])
-    with pytest.raises(ValueError, match="min_survival is a probability, from 0 to 1, got 2"):
+    with pytest.raises(ValueError, match="min_survival must be a probability from 0 to 1, got 2"):
         index.draft_batch([handle, handle], [1, 1], [0.5, 2.0])
     for survival in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="min_survival is a probability, from 0 to 1"):
+        with pytest.raises(ValueError, match="min_survival must be a probability from 0 to 1"):
             index.draft(handle, 1, survival)
 
 
-def test_handles() -> None:
+def test_unknown_handles_are_rejected() -> None:
     index = SuffixIndex()
     handle, other = index.open("p"), SuffixIndex().open("p")
     index.close(handle)
@@ -141,7 +141,7 @@ def test_handles() -> None:
                 call(unknown)
 
 
-def test_arrays_of_any_layout_and_integer_type() -> None:
+def test_arrays_of_any_layout_and_integer_type_are_accepted() -> None:
     index = SuffixIndex()
     values = [4, 2**32 - 2, 6]
     strided = np.array([4, 0, 2**32 - 2, 0, 6, 0], np.uint32)[::2]
@@ -154,14 +154,14 @@ def test_arrays_of_any_layout_and_integer_type() -> None:
         assert values == index.draft(handle, 5).tokens
 
 
-def test_generations_of_numpy() -> None:
+def test_numpy_generations_are_accepted() -> None:
     index = SuffixIndex()
     index.add("p", [("old", np.int64(-(2**63)), [1]), ("new", np.int32(7), [2])])
     assert 1 == index.drop_before("p", 7)
     assert ["new"] == index.rollouts("p")
 
 
-def test_what_is_unknown_is_empty() -> None:
+def test_unknown_problems_are_empty() -> None:
     index = SuffixIndex()
     assert not index.drop_problem("p")
     assert not index.drop_rollout("p", "a")
@@ -169,7 +169,7 @@ def test_what_is_unknown_is_empty() -> None:
     assert ([], 0, 0) == (index.rollouts("p"), index.tokens("p"), index.bytes("p"))
 
 
-def test_draft_describes_itself() -> None:
+def test_the_repr_of_a_draft_lists_its_properties() -> None:
     index = SuffixIndex()
     index.add("p", [("a", 0, [3])])
     handle = index.open("p")

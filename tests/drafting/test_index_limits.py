@@ -1,4 +1,4 @@
-"""The index stays below its byte cap, and the foreign pool below its tokens."""
+"""The index keeps its byte limit, and the cross-problem pool its number of tokens. Merging changes no results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LENGTH = 1000
 
 
 def text(number: int, length: int = LENGTH) -> np.ndarray:
-    """Unlike that of any other number."""
+    """Return a text that shares no token with that of any other number."""
     return np.arange(number * 100_000, number * 100_000 + length, dtype=np.uint32)
 
 
@@ -28,32 +28,32 @@ def drafted(
     return tokens
 
 
-def one_problem() -> int:
-    """Bytes of a problem with one rollout."""
+def one_problem_bytes() -> int:
+    """Return the bytes of a problem with one rollout."""
     index = SuffixIndex()
     index.add("p", [("a", 0, text(1))])
     return index.bytes()
 
 
-def test_the_least_recently_used_problems_leave() -> None:
-    index = SuffixIndex(max_bytes=3 * one_problem() + 3000)
+def test_the_least_recently_used_problems_are_evicted() -> None:
+    index = SuffixIndex(max_bytes=3 * one_problem_bytes() + 3000)
     for number in range(3):
         index.add(str(number), [("a", 0, text(number))])
     assert [] == index.take_evicted()
-    assert [0, 1] == drafted(index, "0")  # a use, but for which it would go next
+    assert [0, 1] == drafted(index, "0")  # a use, without which it would be evicted next
     index.add("3", [("a", 0, text(3))])
     assert ["1"] == index.take_evicted()
     assert [] == index.take_evicted()
     assert ["0", "2", "3"] == index.problems()
     assert [] == drafted(index, "1")
     assert 0 == index.bytes("1")
-    assert 1 == index.add("1", [("a", 0, text(1))])  # as a rollout that is new
+    assert 1 == index.add("1", [("a", 0, text(1))])  # the rollout is new again
     assert ["2"] == index.take_evicted()
     assert [100_000, 100_001] == drafted(index, "1")
 
 
-def test_what_is_being_drafted_for_leaves_last() -> None:
-    index = SuffixIndex(max_bytes=3 * one_problem() + 6000)
+def test_problems_with_open_requests_are_evicted_last() -> None:
+    index = SuffixIndex(max_bytes=3 * one_problem_bytes() + 6000)
     for number in range(3):
         index.add(str(number), [("a", 0, text(number))])
     running = index.open("0", sources=("history",))
@@ -61,11 +61,11 @@ def test_what_is_being_drafted_for_leaves_last() -> None:
         index.add(str(number), [("a", 0, text(number))])
     assert ["1", "2", "3"] == index.take_evicted()
     assert [0, 1] == index.draft(running, 2).tokens
-    index.add("6", [("a", 0, text(6, 4 * LENGTH))])  # too much on its own
+    index.add("6", [("a", 0, text(6, 4 * LENGTH))])  # exceeds the limit alone
     assert ["4", "5", "6"] == index.take_evicted()
     assert [0, 1] == index.draft(running, 2).tokens
     other = index.open("7", sources=("history",))
-    index.add("7", [("a", 0, text(7, 3 * LENGTH))])  # both are in use, and only one fits
+    index.add("7", [("a", 0, text(7, 3 * LENGTH))])  # both have open requests, and only one fits
     assert ["0"] == index.take_evicted()
     assert [] == index.draft(running, 2).tokens
     assert [700_000, 700_001] == index.draft(other, 2).tokens
@@ -75,26 +75,26 @@ def test_what_is_being_drafted_for_leaves_last() -> None:
     assert 0 == index.bytes()
 
 
-def test_bytes_are_capped_whatever_is_added_and_dropped() -> None:
-    cap = 200_000
-    index = SuffixIndex(max_bytes=cap, pool_tokens=5000)
+def test_bytes_stay_below_the_limit_under_random_changes() -> None:
+    max_bytes = 200_000
+    index = SuffixIndex(max_bytes=max_bytes, pool_tokens=5000)
     rng = np.random.default_rng(0)
     evicted: set[str] = set()
     for step in range(400):
         problem = str(rng.integers(12))
         rollouts = [(f"{step}/{i}", step, rng.integers(0, 500, rng.integers(2000))) for i in range(rng.integers(1, 4))]
         index.add(problem, [(name, generation, tokens.astype(np.uint32)) for name, generation, tokens in rollouts])
-        index.settle()
-        assert index.bytes() <= cap
-        gone = index.take_evicted()
-        assert not set(gone) & set(index.problems())
-        evicted |= set(gone)
+        index.wait_idle()
+        assert index.bytes() <= max_bytes
+        newly_evicted = set(index.take_evicted())
+        assert not newly_evicted & set(index.problems())
+        evicted |= newly_evicted
         if step % 7 == 0:
             index.drop_before(problem, step - 20)
     assert len(evicted) == 12
 
 
-def test_a_rebuilt_problem_drafts_as_before() -> None:
+def test_a_problem_added_again_drafts_as_before() -> None:
     rng = np.random.default_rng(0)
     rollouts = [(str(i), i, rng.integers(0, 6, 500).astype(np.uint32)) for i in range(10)]
     index, other = SuffixIndex(max_bytes=100_000), SuffixIndex()
@@ -112,41 +112,41 @@ def test_a_rebuilt_problem_drafts_as_before() -> None:
         assert drafts[0].probabilities == drafts[1].probabilities
 
 
-def test_the_pool_has_other_problems_last_rollouts() -> None:
+def test_the_pool_holds_the_last_rollouts_of_other_problems() -> None:
     index = SuffixIndex(pool_tokens=4 * LENGTH)
     for number in range(3):
         index.add(str(number), [("a", 0, text(number))])
     assert 3 * LENGTH == index.pool_tokens()
-    assert [7, 8] == drafted(index, "other", ("foreign",), after=6)
-    assert [] == drafted(index, "0", ("foreign",), after=6)  # its own are no foreign ones
+    assert [7, 8] == drafted(index, "other", ("cross_problem",), after=6)
+    assert [] == drafted(index, "0", ("cross_problem",), after=6)  # its own rollouts are excluded
     assert [] == drafted(index, "other", ("history", "self", "siblings"), after=6)
-    handle = index.open("other", sources=("foreign",))
+    handle = index.open("other", sources=("cross_problem",))
     index.extend(handle, [6])
     draft = index.draft(handle, 2)
-    assert ["foreign", "foreign"] == draft.sources
+    assert ["cross_problem", "cross_problem"] == draft.sources
     assert [0, 0] == draft.ages
     index.close(handle)
     for number in range(3, 6):
         index.add(str(number), [("a", 0, text(number))])
-    index.settle()
+    index.wait_idle()
     assert index.pool_tokens() <= 4 * LENGTH
-    assert [] == drafted(index, "other", ("foreign",), after=6)  # the oldest left
-    assert [500_007, 500_008] == drafted(index, "other", ("foreign",), after=500_006)
+    assert [] == drafted(index, "other", ("cross_problem",), after=6)  # the oldest was removed
+    assert [500_007, 500_008] == drafted(index, "other", ("cross_problem",), after=500_006)
 
 
-def test_a_problem_that_is_added_whole_takes_a_sixteenth_of_the_pool_with_its_last_rollouts() -> None:
+def test_one_call_of_add_contributes_a_sixteenth_of_the_pool() -> None:
     index = SuffixIndex(pool_tokens=64 * LENGTH)
     index.add("0", [(str(number), number, text(number)) for number in range(10)])
     assert 4 * LENGTH == index.pool_tokens()
-    assert [] == drafted(index, "other", ("foreign",), after=5 * 100_000 + 6)
-    assert [600_007, 600_008] == drafted(index, "other", ("foreign",), after=600_006)
+    assert [] == drafted(index, "other", ("cross_problem",), after=5 * 100_000 + 6)
+    assert [600_007, 600_008] == drafted(index, "other", ("cross_problem",), after=600_006)
     small = SuffixIndex(pool_tokens=4 * LENGTH)
     small.add("0", [(str(number), number, text(number)) for number in range(3)])
-    assert LENGTH == small.pool_tokens()  # one at least
+    assert LENGTH == small.pool_tokens()  # at least one rollout
 
 
 @pytest.mark.parametrize("drop", ["rollout", "generation", "problem"])
-def test_what_is_dropped_leaves_the_pool(drop: str) -> None:
+def test_dropped_rollouts_are_removed_from_the_pool(drop: str) -> None:
     index = SuffixIndex(pool_tokens=10 * LENGTH)
     index.add("0", [("a", 0, text(0)), ("b", 1, text(1))])
     {
@@ -154,71 +154,73 @@ def test_what_is_dropped_leaves_the_pool(drop: str) -> None:
         "generation": lambda: index.drop_before("0", 1),
         "problem": lambda: index.drop_problem("0"),
     }[drop]()
-    assert [] == drafted(index, "other", ("foreign",), after=6)
-    assert ([] if drop == "problem" else [100_007, 100_008]) == drafted(index, "other", ("foreign",), after=100_006)
-    for number in range(2, 8):  # merged meanwhile, with what was dropped left out
+    assert [] == drafted(index, "other", ("cross_problem",), after=6)
+    assert ([] if drop == "problem" else [100_007, 100_008]) == drafted(
+        index, "other", ("cross_problem",), after=100_006
+    )
+    for number in range(2, 8):  # segments are merged without the dropped rollouts
         index.add(str(number), [("a", 0, text(number))])
-    index.settle()
-    assert [] == drafted(index, "other", ("foreign",), after=6)
+    index.wait_idle()
+    assert [] == drafted(index, "other", ("cross_problem",), after=6)
     index.add("0", [("a", 0, text(0))])
-    assert [7, 8] == drafted(index, "other", ("foreign",), after=6)
+    assert [7, 8] == drafted(index, "other", ("cross_problem",), after=6)
 
 
-def test_a_rebuilt_problem_is_in_the_pool_once() -> None:
-    index = SuffixIndex(max_bytes=4 * one_problem(), pool_tokens=10 * LENGTH)
+def test_a_problem_added_again_is_in_the_pool_once() -> None:
+    index = SuffixIndex(max_bytes=4 * one_problem_bytes(), pool_tokens=10 * LENGTH)
     index.add("0", [("a", 0, text(0))])
     index.add("1", [("a", 0, text(1))])
     index.add("2", [("a", 0, text(2))])
     assert "0" in index.take_evicted()
-    held = index.pool_tokens()
+    before = index.pool_tokens()
     index.add("0", [("a", 0, text(0))])
-    assert held == index.pool_tokens()
-    assert [7, 8] == drafted(index, "other", ("foreign",), after=6)
+    assert before == index.pool_tokens()
+    assert [7, 8] == drafted(index, "other", ("cross_problem",), after=6)
 
 
-def test_a_long_rollout_does_not_take_the_whole_pool() -> None:
+def test_a_long_rollout_does_not_fill_the_pool() -> None:
     index = SuffixIndex(pool_tokens=LENGTH)
     index.add("0", [("a", 0, text(0, LENGTH // 2)), ("b", 0, text(1, 100))])
     assert 100 == index.pool_tokens()
-    assert [100_007, 100_008] == drafted(index, "other", ("foreign",), after=100_006)
+    assert [100_007, 100_008] == drafted(index, "other", ("cross_problem",), after=100_006)
 
 
-def test_what_is_dropped_after_an_eviction_leaves_the_pool() -> None:
-    index = SuffixIndex(max_bytes=4 * one_problem(), pool_tokens=10 * LENGTH)
+def test_rollouts_dropped_after_an_eviction_are_removed_from_the_pool() -> None:
+    index = SuffixIndex(max_bytes=4 * one_problem_bytes(), pool_tokens=10 * LENGTH)
     for number in range(4):
         index.add(str(number), [("a", number, text(number))])
     assert {"0", "1"} <= set(index.take_evicted())
-    assert [7, 8] == drafted(index, "other", ("foreign",), after=6)
+    assert [7, 8] == drafted(index, "other", ("cross_problem",), after=6)
     assert not index.drop_rollout("0", "a")
     assert not index.drop_before("1", 2)
-    assert [] == drafted(index, "other", ("foreign",), after=6)
-    assert [] == drafted(index, "other", ("foreign",), after=100_006)
+    assert [] == drafted(index, "other", ("cross_problem",), after=6)
+    assert [] == drafted(index, "other", ("cross_problem",), after=100_006)
 
 
-def test_what_requests_say_counts_and_makes_room() -> None:
-    index = SuffixIndex(max_bytes=6 * one_problem())
+def test_live_texts_count_and_cause_evictions() -> None:
+    index = SuffixIndex(max_bytes=6 * one_problem_bytes())
     for number in range(4):
         index.add(str(number), [("a", 0, text(number))])
     handle = index.open("other")
     index.extend(handle, text(9, 2 * LENGTH))
-    index.settle()
+    index.wait_idle()
     evicted = index.take_evicted()
     assert evicted == ["0", "1", "2", "3"][: len(evicted)] != []
     index.close(handle)
-    assert index.bytes() <= 6 * one_problem()
+    assert index.bytes() <= 6 * one_problem_bytes()
 
 
-def test_little_that_is_left_takes_little() -> None:
+def test_a_small_rest_of_a_segment_takes_little_memory() -> None:
     index, other = SuffixIndex(), SuffixIndex()
     index.add("p", [(str(number), number, text(number)) for number in range(50)])
     index.drop_before("p", 49)
-    index.settle()
+    index.wait_idle()
     other.add("p", [("49", 49, text(49))])
     assert index.bytes() == pytest.approx(other.bytes(), rel=0.05)
 
 
-def test_of_equal_places_the_newest_are_looked_at() -> None:
-    """Of many rollouts that begin the same way, the last speak, however they were merged."""
+def test_the_newest_of_equally_long_matches_are_used() -> None:
+    """Of many rollouts with the same beginning, the last ones are used, regardless of merging."""
     rng = np.random.default_rng(0)
     index = SuffixIndex()
     for generation in range(16):
@@ -234,11 +236,11 @@ def test_of_equal_places_the_newest_are_looked_at() -> None:
         index.extend(handle, [1, 2, 3])
         assert [15] * 16 + [14] * 16 == sorted((one.generation for one in index.occurrences(handle)), reverse=True)
         assert [600] == index.draft(handle, 1).tokens
-        index.settle()
+        index.wait_idle()
 
 
-def test_merging_does_not_change_what_is_found() -> None:
-    """Rollouts that come one by one are found at once, and behind the merging as before."""
+def test_merging_does_not_change_occurrences() -> None:
+    """Rollouts that are added one by one are found immediately, and equally after merging."""
     rng = np.random.default_rng(0)
     index, whole = SuffixIndex(), SuffixIndex()
     rollouts = [(str(i), 0, rng.integers(0, 8, 60).astype(np.uint32)) for i in range(60)]
@@ -256,12 +258,12 @@ def test_merging_does_not_change_what_is_found() -> None:
 
     expected = lengths(whole, other)
     assert expected == lengths(index, handle)
-    index.settle()
+    index.wait_idle()
     assert expected == lengths(index, handle)
     assert index.bytes("p") < 1.3 * whole.bytes("p")
 
 
-def test_problems_are_evicted_while_they_are_drafted_for() -> None:
+def test_problems_are_evicted_during_concurrent_drafts() -> None:
     index = SuffixIndex(threads=2, max_bytes=80_000, pool_tokens=3000)
     errors: list[BaseException] = []
     done = threading.Event()
@@ -287,7 +289,7 @@ def test_problems_are_evicted_while_they_are_drafted_for() -> None:
     for step in range(300):
         number = step % 10
         index.add(str(number), [(f"{step}", step, text(number))])
-        index.reward(str(number), {f"{step}": float(step % 2)})
+        index.set_rewards(str(number), {f"{step}": float(step % 2)})
         index.drop_before(str(number), step - 25)
     done.set()
     for reader in readers:

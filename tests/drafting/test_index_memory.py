@@ -1,4 +1,4 @@
-"""The bytes that the index reports follow what it holds."""
+"""The reported bytes match the contents of the index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def rollouts(count: int, length: int, generation: int = 0) -> list[tuple[str, in
     return [(f"{generation}/{i}", generation, rng.integers(0, 9, length).astype(np.uint32)) for i in range(count)]
 
 
-def test_nothing_is_nothing() -> None:
+def test_an_empty_index_has_no_bytes() -> None:
     index = SuffixIndex()
     assert 0 == index.bytes()
     assert 0 == index.bytes("p")
@@ -23,17 +23,17 @@ def test_nothing_is_nothing() -> None:
     assert 0 == index.bytes()
 
 
-def test_history_counts_and_goes() -> None:
+def test_history_counts_until_it_is_dropped() -> None:
     index = SuffixIndex()
     index.add("p", rollouts(4, 1000))
     one = index.bytes("p")
-    # Two bytes of text, two of a sorted position, and one for what neighbours share, for every token; little else.
+    # Each token takes two bytes of text, two of a sorted position, and one for the length shared with its neighbor.
     assert 5 * 4000 < one < 6 * 4000
     index.add("q", rollouts(4, 1000))
     assert one == index.bytes("q")
     assert 2 * one < index.bytes() < 2 * one + 1000
     index.add("p", rollouts(4, 1000, generation=1))
-    index.settle()
+    index.wait_idle()
     assert 2 * 5 * 4000 < index.bytes("p") < 2.1 * one
     assert 4 == index.drop_before("p", 1)
     assert one == pytest.approx(index.bytes("p"), rel=0.01)
@@ -44,7 +44,7 @@ def test_history_counts_and_goes() -> None:
     assert 0 == index.bytes()
 
 
-def test_the_same_content_takes_the_same_bytes() -> None:
+def test_equal_contents_take_equal_bytes() -> None:
     index, other = SuffixIndex(), SuffixIndex()
     index.add("p", rollouts(3, 500))
     baseline = index.bytes()
@@ -52,37 +52,37 @@ def test_the_same_content_takes_the_same_bytes() -> None:
     assert baseline == index.bytes()
     for _ in range(3):
         index.add("p", [("extra", 5, [1, 2, 3] * 200), ("empty", 5, [])])
-        index.settle()
+        index.wait_idle()
         assert index.bytes() > baseline
         index.drop_before("p", 0)
         index.drop_rollout("p", "extra")
         index.drop_rollout("p", "empty")
-        index.settle()
+        index.wait_idle()
         assert baseline == index.bytes()
     other.add("p", rollouts(3, 500))
     assert other.bytes() == index.bytes()
 
 
-def test_open_requests_count_and_go() -> None:
+def test_open_requests_count_until_they_are_closed() -> None:
     index = SuffixIndex()
     index.add("p", rollouts(2, 200))
     baseline = index.bytes()
-    plain = index.open("p", [1] * 1000, sources=("history",))
+    history_only = index.open("p", [1] * 1000, sources=("history",))
     without_text = index.bytes() - baseline
     own = index.open("p", [1] * 1000)
     with_text = index.bytes() - baseline
     assert with_text > 2 * without_text + 5 * 1000
-    other = index.open("p", [1] * 1000)  # the group shares its prompt
+    other = index.open("p", [1] * 1000)  # requests of a group share their prompt
     assert index.bytes() - baseline < with_text + 2 * without_text + 5 * 1000
     before = index.bytes()
     index.extend(own, [1] * 5000)
     assert 2 * 4 * 5000 < index.bytes() - before < 2 * 120 * 5000
-    for handle in (own, plain, other):
+    for handle in (own, history_only, other):
         index.close(handle)
     assert baseline == index.bytes()
 
 
-def test_a_problem_only_known_from_a_request_is_forgotten_with_it() -> None:
+def test_a_problem_without_history_is_removed_with_its_last_request() -> None:
     index = SuffixIndex()
     handle = index.open("p")
     assert [] == index.problems()
@@ -92,7 +92,7 @@ def test_a_problem_only_known_from_a_request_is_forgotten_with_it() -> None:
 
 
 class _MallocInfo(ctypes.Structure):
-    """glibc's struct mallinfo2; `hblkhd` bytes are in use in large blocks and `uordblks` in others."""
+    """glibc's ``struct mallinfo2``: `hblkhd` and `uordblks` are the bytes in use in large and in other blocks."""
 
     _fields_ = (
         ("arena", ctypes.c_size_t),
@@ -108,8 +108,8 @@ class _MallocInfo(ctypes.Structure):
     )
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc says how much of malloc is in use")
-def test_reported_bytes_are_what_the_allocator_gave() -> None:
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="requires glibc's mallinfo2")
+def test_reported_bytes_match_the_allocator() -> None:
     mallinfo = ctypes.CDLL(None).mallinfo2
     mallinfo.restype = _MallocInfo
 
@@ -118,15 +118,15 @@ def test_reported_bytes_are_what_the_allocator_gave() -> None:
         return int(info.hblkhd + info.uordblks)
 
     index = SuffixIndex()
-    for generation in range(3):  # the thread that merges has its tables then
+    for generation in range(3):  # allocates the tables of the background thread
         index.add("q", rollouts(1, 100, generation))
-    index.settle()
+    index.wait_idle()
     index.drop_problem("q")
     assert 0 == index.bytes()
     before = in_use()
     for generation in range(3):
         index.add("p", rollouts(4, 30_000, generation))
-    index.settle()
+    index.wait_idle()
     handle = index.open("p", [1, 2] * 40_000)
     assert index.bytes() == pytest.approx(in_use() - before, rel=0.03)
     index.close(handle)

@@ -1,4 +1,4 @@
-"""The index answers what trying everything answers."""
+"""The index gives the same results as an oracle that searches exhaustively."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from rollout_worker.drafting import SuffixIndex
 from tests.support.index_oracle import Oracle
 
-# Two or three different tokens make matches long and votes divided; the largest token id must sort before START.
+# With only three different tokens, matches are long and votes divided. The largest id must sort before the boundary.
 TOKENS = st.sampled_from([0, 1, 2**32 - 2])
 LENGTH = 16
 
 
 @st.composite
 def texts(draw: st.DrawFn, max_size: int = 40) -> list[int]:
-    """Free text, or repetitions of a short piece with a few slips: where matches are longest and most ambiguous."""
+    """Draw any text, or repetitions of a short piece with a few errors, which have long and divided matches."""
     if draw(st.booleans()):
         return draw(st.lists(TOKENS, max_size=max_size))
     piece = draw(st.lists(TOKENS, min_size=1, max_size=4))
     text = (piece * max_size)[: draw(st.integers(0, max_size))]
-    for slip in draw(st.lists(st.integers(0, max_size - 1), max_size=3)):
-        if slip < len(text):
-            text[slip] = draw(TOKENS)
+    for error in draw(st.lists(st.integers(0, max_size - 1), max_size=3)):
+        if error < len(text):
+            text[error] = draw(TOKENS)
     return text
 
 
@@ -38,15 +38,15 @@ ROLLOUTS = st.lists(st.tuples(ROLLOUT_IDS, GENERATIONS, texts(), texts(max_size=
 PROBLEMS = st.sampled_from(["p", "q"])
 SOURCES = st.sampled_from(
     [
-        ("history", "self", "siblings", "foreign"),
-        ("history", "foreign"),
+        ("history", "self", "siblings", "cross_problem"),
+        ("history", "cross_problem"),
         ("history",),
         ("self",),
         ("siblings", "history"),
-        ("siblings", "foreign"),
+        ("siblings", "cross_problem"),
     ]
 )
-ENDS = st.sampled_from([(), (), (1,), (0, 1)])
+STOP_TOKENS = st.sampled_from([(), (), (1,), (0, 1)])
 SURVIVALS = st.sampled_from([0.0, 0.05, 0.2, 0.5])
 
 
@@ -59,8 +59,8 @@ class Pair:
 
     def __init__(self, depth: int = 64) -> None:
         self.index, self.oracle = SuffixIndex(depth, pool_tokens=100_000), Oracle(depth)
-        self.sure = True
-        """Whether both have learned the same so far, as nothing hung on the last digit."""
+        self.is_exact = True
+        """Whether both have learned the same so far, because no decision depended on rounding."""
 
     def add(self, problem: str, rollouts: list[tuple]) -> None:
         given_ = [
@@ -75,37 +75,37 @@ class Pair:
         prompt: list[int],
         sources: tuple[str, ...],
         context: int = 0,
-        ends: tuple[int, ...] = (),
+        stop_tokens: tuple[int, ...] = (),
     ) -> int:
-        handle = self.index.open(problem, as_array(prompt), sources, context=context, ends=ends)
-        self.oracle.open(handle, problem, prompt, sources, context, ends)
+        handle = self.index.open(problem, as_array(prompt), sources, context_length=context, stop_tokens=stop_tokens)
+        self.oracle.open(handle, problem, prompt, sources, context, stop_tokens)
         return handle
 
     def reward(self, problem: str, rewards: dict[str, float]) -> None:
-        assert self.oracle.reward(problem, rewards) == self.index.reward(problem, rewards)
+        assert self.oracle.reward(problem, rewards) == self.index.set_rewards(problem, rewards)
 
     def extend(self, handle: int, tokens: list[int]) -> None:
         self.index.extend(handle, as_array(tokens))
         self.oracle.extend(handle, tokens)
 
     def draft(self, handle: int, budget: int, min_survival: float = 0.0) -> list[int]:
-        """A draft that is right, and so are the occurrences that it is made of."""
-        self.index.settle()  # which of equally long matches are looked at hangs on how segments were merged
+        """Draft, and check the draft and its occurrences."""
+        self.index.wait_idle()  # merging may change which of equally long matches are used
         draft = self.index.draft(handle, budget, min_survival)
         found = self.index.occurrences(handle, length=LENGTH)
         self.oracle.check_occurrences(handle, found, LENGTH)
         assert all(0.0 < probability <= 1.0 for probability in draft.probabilities)
         longest = max((one.match_length for one in found), default=0)
         assert draft.match_length == longest * (len(draft.tokens) > 0)
-        if self.sure:
-            self.sure = self.oracle.check_draft(handle, draft, found, budget, min_survival)
+        if self.is_exact:
+            self.is_exact = self.oracle.check_draft(handle, draft, found, budget, min_survival)
         return draft.tokens
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     batches=st.lists(ROLLOUTS, max_size=4),
-    foreign=ROLLOUTS,
+    other_problem=ROLLOUTS,
     prompt=texts(),
     response=texts(),
     sibling=texts(),
@@ -115,9 +115,9 @@ class Pair:
     budget=st.integers(0, 12),
     min_survival=SURVIVALS,
 )
-def test_draft_from_fresh_history(
+def test_drafts_agree_with_the_oracle(
     batches: list[list[tuple]],
-    foreign: list[tuple],
+    other_problem: list[tuple],
     prompt: list[int],
     response: list[int],
     sibling: list[int],
@@ -130,7 +130,7 @@ def test_draft_from_fresh_history(
     pair = Pair(depth)
     for batch in batches:
         pair.add("p", batch)
-    pair.add("q", foreign)
+    pair.add("q", other_problem)
     pair.extend(pair.open("p", prompt, ("history", "siblings")), sibling)
     handle = pair.open("p", prompt, sources, context)
     pair.extend(handle, response)
@@ -138,8 +138,8 @@ def test_draft_from_fresh_history(
 
 
 @pytest.mark.parametrize("distinct", [10, 65_531, 65_532, 65_533, 65_534, 65_536, 70_000])
-def test_any_number_of_different_tokens(distinct: int) -> None:
-    """Two bytes hold a token's place among its segment's own, or four."""
+def test_any_number_of_different_tokens_is_supported(distinct: int) -> None:
+    """Dictionary indices have two or four bytes."""
     pair = Pair()
     text = [int(token) for token in np.random.default_rng(0).permutation(distinct)]
     pair.add("p", [("a", 0, [*text[:100], *text[-100:], *text])])
@@ -150,8 +150,8 @@ def test_any_number_of_different_tokens(distinct: int) -> None:
 
 
 @pytest.mark.parametrize("size", [65_300, 65_400, 65_460, 65_470, 65_536, 66_000])
-def test_any_length_of_text(size: int) -> None:
-    """Two bytes hold a position, or four."""
+def test_any_length_of_text_is_supported(size: int) -> None:
+    """Positions have two or four bytes."""
     pair = Pair(depth=8)
     rng = np.random.default_rng(size)
     text = [int(token) for token in rng.integers(0, 30_000, size)]
@@ -162,7 +162,7 @@ def test_any_length_of_text(size: int) -> None:
         pair.draft(handle, 4)
 
 
-def test_thousands_of_equal_contexts() -> None:
+def test_thousands_of_equal_contexts_are_supported() -> None:
     pair = Pair(depth=3)
     rng = np.random.default_rng(0)
     text = [int(token) for token in rng.integers(0, 2, 3000)]
@@ -173,7 +173,7 @@ def test_thousands_of_equal_contexts() -> None:
         pair.draft(handle, 12)
 
 
-def test_siblings_see_each_other_and_not_themselves() -> None:
+def test_siblings_draft_from_each_other_but_not_from_themselves() -> None:
     index = SuffixIndex()
     first, second = (index.open("p", sources=("siblings",)) for _ in range(2))
     index.extend(first, [1, 2, 3, 4, 5])
@@ -182,13 +182,13 @@ def test_siblings_see_each_other_and_not_themselves() -> None:
     assert ["siblings", "siblings"] == index.draft(second, 8).sources
     assert [] == index.draft(first, 8).tokens
     index.close(first)
-    assert [4, 5] == index.draft(second, 8).tokens  # what it said stays as long as others run
+    assert [4, 5] == index.draft(second, 8).tokens  # its text remains until its siblings are closed
     index.close(second)
     assert 0 == index.bytes()
 
 
-def test_live_texts_begin_anew_when_they_are_many() -> None:
-    """With requests that are opened then; those that are open keep what they have."""
+def test_new_requests_share_new_live_texts_when_the_old_ones_are_long() -> None:
+    """Requests that are open already keep the old ones."""
     index = SuffixIndex()
     first, second = (index.open("p", sources=("siblings", "self")) for _ in range(2))
     index.extend(first, np.arange(1 << 20, dtype=np.uint32))
@@ -213,7 +213,7 @@ def test_live_texts_begin_anew_when_they_are_many() -> None:
     assert 0 == index.bytes()
 
 
-def test_the_threshold_itself_is_drafted() -> None:
+def test_a_survival_equal_to_the_threshold_is_drafted() -> None:
     index = SuffixIndex()
     index.add("p", [("a", 0, [1, 2, 3]), ("b", 0, [1, 2, 3])])
     handle = index.open("p")
@@ -228,8 +228,8 @@ def test_the_threshold_itself_is_drafted() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), alphabet=st.integers(1, 5))
-def test_long_self_text_token_by_token(seed: int, alphabet: int) -> None:
-    """Long enough that the tables of a text fill and grow."""
+def test_a_long_own_text_is_extended_in_small_steps(seed: int, alphabet: int) -> None:
+    """The text is long enough that its tables fill and grow."""
     rng = np.random.default_rng(seed)
     text = [int(token) for token in rng.integers(0, alphabet, 1500)]
     pair = Pair(depth=6)
@@ -246,7 +246,7 @@ def test_long_self_text_token_by_token(seed: int, alphabet: int) -> None:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """Any sequence of calls, against the oracle."""
+    """Compares any sequence of calls with the oracle."""
 
     requests: Bundle[int] = Bundle("requests")
 
@@ -285,7 +285,7 @@ class IndexMachine(RuleBasedStateMachine):
         prompt=texts(),
         sources=SOURCES,
         context=st.integers(0, 8),
-        ends=ENDS,
+        stop_tokens=STOP_TOKENS,
     )
     def open(
         self,
@@ -293,9 +293,9 @@ class IndexMachine(RuleBasedStateMachine):
         prompt: list[int],
         sources: tuple[str, ...],
         context: int,
-        ends: tuple[int, ...],
+        stop_tokens: tuple[int, ...],
     ) -> int:
-        return self.pair.open(problem, prompt, sources, context, ends)
+        return self.pair.open(problem, prompt, sources, context, stop_tokens)
 
     @rule(handle=requests, tokens=texts(max_size=8))
     def extend(self, handle: int, tokens: list[int]) -> None:
@@ -303,7 +303,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule(handle=requests, budget=st.integers(1, 12), min_survival=SURVIVALS, kept=st.integers(0, 12), wrong=TOKENS)
     def step(self, handle: int, budget: int, min_survival: float, kept: int, wrong: int) -> None:
-        """One verification step: some of the draft is accepted and one more token sampled."""
+        """Run one verification step, which accepts a part of the draft and samples one more token."""
         drafted = self.pair.draft(handle, budget, min_survival)
         self.pair.extend(handle, [*drafted[:kept], wrong])
 
@@ -320,7 +320,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def same_counts(self) -> None:
-        if hasattr(self, "pair") and self.pair.sure:
+        if hasattr(self, "pair") and self.pair.is_exact:
             assert {source: tuple(seen) for source, seen in self.pair.oracle.counters.items()} == (
                 self.pair.index.counters()
             )
@@ -332,7 +332,7 @@ IndexMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=
 TestIndexMachine = IndexMachine.TestCase
 
 
-def test_where_a_rollout_has_ended_it_does_not_go_on_in_the_next() -> None:
+def test_an_anchor_does_not_continue_into_the_next_rollout() -> None:
     index = SuffixIndex(depth=4)
     index.add("p", [("a", 0, [1, 2, 3, 4, 5, 6, 7, 8]), ("b", 0, [50, 51, 9, 9, 52, 9, 53])])
     handle = index.open("p", sources=("history",))

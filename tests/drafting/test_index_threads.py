@@ -1,16 +1,15 @@
-"""History is written in one thread while another drafts."""
+"""Histories are changed in some threads while others draft."""
 
 from __future__ import annotations
 
 import threading
-import time
 from itertools import pairwise
 
 import numpy as np
 
 from rollout_worker.drafting import SuffixIndex
 
-# One token for each problem and generation: any draft tells which rollouts it was made from.
+# Each problem and generation has its own token, so that a draft shows from which rollouts it was made.
 PROBLEMS = 4
 GENERATIONS = 60
 
@@ -20,10 +19,10 @@ def token(problem: int, generation: int) -> int:
 
 
 def test_drafts_while_history_changes() -> None:
-    """Each draft is made from one published state: whole batches, of the right problem, of what is there then.
+    """Each draft sees one consistent state: complete batches of the right problem.
 
-    A batch holds rollouts of one generation only; the writer publishes it, then drops what is older: two are there at
-    most, and either may be drafted from.
+    A batch holds rollouts of one generation. The writer adds it and then drops the older one, so at most two
+    generations exist, and a draft may use either.
     """
     index = SuffixIndex(depth=16)
     done = threading.Event()
@@ -51,10 +50,10 @@ def test_drafts_while_history_changes() -> None:
                 handles = [index.open(f"p{problem}", sources=("history",)) for problem in range(PROBLEMS)]
                 for _ in range(5):
                     drafts = index.draft_batch(handles, [6] * PROBLEMS)
-                    for problem, made in enumerate(drafts):
-                        assert {"history"} == set(made.sources)
-                        assert 1 == len(set(made.tokens))
-                        generation = made.tokens[0] - 1000 * problem
+                    for problem, drafted in enumerate(drafts):
+                        assert {"history"} == set(drafted.sources)
+                        assert 1 == len(set(drafted.tokens))
+                        generation = drafted.tokens[0] - 1000 * problem
                         assert latest[problem] - 1 <= generation <= GENERATIONS
                         latest[problem] = max(latest[problem], generation)
                 for problem, handle in enumerate(handles):
@@ -64,7 +63,7 @@ def test_drafts_while_history_changes() -> None:
         except BaseException as error:
             errors.append(error)
 
-    for problem in range(PROBLEMS):  # before anyone reads: without history, a draft comes from the prompt
+    for problem in range(PROBLEMS):  # before the first draft, which would be empty without history
         publish(problem, 0)
     writers = [threading.Thread(target=write, args=(problem,)) for problem in range(PROBLEMS)]
     readers = [threading.Thread(target=draft) for _ in range(2)]
@@ -87,7 +86,7 @@ def test_drafts_while_history_changes() -> None:
     assert 0 == index.bytes()
 
 
-def test_the_same_batch_from_many_threads_is_added_once() -> None:
+def test_a_batch_added_by_many_threads_is_added_once() -> None:
     index = SuffixIndex()
     batch = [(str(i), 0, [i] * 50) for i in range(40)]
     added: list[int] = []
@@ -100,8 +99,8 @@ def test_the_same_batch_from_many_threads_is_added_once() -> None:
     assert 40 * 50 == index.tokens("p")
 
 
-def test_drafts_go_on_during_a_long_build() -> None:
-    """Neither the GIL nor a lock is held while a segment is built."""
+def test_drafts_do_not_wait_for_a_long_build() -> None:
+    """A segment is built without the GIL and without a lock that drafts need."""
     index = SuffixIndex()
     index.add("p", [("a", 0, [1, 2, 3])])
     handle = index.open("p")
@@ -115,40 +114,40 @@ def test_drafts_go_on_during_a_long_build() -> None:
     thread = threading.Thread(target=build)
     thread.start()
     during = 0
-    while not built.is_set():
+    while not built.wait(0.001):
         assert index.draft(handle, 3).tokens in ([1, 2, 3], [int(token) for token in text[:3]])
         during += 1
-        time.sleep(0.001)
     thread.join()
     assert during > 20
     assert [int(token) for token in text[:3]] == index.draft(handle, 3).tokens
 
 
-def test_siblings_draft_from_what_the_others_are_just_saying() -> None:
-    """Requests of one problem are extended and drafted in several threads; a draft is always part of what was said."""
+def test_siblings_draft_from_texts_that_grow_in_other_threads() -> None:
+    """Requests of one problem are extended and drafted in several threads. Every draft is a part of the text."""
     index = SuffixIndex(threads=2)
     rng = np.random.default_rng(0)
     text = [int(token) for token in rng.integers(0, 5000, 3000)]
-    follows = set(pairwise(text))
+    neighbors = set(pairwise(text))
     errors: list[BaseException] = []
 
-    def speak(seed: int) -> None:
+    def generate(seed: int) -> None:
         try:
             steps = np.random.default_rng(seed)
             handles = [index.open("p", text[:50], sources=("siblings", "self")) for _ in range(10)]
-            at = 50
-            while at < len(text) - 10:
+            position = 50
+            while position < len(text) - 10:
                 step = int(steps.integers(1, 8))
-                index.extend_batch(handles, [text[at : at + step]] * len(handles))
-                at += step
-                for made in index.draft_batch(handles, [6] * len(handles)):
-                    assert set(zip([text[at - 1], *made.tokens], made.tokens, strict=False)) <= follows
+                index.extend_batch(handles, [text[position : position + step]] * len(handles))
+                position += step
+                for drafted in index.draft_batch(handles, [6] * len(handles)):
+                    before = [text[position - 1], *drafted.tokens]
+                    assert set(zip(before, drafted.tokens, strict=False)) <= neighbors
             for handle in handles:
                 index.close(handle)
         except BaseException as error:
             errors.append(error)
 
-    def learn() -> None:
+    def change_history() -> None:
         try:
             for number in range(60):
                 index.add("p", [(str(number), number, text[: 20 * number + 1])])
@@ -157,7 +156,9 @@ def test_siblings_draft_from_what_the_others_are_just_saying() -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=speak, args=(seed,)) for seed in range(3)] + [threading.Thread(target=learn)]
+    threads = [threading.Thread(target=generate, args=(seed,)) for seed in range(3)] + [
+        threading.Thread(target=change_history)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Repetitive text, which models do produce, costs no more than a constant factor over other text."""
+"""Repetitive text, which models do generate, is at most a constant factor slower than other text."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ SIZE = 50_000
 
 TEXTS: dict[str, Callable[[int], np.ndarray]] = {
     "constant": np.zeros,
-    "two in turn": lambda size: np.arange(size) % 2,
+    "alternating": lambda size: np.arange(size) % 2,
     "long period": lambda size: np.arange(size) % 997,
-    "one slip at the end": lambda size: (np.arange(size) == size - 1) * 1,
+    "constant with a different last token": lambda size: (np.arange(size) == size - 1) * 1,
     "runs": lambda size: (np.arange(size) % 64 == 63) * (np.arange(size) // 64 % 3 + 1),
     "fibonacci": lambda size: np.diff(np.floor(np.arange(1, size + 2) * 0.6180339887)),
 }
 
 
 def best(action: Callable[[], object], repeats: int = 3) -> float:
-    """The least CPU seconds of a few tries."""
+    """Return the fewest CPU seconds of a few repetitions."""
     times = []
     for _ in range(repeats):
         start = time.process_time()
@@ -33,24 +33,24 @@ def best(action: Callable[[], object], repeats: int = 3) -> float:
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_twice_the_text_is_about_twice_the_work(name: str) -> None:
-    """Building and reading in are n log n at most: quadratic growth would make it four times."""
+def test_twice_the_text_takes_about_twice_the_time(name: str) -> None:
+    """Building and extending are O(n log n) at most; quadratic growth would take four times as long."""
 
     def build(text: np.ndarray) -> None:
         SuffixIndex().add("p", [("a", 0, text)])
 
-    def read(text: np.ndarray) -> None:
+    def extend(text: np.ndarray) -> None:
         index = SuffixIndex()
         handle = index.open("p", text[: len(text) // 2])
         index.extend(handle, text[len(text) // 2 :])
 
     small, large = (TEXTS[name](size).astype(np.uint32) for size in (SIZE, 2 * SIZE))
-    for work in (build, read):
+    for work in (build, extend):
         assert best(lambda: work(large)) < 3.2 * best(lambda: work(small)) + 0.01  # noqa: B023
 
 
 @pytest.mark.parametrize("name", TEXTS)
-def test_a_draft_does_not_grow_with_the_text(name: str) -> None:
+def test_the_time_of_a_draft_does_not_grow_with_the_text(name: str) -> None:
     def seconds(size: int, known: int) -> float:
         index = SuffixIndex()
         text = TEXTS[name](size).astype(np.uint32)
@@ -60,12 +60,12 @@ def test_a_draft_does_not_grow_with_the_text(name: str) -> None:
         return best(lambda: [index.draft(handle, 16) for _ in range(100)])
 
     for known in (0, 1, 3, 200):
-        # Eight times the text. Binary searches take some steps more; what is scanned for oneself is 1/128 of it.
+        # With eight times the text, binary searches take only a few more steps.
         assert seconds(8 * SIZE, known) < 4 * seconds(SIZE, known) + 0.01
 
 
-def test_many_small_additions_cost_little_more_than_one() -> None:
-    """Segments are merged geometrically: neither one for each addition, nor all rebuilt at each."""
+def test_many_small_additions_cost_little_more_than_one_large_addition() -> None:
+    """Segments are merged geometrically. They neither accumulate nor are all rebuilt at each addition."""
     rng = np.random.default_rng(0)
     rollouts = [(str(i), i, rng.integers(0, 50, 100).astype(np.uint32)) for i in range(2000)]
 

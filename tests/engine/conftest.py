@@ -1,4 +1,8 @@
-"""Engines for the tests: real vLLM on a model whose law is known."""
+"""Engines for the tests: real vLLM with a model whose output distribution is known.
+
+An engine takes 15 to 20 seconds to start, so that the tests share as few as possible. A test that changes an engine's
+weights restores them.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.engine.drafting import Drafting, HistoryBinding
-from rollout_worker.engine.host import Engine
-from rollout_worker.history.connection import connect
+from rollout_api.redis_client.connection import connect
+from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
+from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
-from tests.support.engines import KEYS, MAX_DRAFT_TOKENS, Bed, config
-from tests.support.reference_model import Law, LoopThread, make_model
+from tests.support.engines import KEYS, MAX_DRAFT_TOKENS, EngineHarness, engine_config
+from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def law(model: Path) -> Law:
-    return Law(model)
+def reference(model: Path) -> ReferenceDistribution:
+    """The output distribution of the model."""
+    return ReferenceDistribution(model)
 
 
 @pytest.fixture(scope="session")
@@ -33,23 +38,29 @@ def loop() -> Iterator[LoopThread]:
 
 
 @pytest.fixture(scope="session")
-def drafting(redis_server: str) -> Drafting:
-    # as if a token cost next to nothing, so that much is drafted
-    binding = HistoryBinding(redis_server, KEYS.namespace, KEYS.name, window=16)
-    return Drafting("fixed", MAX_DRAFT_TOKENS, 2**30, binding, governed=False)
+def drafting_config(redis_server: str) -> DraftingConfig:
+    """A configuration that drafts as much as possible, so that the tests see many drafts."""
+    location = HistoryLocation(redis_server, KEYS.namespace, KEYS.name, window=16)
+    return DraftingConfig("fixed", MAX_DRAFT_TOKENS, 2**30, location, governed=False)
 
 
 @pytest.fixture(scope="session")
-def drafted(model: Path, loop: LoopThread, drafting: Drafting, redis_server: str) -> Iterator[Bed]:
-    """An engine that drafts."""
-    engine = loop.run(Engine.start(config(model, drafting)))
-    yield Bed(engine, loop, HistoryStore(connect(redis_server), KEYS, window=16))
+def history_store(redis_server: str) -> HistoryStore:
+    return HistoryStore(connect(redis_server), KEYS, window=16)
+
+
+@pytest.fixture(scope="session")
+def drafting_engine(
+    model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
+) -> Iterator[EngineHarness]:
+    engine = loop.run(Engine.start(engine_config(model, drafting_config)))
+    yield EngineHarness(engine, loop, history_store)
     engine.close()
 
 
 @pytest.fixture(scope="session")
-def plain(model: Path, loop: LoopThread) -> Iterator[Bed]:
-    """The same model with no speculation configured."""
-    engine = loop.run(Engine.start(config(model)))
-    yield Bed(engine, loop)
+def plain_engine(model: Path, loop: LoopThread) -> Iterator[EngineHarness]:
+    """An engine without speculation."""
+    engine = loop.run(Engine.start(engine_config(model)))
+    yield EngineHarness(engine, loop)
     engine.close()

@@ -1,4 +1,4 @@
-"""LoRA adapters in a running engine: what is sampled follows the law of the model with the adapter merged in."""
+"""LoRA adapters in a running engine: responses have the distribution of the model with the adapter merged in."""
 
 from __future__ import annotations
 
@@ -12,29 +12,41 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import Partial, UpdateMode, WeightSpan
-from rollout_worker.engine.compat import EngineError
-from rollout_worker.engine.drafting import Drafting
-from rollout_worker.engine.host import Engine, Generated
-from rollout_worker.history.connection import connect
+from rollout_api.protocol.messages import UpdateMode, WeightSpan
+from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.errors import EngineError
+from rollout_worker.engine.response import GenerationResult
 from rollout_worker.history.store import HistoryStore
-from tests.engine.test_continuing import ENDLESS, so_far
-from tests.support.engines import KEYS, Bed, config
-from tests.support.reference_model import Law, LoopThread, chi_square, make_adapter, make_model, merged_law
+from tests.support.engines import EngineHarness, engine_config
+from tests.support.reference_model import (
+    LoopThread,
+    ReferenceDistribution,
+    chi_square,
+    make_adapter,
+    make_model,
+    merged_distribution,
+)
+from tests.support.responses import MAX_LOGPROB_ERROR, MIN_P_VALUE, PROMPT, WITHOUT_EOS, prefix_of, tokens_of
 
-PROMPT = [5, 1, 9, 2]
 RANK = 5
+BASE_VERSION = 3
+MAX_NUM_SEQS = 16
+DIFFERENT_MODEL_ERROR = 0.1
+"""Log-probabilities under another model have at least this error."""
 SAMPLING = Sampling(n=8, max_tokens=40, logprobs=True)
-LONG = Sampling(n=1, max_tokens=150, logprobs=True, allowed_token_ids=ENDLESS)
+LONG = Sampling(n=1, max_tokens=150, logprobs=True, allowed_token_ids=WITHOUT_EOS)
 
 
 @pytest.fixture(scope="module")
-def adapting(model: Path, loop: LoopThread, drafting: Drafting, redis_server: str) -> Iterator[Bed]:
-    """An engine that drafts and has room for adapters."""
-    base = config(model, drafting)
-    spec = base.spec.model_copy(update={"max_lora_rank": RANK, "max_num_seqs": 16})
-    engine = loop.run(Engine.start(replace(base, spec=spec, weight_version=3)))
-    yield Bed(engine, loop, HistoryStore(connect(redis_server), KEYS, window=16))
+def lora_engine(
+    model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
+) -> Iterator[EngineHarness]:
+    """An engine that drafts and supports adapters."""
+    config = engine_config(model, drafting_config)
+    spec = config.spec.model_copy(update={"max_lora_rank": RANK, "max_num_seqs": MAX_NUM_SEQS})
+    engine = loop.run(Engine.start(replace(config, spec=spec, weight_version=BASE_VERSION)))
+    yield EngineHarness(engine, loop, history_store)
     engine.close()
 
 
@@ -45,127 +57,150 @@ def adapters(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path
 
 
 @pytest.fixture(scope="module")
-def laws(model: Path, adapters: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[Law]:
+def adapter_references(
+    model: Path, adapters: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[ReferenceDistribution]:
+    """The distribution of the model with each adapter."""
     directory = tmp_path_factory.mktemp("merged")
-    return [merged_law(model, adapter, directory / adapter.name) for adapter in adapters]
+    return [merged_distribution(model, adapter, directory / adapter.name) for adapter in adapters]
 
 
 @pytest.fixture(autouse=True)
-def afterwards_full_weights(adapting: Bed, model: Path) -> Iterator[None]:
+def restored_weights(lora_engine: EngineHarness, model: Path) -> Iterator[None]:
     yield
-    adapting.loop.run(adapting.engine.load_weights(model, 3))
+    lora_engine.loop.run(lora_engine.engine.load_weights(model, BASE_VERSION))
 
 
-def worst(law: Law, responses: list[Generated], sampling: Sampling) -> float:
-    return max(law.worst_error(PROMPT, r.token_ids, r.logprobs or [], sampling) for r in responses)
+def max_error(reference: ReferenceDistribution, results: list[GenerationResult], sampling: Sampling) -> float:
+    return max(reference.max_error(PROMPT, one.token_ids, one.logprobs or [], sampling) for one in results)
 
 
-def test_responses_follow_the_law_with_the_adapter(
-    adapting: Bed, law: Law, adapters: list[Path], laws: list[Law]
+async def start_response(engine: EngineHarness) -> asyncio.Task[GenerationResult]:
+    """Start a long response and wait until it is running."""
+    started = asyncio.Event()
+    request = engine.request(PROMPT, LONG)
+    task = asyncio.create_task(
+        engine.engine.generate(request, 0, on_partial=lambda _: started.set(), partial_interval=20)
+    )
+    await started.wait()
+    return task
+
+
+def test_responses_have_the_distribution_of_the_model_with_the_adapter(
+    lora_engine: EngineHarness,
+    reference: ReferenceDistribution,
+    adapters: list[Path],
+    adapter_references: list[ReferenceDistribution],
 ) -> None:
-    assert worst(law, adapting.sample([PROMPT], SAMPLING), SAMPLING) < 1e-3
-    for number, (adapter, merged) in enumerate(zip(adapters, laws, strict=True)):
-        adapting.loop.run(adapting.engine.load_adapter(adapter, 4 + number))
-        made = adapting.sample([PROMPT], SAMPLING, "adapted")
-        assert worst(merged, made, SAMPLING) < 1e-3
-        assert worst(law, made, SAMPLING) > 0.1
-        assert [[WeightSpan(start=0, weight_version=4 + number)]] * 8 == [one.spans for one in made]
+    assert max_error(reference, lora_engine.sample([PROMPT], SAMPLING), SAMPLING) < MAX_LOGPROB_ERROR
+    results: list[GenerationResult] = []
+    for version, (adapter, merged) in enumerate(zip(adapters, adapter_references, strict=True), BASE_VERSION + 1):
+        lora_engine.loop.run(lora_engine.engine.load_adapter(adapter, version))
+        results = lora_engine.sample([PROMPT], SAMPLING, "adapted")
+        assert max_error(merged, results, SAMPLING) < MAX_LOGPROB_ERROR
+        assert max_error(reference, results, SAMPLING) > DIFFERENT_MODEL_ERROR
+        assert [[WeightSpan(start=0, weight_version=version)]] * 8 == [one.weight_spans for one in results]
     short = Sampling(n=1500, max_tokens=5)
-    adapting.remember("adapted", [one.token_ids for one in made])
-    sampled = adapting.sample([PROMPT], short, "adapted")
-    p, tested = chi_square(laws[-1], PROMPT, [one.token_ids for one in sampled], short)
-    assert p > 1e-4
+    lora_engine.add_history("adapted", tokens_of(results))
+    sampled = lora_engine.sample([PROMPT], short, "adapted")
+    p, tested = chi_square(adapter_references[-1], PROMPT, tokens_of(sampled), short)
+    assert p > MIN_P_VALUE
     assert tested > 1500
-    assert sum(one.accepted for one in sampled) > 0.05 * tested
+    assert sum(one.num_accepted_tokens for one in sampled) > 0.05 * tested
 
 
-def test_running_responses_keep_their_adapter_and_unused_ones_are_removed(
-    adapting: Bed, law: Law, adapters: list[Path], laws: list[Law]
+def test_running_responses_keep_their_adapter_and_unused_adapters_are_removed(
+    lora_engine: EngineHarness,
+    reference: ReferenceDistribution,
+    adapters: list[Path],
+    adapter_references: list[ReferenceDistribution],
 ) -> None:
-    engine = adapting.engine
+    engine = lora_engine.engine
 
-    async def begin() -> asyncio.Task[Generated]:
-        begun = asyncio.Event()
-        request = adapting.request(PROMPT, LONG)
-        task = asyncio.create_task(engine.generate(request, 0, on_partial=lambda _: begun.set(), every=20))
-        await begun.wait()
-        return task
+    async def run() -> tuple[list[GenerationResult], set[int]]:
+        tasks = [await start_response(lora_engine)]
+        for version, adapter in enumerate(adapters[:2], BASE_VERSION + 1):
+            await engine.load_adapter(adapter, version)
+            tasks.append(await start_response(lora_engine))
+        results = list(await asyncio.gather(*tasks))
+        return results, await engine.adapters.loaded_ids()
 
-    async def run() -> tuple[list[Generated], int]:
-        tasks = [await begin()]
-        for number, adapter in enumerate(adapters[:2]):
-            await engine.load_adapter(adapter, 4 + number)
-            tasks.append(await begin())
-        made = list(await asyncio.gather(*tasks))
-        await asyncio.gather(*engine._adapters._removals)
-        return made, len(await engine._llm.list_loras())
-
-    made, loaded = adapting.loop.run(run())
-    for one, version, own in zip(made, (3, 4, 5), (law, laws[0], laws[1]), strict=True):
-        assert [WeightSpan(start=0, weight_version=version)] == one.spans
-        assert worst(own, [one], LONG) < 1e-3
-    assert 1 == loaded
+    results, loaded = lora_engine.loop.run(run())
+    references = (reference, *adapter_references[:2])
+    for version, (result, own_reference) in enumerate(zip(results, references, strict=True), BASE_VERSION):
+        assert [WeightSpan(start=0, weight_version=version)] == result.weight_spans
+        assert max_error(own_reference, [result], LONG) < MAX_LOGPROB_ERROR
+    assert 1 == len(loaded)
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
-def test_responses_of_an_adapter_end_before_other_weights_come(
-    tmp_path: Path, adapting: Bed, adapters: list[Path], laws: list[Law], mode: UpdateMode
+def test_responses_with_an_adapter_end_before_other_full_weights_are_loaded(
+    tmp_path: Path,
+    lora_engine: EngineHarness,
+    adapters: list[Path],
+    adapter_references: list[ReferenceDistribution],
+    mode: UpdateMode,
 ) -> None:
     other = make_model(tmp_path / "other", seed=9)
-    engine = adapting.engine
+    engine = lora_engine.engine
 
-    async def run() -> tuple[list[Generated], Generated]:
+    async def run() -> tuple[list[GenerationResult], GenerationResult]:
         await engine.load_adapter(adapters[0], 4)
-        begun = asyncio.Event()
-        requests = [adapting.request(PROMPT, LONG) for _ in range(24)]  # more than run at a time
-        tasks = [
-            asyncio.create_task(engine.generate(request, 0, on_partial=lambda _: begun.set(), every=20))
-            for request in requests
-        ]
-        await begun.wait()
+        tasks = [await start_response(lora_engine)]
+        requests = [lora_engine.request(PROMPT, LONG) for _ in range(MAX_NUM_SEQS + 8)]  # some of them are queued
+        tasks += [asyncio.create_task(engine.generate(request, 0)) for request in requests]
+        await asyncio.sleep(0)  # the tasks pass their requests to vLLM
         loading = asyncio.create_task(engine.load_weights(other, 6, mode))
-        await asyncio.sleep(0.1)
-        late = await engine.generate(adapting.request(PROMPT, LONG), 0)
+        while not engine.admission_paused:
+            await asyncio.sleep(0.001)
+        late = await engine.generate(lora_engine.request(PROMPT, LONG), 0)
         await loading
         return list(await asyncio.gather(*tasks)), late
 
-    made, late = adapting.loop.run(run())
-    assert worst(laws[0], made, LONG) < 1e-3
-    assert {4} == {one.weight_version for one in made}
-    assert worst(Law(other), [late], LONG) < 1e-3
-    assert [WeightSpan(start=0, weight_version=6)] == late.spans
+    results, late = lora_engine.loop.run(run())
+    assert max_error(adapter_references[0], results, LONG) < MAX_LOGPROB_ERROR
+    assert {4} == {result.weight_version for result in results}
+    assert max_error(ReferenceDistribution(other), [late], LONG) < MAX_LOGPROB_ERROR
+    assert [WeightSpan(start=0, weight_version=6)] == late.weight_spans
     assert 6 == engine.weight_version
 
 
-def test_a_response_of_the_base_goes_on_with_an_adapter(
-    adapting: Bed, law: Law, adapters: list[Path], laws: list[Law]
+def test_a_response_of_the_full_weights_continues_with_an_adapter(
+    lora_engine: EngineHarness,
+    reference: ReferenceDistribution,
+    adapters: list[Path],
+    adapter_references: list[ReferenceDistribution],
 ) -> None:
-    [begun] = adapting.sample([PROMPT], LONG)
-    prefix: Partial = so_far(begun, 50)
-    adapting.loop.run(adapting.engine.load_adapter(adapters[0], 4))
-    [made] = adapting.go_on(PROMPT, LONG, [prefix])
-    assert [WeightSpan(start=0, weight_version=3), WeightSpan(start=50, weight_version=4)] == made.spans
-    assert made.logprobs is not None
-    assert law.errors(PROMPT, made.token_ids, made.logprobs, LONG)[:50].max() < 1e-3
-    assert laws[0].errors(PROMPT, made.token_ids, made.logprobs, LONG)[50:].max() < 1e-3
+    [started] = lora_engine.sample([PROMPT], LONG)
+    lora_engine.loop.run(lora_engine.engine.load_adapter(adapters[0], 4))
+    [result] = lora_engine.continue_from(PROMPT, LONG, [prefix_of(started, 50)])
+    expected_spans = [WeightSpan(start=0, weight_version=BASE_VERSION), WeightSpan(start=50, weight_version=4)]
+    assert expected_spans == result.weight_spans
+    assert result.logprobs is not None
+    before = reference.errors(PROMPT, result.token_ids, result.logprobs, LONG)
+    after = adapter_references[0].errors(PROMPT, result.token_ids, result.logprobs, LONG)
+    assert before[:50].max() < MAX_LOGPROB_ERROR
+    assert after[50:].max() < MAX_LOGPROB_ERROR
 
 
-def test_an_adapter_that_vllm_cannot_load_changes_nothing(tmp_path: Path, adapting: Bed, model: Path, law: Law) -> None:
-    large = make_adapter(tmp_path / "large", model, 1, rank=9)
-    cut = make_adapter(tmp_path / "cut", model, 1)
-    path = cut / "adapter_model.safetensors"
+def test_an_adapter_that_vllm_cannot_load_changes_nothing(
+    tmp_path: Path, lora_engine: EngineHarness, model: Path, reference: ReferenceDistribution
+) -> None:
+    too_large = make_adapter(tmp_path / "too-large", model, 1, rank=RANK + 4)
+    truncated = make_adapter(tmp_path / "truncated", model, 1)
+    path = truncated / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
-    strange = make_adapter(tmp_path / "strange", model, 1)
-    tensors = load_file(strange / "adapter_model.safetensors")
+    unknown_module = make_adapter(tmp_path / "unknown-module", model, 1)
+    tensors = load_file(unknown_module / "adapter_model.safetensors")
     tensors["base_model.model.model.layers.0.other.lora_A.weight"] = torch.zeros(RANK, 64)
-    save_file(tensors, strange / "adapter_model.safetensors")
-    for adapter in (large, cut, strange, tmp_path / "nowhere"):
-        with pytest.raises(EngineError, match="goes on with version 3"):
-            adapting.loop.run(adapting.engine.load_adapter(adapter, 4))
-    assert worst(law, adapting.sample([PROMPT], SAMPLING), SAMPLING) < 1e-3
-    assert 3 == adapting.engine.weight_version
+    save_file(tensors, unknown_module / "adapter_model.safetensors")
+    for adapter in (too_large, truncated, unknown_module, tmp_path / "missing"):
+        with pytest.raises(EngineError, match=f"continues with weight version {BASE_VERSION}"):
+            lora_engine.loop.run(lora_engine.engine.load_adapter(adapter, 4))
+    assert max_error(reference, lora_engine.sample([PROMPT], SAMPLING), SAMPLING) < MAX_LOGPROB_ERROR
+    assert BASE_VERSION == lora_engine.engine.weight_version
 
 
-def test_an_engine_without_room_refuses_adapters(plain: Bed, adapters: list[Path]) -> None:
+def test_an_engine_without_adapter_support_rejects_adapters(plain_engine: EngineHarness, adapters: list[Path]) -> None:
     with pytest.raises(EngineError, match="maxLoraRank is 0"):
-        plain.loop.run(plain.engine.load_adapter(adapters[0], 4))
+        plain_engine.loop.run(plain_engine.engine.load_adapter(adapters[0], 4))

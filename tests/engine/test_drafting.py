@@ -1,4 +1,4 @@
-"""How drafts run in the engine: what is counted, where they end, and that nothing waits for Redis."""
+"""Drafting in a running engine: counts, limits, and independence from Redis."""
 
 from __future__ import annotations
 
@@ -9,61 +9,81 @@ import time
 import redis
 
 from rollout_api.manifest.spec import Sampling
-from tests.support.engines import MAX_DRAFT_TOKENS, Bed
-from tests.support.reference_model import POSITIONS
+from rollout_api.protocol.messages import DraftMode
+from tests.support.engines import MAX_DRAFT_TOKENS, EngineHarness
+from tests.support.reference_model import MAX_POSITIONS
+from tests.support.responses import WITHOUT_EOS, tokens_of
 
 PROMPT = [4, 4, 2, 17]
 
 
-def test_our_counts_of_drafted_and_accepted_tokens_are_vllms(drafted: Bed) -> None:
-    counters = drafted.engine.counters
+def test_counts_of_drafted_and_accepted_tokens_agree_with_vllms(drafting_engine: EngineHarness) -> None:
+    counters = drafting_engine.engine.counters
     before = (counters.drafted, counters.accepted)
-    # no end of sequence, after which vLLM cuts what it had accepted
-    sampling = Sampling(n=16, max_tokens=80, allowed_token_ids=list(range(12)), temperature=0.5)
-    responses = drafted.sample([PROMPT], sampling, problem="counts")
-    ours = (sum(r.drafted for r in responses), sum(r.accepted for r in responses))
-    assert ours == (counters.drafted - before[0], counters.accepted - before[1])
-    assert 0 < ours[1] < ours[0]
+    # Without an end of sequence, after which vLLM cuts off accepted tokens.
+    sampling = Sampling(n=16, max_tokens=80, allowed_token_ids=WITHOUT_EOS, temperature=0.5)
+    results = drafting_engine.sample([PROMPT], sampling, "counts")
+    counts = (sum(one.num_draft_tokens for one in results), sum(one.num_accepted_tokens for one in results))
+    assert counts == (counters.drafted - before[0], counters.accepted - before[1])
+    assert 0 < counts[1] < counts[0]
 
 
-def test_drafts_go_on_to_the_last_token_of_the_longest_response(drafted: Bed) -> None:
-    """Near vLLM's own limit it would replace the drafts of the whole batch by dummies."""
-    counters = drafted.engine.counters
+def test_drafting_continues_up_to_the_last_token_of_the_longest_response(drafting_engine: EngineHarness) -> None:
+    """Near its maximum length, vLLM would replace the drafts of the whole batch by placeholders."""
+    counters = drafting_engine.engine.counters
     before = counters.drafted
-    sampling = Sampling(n=2, max_tokens=POSITIONS - len(PROMPT), allowed_token_ids=[1, 2], temperature=0)
-    responses = drafted.sample([PROMPT], sampling, problem="long")
-    assert [POSITIONS - len(PROMPT)] * 2 == [len(r.token_ids) for r in responses]
-    assert sum(r.drafted for r in responses) == counters.drafted - before
-    # a loop of two tokens is drafted and accepted whole, but for the step that discovers it
-    assert min(r.accepted for r in responses) > (POSITIONS - len(PROMPT)) * 0.7
+    length = MAX_POSITIONS - len(PROMPT)
+    sampling = Sampling(n=2, max_tokens=length, allowed_token_ids=[1, 2], temperature=0)
+    results = drafting_engine.sample([PROMPT], sampling, "long")
+    assert [length] * 2 == [len(one.token_ids) for one in results]
+    assert sum(one.num_draft_tokens for one in results) == counters.drafted - before
+    # A repetition of two tokens is drafted and accepted completely, except in the step that discovers it.
+    assert min(one.num_accepted_tokens for one in results) > 0.7 * length
 
 
-def test_a_requests_own_budget_and_sources_hold(drafted: Bed) -> None:
+def test_the_draft_budget_of_a_request_is_respected(drafting_engine: EngineHarness) -> None:
     sampling = Sampling(n=4, max_tokens=60, temperature=0)
-    first = drafted.sample([PROMPT], sampling, problem="budget")
-    drafted.remember("budget", [r.token_ids for r in first])
-    free = drafted.sample([PROMPT], sampling, problem="budget")
-    bound = drafted.sample([PROMPT], sampling, problem="budget", draft_budget=1)
-    off = drafted.sample([PROMPT], sampling, problem="budget", draft_budget=0)
-    assert [0] * 4 == [r.drafted for r in off]
-    for response in bound:
-        steps = len(response.token_ids) - response.accepted
-        assert 0 < response.drafted <= steps
-    assert sum(r.accepted for r in free) > sum(r.accepted for r in bound)
+    drafting_engine.add_history("budget", tokens_of(drafting_engine.sample([PROMPT], sampling, "budget")))
+    unlimited = drafting_engine.sample([PROMPT], sampling, "budget")
+    limited = drafting_engine.sample([PROMPT], sampling, "budget", draft_budget=1)
+    without = drafting_engine.sample([PROMPT], sampling, "budget", draft_budget=0)
+    assert [0] * 4 == [one.num_draft_tokens for one in without]
+    for result in limited:
+        assert 0 < result.num_draft_tokens <= result.num_decoding_steps
+    assert sum(one.num_accepted_tokens for one in unlimited) > sum(one.num_accepted_tokens for one in limited)
     assert MAX_DRAFT_TOKENS > 1
 
 
-def test_decoding_goes_on_while_redis_does_not_answer(drafted: Bed, redis_server: str) -> None:
+def test_the_draft_mode_of_a_request_selects_its_sources(drafting_engine: EngineHarness) -> None:
+    sampling = Sampling(n=1, max_tokens=60, temperature=0, allowed_token_ids=WITHOUT_EOS)
+    drafting_engine.add_history("sources", tokens_of(drafting_engine.sample([PROMPT], sampling, "sources")))
+    results = {}
+    for mode in DraftMode:
+        request = drafting_engine.request(PROMPT, sampling, "sources", draft_mode=mode)
+        [results[mode]] = drafting_engine.generate([request])
+    assert 0 == results[DraftMode.OFF].num_draft_tokens
+    assert 0 < results[DraftMode.OWN_TEXT].num_accepted_tokens < results[DraftMode.HISTORY].num_accepted_tokens
+
+
+def test_the_problem_id_of_a_request_is_by_default_that_of_its_prompt(drafting_engine: EngineHarness) -> None:
+    sampling = Sampling(n=1, max_tokens=60, temperature=0, allowed_token_ids=WITHOUT_EOS)
+    request = drafting_engine.request(PROMPT, sampling, "")
+    drafting_engine.add_history(request.problem, tokens_of(drafting_engine.sample([PROMPT], sampling)))
+    [result] = drafting_engine.generate([request])
+    assert result.num_accepted_tokens > 0.6 * len(result.token_ids)
+
+
+def test_decoding_continues_while_redis_does_not_reply(drafting_engine: EngineHarness, redis_server: str) -> None:
     pid = int(redis.Redis.from_url(redis_server).info()["process_id"])
     sampling = Sampling(n=32, max_tokens=60)
-    drafted.sample([PROMPT], sampling, problem="stopped")
+    drafting_engine.sample([PROMPT], sampling, "stopped")
     os.kill(pid, signal.SIGSTOP)
     try:
         started = time.monotonic()
-        responses = drafted.sample([PROMPT], sampling, problem="stopped")
+        results = drafting_engine.sample([PROMPT], sampling, "stopped")
         seconds = time.monotonic() - started
     finally:
         os.kill(pid, signal.SIGCONT)
-    assert len(responses) == 32
-    # one wait for a reply of a stopped server takes 2 s; decoding takes far less
+    assert len(results) == 32
+    # A single call to a stopped server takes 2 s until its timeout; decoding takes much less.
     assert seconds < 2

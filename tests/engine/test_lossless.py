@@ -1,47 +1,40 @@
-"""Drafting changes how fast responses come, never what they are drawn from."""
+"""Drafting leaves the output distribution unchanged."""
 
 from __future__ import annotations
 
-import asyncio
-import os
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import RolloutRequest
-from rollout_worker.engine.drafting import Drafting
-from rollout_worker.engine.host import Engine, Generated
-from rollout_worker.history.connection import connect
+from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.response import GenerationResult
 from rollout_worker.history.store import HistoryStore
-from tests.support.engines import Bed, config
-from tests.support.reference_model import EOS, VOCABULARY, Law, LoopThread, chi_square
+from tests.support.engines import EngineHarness, engine_config
+from tests.support.reference_model import EOS, VOCABULARY, LoopThread, ReferenceDistribution, chi_square
+from tests.support.responses import (
+    MAX_LOGPROB_ERROR,
+    MIN_P_VALUE,
+    PROMPT,
+    PROMPTS,
+    SAMPLES,
+    accepted_share,
+    tokens_of,
+)
 
-PROMPT = [5, 1, 9, 2]
-SAMPLES = 4000
-# p-values of true nulls are uniform: a run of all these tests fails by chance about once in a thousand times
-LEAST_P = 1e-4
-
-PROMPTS = [[int(token) for token in np.random.default_rng(seed).integers(0, EOS, size=8)] for seed in range(40)]
-
-
-def tokens(responses: list[Generated]) -> list[list[int]]:
-    return [response.token_ids for response in responses]
-
-
-def accepted_share(responses: list[Generated]) -> float:
-    """Accepted draft tokens among all tokens."""
-    return sum(r.accepted for r in responses) / sum(len(r.token_ids) for r in responses)
+REPOSITORY = Path(__file__).parents[2]
 
 
-def sampled_with_drafts(bed: Bed, name: str, sampling: Sampling, samples: int = SAMPLES) -> list[Generated]:
-    """Responses to PROMPT, drafted from a first few of the same law."""
-    first = bed.sample([PROMPT], sampling.model_copy(update={"n": 64}), problem=name)
-    bed.remember(name, tokens(first))
-    return bed.sample([PROMPT], sampling.model_copy(update={"n": samples}), problem=name)
+def sample_with_drafts(
+    engine: EngineHarness, problem: str, sampling: Sampling, samples: int = SAMPLES
+) -> list[GenerationResult]:
+    """Sample responses to PROMPT, drafted from a history of responses with the same settings."""
+    history = engine.sample([PROMPT], sampling.model_copy(update={"n": 64}), problem)
+    engine.add_history(problem, tokens_of(history))
+    return engine.sample([PROMPT], sampling.model_copy(update={"n": samples}), problem)
 
 
 @pytest.mark.parametrize(
@@ -57,16 +50,16 @@ def sampled_with_drafts(bed: Bed, name: str, sampling: Sampling, samples: int = 
     ],
 )
 def test_greedy_tokens_are_the_same_with_and_without_drafts(
-    plain: Bed, drafted: Bed, name: str, settings: dict[str, object]
+    plain_engine: EngineHarness, drafting_engine: EngineHarness, name: str, settings: dict[str, object]
 ) -> None:
     sampling = Sampling.model_validate({"n": 1, "temperature": 0, "max_tokens": 60, **settings})
-    expected = plain.sample(PROMPTS, sampling)
+    expected = plain_engine.sample(PROMPTS, sampling)
     problem = f"greedy-{name}"
-    drafted.remember(problem, tokens(expected)[::2])
-    found = drafted.sample(PROMPTS, sampling, problem=problem)
-    assert tokens(expected) == tokens(found)
-    assert [r.finish_reason for r in expected] == [r.finish_reason for r in found]
-    assert accepted_share(found) > 0.2
+    drafting_engine.add_history(problem, tokens_of(expected)[::2])
+    actual = drafting_engine.sample(PROMPTS, sampling, problem)
+    assert tokens_of(expected) == tokens_of(actual)
+    assert [one.finish_reason for one in expected] == [one.finish_reason for one in actual]
+    assert accepted_share(actual) > 0.2
 
 
 @pytest.mark.parametrize(
@@ -84,66 +77,68 @@ def test_greedy_tokens_are_the_same_with_and_without_drafts(
         ("seeded", {"seed": 11}),
     ],
 )
-def test_sampled_tokens_follow_the_models_exact_law(
-    drafted: Bed, law: Law, name: str, settings: dict[str, object]
+def test_sampled_tokens_have_the_exact_distribution_of_the_model(
+    drafting_engine: EngineHarness, reference: ReferenceDistribution, name: str, settings: dict[str, object]
 ) -> None:
     sampling = Sampling.model_validate({"temperature": 1.0, "max_tokens": 5, **settings})
-    responses = sampled_with_drafts(drafted, f"law-{name}", sampling)
-    p, tested = chi_square(law, PROMPT, tokens(responses), sampling)
-    assert p > LEAST_P
+    results = sample_with_drafts(drafting_engine, f"distribution-{name}", sampling)
+    p, tested = chi_square(reference, PROMPT, tokens_of(results), sampling)
+    assert p > MIN_P_VALUE
     assert tested > SAMPLES
-    assert accepted_share(responses) > 0.05
+    assert accepted_share(results) > 0.05
 
 
-def test_the_test_of_the_law_fails_for_another_law(drafted: Bed, law: Law) -> None:
-    """A temperature that is off by 15% does not pass.
-
-    So small a difference takes more samples than the law needs for its own: with 4,000, p was 2e-4 at times.
-    """
-    sampling = Sampling(temperature=1.0, max_tokens=5)
-    responses = sampled_with_drafts(drafted, "off", sampling, samples=3 * SAMPLES)
-    p, _ = chi_square(law, PROMPT, tokens(responses), sampling.model_copy(update={"temperature": 1.15}))
-    assert p < LEAST_P
-
-
-def test_without_the_cpu_fix_the_law_is_lost(
-    model: Path, loop: LoopThread, law: Law, drafting: Drafting, redis_server: str, drafted: Bed
+def test_the_test_detects_a_temperature_that_is_off_by_15_percent(
+    drafting_engine: EngineHarness, reference: ReferenceDistribution
 ) -> None:
-    if not loop.run(drafted.engine.stats())["sampling_mended"]:
-        pytest.skip("vLLM's expand_batch_to_tokens is right on this machine: there is nothing to mend")
-    broken = config(model, drafting)
-    speculative = {
+    """So small a difference requires more samples; with 4,000, the p-value was 2e-4 at times."""
+    sampling = Sampling(temperature=1.0, max_tokens=5)
+    results = sample_with_drafts(drafting_engine, "off", sampling, samples=3 * SAMPLES)
+    p, _ = chi_square(reference, PROMPT, tokens_of(results), sampling.model_copy(update={"temperature": 1.15}))
+    assert p < MIN_P_VALUE
+
+
+def test_the_test_detects_the_defect_of_vllms_sampling_on_cpu(
+    model: Path,
+    loop: LoopThread,
+    reference: ReferenceDistribution,
+    drafting_config: DraftingConfig,
+    history_store: HistoryStore,
+    drafting_engine: EngineHarness,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not loop.run(drafting_engine.engine.stats())["sampling_patched"]:
+        pytest.skip("vLLM's expand_batch_to_tokens returns the right values on this machine")
+    speculative_config = {
         "method": "custom_class",
         "model": "tests.support.unpatched_proposer.UnpatchedProposer",
-        "num_speculative_tokens": drafting.max_draft_tokens,
+        "num_speculative_tokens": drafting_config.max_draft_tokens,
     }
-    path = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{path}"
+    config = replace(engine_config(model, drafting_config), overrides={"speculative_config": speculative_config})
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=":")
+    engine = loop.run(Engine.start(config))
     try:
-        engine = loop.run(Engine.start(replace(broken, overrides={"speculative_config": speculative})))
-    finally:
-        os.environ["PYTHONPATH"] = path
-    try:
-        history = HistoryStore(connect(redis_server), HistoryKeys("default", "engine-tests"), window=16)
         sampling = Sampling(temperature=0.7, top_p=0.9, max_tokens=5)
-        responses = sampled_with_drafts(Bed(engine, loop, history), "unmended", sampling)
-        p, _ = chi_square(law, PROMPT, tokens(responses), sampling)
-        assert p < LEAST_P
+        results = sample_with_drafts(EngineHarness(engine, loop, history_store), "unpatched", sampling)
+        p, _ = chi_square(reference, PROMPT, tokens_of(results), sampling)
+        assert p < MIN_P_VALUE
     finally:
         engine.close()
 
 
-def test_logprobs_are_those_of_the_law_with_drafts_accepted(drafted: Bed, law: Law) -> None:
+def test_log_probabilities_are_exact_when_drafts_are_accepted(
+    drafting_engine: EngineHarness, reference: ReferenceDistribution
+) -> None:
     sampling = Sampling(temperature=0.7, max_tokens=20, logprobs=True)
-    responses = sampled_with_drafts(drafted, "logprobs", sampling, samples=64)
-    assert accepted_share(responses) > 0.05
-    for response in responses:
-        assert response.logprobs is not None
-        assert law.worst_error(PROMPT, response.token_ids, response.logprobs, sampling) < 1e-3
+    results = sample_with_drafts(drafting_engine, "logprobs", sampling, samples=64)
+    assert accepted_share(results) > 0.05
+    for result in results:
+        assert result.logprobs is not None
+        assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
 
 
-def test_a_seeded_job_repeats_itself_and_its_samples_differ(drafted: Bed) -> None:
-    """One stream for each rollout, whatever the job's uid; drafts would decide how a stream is used."""
+def test_a_seeded_group_is_reproducible_in_another_job_and_its_samples_differ(drafting_engine: EngineHarness) -> None:
+    """Nothing is drafted, because drafts determine how the numbers of a random stream are used."""
 
     def group(uid: str, seed: int) -> list[list[int]]:
         request = RolloutRequest(
@@ -154,19 +149,14 @@ def test_a_seeded_job_repeats_itself_and_its_samples_differ(drafted: Bed) -> Non
             sampling=Sampling(n=6, seed=seed, max_tokens=30),
             draft_budget=0,
         )
-
-        async def gather() -> list[Generated]:
-            return list(await asyncio.gather(*(drafted.engine.generate(request, sample) for sample in range(6))))
-
-        return tokens(drafted.loop.run(gather()))
+        return tokens_of(drafting_engine.generate([request]))
 
     assert group("a", 5) == group("b", 5)
     assert group("a", 5) != group("a", 6)
-    assert len({tuple(response) for response in group("a", 5)}) == 6
+    assert len({tuple(tokens) for tokens in group("a", 5)}) == 6
 
 
-def test_every_token_of_the_vocabulary_occurs(drafted: Bed) -> None:
-    """The model of these tests is neither flat nor certain, or they would show little."""
-    responses = tokens(drafted.sample([PROMPT], Sampling(n=400, max_tokens=10)))
-    seen = {token for response in responses for token in response}
-    assert len(seen) >= VOCABULARY - 4
+def test_almost_every_token_of_the_vocabulary_is_sampled(drafting_engine: EngineHarness) -> None:
+    """The tests of the distribution would show little with a model that is almost deterministic."""
+    responses = tokens_of(drafting_engine.sample([PROMPT], Sampling(n=400, max_tokens=10)))
+    assert len({token for tokens in responses for token in tokens}) >= VOCABULARY - 4

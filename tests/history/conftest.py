@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_worker.history.connection import connect_history
+from rollout_api.redis_client.connection import connect_history
 from tests.support.redis_servers import Cluster, Server
 
 

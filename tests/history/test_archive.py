@@ -1,4 +1,4 @@
-"""Archives: what was exported is imported, in whole or not at all."""
+"""Archives: an exported history is imported completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ import zstandard
 
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.length_entries import rollout_key
+from rollout_api.redis_client.connection import connect_history
+from rollout_api.redis_client.server_functions import Redis
 from rollout_worker.history.archive import (
     ArchiveError,
-    Exported,
+    ExportResult,
     Header,
-    Imported,
+    ImportResult,
     export_history,
     import_history,
     read_contents,
 )
-from rollout_worker.history.connection import connect_history
-from rollout_worker.history.maintenance import UnknownHistoryError
+from rollout_worker.history.blocks import START
+from rollout_worker.history.maintenance.operations import MaintenanceOperations
+from rollout_worker.history.metadata import HistoryMismatchError
 from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.server_functions import Redis
-from rollout_worker.history.store import START, HistoryMismatchError, HistoryStore
+from rollout_worker.history.store import HistoryStore, UnknownHistoryError
 from tests.support.redis_servers import Cluster, Server
 
 KEYS, COPY = HistoryKeys("default", "math"), HistoryKeys("team", "copy")
 ODD = "a {problem} of 50%\n»"
-PROBLEMS = ["last used first", ODD, "p"]
+PROBLEMS = ["least recently used", ODD, "p"]
 
 
 def record(rollout_id: str, generation: int, tokens: int = 5, finish_reason: str = "stop") -> HistoryRecord:
@@ -55,7 +57,7 @@ def client(redis_url: str) -> Any:
 
 @pytest.fixture
 def store(client: Any) -> HistoryStore:
-    """A history of three problems, one of them packed in part, with some rewards."""
+    """A history of three problems with some rewards. One problem is partly compacted."""
     store = HistoryStore(client, KEYS, window=4)
     store.open("tokenizer", "model", max_bytes=1 << 30)
     for generation in range(1, 6):
@@ -64,21 +66,23 @@ def store(client: Any) -> HistoryStore:
             some = [(problem, record(f"{problem!r}-{generation}-{number}", generation)) for number in range(3)]
             store.append_all(some, newest=generation)
         if generation == 4:
-            store.compact("p")
+            MaintenanceOperations(store).compact("p")
     store.append("p", record("cut", 5, tokens=0, finish_reason="length"))
-    store.reward("p", {"'p'-5-0": 0.5, "'p'-3-1": -1.0})
-    store.use([ODD, "p"])
+    store.set_rewards("p", {"'p'-5-0": 0.5, "'p'-3-1": -1.0})
+    store.catalog.mark_used([ODD, "p"])
     return store
 
 
 def content(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
-    """All that a draft index or length statistics would see."""
+    """Return everything that draft indexes and length statistics read."""
     store = HistoryStore(client, keys, window=4)
-    about = store.about()
-    assert about is not None or not store.problems()
+    info = store.metadata.info()
+    assert info is not None or not store.catalog.problems()
     slices = {
-        problem.problem: store.read({problem.problem: START}, rewarded=[problem.problem])[problem.problem]
-        for problem in store.problems()
+        problem.problem_id: store.read({problem.problem_id: START}, with_lengths=[problem.problem_id])[
+            problem.problem_id
+        ]
+        for problem in store.catalog.problems()
     }
     return {
         problem: (
@@ -94,7 +98,7 @@ def content(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
                     len(r.context),
                 )
                 for r in found.records
-                if about and r.generation >= about.oldest_kept(one.generation for one in found.records)
+                if info and r.generation >= info.oldest_kept(one.generation for one in found.records)
             ),
             found.rewards,
         )
@@ -103,11 +107,13 @@ def content(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
 
 
 def lines(file: Path) -> list[bytes]:
+    """Return the decompressed lines of an archive."""
     with file.open("rb") as raw:
         return zstandard.ZstdDecompressor().stream_reader(raw).read().splitlines(keepends=True)
 
 
-def pack(file: Path, text: bytes) -> None:
+def compress(file: Path, text: bytes) -> None:
+    """Write text in the compression of archives."""
     file.write_bytes(zstandard.ZstdCompressor(write_checksum=True).compress(text))
 
 
@@ -119,60 +125,60 @@ def file(store: HistoryStore, client: Any, tmp_path: Path) -> Path:
     return archive
 
 
-def test_a_history_comes_back_as_it_was(store: HistoryStore, client: Any, file: Path) -> None:
-    before, about = content(client, KEYS), store.about()
-    assert [13, 12, 12] == [len(before[problem][0]) for problem in ("p", ODD, "last used first")]
+def test_deleted_history_is_restored_by_an_import(store: HistoryStore, client: Any, file: Path) -> None:
+    before, info = content(client, KEYS), store.metadata.info()
+    assert [13, 12, 12] == [len(before[problem][0]) for problem in ("p", ODD, "least recently used")]
     assert {rollout_key("'p'-5-0"): 0.5, rollout_key("'p'-3-1"): -1.0} == before["p"][1]
-    lengths, last_use = store.lengths("p"), [one.problem for one in store.problems()]
-    store.delete()
-    assert Imported("default/math", new=37, known=0, too_old=0, generation=5) == import_history(client, file)
+    lengths, by_use = store.statistics.length_entries("p"), [one.problem_id for one in store.catalog.problems()]
+    MaintenanceOperations(store).delete_history()
+    assert ImportResult("default/math", new=37, known=0, too_old=0, generation=5) == import_history(client, file)
     assert before == content(client, KEYS)
-    assert about == store.about()
-    assert sorted(lengths, key=str) == sorted(store.lengths("p"), key=str)
-    # the problem that would have been evicted first still would be
-    assert last_use[0] == "last used first" == store.problems()[0].problem
-    # versions that were published have their generations, the next one is new
+    assert info == store.metadata.info()
+    assert sorted(lengths, key=str) == sorted(store.statistics.length_entries("p"), key=str)
+    # The same problem would be evicted first.
+    assert by_use[0] == "least recently used" == store.catalog.problems()[0].problem_id
+    # Published versions have their generations, and the next version gets a new one.
     assert [1, 5, 6] == [store.publish("run", version) for version in (0, 4, 5)]
 
 
-def test_what_was_rewarded_since_the_export_keeps_its_reward(store: HistoryStore, client: Any, file: Path) -> None:
-    store.reward("p", {"'p'-5-0": 0.75, "'p'-5-1": 0.25})
+def test_import_keeps_rewards_that_were_set_after_the_export(store: HistoryStore, client: Any, file: Path) -> None:
+    store.set_rewards("p", {"'p'-5-0": 0.75, "'p'-5-1": 0.25})
     import_history(client, file)
-    since = {rollout_key("'p'-5-0"): 0.75, rollout_key("'p'-5-1"): 0.25, rollout_key("'p'-3-1"): -1.0}
-    assert since == store.rewards("p")
+    expected = {rollout_key("'p'-5-0"): 0.75, rollout_key("'p'-5-1"): 0.25, rollout_key("'p'-3-1"): -1.0}
+    assert expected == store.statistics.rewards("p")
 
 
-def test_an_archive_says_what_it_is(file: Path, client: Any) -> None:
+def test_archive_has_a_header_and_leaves_no_temporary_file(file: Path, client: Any) -> None:
     contents = read_contents(file)
     assert (37, 5) == (contents.records, contents.newest)
     published = {f"run:{version}": version + 1 for version in range(5)}
     exported = contents.header.exported
     assert Header("default/math", "tokenizer", "model", 5, 4, 1 << 30, exported, published) == contents.header
     assert abs(exported - client.time()[0]) < 60
-    assert Exported(3, 37, 0, size=file.stat().st_size) == export_history(client, KEYS, file)
-    assert [file] == list(file.parent.iterdir())  # nothing is left beside it
+    assert ExportResult(3, 37, 0, size=file.stat().st_size) == export_history(client, KEYS, file)
+    assert [file] == list(file.parent.iterdir())
     first = json.loads(lines(file)[1])
-    assert ("last used first", [0, 70_001, 140_002, 210_003, 280_004]) == (first["problem"], first["tokens"])
+    assert ("least recently used", [0, 70_001, 140_002, 210_003, 280_004]) == (first["problem"], first["tokens"])
 
 
-def test_importing_twice_is_importing_once(client: Any, file: Path) -> None:
+def test_second_import_changes_nothing(client: Any, file: Path) -> None:
     before = content(client, KEYS)
-    assert Imported("default/math", new=0, known=37, too_old=0, generation=5) == import_history(client, file)
+    assert ImportResult("default/math", new=0, known=37, too_old=0, generation=5) == import_history(client, file)
     assert before == content(client, KEYS)
 
 
-def test_an_import_that_failed_halfway_goes_on(client: Any, file: Path, tmp_path: Path) -> None:
+def test_interrupted_import_can_be_repeated(client: Any, file: Path, tmp_path: Path) -> None:
     before = content(client, KEYS)
     with Server(tmp_path / "server") as running:
         other: Any = connect_history(running.url)
         import_history(other, file)
-        gone = HistoryStore(other, KEYS, window=4)
-        gone.drop([one for one in gone.problems() if one.problem != ODD])
-        assert Imported("default/math", new=25, known=12, too_old=0, generation=5) == import_history(other, file)
+        catalog = HistoryStore(other, KEYS, window=4).catalog
+        catalog.delete([problem for problem in catalog.problems() if problem.problem_id != ODD])
+        assert ImportResult("default/math", new=25, known=12, too_old=0, generation=5) == import_history(other, file)
         assert before == content(other, KEYS)
 
 
-def test_into_another_history_and_onto_a_cluster(client: Any, file: Path, tmp_path: Path) -> None:
+def test_archive_can_be_imported_into_another_history_and_on_a_cluster(client: Any, file: Path, tmp_path: Path) -> None:
     before = content(client, KEYS)
     import_history(client, file, COPY)
     assert before == content(client, COPY) == content(client, KEYS)
@@ -185,57 +191,56 @@ def test_into_another_history_and_onto_a_cluster(client: Any, file: Path, tmp_pa
     assert sorted(lines(file)[1:-1]) == sorted(lines(back)[1:-1])
 
 
-def test_a_history_that_goes_on_keeps_its_own_window_and_count(client: Any, file: Path) -> None:
+def test_existing_history_keeps_its_window_cap_and_generation(client: Any, file: Path) -> None:
     newer = HistoryStore(client, COPY, window=2)
     newer.open("tokenizer", "model", max_bytes=1 << 20)
     for version in range(6):
         newer.publish("another run", version)
-    done = import_history(client, file, COPY)
-    # of each problem of the archive the last two generations: 3 rollouts of each, and the cut one
-    assert Imported("team/copy", new=19, known=0, too_old=18, generation=6) == done
-    assert {(4, 5)} == {tuple(newer.generations_of([problem])[problem] or ()) for problem in PROBLEMS}
-    about = newer.about()
-    assert about is not None
-    assert (2, 1 << 20, 6) == (about.window, about.max_bytes, about.generation)
+    result = import_history(client, file, COPY)
+    # The last two generations of each problem are added, with three rollouts each, and the one that was cut off.
+    assert ImportResult("team/copy", new=19, known=0, too_old=18, generation=6) == result
+    assert {(4, 5)} == {tuple(newer.catalog.generations([problem])[problem] or ()) for problem in PROBLEMS}
+    info = newer.metadata.info()
+    assert info is not None
+    assert (2, 1 << 20, 6) == (info.window, info.max_bytes, info.generation)
 
 
-def test_other_tokenizers_and_models_are_refused(client: Any, file: Path) -> None:
+def test_history_of_another_tokenizer_or_model_is_rejected(client: Any, file: Path) -> None:
     for keys, tokenizer, model in ((COPY, "another", "model"), (HistoryKeys("d", "m"), "tokenizer", "another")):
         HistoryStore(client, keys, window=4).open(tokenizer, model)
         with pytest.raises(HistoryMismatchError, match=f"history {keys.full_name} holds rollouts of "):
             import_history(client, file, keys)
         assert {} == content(client, keys)
-    done = import_history(client, file, HistoryKeys("d", "m"), allow_foreign_model=True)
-    assert 37 == done.new
+    assert 37 == import_history(client, file, HistoryKeys("d", "m"), allow_model_mismatch=True).new
 
 
-def test_there_must_be_a_history_to_export(client: Any, tmp_path: Path, store: HistoryStore) -> None:
-    with pytest.raises(UnknownHistoryError, match=r"there is no history team/copy; there are: default/math"):
+def test_export_of_an_unknown_history_is_an_error(client: Any, tmp_path: Path, store: HistoryStore) -> None:
+    with pytest.raises(UnknownHistoryError, match=r"there is no history team/copy; this server has: default/math"):
         export_history(client, COPY, tmp_path / "file")
     assert [] == list(tmp_path.iterdir())
 
 
-def test_what_cannot_be_read_is_counted_and_left_out(client: Any, store: HistoryStore, tmp_path: Path) -> None:
+def test_unreadable_entries_are_counted_and_omitted(client: Any, store: HistoryStore, tmp_path: Path) -> None:
     client.xadd(KEYS.log("p"), {"d": b"garbage", "g": 5})
-    done = export_history(client, KEYS, tmp_path / "file")
-    assert (37, 1) == (done.records, done.corrupt)
+    result = export_history(client, KEYS, tmp_path / "file")
+    assert (37, 1) == (result.records, result.corrupt)
     assert 37 == read_contents(tmp_path / "file").records
 
 
-def test_a_file_that_lacks_its_end_is_refused_wherever_it_was_cut(client: Any, file: Path) -> None:
+def test_truncated_file_is_rejected(client: Any, file: Path) -> None:
     whole = file.read_bytes()
-    # the last four bytes are zstd's own checksum, without which the archive's still says that all is there
+    # The last four bytes are zstd's checksum. Without them, the checksum of the archive is still correct.
     for size in [*range(0, len(whole) - 4, 7), *range(len(whole) - 12, len(whole) - 4)]:
         file.write_bytes(whole[:size])
-        with pytest.raises(ArchiveError, match=r"cut off|damaged|is empty|is no archive"):
+        with pytest.raises(ArchiveError, match=r"truncated|damaged|is empty|is not an archive"):
             import_history(client, file, COPY)
     assert {} == content(client, COPY)
-    # so is one that was written anew from a part of it, with checksums of its own
+    # The same applies to a file that was recompressed from some of the lines, with a correct checksum of zstd.
     file.write_bytes(whole)
     text = lines(file)
     for some in (text[:1], text[:-1], text[:5], [*text[:-1], text[-1][:-9]]):
-        pack(file, b"".join(some))
-        with pytest.raises(ArchiveError, match="cut off"):
+        compress(file, b"".join(some))
+        with pytest.raises(ArchiveError, match="truncated"):
             import_history(client, file, COPY)
     for some in (
         [text[0], *text[2:]],
@@ -243,16 +248,16 @@ def test_a_file_that_lacks_its_end_is_refused_wherever_it_was_cut(client: Any, f
         [*text, *text[1:]],
         [text[0], text[2], text[1], *text[3:]],
     ):
-        pack(file, b"".join(some))
+        compress(file, b"".join(some))
         with pytest.raises(ArchiveError, match="damaged"):
             import_history(client, file, COPY)
     assert {} == content(client, COPY)
 
 
-def test_a_file_with_any_byte_changed_is_refused(client: Any, file: Path) -> None:
+def test_file_with_a_changed_byte_is_rejected(client: Any, file: Path) -> None:
     whole, text = file.read_bytes(), lines(file)
     harmless = 0
-    for at in range(len(whole)):
+    for at in range(0, len(whole), 3):
         changed = bytearray(whole)
         changed[at] ^= 0x10
         file.write_bytes(changed)
@@ -261,39 +266,39 @@ def test_a_file_with_any_byte_changed_is_refused(client: Any, file: Path) -> Non
         except ArchiveError:
             assert {} == content(client, COPY)
         else:
-            # some bits of a zstd frame mean nothing for what it unpacks to
+            # Some bits of a zstd frame do not affect the decompressed data.
             assert text == lines(file)
             harmless += 1
-            HistoryStore(client, COPY, window=4).delete()
-    assert harmless < len(whole) / 50
+            MaintenanceOperations(HistoryStore(client, COPY, window=4)).delete_history()
+    assert harmless < len(whole) / 3 / 50
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "expected_error"),
     [
-        (b"{}\n", "is no archive of a history"),
-        (b"rollouts\n", "is cut off or damaged"),
-        (b"[]\n", "is cut off or damaged"),
+        (b"{}\n", "is not an archive of a history"),
+        (b"rollouts\n", "is truncated or damaged"),
+        (b"[]\n", "is truncated or damaged"),
         (
             b'{"format": "das-rollout-history", "version": 9}\n',
             "is an archive of version 9; this program reads version 1",
         ),
-        (b'{"format": "das-rollout-history", "version": 1}\n', "has no 'history' in its first line"),
+        (b'{"format": "das-rollout-history", "version": 1}\n', "lacks 'history' in its first line"),
     ],
 )
-def test_a_file_that_is_something_else_is_refused(client: Any, tmp_path: Path, text: bytes, says: str) -> None:
-    pack(tmp_path / "file", text)
-    with pytest.raises(ArchiveError, match=says):
+def test_file_of_another_format_is_rejected(client: Any, tmp_path: Path, text: bytes, expected_error: str) -> None:
+    compress(tmp_path / "file", text)
+    with pytest.raises(ArchiveError, match=expected_error):
         import_history(client, tmp_path / "file", COPY)
     (tmp_path / "file").write_bytes(text)
-    with pytest.raises(ArchiveError, match="is no archive of a history"):
+    with pytest.raises(ArchiveError, match="is not an archive of a history"):
         import_history(client, tmp_path / "file", COPY)
 
 
-def test_a_failed_export_leaves_what_was_there(store: HistoryStore, client: Any, tmp_path: Path) -> None:
+def test_failed_export_leaves_the_existing_file(store: HistoryStore, client: Any, tmp_path: Path) -> None:
     file = tmp_path / "file"
-    file.write_text("the last one")
-    client.set(KEYS.used(0), "not a sorted set")
+    file.write_text("an earlier archive")
+    client.set(KEYS.last_used(0), "not a sorted set")
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
         export_history(client, KEYS, file)
-    assert [(file, "the last one")] == [(one, one.read_text()) for one in tmp_path.iterdir()]
+    assert [(file, "an earlier archive")] == [(one, one.read_text()) for one in tmp_path.iterdir()]

@@ -1,4 +1,4 @@
-"""Compaction: whatever happens beside it, every reader gets every rollout, and what is kept takes little room."""
+"""Compaction: rollouts take less memory, and no reader misses one, whatever happens at the same time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_worker.history.connection import connect_history
+from rollout_api.redis_client.connection import connect_history
+from rollout_api.redis_client.server_functions import Call, Function, run
+from rollout_worker.history.blocks import START
+from rollout_worker.history.maintenance.operations import MaintenanceOperations
 from rollout_worker.history.records import HistoryRecord, decode_records
-from rollout_worker.history.server_functions import Call, Function, run
-from rollout_worker.history.store import START, Appended, HistoryStore
+from rollout_worker.history.store import AppendResult, HistoryStore
 
 KEYS = HistoryKeys("default", "math")
+COMPACT = Function("rollout_worker.history.maintenance", "compact")
 WINDOW = 3
 
 
@@ -25,6 +28,7 @@ def record(rollout_id: str, generation: int = 1, tokens: int = 5) -> HistoryReco
 
 
 def ids(store: HistoryStore, problem: str = "p", cursor: str = START) -> list[str]:
+    """Return the ids of a problem's rollouts."""
     return [r.rollout_id for r in store.read({problem: cursor})[problem].records]
 
 
@@ -33,27 +37,27 @@ def store(history_url: str) -> HistoryStore:
     return HistoryStore(connect_history(history_url), KEYS, window=WINDOW)
 
 
-def test_a_compacted_problem_reads_as_before_and_is_smaller(store: HistoryStore, history_url: str) -> None:
+def test_compacted_problem_is_smaller_and_has_the_same_rollouts(store: HistoryStore, history_url: str) -> None:
     client = connect_history(history_url)
     for number in range(200):
         store.append("p", record(str(number), tokens=300), newest=1)
-    (before,) = store.problems()
-    assert store.compact("p")
-    (after,) = store.problems()
+    (before,) = store.catalog.problems()
+    assert MaintenanceOperations(store).compact("p")
+    (after,) = store.catalog.problems()
     assert [str(number) for number in range(200)] == ids(store)
     assert 0 == client.xlen(KEYS.log("p"))
     assert after.bytes < before.bytes / 10
-    assert after.bytes == sum(client.memory_usage(key) or 0 for key in KEYS.of_problem("p"))
-    assert not store.compact("p")  # there is nothing to do
-    assert Appended.KNOWN == store.append("p", record("7", tokens=300), newest=1)
+    assert after.bytes == sum(client.memory_usage(key) or 0 for key in KEYS.problem_keys("p"))
+    assert not MaintenanceOperations(store).compact("p")  # nothing is left to compact
+    assert AppendResult.DUPLICATE == store.append("p", record("7", tokens=300), newest=1)
 
 
-def test_a_reader_that_was_behind_goes_on_after_a_compaction(store: HistoryStore) -> None:
+def test_reader_continues_after_a_compaction(store: HistoryStore) -> None:
     for number in range(10):
         store.append("p", record(str(number)), newest=1)
     first = store.read({"p": START}, count=4)["p"]
-    assert first.more
-    store.compact("p")
+    assert first.has_more
+    MaintenanceOperations(store).compact("p")
     for number in range(10, 13):
         store.append("p", record(str(number)), newest=1)
     rest = store.read({"p": first.cursor})["p"]
@@ -61,29 +65,29 @@ def test_a_reader_that_was_behind_goes_on_after_a_compaction(store: HistoryStore
     assert [] == store.read({"p": rest.cursor})["p"].records
 
 
-def test_blocks_that_are_much_larger_are_not_written_again(store: HistoryStore, history_url: str) -> None:
+def test_much_larger_block_is_not_rewritten(store: HistoryStore, history_url: str) -> None:
     client = connect_history(history_url)
     rng = np.random.default_rng(0)
     for number in range(50):
         noise = rng.integers(0, 50_000, 500).astype(np.uint32)
         store.append("p", HistoryRecord(str(number), "run", 1, 1, noise, "stop"), newest=1)
-    store.compact("p")
+    MaintenanceOperations(store).compact("p")
     (large,) = client.hkeys(KEYS.blocks("p"))
     for number in range(3):
         store.append("p", record(f"late {number}"), newest=1)
-        store.compact("p")
+        MaintenanceOperations(store).compact("p")
     assert {large} < set(client.hkeys(KEYS.blocks("p")))
-    assert 2 == client.hlen(KEYS.blocks("p"))  # the small ones were merged
+    assert 2 == client.hlen(KEYS.blocks("p"))  # the small blocks were merged
     assert 53 == len(ids(store))
 
 
-def test_what_has_left_the_window_leaves_a_block_that_is_written_again_and_whole_blocks(
+def test_rollouts_outside_the_window_are_deleted_from_rewritten_and_whole_blocks(
     store: HistoryStore, history_url: str
 ) -> None:
     client = connect_history(history_url)
     for generation in range(1, 5):
         store.append("p", record(str(generation), generation), newest=generation)
-        store.compact("p")
+        MaintenanceOperations(store).compact("p")
     store.publish("run", 0)
     assert ["2", "3", "4"] == ids(store)
     for generation in range(7, 10):
@@ -92,74 +96,75 @@ def test_what_has_left_the_window_leaves_a_block_that_is_written_again_and_whole
     assert 0 == client.hlen(KEYS.blocks("p"))
 
 
-def test_a_problem_that_is_not_sampled_any_more_is_trimmed_too(store: HistoryStore, history_url: str) -> None:
+def test_problem_that_is_not_sampled_any_more_can_be_trimmed(store: HistoryStore, history_url: str) -> None:
     for generation in range(1, 4):
         store.append("p", record(str(generation), generation), newest=generation)
-    store.compact("p")
+    MaintenanceOperations(store).compact("p")
     store.append("q", record("b", 3), newest=3)
-    # a job that starts keeps less, and then the horizon comes nearer
+    # A job with a smaller window opens the history.
     HistoryStore(connect_history(history_url), KEYS, window=2).open("tokenizer")
-    store.trim("p")
-    assert ([2, 3], [3]) == (store.generations_of(["p"])["p"], store.generations_of(["q"])["q"])
+    MaintenanceOperations(store).trim("p")
+    assert ([2, 3], [3]) == (store.catalog.generations(["p"])["p"], store.catalog.generations(["q"])["q"])
     store.append("p", record("30", 30), newest=30)
-    store.compact("p")
+    MaintenanceOperations(store).compact("p")
     assert (["3", "30"], ["b"]) == (ids(store, "p"), ids(store, "q"))
 
 
-def test_what_is_trimmed_leaves_blocks_too(store: HistoryStore, history_url: str) -> None:
-    """At once, though nothing is left to pack; readers need not read what is left again."""
+def test_trimming_rewrites_blocks(store: HistoryStore, history_url: str) -> None:
+    """Nothing has to be compacted for that, and readers do not read the remaining rollouts again."""
     client = connect_history(history_url)
     for generation in range(1, 4):
         for number in range(2):
             store.append("p", record(f"{generation}-{number}", generation), newest=generation)
-    store.compact("p")
+    MaintenanceOperations(store).compact("p")
     cursor = store.read({"p": START})["p"].cursor
     before = client.hgetall(KEYS.blocks("p"))
-    store.trim("p")
-    assert before == client.hgetall(KEYS.blocks("p")), "nothing has left the window"
+    MaintenanceOperations(store).trim("p")
+    assert before == client.hgetall(KEYS.blocks("p")), "no rollout has left the window"
     HistoryStore(client, KEYS, window=1).open("tokenizer")
-    store.trim("p")
+    MaintenanceOperations(store).trim("p")
     (after,) = client.hvals(KEYS.blocks("p"))
     assert ["3-0", "3-1"] == [one.rollout_id for one in decode_records(after)]
     assert len(after) < len(next(iter(before.values())))
     assert [] == store.read({"p": cursor})["p"].records
-    (known,) = [problem for problem in store.problems() if problem.problem == "p"]
-    assert known.bytes == sum(client.memory_usage(key) or 0 for key in KEYS.of_problem("p"))
+    (known,) = [problem for problem in store.catalog.problems() if problem.problem_id == "p"]
+    assert known.bytes == sum(client.memory_usage(key) or 0 for key in KEYS.problem_keys("p"))
 
 
-def test_what_cannot_be_read_stays_where_it_is(store: HistoryStore, history_url: str) -> None:
+def test_unreadable_entries_and_blocks_are_left_unchanged(store: HistoryStore, history_url: str) -> None:
     client = connect_history(history_url)
     store.append("p", record("a"), newest=1)
-    poisoned = client.xadd(KEYS.log("p"), {"g": 1, "d": b"\x04 of a later version"})
+    unreadable = client.xadd(KEYS.log("p"), {"g": 1, "d": b"\x04 of a later version"})
     store.append("p", record("b"), newest=1)
-    store.compact("p")
-    assert [poisoned] == [entry for entry, _ in client.xrange(KEYS.log("p"))]
+    MaintenanceOperations(store).compact("p")
+    assert [unreadable] == [entry for entry, _ in client.xrange(KEYS.log("p"))]
     client.hset(KEYS.blocks("p"), "1:99999999999999-0", b"\x04 of a later version, too")
     store.append("p", record("c"), newest=1)
-    store.compact("p")
+    MaintenanceOperations(store).compact("p")
     found = store.read({"p": START})["p"]
     assert ["a", "b", "c"] == sorted(r.rollout_id for r in found.records)
     assert 2 == len(found.corrupt)
 
 
-def test_a_block_is_refused_when_what_it_replaces_has_changed(store: HistoryStore, history_url: str) -> None:
+def test_nothing_is_replaced_if_an_entry_or_block_has_changed(store: HistoryStore, history_url: str) -> None:
     client = connect_history(history_url)
     for number in range(4):
         store.append("p", record(str(number)), newest=1)
     entries = [entry for entry, _ in client.xrange(KEYS.log("p"))]
-    assert store.compact("p")
+    assert MaintenanceOperations(store).compact("p")
     (block,) = client.hkeys(KEYS.blocks("p"))
-    rival = Call(Function("compact"), KEYS.of_problem("p"), ["1:1-1", b"x", 0, *entries])
-    assert 0 == run(client, rival)[0]
+    late = Call(COMPACT, KEYS.problem_keys("p"), ["1:1-1", b"x", 0, *entries])
+    assert 0 == run(client, late)[0]
     store.append("p", record("4"), newest=1)
-    assert store.compact("p")
+    assert MaintenanceOperations(store).compact("p")
     (entry,) = [client.xadd(KEYS.log("p"), {"g": 1, "d": b"x"})]
-    assert 0 == run(client, Call(Function("compact"), KEYS.of_problem("p"), ["1:1-1", b"x", 1, block, entry]))[0]
+    late = Call(COMPACT, KEYS.problem_keys("p"), ["1:1-1", b"x", 1, block, entry])
+    assert 0 == run(client, late)[0]
     assert [str(number) for number in range(5)] == ids(store)
 
 
-class Story(RuleBasedStateMachine):
-    """Appends, compactions, rewards and readers in any order, against what a dictionary would hold."""
+class HistoryMachine(RuleBasedStateMachine):
+    """Appends, compactions and reads in any order, compared with a dictionary of the rollouts that must be there."""
 
     url = ""
 
@@ -175,7 +180,7 @@ class Story(RuleBasedStateMachine):
         self.read: list[Counter[str]] = [Counter(), Counter()]
 
     def oldest(self, *more: int) -> int:
-        """The third newest generation of all that were appended; 0 while there are fewer."""
+        """Return the third newest generation of all that were appended; 0 if there are fewer."""
         return [0, 0, 0, *sorted({*self.kept.values(), *more})][-WINDOW]
 
     @rule(count=st.integers(1, 5), age=st.integers(0, 3))
@@ -183,16 +188,18 @@ class Story(RuleBasedStateMachine):
         generation = max(0, self.generation - age)
         for _ in range(count):
             self.number += 1
-            became = self.store.append("p", record(str(self.number), generation), newest=self.generation)
-            assert (Appended.NEW if generation >= self.oldest(generation) else Appended.TOO_OLD) == became
-            if became is Appended.NEW:
+            result = self.store.append("p", record(str(self.number), generation), newest=self.generation)
+            assert (AppendResult.APPENDED if generation >= self.oldest(generation) else AppendResult.TOO_OLD) == result
+            if result is AppendResult.APPENDED:
                 self.kept[str(self.number)] = generation
 
     @rule()
     def append_again(self) -> None:
         for name, generation in list(self.kept.items())[-2:]:
             if generation >= self.oldest():
-                assert Appended.KNOWN == self.store.append("p", record(name, generation), newest=self.generation)
+                assert AppendResult.DUPLICATE == self.store.append(
+                    "p", record(name, generation), newest=self.generation
+                )
 
     @rule()
     def advance(self) -> None:
@@ -200,19 +207,19 @@ class Story(RuleBasedStateMachine):
 
     @rule()
     def compact(self) -> None:
-        self.store.compact("p")
+        MaintenanceOperations(self.store).compact("p")
 
     @rule(reader=st.integers(0, 1), count=st.integers(1, 4))
-    def go_on_reading(self, reader: int, count: int) -> None:
+    def continue_reading(self, reader: int, count: int) -> None:
         found = self.store.read({"p": self.cursors[reader]}, count=count)["p"]
         self.cursors[reader] = found.cursor
         self.read[reader].update(record.rollout_id for record in found.records)
 
     @invariant()
-    def all_is_there(self) -> None:
-        wanted = {name for name, generation in self.kept.items() if generation >= self.oldest()}
+    def is_complete(self) -> None:
+        expected = {name for name, generation in self.kept.items() if generation >= self.oldest()}
         found = Counter(ids(self.store))
-        assert wanted <= set(found) <= set(self.kept)
+        assert expected <= set(found) <= set(self.kept)
         assert all(count == 1 for count in found.values())
 
     def teardown(self) -> None:
@@ -221,17 +228,17 @@ class Story(RuleBasedStateMachine):
                 found = self.store.read({"p": self.cursors[reader]}, count=100)["p"]
                 self.cursors[reader] = found.cursor
                 self.read[reader].update(record.rollout_id for record in found.records)
-                if not found.more:
+                if not found.has_more:
                     break
-            wanted = {name for name, generation in self.kept.items() if generation >= self.oldest()}
-            assert wanted <= set(self.read[reader])
+            expected = {name for name, generation in self.kept.items() if generation >= self.oldest()}
+            assert expected <= set(self.read[reader])
 
 
-def test_whatever_the_order_nothing_is_lost_and_nothing_is_there_twice(history_url: str) -> None:
-    Story.url = history_url
+def test_no_rollout_is_lost_or_duplicated_in_any_order_of_operations(history_url: str) -> None:
+    HistoryMachine.url = history_url
     run_state_machine_as_test(
-        Story,
+        HistoryMachine,
         settings=settings(
-            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

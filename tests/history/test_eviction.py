@@ -1,4 +1,4 @@
-"""What leaves at the byte cap: the oldest generations of all problems alike, whole problems last."""
+"""Eviction at the byte cap: all problems lose their oldest generations first; whole problems are deleted last."""
 
 from __future__ import annotations
 
@@ -6,46 +6,55 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.history.eviction import Held, select_evictions
+from rollout_worker.history.maintenance.eviction import ProblemSize, generations_to_keep
 
-HELD = st.lists(st.builds(Held, st.integers(0, 10**6), st.integers(1, 20)), max_size=30)
-SHARE = st.floats(0, 1.5)
-
-
-def size(held: list[Held], kept: list[int]) -> float:
-    return sum(one.bytes * keeps / one.generations for one, keeps in zip(held, kept, strict=True))
+SIZES = st.lists(st.builds(ProblemSize, st.integers(0, 10**6), st.integers(1, 20)), max_size=30)
+FRACTIONS = st.floats(0, 1.5)
 
 
-@given(HELD, SHARE)
-def test_what_is_kept_fits_and_no_more_leaves_than_must(held: list[Held], share: float) -> None:
-    target = share * sum(one.bytes for one in held)
-    kept = select_evictions(held, target)
-    assert all(0 <= keeps <= one.generations for one, keeps in zip(held, kept, strict=True))
-    assert size(held, kept) <= target + 1e-3
-    lost = [place for place, one in enumerate(held) if kept[place] < one.generations]
-    if lost:  # the last step was of the most recently used of those that have the fewest
-        level = max(kept[place] for place in lost)
-        fewest = [place for place in lost if kept[place] == min(kept[one] for one in lost)]
-        last = fewest[-1]
-        assert size(held, [*kept[:last], kept[last] + 1, *kept[last + 1 :]]) > target - 1e-3
-        assert level - kept[last] <= 1
+def bytes_of(problems: list[ProblemSize], kept: list[int]) -> float:
+    """Return the size of the generations that are kept."""
+    return sum(problem.bytes * count / problem.generations for problem, count in zip(problems, kept, strict=True))
 
 
-@given(HELD, SHARE)
-def test_problems_lose_alike_and_the_least_recently_used_first(held: list[Held], share: float) -> None:
-    kept = select_evictions(held, share * sum(one.bytes for one in held))
+@given(SIZES, FRACTIONS)
+def test_kept_generations_fit_and_no_more_are_deleted_than_necessary(
+    problems: list[ProblemSize], fraction: float
+) -> None:
+    target = fraction * sum(problem.bytes for problem in problems)
+    kept = generations_to_keep(problems, target)
+    assert all(0 <= count <= problem.generations for problem, count in zip(problems, kept, strict=True))
+    assert bytes_of(problems, kept) <= target + 1e-3
+    trimmed = [position for position, problem in enumerate(problems) if kept[position] < problem.generations]
+    if trimmed:
+        # The last generation was deleted from the most recently used of the problems that keep fewest generations.
+        fewest = min(kept[position] for position in trimmed)
+        last = [position for position in trimmed if kept[position] == fewest][-1]
+        assert bytes_of(problems, [*kept[:last], fewest + 1, *kept[last + 1 :]]) > target - 1e-3
+        assert max(kept[position] for position in trimmed) - fewest <= 1
+
+
+@given(SIZES, FRACTIONS)
+def test_problems_are_trimmed_alike_and_the_least_recently_used_ones_first(
+    problems: list[ProblemSize], fraction: float
+) -> None:
+    kept = generations_to_keep(problems, fraction * sum(problem.bytes for problem in problems))
     level = max(kept, default=0)
-    if all(keeps == one.generations for one, keeps in zip(held, kept, strict=True)):
+    if all(count == problem.generations for problem, count in zip(problems, kept, strict=True)):
         return
-    cut = [keeps for one, keeps in zip(held, kept, strict=True) if one.generations >= level]
-    assert sorted(cut) == cut, "those used last keep more"
-    assert {level, level - 1} >= set(cut)
-    assert all(keeps == one.generations for one, keeps in zip(held, kept, strict=True) if one.generations < level)
+    trimmed = [count for problem, count in zip(problems, kept, strict=True) if problem.generations >= level]
+    assert sorted(trimmed) == trimmed, "recently used problems keep more"
+    assert {level, level - 1} >= set(trimmed)
+    assert all(
+        count == problem.generations
+        for problem, count in zip(problems, kept, strict=True)
+        if problem.generations < level
+    )
 
 
-def test_nobody_loses_anything_below_the_cap() -> None:
-    assert [3, 1] == select_evictions([Held(300, 3), Held(100, 1)], 400)
-    assert [] == select_evictions([], 0)
+def test_nothing_is_deleted_below_the_cap() -> None:
+    assert [3, 1] == generations_to_keep([ProblemSize(300, 3), ProblemSize(100, 1)], 400)
+    assert [] == generations_to_keep([], 0)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +71,13 @@ def test_nobody_loses_anything_below_the_cap() -> None:
         (99, [0, 0, 0]),
     ],
 )
-def test_generations_leave_before_problems(target: int, kept: list[int]) -> None:
-    assert kept == select_evictions([Held(100, 1), Held(200, 2), Held(300, 3)], target)
+def test_generations_are_deleted_before_problems(target: int, kept: list[int]) -> None:
+    assert kept == generations_to_keep([ProblemSize(100, 1), ProblemSize(200, 2), ProblemSize(300, 3)], target)
 
 
 @pytest.mark.parametrize("epochs", [1.5, 2.5, 7.2])
-def test_a_problem_that_comes_up_once_an_epoch_is_never_gone_when_it_does(epochs: float) -> None:
-    """As long as one epoch fits; with whole problems leaving in the order of their use, each would be."""
+def test_problem_sampled_once_per_epoch_is_still_there_when_it_is_sampled_again(epochs: float) -> None:
+    """This holds if one epoch fits. If whole problems were deleted in the order of their use, all would be missing."""
     problems, generations = 50, dict.fromkeys(range(50), 0)
     used = list(range(problems))
     for epoch in range(12):
@@ -77,8 +86,9 @@ def test_a_problem_that_comes_up_once_an_epoch_is_never_gone_when_it_does(epochs
             generations[problem] += 1
             used.remove(problem)
             used.append(problem)
-            held = [Held(100 * generations[one], max(1, generations[one])) for one in used]
-            if sum(one.bytes for one in held) > epochs * problems * 100:
-                for one, keeps in zip(used, select_evictions(held, 0.95 * epochs * problems * 100), strict=True):
-                    generations[one] = min(generations[one], keeps)
+            sizes = [ProblemSize(100 * generations[one], max(1, generations[one])) for one in used]
+            if sum(size.bytes for size in sizes) > epochs * problems * 100:
+                kept = generations_to_keep(sizes, 0.95 * epochs * problems * 100)
+                for one, count in zip(used, kept, strict=True):
+                    generations[one] = min(generations[one], count)
     assert min(generations.values()) >= int(0.95 * epochs)

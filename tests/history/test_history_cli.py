@@ -1,4 +1,4 @@
-"""``rollout-history``: what it prints, what it does, and how it says what went wrong."""
+"""The command ``rollout-history``: output, effects and error messages."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ from typer.testing import CliRunner
 
 from rollout_api.protocol.exit_codes import EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_worker.history.connection import connect_history
+from rollout_api.redis_client.connection import connect_history
+from rollout_worker.history.metadata import list_histories
 from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore, histories
-from rollout_worker.history_cli import _edges, _shares, app
-from tests.support.redis_servers import Server, free_port, until
+from rollout_worker.history.store import HistoryStore
+from rollout_worker.history_service.cli import app
+from rollout_worker.history_service.histograms import bin_edges, length_shares
+from tests.support.ports import free_port
+from tests.support.redis_servers import Server, until
 
 KEYS, OTHER = HistoryKeys("default", "math"), HistoryKeys("team", "code")
 DAY_S = 86400.0
@@ -45,7 +48,7 @@ def record(rollout_id: str, tokens: int, generation: int = 2, finish_reason: str
 
 @pytest.fixture
 def store(client: Any) -> HistoryStore:
-    """Two histories; of the first, one problem with ten rollouts, two of which were cut off."""
+    """Two histories. In the first, one problem has ten rollouts, of which two were cut off."""
     other = HistoryStore(client, OTHER, window=8)
     other.open("0123456789abcdef", "code-model")
     store = HistoryStore(client, KEYS, window=16)
@@ -56,38 +59,38 @@ def store(client: Any) -> HistoryStore:
     cut = [("p", record(f"r{number}", 1000, finish_reason="length")) for number in (9, 10)]
     store.append_all([*ended, *cut], newest=2)
     store.append("short", record("s", 5), newest=2)
-    store.reward("p", {"r1": 0.25})
+    store.set_rewards("p", {"r1": 0.25})
     return store
 
 
-def call(url: str, *arguments: str, says: str = "", code: int = 0, answer: str | None = None) -> str:
-    """What a command prints, errors as well."""
+def run(url: str, *arguments: str, expected: str = "", code: int = 0, answer: str | None = None) -> str:
+    """Run a command and return its output, including errors."""
     result: Result = CliRunner().invoke(app, [*arguments, "--redis", url], input=answer)
     assert code == result.exit_code, result.output
-    assert says in result.output
+    assert expected in result.output
     return result.output
 
 
-def parsed(url: str, *arguments: str) -> Any:
-    return json.loads(call(url, *arguments, "--json"))
+def run_json(url: str, *arguments: str) -> Any:
+    return json.loads(run(url, *arguments, "--json"))
 
 
 def make_old(client: Any, keys: HistoryKeys, by: float) -> None:
-    for problem in HistoryStore(client, keys, window=16).problems():
-        client.zincrby(keys.used(keys.shard(problem.problem)), -by, problem.problem)
+    for problem in HistoryStore(client, keys, window=16).catalog.problems():
+        client.zincrby(keys.last_used(keys.shard_of(problem.problem_id)), -by, problem.problem_id)
 
 
-def test_ls(redis_url: str, store: HistoryStore, client: Any) -> None:
+def test_ls_lists_histories(redis_url: str, store: HistoryStore, client: Any) -> None:
     make_old(client, KEYS, 3 * DAY_S)
-    store.set_horizon(4)
-    heads, math, code = call(redis_url, "ls").splitlines()
-    assert ["history", "tokenizer", "model", "problems", "bytes", "cap", "generation", "window"] == heads.split()[:8]
+    store.metadata.set_age_limit(4)
+    header, math, code = run(redis_url, "ls").splitlines()
+    assert ["history", "tokenizer", "model", "problems", "bytes", "cap", "generation", "window"] == header.split()[:8]
     assert ["default/math", "fedcba987654", "math-model", "2"] == math.split()[:4]
     assert "64.0 GiB" in math
-    assert ["2", "16,", "4", "old", "at", "most", "3", "d", "ago"] == math.split()[-9:]
+    assert ["2", "16,", "age", "<", "4", "3", "d", "ago"] == math.split()[-8:]
     assert ["team/code", "0123456789ab", "code-model", "0", "0", "B", "–", "0", "8", "–"] == code.split()
-    rows = parsed(redis_url, "ls")
-    size = sum(problem.bytes for problem in store.problems())
+    rows = run_json(redis_url, "ls")
+    size = sum(problem.bytes for problem in store.catalog.problems())
     assert 3 * DAY_S == pytest.approx(rows[0].pop("unused_seconds"), abs=60)
     assert {
         "history": "default/math",
@@ -95,48 +98,48 @@ def test_ls(redis_url: str, store: HistoryStore, client: Any) -> None:
         "model": "math-model",
         "generation": 2,
         "window": 16,
-        "horizon": 4,
+        "age_limit": 4,
         "max_bytes": 64 << 30,
         "problems": 2,
         "bytes": size,
     } == rows[0]
 
 
-def test_ls_says_which_history_cannot_be_read(redis_url: str, store: HistoryStore, client: Any) -> None:
+def test_ls_reports_a_history_that_cannot_be_read(redis_url: str, store: HistoryStore, client: Any) -> None:
     client.hset(KEYS.meta, "generation", "many")
-    text = call(redis_url, "ls", says="team/code")
+    text = run(redis_url, "ls", expected="team/code")
     assert re.search(r"default/math +ValueError", text)
-    assert "ValueError" in parsed(redis_url, "ls")[0]["error"]
+    assert "ValueError" in run_json(redis_url, "ls")[0]["error"]
 
 
-def test_ls_of_an_empty_server(redis_url: str) -> None:
-    call(redis_url, "ls", says="There are no histories on this server.")
-    assert [] == parsed(redis_url, "ls")
+def test_ls_on_an_empty_server(redis_url: str) -> None:
+    run(redis_url, "ls", expected="There are no histories on this server.")
+    assert [] == run_json(redis_url, "ls")
 
 
 @pytest.mark.parametrize("history", ["math", "default/math"])
-def test_show(redis_url: str, store: HistoryStore, history: str) -> None:
-    lines = call(redis_url, "show", history, "p").splitlines()
+def test_show_lists_rollouts_and_a_histogram(redis_url: str, store: HistoryStore, history: str) -> None:
+    lines = run(redis_url, "show", history, "p").splitlines()
     assert ["rollout", "generation", "tokens", "finish", "reward", "bytes"] == lines[0].split()
     assert ["r1", "2", "100", "stop", "0.25"] == lines[1].split()[:5]
     assert ["r10", "2", "1,000", "length", "–"] == lines[10].split()[:5]
     assert lines[11].startswith("10 rollouts, ")
-    assert "beside others long" in lines[11]
+    assert "long compared with other problems" in lines[11]
     assert ["tokens", "rollouts", "cut", "off", "(░)"] == lines[12].split()
     bars = {line.split()[0]: line.split()[1:] for line in lines[13:] if line.split()[1:]}
-    # two of 1,000 were cut off, one each of 100 … 800 ended
+    # Two rollouts of 1,000 tokens were cut off; one of each length from 100 to 800 ended.
     longest = "░" * 40
     assert [longest, "2", "2"] == bars["900–1,000"]
     assert ["█" * 20, "1"] == bars["0–100"]
     assert len(bars) == 10
 
 
-def test_show_as_json(redis_url: str, store: HistoryStore) -> None:
-    found = parsed(redis_url, "show", "math", "p")
+def test_show_prints_json(redis_url: str, store: HistoryStore) -> None:
+    found = run_json(redis_url, "show", "math", "p")
     assert ("default/math", "p", 0, "long") == tuple(
         found[name] for name in ("history", "problem", "corrupt", "length_class")
     )
-    assert {problem.problem: problem.bytes for problem in store.problems()}["p"] == found["bytes"]
+    assert {problem.problem_id: problem.bytes for problem in store.catalog.problems()}["p"] == found["bytes"]
     first, last = found["rollouts"][0], found["rollouts"][-1]
     assert first.pop("bytes") > 0
     assert {
@@ -150,111 +153,127 @@ def test_show_as_json(redis_url: str, store: HistoryStore) -> None:
     assert ("r10", 1000, True, None) == tuple(last[name] for name in ("rollout", "length", "cut_off", "reward"))
 
 
-def test_show_says_what_there_is(redis_url: str, store: HistoryStore, client: Any) -> None:
+def test_unknown_problem_or_history_is_an_error_that_lists_the_known_ones(
+    redis_url: str, store: HistoryStore, client: Any
+) -> None:
     client.xadd(KEYS.log("p"), {"d": b"garbage"})
-    call(redis_url, "show", "math", "p", says="1 entries cannot be read.")
-    call(redis_url, "show", "math", "q", says="has no problem 'q'; it has 2, those used last: short, p", code=1)
-    known = "there is no history default/q; there are: default/math, team/code"
+    run(redis_url, "show", "math", "p", expected="1 entries cannot be read.")
+    run(
+        redis_url,
+        "show",
+        "math",
+        "q",
+        expected="has no problem 'q'; it has 2 problems, most recently used: short, p",
+        code=1,
+    )
+    known = "there is no history default/q; this server has: default/math, team/code"
     for command in (["show", "q", "p"], ["stats", "q"], ["delete", "q"]):
-        call(redis_url, *command, says=known, code=1)
+        run(redis_url, *command, expected=known, code=1)
 
 
-def test_stats(redis_url: str, store: HistoryStore) -> None:
-    store.report_ages({1: (1000.0, 500.0), 3: (200.0, 20.0)})
-    text = call(redis_url, "stats", "math", says="The last 11 rollouts of default/math")
+def test_stats_shows_lengths_and_acceptance(redis_url: str, store: HistoryStore) -> None:
+    store.statistics.add_acceptance({1: (1000.0, 500.0), 3: (200.0, 20.0)})
+    text = run(redis_url, "stats", "math", expected="The latest 11 rollouts of default/math")
     assert "18.2% cut off, mean 510 tokens, longest 1,000." in text
     assert re.search(r"10% within +50% within +90% within +99% within\n +100 +500 +> 1,000 +> 1,000", text)
-    # 2 of 11 are in the first bin, and 2 never ended
+    # Two of eleven rollouts are in the first bin, and two were cut off.
     assert re.search(r"\n +0–100 +█{40} +18\.2%", text)
     assert re.search(r"\n +longer +░{40} +18\.2%", text)
     assert re.search(r"\n +1 +1,000 +500 +50\.0% +█{20}\s", text)
     assert re.search(r"\n +3 +200 +20 +10\.0% +█{4}\s", text)
-    found = parsed(redis_url, "stats", "math")
+    found = run_json(redis_url, "stats", "math")
     assert {"0.1": 100.0, "0.5": 500.0, "0.9": None, "0.99": None} == found["quantiles"]
     assert 1 == pytest.approx(sum(one["share"] for one in found["histogram"]))
     assert [{"age": 1, "drafted": 1000.0, "accepted": 500.0}] == found["acceptance"][:1]
-    call(redis_url, "stats", "team/code", says="History team/code has no rollouts.")
+    run(redis_url, "stats", "team/code", expected="History team/code has no rollouts.")
 
 
-def test_bins_are_round_and_cover_all(store: HistoryStore) -> None:
+def test_bins_are_round_and_cover_all_lengths(store: HistoryStore) -> None:
     for longest in [*range(300), 999, 1000, 1001, 4095, 4096, 131_072]:
-        edges = _edges(longest)
+        edges = bin_edges(longest)
         assert edges[0] == 0
         assert edges[-1] >= longest
         assert len(edges) <= 14
         assert str(edges[1]).rstrip("0") in {"1", "2", "5"}
-    assert [] == _shares(store.length_stats("of no problem"))
+    assert [] == length_shares(store.statistics.length_stats("unknown problem"))
 
 
-def test_export_and_import(redis_url: str, store: HistoryStore, client: Any, tmp_path: Path) -> None:
+def test_archive_can_be_exported_and_imported(redis_url: str, store: HistoryStore, client: Any, tmp_path: Path) -> None:
     file = tmp_path / "math.jsonl.zst"
-    call(redis_url, "export", "math", str(file), says=f"{file}: 11 rollouts of 2 problems, ")
-    call(redis_url, "import", str(file), says="History default/math: 0 rollouts are new, 11 were there, 0 have left")
-    text = call(redis_url, "import", str(file), "--as", "copy", says="History default/copy: 11 rollouts are new")
-    assert "its newest generation is 2" in text
-    assert len(histories(client)) == 3
-    says = "history team/code holds rollouts of another tokenizer"
-    call(redis_url, "import", str(file), "--as", "team/code", says=says, code=EXIT_REDIS)
-    HistoryStore(client, HistoryKeys("default", "foreign"), window=2).open("fedcba9876543210", "another")
-    call(redis_url, "import", str(file), "--as", "foreign", says="of model 'another'", code=EXIT_REDIS)
-    call(redis_url, "import", str(file), "--as", "foreign", "--allow-foreign-model", says="11 rollouts are new")
+    run(redis_url, "export", "math", str(file), expected=f"{file}: 11 rollouts of 2 problems, ")
+    run(
+        redis_url,
+        "import",
+        str(file),
+        expected="History default/math: 0 rollouts added, 11 were there already, 0 have left",
+    )
+    text = run(redis_url, "import", str(file), "--as", "copy", expected="History default/copy: 11 rollouts added")
+    assert "the newest generation is 2" in text
+    assert len(list_histories(client)) == 3
+    mismatch = "history team/code holds rollouts of another tokenizer"
+    run(redis_url, "import", str(file), "--as", "team/code", expected=mismatch, code=EXIT_REDIS)
+    HistoryStore(client, HistoryKeys("default", "other-model"), window=2).open("fedcba9876543210", "another")
+    run(redis_url, "import", str(file), "--as", "other-model", expected="of model 'another'", code=EXIT_REDIS)
+    run(redis_url, "import", str(file), "--as", "other-model", "--allow-model-mismatch", expected="11 rollouts added")
     file.write_bytes(file.read_bytes()[:-20])
-    call(redis_url, "import", str(file), says="cut off", code=EXIT_STATE)
-    call(redis_url, "import", str(tmp_path / "none"), says="none: No such file or directory", code=EXIT_STATE)
-    call(redis_url, "export", "math", str(tmp_path / "no" / "file"), says="No such file", code=EXIT_STATE)
+    run(redis_url, "import", str(file), expected="truncated", code=EXIT_STATE)
+    run(redis_url, "import", str(tmp_path / "none"), expected="none: No such file or directory", code=EXIT_STATE)
+    run(redis_url, "export", "math", str(tmp_path / "no" / "file"), expected="No such file", code=EXIT_STATE)
 
 
-def test_gc(redis_url: str, store: HistoryStore, client: Any) -> None:
+def test_gc_maintains_all_histories(redis_url: str, store: HistoryStore, client: Any) -> None:
     store.open("fedcba9876543210", "math-model", max_bytes=1)
     old = HistoryStore(client, OTHER, window=8)
     old.append("p", record("r", 5), newest=2)
     make_old(client, OTHER, 40 * DAY_S)
-    client.set(KEYS.keeper, "another", px=60_000)  # a service that looks after it does not keep gc from it
-    plan = call(
+    client.set(KEYS.maintainer_lease, "another", px=60_000)  # gc ignores the lease
+    plan = run(
         redis_url,
         "gc",
         "--dry-run",
-        says="default/math: 0 problems would be trimmed to the window, 0 to the byte cap, 2 would be evicted",
+        expected="default/math: 0 problems would be trimmed to the window, 0 trimmed to the byte cap, 2 evicted",
     )
-    assert "team/code: would be removed, unused for 40 d: 1 problems" in plan
-    assert 2 == len(histories(client)) == len(store.problems())
-    done = call(
+    assert "team/code: would be deleted, unused for 40 d: 1 problems" in plan
+    assert 2 == len(list_histories(client)) == len(store.catalog.problems())
+    done = run(
         redis_url,
         "gc",
         "--retention",
         "50d",
-        says="default/math: 0 problems trimmed to the window, 0 to the byte cap, 2 evicted",
+        expected="default/math: 0 problems trimmed to the window, 0 trimmed to the byte cap, 2 evicted",
     )
-    assert "team/code: 0 problems trimmed to the window, 0 to the byte cap, 0 evicted (0 B), 0 packed" in done
-    assert "team/code: removed, unused for 40 d" in call(redis_url, "gc")
-    assert [KEYS] == histories(client)
-    assert [] == store.problems()
+    assert (
+        "team/code: 0 problems trimmed to the window, 0 trimmed to the byte cap, 0 evicted (0 B), 0 compacted" in done
+    )
+    assert "team/code: deleted, unused for 40 d" in run(redis_url, "gc")
+    assert [KEYS] == list_histories(client)
+    assert [] == store.catalog.problems()
     client.hset(KEYS.meta, "generation", "many")
-    call(redis_url, "gc", says="default/math: failed: ValueError", code=1)
-    call(redis_url, "gc", "--retention", "soon", says="'soon' is no duration", code=2)
+    run(redis_url, "gc", expected="default/math: failed: ValueError", code=1)
+    run(redis_url, "gc", "--retention", "soon", expected="'soon' is not a duration", code=2)
 
 
-def test_delete_asks_first(redis_url: str, store: HistoryStore, client: Any) -> None:
-    text = call(redis_url, "delete", "math", answer="n\n", code=1)
+def test_delete_asks_for_confirmation(redis_url: str, store: HistoryStore, client: Any) -> None:
+    text = run(redis_url, "delete", "math", answer="n\n", code=1)
     assert re.search(r"History default/math: 2 problems, [0-9.]+ KiB, generation 2, last used \d s ago\.", text)
-    call(redis_url, "delete", "math", answer="", code=1)  # nobody there to answer
-    assert 2 == len(histories(client))
-    call(redis_url, "delete", "math", answer="y\n", says="History default/math is deleted.")
-    call(redis_url, "delete", "team/code", "--yes", says="History team/code is deleted.")
+    run(redis_url, "delete", "math", answer="", code=1)  # the input has ended
+    assert 2 == len(list_histories(client))
+    run(redis_url, "delete", "math", answer="y\n", expected="Deleted history default/math.")
+    run(redis_url, "delete", "team/code", "--yes", expected="Deleted history team/code.")
     assert [] == client.keys("history:*")
 
 
-def test_redis_away() -> None:
+def test_unreachable_redis_is_reported_without_its_password() -> None:
     url = f"redis://:secret@127.0.0.1:{free_port()}"
     for command in (["ls"], ["stats", "math"], ["gc"]):
-        text = call(url, *command, says="cannot be reached", code=EXIT_REDIS)
+        text = run(url, *command, expected="cannot be reached", code=EXIT_REDIS)
         assert "secret" not in text
-    call("http://redis", "ls", code=EXIT_REDIS)
-    call("http://redis", "serve", code=EXIT_REDIS)
+    run("http://redis", "ls", code=EXIT_REDIS)
+    run("http://redis", "serve", code=EXIT_REDIS)
     assert 2 == CliRunner(env={"ROLLOUT_REDIS_URL": None}).invoke(app, ["ls"]).exit_code
 
 
-def test_urls_from_the_environment(redis_url: str, store: HistoryStore) -> None:
+def test_url_is_read_from_the_environment(redis_url: str, store: HistoryStore) -> None:
     away = f"redis://127.0.0.1:{free_port()}"
     for environment in (
         {"ROLLOUT_REDIS_URL": redis_url},
@@ -263,15 +282,15 @@ def test_urls_from_the_environment(redis_url: str, store: HistoryStore) -> None:
         assert "default/math" in CliRunner().invoke(app, ["ls"], env=environment).output
 
 
-def test_it_runs_without_ray_and_vllm() -> None:
+def test_command_does_not_import_ray_or_vllm() -> None:
     program = (
-        "import sys, rollout_worker.history_cli\n"
+        "import sys, rollout_worker.history_service.cli\n"
         "print([name for name in ('ray', 'vllm', 'torch', 'transformers', 'kubernetes') if name in sys.modules])"
     )
     assert "[]\n" == subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout
 
 
-# serve
+# The service.
 
 
 @pytest.fixture
@@ -282,16 +301,16 @@ def running(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def served(running: Server, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A service on *running*, and its port."""
+    """A process that runs the service on the server *running*, and its port."""
     port = free_port()
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rollout_worker.history_cli", "serve", "--port", str(port)],
+            [sys.executable, "-m", "rollout_worker.history_service.cli", "serve", "--port", str(port)],
             env={**os.environ, "ROLLOUT_HISTORY_REDIS_URL": running.url},
             stderr=log,
         )
         try:
-            until(lambda: get(port, "/readyz")[0] == 200, "it is ready")
+            until(lambda: get(port, "/readyz")[0] == 200, "the service is ready")
             yield process, port
         finally:
             process.kill()
@@ -299,7 +318,7 @@ def served(running: Server, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[b
 
 
 def get(port: int, path: str) -> tuple[int, str]:
-    """Status and text; 0 if nobody answers."""
+    """Return the status and text of a reply; status 0 if there is none."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as reply:
             return reply.status, reply.read().decode()
@@ -309,8 +328,17 @@ def get(port: int, path: str) -> tuple[int, str]:
         return 0, ""
 
 
+def has_unread_command(port: int) -> bool:
+    """Return whether a suspended server on this port was sent a command, from the receive queues in /proc/net/tcp."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, _, _, queues, *_ = line.split()
+        if int(local.partition(":")[2], 16) == port and int(queues.partition(":")[2], 16):
+            return True
+    return False
+
+
 def metrics(port: int) -> dict[tuple[str, str], float]:
-    """Value of each metric, by its name and history."""
+    """Return the values of all metrics, by name and history."""
     return {
         (sample.name, sample.labels.get("history", "")): sample.value
         for family in text_string_to_metric_families(get(port, "/metrics")[1])
@@ -318,7 +346,7 @@ def metrics(port: int) -> dict[tuple[str, str], float]:
     }
 
 
-def test_serve_shows_what_it_does_and_ends_when_told(
+def test_service_publishes_metrics_and_ends_on_sigterm(
     running: Server, served: tuple[subprocess.Popen[bytes], int], tmp_path: Path
 ) -> None:
     process, port = served
@@ -327,50 +355,60 @@ def test_serve_shows_what_it_does_and_ends_when_told(
     store.open("tokenizer", "model", max_bytes=1)
     store.publish("run", 0)
     store.append("a prompt", record("r", 5, generation=1), newest=1)
-    until(lambda: metrics(port).get(("rollout_history_evicted_total", "default/math")) == 1, "it evicts")
+    until(
+        lambda: metrics(port).get(("rollout_history_evicted_problems_total", "default/math")) == 1,
+        "the problem is evicted",
+    )
     found = metrics(port)
     for name, value in {
         "lease_held": 1,
         "bytes": 0,
         "max_bytes": 1,
         "problems": 0,
-        "window": 16,
+        "window_generations": 16,
         "generation": 1,
-        "compacted_total": 0,
-        "failed_passes_total": 0,
+        "compacted_problems_total": 0,
+        "maintenance_failures_total": 0,
     }.items():
         assert value == found[f"rollout_history_{name}", "default/math"], name
     assert found["rollout_history_evicted_bytes_total", "default/math"] > 100
-    assert found["rollout_history_pass_seconds_total", "default/math"] > 0
-    assert (1, 0) == (found["rollout_history_redis_up", ""], found["rollout_history_expired_total", ""])
+    assert found["rollout_history_maintenance_seconds_total", "default/math"] > 0
+    assert (1, 0) == (found["rollout_history_redis_up", ""], found["rollout_history_expired_histories_total", ""])
     assert "a prompt" not in get(port, "/metrics")[1]
     assert (200, "ok\n") == get(port, "/healthz")
-    assert client.exists(KEYS.keeper)
+    assert client.exists(KEYS.maintainer_lease)
     process.send_signal(signal.SIGTERM)
     began = time.monotonic()
     assert 0 == process.wait(timeout=20)
     assert time.monotonic() - began < 5
-    assert not client.exists(KEYS.keeper)
-    assert "1 of its 1 problems were evicted" in (tmp_path / "log").read_text()
+    assert not client.exists(KEYS.maintainer_lease)
+    assert "evicted the 1 least recently used of 1 problems" in (tmp_path / "log").read_text()
 
 
-def test_serve_is_alive_but_not_ready_while_redis_is_away_and_ends_though_it_hangs(
+def test_service_is_healthy_but_not_ready_while_redis_is_unreachable(
     running: Server, served: tuple[subprocess.Popen[bytes], int]
 ) -> None:
     process, port = served
     running.kill()
-    until(lambda: get(port, "/readyz")[0] == 503, "it is not ready")
+    until(lambda: get(port, "/readyz")[0] == 503, "the service is not ready")
     assert "ConnectionError" in get(port, "/readyz")[1]
     assert 200 == get(port, "/healthz")[0]
     assert 0 == metrics(port)["rollout_history_redis_up", ""]
     running.start()
-    until(lambda: get(port, "/readyz")[0] == 200, "it is ready again")
+    until(lambda: get(port, "/readyz")[0] == 200, "the service is ready again")
     running.pause()
-    time.sleep(6)  # it is in the middle of a command then
+    until(lambda: has_unread_command(running.port), "the service waits for a reply")
     process.send_signal(signal.SIGTERM)
     assert 0 == process.wait(timeout=15)
 
 
-def test_serve_says_that_its_port_is_taken(redis_url: str) -> None:
+def test_occupied_port_is_reported(redis_url: str) -> None:
     with socket.create_server(("0.0.0.0", 0)) as taken:  # noqa: S104 – as serve does
-        call(redis_url, "serve", "--port", str(taken.getsockname()[1]), says="address already in use", code=EXIT_STATE)
+        run(
+            redis_url,
+            "serve",
+            "--port",
+            str(taken.getsockname()[1]),
+            expected="address already in use",
+            code=EXIT_STATE,
+        )

@@ -1,4 +1,4 @@
-"""A record in a history's log: what is written comes back, anything else is refused."""
+"""Encoding of records: they are decoded unchanged, and everything else is rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.history.records import (
-    COMPACT,
+    BLOCK_COMPRESSION_LEVEL,
     RECORD_VERSION,
     HistoryRecord,
     RecordError,
@@ -37,43 +37,43 @@ records = st.builds(
 )
 
 
-def as_plain(record: HistoryRecord) -> dict[str, object]:
+def as_dict(record: HistoryRecord) -> dict[str, object]:
     return vars(record) | {"tokens": record.tokens.tolist(), "context": record.context.tolist()}
 
 
 def as_version_1(record: HistoryRecord) -> list[object]:
-    """What a record was written as before it had a context."""
+    """Return the body of a record of version 1, which has no context."""
     tokens = record.tokens.astype("<u4").tobytes()
     return [1, record.rollout_id, record.run, record.weight_version, record.generation, record.finish_reason, tokens]
 
 
 def as_version_2(record: HistoryRecord) -> list[object]:
-    """What a record was written as before it was compressed."""
+    """Return the body of a record of version 2, which is not compressed."""
     return [2, *as_version_1(record)[1:], record.context.astype("<u4").tobytes()]
 
 
 @given(records)
-def test_what_is_encoded_comes_back(record: HistoryRecord) -> None:
+def test_record_is_decoded_unchanged(record: HistoryRecord) -> None:
     read = decode_record(encode_record(record))
-    assert as_plain(record) == as_plain(read)
+    assert as_dict(record) == as_dict(read)
     assert (np.uint32, np.uint32) == (read.tokens.dtype, read.context.dtype)
 
 
-@given(st.lists(records, min_size=1, max_size=8), st.sampled_from([1, COMPACT]))
-def test_what_is_packed_together_comes_back_in_order(together: list[HistoryRecord], level: int) -> None:
+@given(st.lists(records, min_size=1, max_size=8), st.sampled_from([1, BLOCK_COMPRESSION_LEVEL]))
+def test_records_of_a_block_are_decoded_in_order(together: list[HistoryRecord], level: int) -> None:
     read = decode_records(encode_records(together, level=level))
-    assert [as_plain(record) for record in together] == [as_plain(record) for record in read]
+    assert [as_dict(record) for record in together] == [as_dict(record) for record in read]
 
 
 @given(records)
-def test_records_of_versions_1_and_2_are_read(record: HistoryRecord) -> None:
+def test_versions_1_and_2_can_be_decoded(record: HistoryRecord) -> None:
     first = decode_record(msgpack.packb(as_version_1(record)))
-    assert as_plain(record) | {"context": [], "step": -1} == as_plain(first)
+    assert as_dict(record) | {"context": [], "step": -1} == as_dict(first)
     second = decode_record(msgpack.packb(as_version_2(record)))
-    assert as_plain(record) | {"step": -1} == as_plain(second)
+    assert as_dict(record) | {"step": -1} == as_dict(second)
 
 
-def test_bytes_of_version_1_are_read() -> None:
+def test_stored_record_of_version_1_can_be_decoded() -> None:
     data = bytes.fromhex("9701a96a6f622f722f302f30a36a6f620306a473746f70c40c07000000ffff0000feffffff")
     read = decode_record(data)
     assert ("job/r/0/0", "job", 3, 6, "stop") == (
@@ -87,7 +87,7 @@ def test_bytes_of_version_1_are_read() -> None:
 
 
 @given(records)
-def test_no_version_takes_the_others_fields(record: HistoryRecord) -> None:
+def test_fields_of_another_version_are_rejected(record: HistoryRecord) -> None:
     first, second = as_version_1(record), as_version_2(record)
     for body in ([2, *first[1:]], [1, *second[1:]], [3, *second[1:]], [4, *second[1:]]):
         with pytest.raises(RecordError):
@@ -95,7 +95,7 @@ def test_no_version_takes_the_others_fields(record: HistoryRecord) -> None:
 
 
 @given(st.lists(records, min_size=1, max_size=4), st.data())
-def test_whatever_byte_is_changed_or_lost_it_is_noticed(together: list[HistoryRecord], data: st.DataObject) -> None:
+def test_every_changed_or_missing_byte_is_detected(together: list[HistoryRecord], data: st.DataObject) -> None:
     whole = encode_records(together)
     at = data.draw(st.integers(0, len(whole) - 1))
     other = data.draw(st.integers(1, 255))
@@ -104,8 +104,8 @@ def test_whatever_byte_is_changed_or_lost_it_is_noticed(together: list[HistoryRe
             decode_records(damaged)
 
 
-def packed(columns: object, body: bytes) -> bytes:
-    """What somebody else might write with a right checksum."""
+def encode_columns(columns: object, body: bytes) -> bytes:
+    """Return arbitrary columns as another program might write them, with a correct checksum."""
     meta = msgpack.packb(columns)
     content = zstandard.ZstdCompressor().compress(struct.pack("<I", len(meta)) + meta + body)
     return struct.pack("<BI", RECORD_VERSION, zlib.crc32(content)) + content
@@ -115,67 +115,67 @@ COLUMNS: list[object] = [["r"], ["run", 1], [1], [1], ["stop", 1], [-1], [2], [0
 
 
 @pytest.mark.parametrize(
-    ("at", "other", "says"),
+    ("at", "other", "expected_error"),
     [
         (0, ["r", "s"], "lengths"),
-        (0, [7], "no text"),
+        (0, [7], "not a string"),
         (0, None, "column"),
         (1, ["run", 2], "run of equal"),
         (1, ["run", -1], "run of equal"),
-        (2, ["one"], "number"),
+        (2, ["one"], "not an integer"),
         (3, [-1], "generation"),
         (3, [2**60], "generation"),
         (6, [-2], "negative"),
-        (6, [3], "do not go together"),
-        (7, [1], "do not go together"),
+        (6, [3], "do not match"),
+        (7, [1], "do not match"),
         (8, 3, "column"),
-        (8, 4, "do not go together"),
+        (8, 4, "do not match"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(at: int, other: object, says: str) -> None:
+def test_inconsistent_columns_are_rejected(at: int, other: object, expected_error: str) -> None:
     ids = np.array([1, 2], dtype="<u2").tobytes()
-    assert [1, 2] == decode_record(packed(COLUMNS, ids)).tokens.tolist()
-    with pytest.raises(RecordError, match=says):
-        decode_record(packed([*COLUMNS[:at], other, *COLUMNS[at + 1 :]], ids))
+    assert [1, 2] == decode_record(encode_columns(COLUMNS, ids)).tokens.tolist()
+    with pytest.raises(RecordError, match=expected_error):
+        decode_record(encode_columns([*COLUMNS[:at], other, *COLUMNS[at + 1 :]], ids))
 
 
-def test_a_reserved_id_is_refused() -> None:
+def test_reserved_token_id_is_rejected() -> None:
     with pytest.raises(RecordError, match="token id 4294967295"):
-        decode_record(packed([*COLUMNS[:6], [1], [0], 4, 2], b"\xff\xff\xff\xff"))
+        decode_record(encode_columns([*COLUMNS[:6], [1], [0], 4, 2], b"\xff\xff\xff\xff"))
 
 
 @given(st.binary(max_size=100))
-def test_any_other_bytes_are_refused(data: bytes) -> None:
+def test_arbitrary_bytes_are_rejected(data: bytes) -> None:
     with pytest.raises(RecordError):
         decode_record(data)
 
 
 @given(records, st.integers(0, 7), st.sampled_from([None, -1, "x", b"abc", [], {}]))
-def test_a_damaged_field_is_refused_or_changes_nothing_else(record: HistoryRecord, at: int, other: object) -> None:
+def test_damaged_field_is_rejected_or_changes_no_other_field(record: HistoryRecord, at: int, other: object) -> None:
     body = as_version_2(record)
     body[at] = other
     try:
         read = decode_record(msgpack.packb(body))
     except RecordError:
         return
-    whole = as_plain(record) | {"step": -1}
-    differing = [name for name, value in as_plain(read).items() if whole[name] != value]
+    whole = as_dict(record) | {"step": -1}
+    differing = [name for name, value in as_dict(read).items() if whole[name] != value]
     assert len(differing) <= 1
 
 
 @pytest.mark.parametrize(
-    ("at", "other", "says"),
+    ("at", "other", "expected_error"),
     [
         (6, b"\xff\xff\xff\xff", "token id 4294967295"),
         (7, b"\xff\xff\xff\xff", "token id 4294967295"),
-        (7, b"\0\0\0", "no whole number"),
+        (7, b"\0\0\0", "not a whole number"),
         (4, 2**63, "generation"),
         (4, -1, "generation"),
     ],
 )
-def test_what_the_index_would_refuse_is_refused_here(at: int, other: object, says: str) -> None:
+def test_values_that_an_index_would_reject_are_rejected(at: int, other: object, expected_error: str) -> None:
     whole = HistoryRecord("r", "run", 1, 1, np.array([1, 2], dtype=np.uint32), "stop")
     body = as_version_2(whole)
     body[at] = other
-    with pytest.raises(RecordError, match=says):
+    with pytest.raises(RecordError, match=expected_error):
         decode_record(msgpack.packb(body))

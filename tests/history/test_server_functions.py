@@ -1,4 +1,4 @@
-"""Server functions: many calls in one round trip, on a server and on a cluster, whatever a node knows or lacks."""
+"""Server functions on a server and on a cluster: round trips, missing functions, failing calls and moving slots."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import Any
 import pytest
 import redis
 
-from rollout_worker.history.connection import connect_history, retry
-from rollout_worker.history.server_functions import Call, Function, run, run_all
+from rollout_api.redis_client.connection import connect_history
+from rollout_api.redis_client.retry import retry
+from rollout_api.redis_client.server_functions import Call, Function, run, run_all
 from tests.support.redis_servers import Cluster, Server, until
 
-PUBLISH = Function("publish")
+PUBLISH = Function("rollout_worker.history", "publish")
 
 
-def published(*keys: str) -> list[Call]:
-    """Calls that each return 1 the first time, and ever after."""
+def publish(*keys: str) -> list[Call]:
+    """Return calls that each return 1, also if they are repeated."""
     return [Call(PUBLISH, [key], ["run:0", 0]) for key in keys]
 
 
 KEYS = [f"{{{number}}}:meta" for number in range(64)]
-"""In slots of all nodes."""
+"""Keys in slots of all nodes."""
 
 
 @pytest.fixture(scope="module")
@@ -66,68 +67,66 @@ def nodes(running: Server | Cluster) -> list[Server]:
     return running.servers if isinstance(running, Cluster) else [running]
 
 
-def commands(running: Server | Cluster, name: str) -> int:
-    """How often a command was carried out by all nodes together."""
+def num_commands(running: Server | Cluster, name: str) -> int:
+    """Return how often all nodes together have executed a command."""
     counts = [
         node.client().info("commandstats").get(f"cmdstat_{name}", {"calls": 0})["calls"] for node in nodes(running)
     ]
     return sum(counts)
 
 
-def test_a_function_is_loaded_when_it_is_missing_and_then_called_by_its_name(
-    client: Any, running: Server | Cluster
-) -> None:
-    assert [1] * 64 == run_all(client, published(*KEYS))
-    assert (64, 64) == (commands(running, "evalsha"), commands(running, "eval"))
-    assert [1] * 64 == run_all(client, published(*KEYS))
-    assert (128, 64) == (commands(running, "evalsha"), commands(running, "eval"))
+def test_missing_function_is_loaded_and_then_called_by_its_digest(client: Any, running: Server | Cluster) -> None:
+    assert [1] * 64 == run_all(client, publish(*KEYS))
+    assert (64, 64) == (num_commands(running, "evalsha"), num_commands(running, "eval"))
+    assert [1] * 64 == run_all(client, publish(*KEYS))
+    assert (128, 64) == (num_commands(running, "evalsha"), num_commands(running, "eval"))
 
 
-def test_what_one_server_has_forgotten_is_repeated_alone(client: Any, running: Server | Cluster) -> None:
-    run_all(client, published(*KEYS))
+def test_only_calls_on_a_node_that_lacks_the_function_are_repeated(client: Any, running: Server | Cluster) -> None:
+    run_all(client, publish(*KEYS))
     nodes(running)[-1].client().script_flush()
-    before = commands(running, "eval")
-    assert [1] * 64 == run_all(client, published(*KEYS))
+    before = num_commands(running, "eval")
+    assert [1] * 64 == run_all(client, publish(*KEYS))
     expected = [key for key in KEYS if isinstance(running, Server) or running.owner(key) is nodes(running)[-1]]
-    assert len(expected) == commands(running, "eval") - before > 0
+    assert len(expected) == num_commands(running, "eval") - before > 0
 
 
 def test_many_calls_take_one_round_trip(client: Any, running: Server | Cluster) -> None:
-    run_all(client, published(*KEYS))
+    run_all(client, publish(*KEYS))
     before = {node.port: node.client().info("stats")["total_reads_processed"] for node in nodes(running)}
-    run_all(client, published(*KEYS))
+    run_all(client, publish(*KEYS))
     for node in nodes(running):
-        # one for the calls, and those of this and the last INFO with their handshakes
+        # One read is for the calls; the others are for two INFO commands and their handshakes.
         assert node.client().info("stats")["total_reads_processed"] - before[node.port] < 12
 
 
-def test_one_bad_key_fails_alone(client: Any, running: Server | Cluster) -> None:
-    client.set(KEYS[3], "no hash")
-    replies = run_all(client, published(*KEYS))
+def test_key_of_the_wrong_type_fails_only_its_own_call(client: Any, running: Server | Cluster) -> None:
+    client.set(KEYS[3], "not a hash")
+    replies = run_all(client, publish(*KEYS))
     (bad,) = [reply for reply in replies if reply != 1]
     assert replies.index(bad) == 3
     assert isinstance(bad, redis.ResponseError)
     assert "WRONGTYPE" in str(bad)
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
-        run(client, published(KEYS[3])[0])
+        run(client, publish(KEYS[3])[0])
 
 
-def test_no_calls_are_no_round_trip(client: Any) -> None:
+def test_empty_list_of_calls_is_allowed(client: Any) -> None:
     assert [] == run_all(client, [])
 
 
-def test_a_full_server_is_not_the_fault_of_a_call(client: Any, running: Server | Cluster) -> None:
+def test_full_server_raises_instead_of_failing_single_calls(client: Any, running: Server | Cluster) -> None:
     full = nodes(running)[-1].client()
     full.config_set("maxmemory", 1)
     try:
         with pytest.raises(redis.exceptions.OutOfMemoryError):
-            run_all(client, published(*KEYS))
+            run_all(client, publish(*KEYS))
     finally:
         full.config_set("maxmemory", 0)
-    assert [1] * 64 == run_all(client, published(*KEYS))
+    assert [1] * 64 == run_all(client, publish(*KEYS))
 
 
-def test_a_replica_is_not_the_fault_of_a_call(tmp_path: Path) -> None:
+def test_replica_raises_instead_of_failing_single_calls(tmp_path: Path) -> None:
     with (
         Server(tmp_path / "primary") as primary,
         Server(tmp_path / "replica", settings={"replicaof": f"127.0.0.1 {primary.port}"}) as replica,
@@ -135,81 +134,81 @@ def test_a_replica_is_not_the_fault_of_a_call(tmp_path: Path) -> None:
     ):
         until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica follows")
         with pytest.raises(redis.exceptions.ReadOnlyError):
-            run_all(client, published("key"))
+            run_all(client, publish("key"))
 
 
-def test_a_user_that_may_not_is_told(tmp_path: Path) -> None:
+def test_missing_permission_raises(tmp_path: Path) -> None:
     with (
         Server(tmp_path, users=["reader on >secret ~* +@read +evalsha +eval"]) as server,
         connect_history(server.url_of("reader", "secret")) as client,
         pytest.raises(redis.exceptions.NoPermissionError),
     ):
-        run_all(client, published("key"))
+        run_all(client, publish("key"))
 
 
-def test_a_server_that_was_started_anew_is_given_its_functions_again(tmp_path: Path) -> None:
+def test_functions_are_loaded_again_after_a_restart(tmp_path: Path) -> None:
     with Server(tmp_path, appendonly=True) as server, connect_history(server.url) as client:
-        assert [1, 1] == run_all(client, published("a", "b"))
+        assert [1, 1] == run_all(client, publish("a", "b"))
         server.restart()
-        assert [1, 1] == retry(run_all, client, published("a", "b"))
+        assert [1, 1] == retry(run_all, client, publish("a", "b"))
 
 
-def test_a_server_that_is_away_raises(tmp_path: Path) -> None:
+def test_unreachable_server_raises(tmp_path: Path) -> None:
     with Server(tmp_path) as server, connect_history(server.url) as client:
-        assert [1] == run_all(client, published("a"))
+        assert [1] == run_all(client, publish("a"))
         server.kill()
         with pytest.raises(redis.ConnectionError):
-            run_all(client, published("a"))
+            run_all(client, publish("a"))
 
 
-def test_a_slot_that_has_moved_is_found(cluster: Cluster) -> None:
+def test_migrated_slot_is_found(cluster: Cluster) -> None:
     with connect_history(cluster.url) as client:
-        run_all(client, published(*KEYS))
+        run_all(client, publish(*KEYS))
         for key in KEYS[:3]:
             cluster.move_slot(key)
-        assert [1] * 64 == run_all(client, published(*KEYS))
+        assert [1] * 64 == run_all(client, publish(*KEYS))
         assert {b"generation": b"1", b"generation:run:0": b"1"} == client.hgetall(KEYS[0])  # type: ignore[comparison-overlap]
 
 
-def test_a_slot_on_the_move_is_followed(cluster: Cluster) -> None:
+def test_redirections_are_followed_during_a_migration(cluster: Cluster) -> None:
     key, other = "{7}:meta", "{7}:other"
     with connect_history(cluster.url) as client:
-        assert [1] == run_all(client, published(key))
+        assert [1] == run_all(client, publish(key))
         move = cluster.begin_move(key)
-        assert [1, 1] == run_all(client, published(key, other)), "one on the old node, one that is not there yet"
+        assert [1, 1] == run_all(client, publish(key, other)), "the other key does not exist yet"
         move.migrate()
-        assert [1, 1] == run_all(client, published(key, other))
+        assert [1, 1] == run_all(client, publish(key, other))
         move.target.client().script_flush()
-        assert [1, 1] == run_all(client, published(key, other)), "the new node lacks the function"
+        assert [1, 1] == run_all(client, publish(key, other)), "the new node lacks the function"
         move.finish()
-        assert [1, 1] == run_all(client, published(key, other))
+        assert [1, 1] == run_all(client, publish(key, other))
 
 
-def test_a_slot_moves_to_a_node_that_has_none(tmp_path: Path) -> None:
+def test_slot_can_be_migrated_to_a_node_without_slots(tmp_path: Path) -> None:
     with Cluster(tmp_path, primaries=2, empty=1) as cluster, connect_history(cluster.url) as client:
-        cluster.servers.insert(0, cluster.servers.pop())  # the empty one is the target
+        cluster.servers.insert(0, cluster.servers.pop())  # the empty node is the target
         key = "{7}:meta"
         move = cluster.begin_move(key)
         assert 0 == move.target.client().dbsize()
-        assert [1] == run_all(client, published(key))
+        assert [1] == run_all(client, publish(key))
         assert 1 == move.target.client().dbsize()
         reading = client.pipeline(transaction=False)
         reading.hget(key, "generation")
         assert [b"1"] == reading.execute()
         move.finish()
-        assert [1] == run_all(client, published(key))
+        assert [1] == run_all(client, publish(key))
 
 
-def test_slots_that_move_all_the_time_lose_nothing(cluster: Cluster) -> None:
-    """Every publish of a version counts once, while the slot goes round the nodes."""
+def test_no_call_is_lost_while_slots_are_migrated(cluster: Cluster) -> None:
+    """Each published version is counted once while the slot is moved between the nodes."""
     key, stop = "{13}:meta", threading.Event()
-    done: list[int] = []
+    generations: list[int] = []
 
     def write() -> None:
         with connect_history(cluster.url) as client:
             version = 0
             while not stop.is_set():
-                done.append(retry(run, client, Call(PUBLISH, [key], [f"run:{version}", 0])))
+                generations.append(retry(run, client, Call(PUBLISH, [key], [f"run:{version}", 0])))
                 version += 1
 
     writing = threading.Thread(target=write)
@@ -220,18 +219,18 @@ def test_slots_that_move_all_the_time_lose_nothing(cluster: Cluster) -> None:
     finally:
         stop.set()
         writing.join()
-    assert list(range(1, len(done) + 1)) == done
-    assert len(done) > 10
+    assert list(range(1, len(generations) + 1)) == generations
+    assert len(generations) > 10
 
 
-def test_a_node_that_is_silent_costs_seconds_and_not_minutes(tmp_path: Path) -> None:
+def test_node_that_does_not_answer_fails_within_seconds(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster, connect_history(cluster.url, timeout=0.5) as client:
-        run_all(client, published(*KEYS))
+        run_all(client, publish(*KEYS))
         cluster.servers[1].pause()
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             with pytest.raises((redis.TimeoutError, redis.ConnectionError, redis.exceptions.ClusterDownError)):
-                run_all(client, published(*KEYS))
+                run_all(client, publish(*KEYS))
             reading = client.pipeline(transaction=False)
             for key in KEYS:
                 reading.hget(key, "generation")
@@ -239,17 +238,17 @@ def test_a_node_that_is_silent_costs_seconds_and_not_minutes(tmp_path: Path) -> 
                 reading.execute()
         finally:
             cluster.servers[1].resume()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - started < 10
         cluster.wait_until_ok()
-        assert [1] * 64 == retry(run_all, client, published(*KEYS))
+        assert [1] * 64 == retry(run_all, client, publish(*KEYS))
 
 
-def test_a_node_that_comes_back_is_used_again(tmp_path: Path) -> None:
+def test_restarted_node_is_used_again(tmp_path: Path) -> None:
     with Cluster(tmp_path, appendonly=True) as cluster, connect_history(cluster.url, timeout=1) as client:
-        assert [1] * 64 == run_all(client, published(*KEYS))
+        assert [1] * 64 == run_all(client, publish(*KEYS))
         cluster.servers[0].kill()
         with pytest.raises(redis.RedisError):
-            run_all(client, published(*KEYS))
+            run_all(client, publish(*KEYS))
         cluster.servers[0].start()
         cluster.wait_until_ok()
-        assert [1] * 64 == retry(run_all, client, published(*KEYS))
+        assert [1] * 64 == retry(run_all, client, publish(*KEYS))

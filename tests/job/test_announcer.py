@@ -1,4 +1,4 @@
-"""Which problems an engine is told to fetch the history of, and when."""
+"""Which problems' histories an engine is told to read, and when."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_worker.history.connection import connect
+from rollout_api.redis_client.connection import connect
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.sync import HistorySync
-from rollout_worker.job.engine_worker import _Announcer
-from tests.support.recording_sink import Memory
+from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
+from tests.support.recording_sink import RecordingSink
 from tests.support.redis_servers import Server
 
 KEYS = HistoryKeys("default", "math")
 
 
-class Told:
-    """In place of an engine: what it was told."""
+class FakeEngine:
+    """Records announcements in place of an engine."""
 
     config = SimpleNamespace(drafting=True)
 
@@ -33,15 +33,38 @@ class Told:
         self.announced: list[tuple[set[str], int, set[str]]] = []
 
     async def announce(
-        self, problems: Sequence[str], generation: int, *, wanted: Sequence[str], wait: float = 0.0
+        self, problems: Sequence[str], generation: int, *, wanted: Sequence[str], timeout_s: float = 0.0
     ) -> bool:
         self.announced.append((set(problems), generation, set(wanted)))
         return True
 
 
+class RecordingStore(HistoryStore):
+    """Counts the attempts to publish a version."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(connect(url), KEYS, window=2)
+        self.num_attempts = 0
+
+    def publish(self, run: str, version: int) -> int:
+        try:
+            return super().publish(run, version)
+        finally:
+            self.num_attempts += 1
+
+    async def wait_for_attempt(self) -> None:
+        """Wait until an attempt that starts from now on has ended."""
+        before = self.num_attempts
+        async with asyncio.timeout(20):
+            while self.num_attempts == before:
+                await asyncio.sleep(0.02)
+
+
 @asynccontextmanager
-async def announcing(url: str, engine: Any) -> AsyncIterator[_Announcer]:
-    announcer = _Announcer(engine, HistoryStore(connect(url), KEYS, window=2), "run")
+async def running_announcer(
+    url: str, engine: Any, store: HistoryStore | None = None
+) -> AsyncIterator[HistoryAnnouncer]:
+    announcer = HistoryAnnouncer(engine, store or RecordingStore(url), "run")
     running = asyncio.ensure_future(announcer.run())
     try:
         yield announcer
@@ -49,66 +72,68 @@ async def announcing(url: str, engine: Any) -> AsyncIterator[_Announcer]:
         running.cancel()
 
 
-async def begin(announcer: _Announcer, problem: str) -> None:
-    """Make a rollout whose problem has no other."""
-    with announcer.using(problem):
-        await announcer.ready(problem)
+async def start_rollout(announcer: HistoryAnnouncer, problem: str) -> None:
+    """Start and end a rollout."""
+    with announcer.in_use(problem):
+        await announcer.wait_ready(problem)
 
 
-def test_a_problem_is_wanted_by_the_first_of_its_rollouts(redis_url: str) -> None:
-    engine = Told()
+def test_the_first_rollout_of_a_problem_requests_its_history(redis_url: str) -> None:
+    engine = FakeEngine()
 
-    async def story() -> None:
-        async with announcing(redis_url, engine) as announcer:
-            with announcer.using("p"):
-                await announcer.ready("p")
-                await begin(announcer, "p")  # joins
-                await begin(announcer, "q")
+    async def scenario() -> None:
+        async with running_announcer(redis_url, engine) as announcer:
+            with announcer.in_use("p"):
+                await announcer.wait_ready("p")
+                await start_rollout(announcer, "p")  # joins a running rollout
+                await start_rollout(announcer, "q")
                 await announcer.advance(5)
                 assert [({"p"}, 0, {"p"}), ({"p", "q"}, 0, {"q"}), ({"p", "q"}, 5, set())] == engine.announced
-            began = time.monotonic()
-            await begin(announcer, "p")
-            await begin(announcer, "q")
-            assert time.monotonic() - began < 0.5  # what is known keeps no rollout waiting
+            started = time.monotonic()
+            await start_rollout(announcer, "p")
+            await start_rollout(announcer, "q")
+            assert time.monotonic() - started < 0.5  # rollouts of known problems do not wait
             async with asyncio.timeout(10):
                 while len(engine.announced) < 4:
                     await asyncio.sleep(0.02)
             assert ({"p", "q"}, 5, {"p", "q"}) == engine.announced[3]
 
-    asyncio.run(story())
+    asyncio.run(scenario())
 
 
-def test_versions_are_published_in_their_order_though_the_history_was_away(tmp_path: Path) -> None:
-    engine = Told()
+def test_versions_are_published_in_order_after_an_outage_of_the_history(tmp_path: Path) -> None:
+    engine = FakeEngine()
 
-    async def story(server: Server) -> None:
-        async with announcing(server.url, engine) as announcer:
+    async def scenario(server: Server) -> None:
+        recording = RecordingStore(server.url)
+        async with running_announcer(server.url, engine, recording) as announcer:
             server.kill()
             for version in (1, 2, 3):
                 announcer.publish(version)
-                await asyncio.sleep(0.5)
+                await recording.wait_for_attempt()
             server.start()
             store = HistoryStore(connect(server.url), KEYS, window=2)
             async with asyncio.timeout(20):
-                while await asyncio.to_thread(store.generation) < 3:
+                while await asyncio.to_thread(store.metadata.generation) < 3:
                     await asyncio.sleep(0.1)
             assert [1, 2, 3] == [store.publish("run", version) for version in (1, 2, 3)]
 
     with Server(tmp_path) as server:
-        asyncio.run(story(server))
+        asyncio.run(scenario(server))
 
 
-def test_a_history_that_takes_no_writes_is_still_drafted_from(tmp_path: Path) -> None:
-    engine = Told()
+def test_a_history_that_accepts_no_writes_is_still_used_for_drafts(tmp_path: Path) -> None:
+    engine = FakeEngine()
 
-    async def story(server: Server) -> None:
+    async def scenario(server: Server) -> None:
         HistoryStore(connect(server.url), KEYS, window=2).publish("run", 1)
         server.client().config_set("maxmemory", 1)
-        async with announcing(server.url, engine) as announcer:
+        recording = RecordingStore(server.url)
+        async with running_announcer(server.url, engine, recording) as announcer:
             announcer.publish(2)
-            await asyncio.sleep(0.2)
+            await recording.wait_for_attempt()
             async with asyncio.timeout(5):
-                await begin(announcer, "p")
+                await start_rollout(announcer, "p")
             assert [({"p"}, 1, {"p"})] == engine.announced
             server.client().config_set("maxmemory", 0)
             async with asyncio.timeout(10):
@@ -116,40 +141,40 @@ def test_a_history_that_takes_no_writes_is_still_drafted_from(tmp_path: Path) ->
                     await asyncio.sleep(0.1)
 
     with Server(tmp_path) as server:
-        asyncio.run(story(server))
+        asyncio.run(scenario(server))
 
 
-class Fetching(Told):
-    """In place of an engine: only its way from what it is told to an index."""
+class SyncingEngine(FakeEngine):
+    """Passes announcements on to a history sync in place of an engine."""
 
     def __init__(self, sync: HistorySync) -> None:
         super().__init__()
         self._sync = sync
 
     async def announce(
-        self, problems: Sequence[str], generation: int, *, wanted: Sequence[str], wait: float = 0.0
+        self, problems: Sequence[str], generation: int, *, wanted: Sequence[str], timeout_s: float = 0.0
     ) -> bool:
         self._sync.announce(problems, generation, wanted)
-        await asyncio.to_thread(self._sync.wait_ready, wait)
+        await asyncio.to_thread(self._sync.wait_ready, timeout_s)
         return await super().announce(problems, generation, wanted=wanted)
 
 
-def test_what_an_index_has_thrown_out_is_read_again_for_the_next_rollout_and_for_nothing_else(redis_url: str) -> None:
+def test_an_evicted_problem_is_read_again_for_its_next_rollout_only(redis_url: str) -> None:
     store = HistoryStore(connect(redis_url), KEYS, window=2)
-    memory = Memory(most=1)
+    memory = RecordingSink(max_problems=1)
     sync = HistorySync(HistoryStore(connect(redis_url), KEYS, window=2), memory)
-    engine = Fetching(sync)
+    engine = SyncingEngine(sync)
     for problem in ("p", "q", "r"):
         store.append(problem, HistoryRecord("a", "run", 1, 1, np.arange(3, dtype=np.uint32), "stop"), newest=1)
 
-    async def story() -> None:
-        async with announcing(redis_url, engine) as announcer:
+    async def scenario() -> None:
+        async with running_announcer(redis_url, engine) as announcer:
             for problem in ("p", "q", "r"):
-                await begin(announcer, problem)
+                await start_rollout(announcer, problem)
                 assert [problem] == list(memory.problems)
             await announcer.advance(2)
             assert (["r"], 3) == (list(memory.problems), sync.counters.rollouts)
-            await begin(announcer, "p")
+            await start_rollout(announcer, "p")
             async with asyncio.timeout(10):
                 while "p" not in memory.problems:
                     await asyncio.sleep(0.02)
@@ -157,6 +182,6 @@ def test_what_an_index_has_thrown_out_is_read_again_for_the_next_rollout_and_for
 
     sync.start()
     try:
-        asyncio.run(story())
+        asyncio.run(scenario())
     finally:
         sync.stop()

@@ -1,19 +1,153 @@
-"""The command line's own part: how it ends."""
+"""The ``rollout`` command: which errors it reports, with which exit codes, before anything is started."""
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from click.testing import Result
+from typer.testing import CliRunner
 
-from rollout_worker.cli import _until_terminated
+from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_MODEL, EXIT_REDIS
+from rollout_worker.cli.main import app, run_until_terminated
+from tests.support.ports import free_port
+from tests.support.random_policies import TASKS, make_policies
+
+MANIFEST: dict[str, Any] = {
+    "apiVersion": "das.rollout.dev/v1alpha1",
+    "kind": "RolloutJob",
+    "metadata": {"name": "story"},
+    "spec": {
+        "model": {"uri": "policy/0"},
+        "source": {"dataset": {"tasks": TASKS, "checkpoints": ["policy/0"]}},
+        "engine": {"maxModelLen": 512},
+        "sampling": {"n": 2, "maxTokens": 160},
+        "workers": {"gpusPerWorker": 0},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model cache with one model."""
+    directory = tmp_path_factory.mktemp("models")
+    make_policies(directory, versions=1)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def restored_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what the command changes in its process: environment variables and the handler of SIGTERM."""
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "")
+    monkeypatch.setenv("RAY_AUTH_MODE", "")
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+class Command:
+    """Runs the command within this process."""
+
+    def __init__(self, directory: Path, cache: Path, redis_url: str) -> None:
+        self.redis_url, self.manifest = redis_url, copy.deepcopy(MANIFEST)
+        self._directory, self._cache = directory, cache
+
+    def __call__(self, name: str, *options: str) -> Result:
+        file = self._directory / "job.yaml"
+        file.write_text(yaml.safe_dump(self.manifest))
+        arguments = [name, "-f", str(file), "--model-cache", str(self._cache), *options]
+        arguments += ["--redis", self.redis_url] if self.redis_url else []
+        return CliRunner().invoke(app, arguments)
+
+    def run(self) -> Result:
+        return self("run", "--no-compare", "--state-dir", str(self._directory / "state"))
+
+
+@pytest.fixture
+def command(tmp_path: Path, cache: Path, redis_url: str) -> Command:
+    return Command(tmp_path, cache, redis_url)
+
+
+def test_an_invalid_manifest_lists_every_error_by_path(command: Command) -> None:
+    command.manifest["spec"] |= {"typo": 1, "model": {}}
+    command.manifest["spec"]["sampling"] = {"topP": 7, "minP": 0.1}
+    result = command.run()
+    assert EXIT_MANIFEST == result.exit_code
+    for path in ("spec.typo", "spec.model.uri", "spec.sampling.topP"):
+        assert path in result.output
+
+
+def test_a_redis_url_in_a_secret_is_rejected(command: Command) -> None:
+    command.redis_url = ""
+    command.manifest["spec"]["redis"] = {"urlFrom": {"secretKeyRef": {"name": "rollout-redis", "key": "url"}}}
+    result = command.run()
+    assert EXIT_MANIFEST == result.exit_code, result.output
+    assert "spec.redis.urlFrom" in result.output
+    assert "--redis" in result.output
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": {"uri": "policy/none"}}, "neither a directory in the model cache"),
+        ({"model": {"uri": "/nowhere"}}, "/nowhere"),
+        ({"model": {"uri": "../policy/0"}}, "is outside the model cache"),
+        ({"sampling": {"maxTokens": 500}}, "spec.sampling.maxTokens"),
+        ({"sampling": {"maxTokens": 10, "allowedTokenIds": [10000000]}}, "spec.sampling.allowedTokenIds"),
+        ({"workers": {"gpusPerWorker": 0, "resources": {"cpu": "9000"}}}, "spec.workers.resources.cpu"),
+        ({"lifecycle": {"suspend": True}}, "spec.lifecycle.suspend"),
+        ({"source": {"dataset": {"tasks": [{"name": "a", "generator": "chainsum"}]}}}, "did you mean chain_sum"),
+        (
+            {"source": {"dataset": {"tasks": [{"name": "a", "generator": "chain_sum", "config": {"terms": 1}}]}}},
+            "spec.source.dataset.tasks[0].config",
+        ),
+    ],
+)
+def test_settings_that_this_machine_cannot_fulfil_are_rejected(
+    command: Command, change: dict[str, Any], message: str
+) -> None:
+    command.manifest["spec"] |= change
+    result = command.run()
+    assert (EXIT_MODEL if "model" in change else EXIT_MANIFEST) == result.exit_code, result.output
+    assert message in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("name", ["head", "worker"])
+def test_head_and_worker_report_that_the_model_does_not_exist(command: Command, name: str) -> None:
+    command.manifest["spec"]["model"] = {"uri": "no/such-model"}
+    result = command(name, "--uid", "uid")
+    assert EXIT_MODEL == result.exit_code, result.output
+    assert "model 'no/such-model' is neither a directory in the model cache" in result.output.replace("\n", " ")
+
+
+def test_an_unreachable_redis_is_reported_without_the_password_within_ten_seconds(command: Command) -> None:
+    command.redis_url = f"redis://:hunter2@127.0.0.1:{free_port()}/0"
+    started = time.monotonic()
+    result = command.run()
+    assert time.monotonic() - started < 10
+    assert EXIT_REDIS == result.exit_code, result.output
+    assert "cannot be reached" in result.output
+    assert "hunter2" not in result.output
+
+
+def test_a_wrong_redis_password_is_reported(command: Command) -> None:
+    command.redis_url = command.redis_url.replace("redis://:", "redis://:wrong")
+    result = command.run()
+    assert EXIT_REDIS == result.exit_code, result.output
+    assert "refused the user name or password" in result.output
 
 
 @pytest.mark.timeout(20)
-def test_sigterm_ends_it_even_if_a_library_swallows_the_first_cancellation() -> None:
-    """As redis-py does with one that meets it while it connects; kubelet says SIGTERM once."""
+def test_sigterm_cancels_the_work_even_if_a_library_swallows_the_first_cancellation() -> None:
+    """redis-py swallows a cancellation while it connects, and kubelets send SIGTERM only once."""
     swallowed = 0
 
     async def work() -> None:
@@ -28,7 +162,7 @@ def test_sigterm_ends_it_even_if_a_library_swallows_the_first_cancellation() -> 
 
     async def terminated() -> None:
         asyncio.get_running_loop().call_later(0.1, os.kill, os.getpid(), signal.SIGTERM)
-        await _until_terminated(work())
+        await run_until_terminated(work())
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(terminated())

@@ -1,11 +1,11 @@
-"""The coordinator on a real Redis. What engines and clients say is said by the test, at the worst of moments."""
+"""The coordinator on a real Redis. The tests play the engines and the clients."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -16,10 +16,10 @@ import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
-from rollout_api.asyncio_tasks import end
+from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.keys import DATA, HistoryKeys, MessageKeys
+from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import (
     Cancel,
     FinishReason,
@@ -33,27 +33,25 @@ from rollout_api.protocol.messages import (
     decode,
     encode,
 )
-from rollout_worker.history.connection import connect, connect_async
+from rollout_api.redis_client.connection import connect
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.job import coordinator as module
 from rollout_worker.job.coordinator import Coordinator
-from rollout_worker.job.http import StatusServer
-from rollout_worker.job.job_store import EngineReport, JobStore, Order, StaleCoordinatorError
+from rollout_worker.job.coordinator.status import CoordinatorStatus, StatusBoard
+from rollout_worker.job.coordinator.status_server import StatusServer
+from rollout_worker.job.job_store import EngineReport, JobStore, Order, OrderKind, StaleCoordinatorError
 from rollout_worker.job.ledger import LedgerEntry
-from rollout_worker.job.setup import BLOCK_S
-from rollout_worker.job.status import JobStatus, StatusBoard
-from rollout_worker.policy.canary import canary_of
+from rollout_worker.job.limits import CoordinatorLimits
+from rollout_worker.policy.canary import canary_sample
 from tests.support.in_process_job import manifest
 
 JOB = MessageKeys("uid")
 VOCABULARY = 10
+TIMEOUT_S = 15.0
+FAST = CoordinatorLimits(status_interval_s=0.1, reconcile_interval_s=0.3)
 
 
-def history_of(server: redis.Redis) -> HistoryStore:
+def history_store(server: redis.Redis) -> HistoryStore:
     return HistoryStore(server, HistoryKeys("default", "live"), window=16)
-
-
-PATIENCE_S = 15.0
 
 
 def request(name: str, n: int = 1, **more: Any) -> RolloutRequest:
@@ -61,8 +59,12 @@ def request(name: str, n: int = 1, **more: Any) -> RolloutRequest:
     return RolloutRequest(job_uid="uid", request_id=name, prompt_token_ids=[1], sampling=sampling, **more)
 
 
-class Around:
-    """A coordinator's surroundings."""
+def partial(length: int) -> Partial:
+    return Partial(token_ids=[1] * length, weight_spans=[WeightSpan(start=0, weight_version=0)])
+
+
+class JobHarness:
+    """Plays the clients and engines of a job, and starts its coordinators."""
 
     def __init__(self, url: str, job_store: JobStore) -> None:
         self.url, self.job_store = url, job_store
@@ -71,372 +73,380 @@ class Around:
     def send(self, stream: str, *messages: Message) -> None:
         pipeline = self.redis.pipeline(transaction=False)
         for message in messages:
-            pipeline.xadd(stream, {DATA: encode(message)})
+            pipeline.xadd(stream, {MESSAGE_FIELD: encode(message)})
         pipeline.execute()
 
     def replies(self) -> list[Message]:
         entries: Any = self.redis.xrange(JOB.results("trainer"))
-        return [decode(fields[DATA.encode()]) for _, fields in entries]
+        return [decode(fields[MESSAGE_FIELD.encode()]) for _, fields in entries]
 
     def rollouts(self) -> list[Rollout]:
         return [reply for reply in self.replies() if isinstance(reply, Rollout)]
 
-    async def until(self, found: Callable[[], Any]) -> Any:
-        deadline = time.monotonic() + PATIENCE_S
-        while not (what := found()):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
-        return what
+    async def wait_for(self, condition: Callable[[], Any]) -> Any:
+        """Wait until a condition is true, and return its value."""
 
-    async def orders(self, engine: str, count: int) -> list[Order]:
-        deadline = time.monotonic() + PATIENCE_S
-        while len(orders := await self.job_store.orders(engine)) < count:
+        async def evaluate() -> Any:
+            return condition()
+
+        return await self.wait_for_async(evaluate)
+
+    async def wait_for_async(self, condition: Callable[[], Awaitable[Any]]) -> Any:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not (value := await condition()):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
-        return orders
+        return value
+
+    async def inbox(self, engine: str, count: int) -> list[Order]:
+        """Wait until an engine has at least *count* orders, and return them."""
+
+        async def orders() -> list[Order]:
+            found = await self.job_store.assignments.inbox(engine)
+            return found if len(found) >= count else []
+
+        found: list[Order] = await self.wait_for_async(orders)
+        return found
+
+    async def finish(
+        self, asked: RolloutRequest, order: Order, length: int, *, engine: str = "a", logprob: float | None = None
+    ) -> None:
+        """Finish the rollout of an order with *length* tokens."""
+        assert order.assignment is not None
+        tokens = partial(length)
+        if logprob is not None:
+            tokens = tokens.model_copy(update={"logprobs": [logprob] * length})
+        rollout = Rollout.from_request(asked, order.assignment.sample, tokens, FinishReason.STOP)
+        await self.job_store.rollouts.finish(asked, rollout, engine=engine, order=order.order_id)
 
     @asynccontextmanager
     async def engine(self, name: str, slots: int = 4, counters: dict[str, float] | None = None) -> AsyncIterator[str]:
-        """An engine that is alive, and does nothing."""
+        """Register an engine that renews its lease and does nothing else."""
+        report = EngineReport(name, slots=slots, counters=counters or {})
 
-        async def beat() -> None:
+        async def renew() -> None:
             while True:
-                await self.job_store.heartbeat(
-                    name, EngineReport(name, slots=slots, counters=counters or {}), begin=True
-                )
+                await self.job_store.engines.heartbeat(name, report, register=True)
                 await asyncio.sleep(0.5)
 
-        beating = asyncio.ensure_future(beat())
+        renewing = asyncio.ensure_future(renew())
         try:
             yield name
         finally:
-            await end(beating)
+            await cancel_and_wait(renewing)
 
     @asynccontextmanager
     async def coordinator(self, job: RolloutJob | None = None) -> AsyncIterator[Coordinator]:
-        job_store = JobStore(connect_async(self.url, block=BLOCK_S), JOB)
-        coordinator = Coordinator(job or manifest(), job_store, history_of(self.redis), vocabulary=VOCABULARY)
-        running = asyncio.ensure_future(coordinator.run())
-        try:
+        async with self.unchecked_coordinator(job) as (coordinator, running):
             yield coordinator
             assert not running.done(), running.exception()
+
+    @asynccontextmanager
+    async def unchecked_coordinator(
+        self, job: RolloutJob | None = None
+    ) -> AsyncIterator[tuple[Coordinator, asyncio.Task[None]]]:
+        """Start a coordinator that may end by itself; yield it and its task."""
+        job_store = JobStore.connect(self.url, JOB)
+        coordinator = Coordinator(
+            job or manifest(), job_store, history_store(self.redis), vocabulary=VOCABULARY, limits=FAST
+        )
+        running = asyncio.ensure_future(coordinator.run())
+        try:
+            yield coordinator, running
         finally:
-            await end(running)
-            await job_store.client.aclose()
+            await cancel_and_wait(running)
+            await job_store.close()
 
 
-Story = Callable[[Around], Coroutine[Any, Any, None]]
+Scenario = Callable[[JobHarness], Coroutine[Any, Any, None]]
+Run = Callable[[Scenario], None]
 
 
 @pytest.fixture
-def play(redis_url: str) -> Callable[[Story], None]:
-    async def run(story: Story) -> None:
-        client = connect_async(redis_url)
-        await story(Around(redis_url, JobStore(client, JOB)))
-        await client.aclose()
+def run(redis_url: str) -> Run:
+    async def run_scenario(scenario: Scenario) -> None:
+        job_store = JobStore.connect(redis_url, JOB)
+        await scenario(JobHarness(redis_url, job_store))
+        await job_store.close()
 
-    return lambda story: asyncio.run(run(story))
-
-
-def test_what_an_engine_gave_back_unheard_is_given_out_again(
-    play: Callable[[Story], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_RECONCILE_S", 0.3)
-
-    async def story(around: Around) -> None:
-        async with around.coordinator(), around.engine("a") as engine:
-            around.send(JOB.requests, request("r", n=2))
-            first, _ = await around.orders(engine, 2)
-            # its event was trimmed before the coordinator could read it
-            await around.job_store.delete(JOB.inbox(engine), first.order_id)
-            orders = await around.orders(engine, 2)
-        assert {0, 1} == {order.assignment.sample for order in orders if order.assignment is not None}
-
-    play(story)
+    return lambda scenario: asyncio.run(run_scenario(scenario))
 
 
-def test_an_engine_gives_back_only_what_it_has(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
-        async with around.coordinator(), around.engine("a") as engine:
-            around.send(JOB.requests, request("r"))
-            [order] = await around.orders(engine, 1)
+def samples(orders: list[Order]) -> set[int]:
+    return {order.assignment.sample for order in orders if order.assignment is not None}
+
+
+def test_a_returned_rollout_is_assigned_again_even_if_its_event_was_missed(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        async with job.coordinator(), job.engine("a") as engine:
+            job.send(JOB.requests, request("r", n=2))
+            first, _ = await job.inbox(engine, 2)
+            # The order is gone without an event, as if the event had been trimmed.
+            await job.job_store.assignments.acknowledge(engine, first.order_id)
+            orders = await job.inbox(engine, 2)
+        assert {0, 1} == samples(orders)
+
+    run(scenario)
+
+
+def test_only_the_engine_with_the_assignment_can_return_it(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        async with job.coordinator(), job.engine("a") as engine:
+            job.send(JOB.requests, request("r"))
+            [order] = await job.inbox(engine, 1)
             assert order.assignment is not None
-            for gone in ("b", "b"):  # said late, and twice
-                await around.job_store.give_back(gone, "0-0", order.assignment, "draining")
-            for _ in range(2):  # its reply was lost, and it was said again
-                await around.job_store.give_back(engine, order.order_id, order.assignment, "not served")
-            [again] = await around.orders(engine, 1)
-            await asyncio.sleep(0.5)
-            assert [again] == await around.job_store.orders(engine)
+            for reason in ("late", "repeated"):
+                await job.job_store.assignments.return_assignment("b", "0-0", order.assignment, reason)
+            for reason in ("first", "repeated because the reply was lost"):
+                await job.job_store.assignments.return_assignment(engine, order.order_id, order.assignment, reason)
+            [again] = await job.inbox(engine, 1)
+            # The events are processed in order, so a further request shows that all of them were.
+            job.send(JOB.requests, request("later"))
+            assert again == (await job.inbox(engine, 2))[0]
+            assert 2 == len(await job.job_store.assignments.inbox(engine))
 
-    play(story)
+    run(scenario)
 
 
-def test_what_ended_while_there_was_no_coordinator_frees_its_engine(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
+def test_a_rollout_that_ended_without_a_coordinator_frees_its_engine(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
         asked = request("r", n=2)
-        async with around.engine("a", slots=1) as engine:
-            async with around.coordinator():
-                around.send(JOB.requests, asked)
-                [order] = await around.orders(engine, 1)
+        async with job.engine("a", slots=1) as engine:
+            async with job.coordinator():
+                job.send(JOB.requests, asked)
+                [order] = await job.inbox(engine, 1)
             assert order.assignment is not None
-            # the ledger has it, and the order is still there: the engine died between the two, say
-            done = Rollout.of(asked, order.assignment.sample, None, FinishReason.LENGTH)
-            await around.job_store.finish(asked, done, engine=engine, order="0-0")
-            async with around.coordinator():
-                orders = await around.orders(engine, 2)
-        assert {0, 1} == {order.assignment.sample for order in orders if order.assignment is not None}
+            # The rollout is in the ledger and its order still in the inbox, as if the engine had died in between.
+            done = Rollout.from_request(asked, order.assignment.sample, None, FinishReason.LENGTH)
+            await job.job_store.rollouts.finish(asked, done, engine=engine, order="0-0")
+            async with job.coordinator():
+                orders = await job.inbox(engine, 2)
+        assert {0, 1} == samples(orders)
 
-    play(story)
-
-
-@pytest.mark.parametrize(
-    "poison",
-    [
-        {"sampling": {"allowed_token_ids": [3, VOCABULARY]}},
-        {"sampling": {"stop_token_ids": [VOCABULARY]}},
-        {"prefix": Partial(token_ids=[VOCABULARY], spans=[WeightSpan(start=0, weight_version=0)])},
-    ],
-    ids=["allowed", "stop", "prefix"],
-)
-def test_tokens_that_the_model_has_not_are_refused_before_any_engine_sees_them(
-    play: Callable[[Story], None], poison: dict[str, Any]
-) -> None:
-    async def story(around: Around) -> None:
-        async with around.coordinator(), around.engine("a") as engine:
-            around.send(JOB.requests, request("bad", **poison), request("good"))
-            [order] = await around.orders(engine, 1)
-            assert order.assignment is not None and "good" == order.assignment.request_id
-            [refusal] = await around.until(around.replies)
-        assert isinstance(refusal, Refusal) and "bad" == refusal.request_id
-        assert f"{VOCABULARY} is no token of the model" in refusal.reason
-
-    play(story)
+    run(scenario)
 
 
-def test_a_cancellation_may_overtake_its_request(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
-        async with around.coordinator():
-            await around.until(lambda: around.redis.exists(JOB.status))
-            many = [request(f"r{number}") for number in range(1200)]
-            around.send(JOB.requests, *many)
-            around.send(JOB.control, Cancel(request_ids=["r1199", "never sent"]))
-            [cancelled] = await around.until(around.rollouts)
-            await around.until(lambda: not around.redis.xlen(JOB.control))
-            # asked for afterwards, it is meant
-            around.send(JOB.requests, request("never sent"))
-            async with around.engine("a", slots=2000) as engine:
-                orders = await around.orders(engine, 1200)
+def test_unknown_tokens_are_refused_before_any_engine_receives_them(run: Run) -> None:
+    invalid: dict[str, dict[str, Any]] = {
+        "allowed": {"sampling": {"allowed_token_ids": [3, VOCABULARY]}},
+        "stop": {"sampling": {"stop_token_ids": [VOCABULARY]}},
+        "prefix": {
+            "prefix": Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(start=0, weight_version=0)]),
+        },
+    }
+
+    async def scenario(job: JobHarness) -> None:
+        async with job.coordinator(), job.engine("a") as engine:
+            job.send(JOB.requests, *(request(name, **fields) for name, fields in invalid.items()), request("valid"))
+            [order] = await job.inbox(engine, 1)
+            assert order.assignment is not None and "valid" == order.assignment.request_id
+            refusals = await job.wait_for(job.replies)
+        assert list(invalid) == [refusal.request_id for refusal in refusals if isinstance(refusal, Refusal)]
+        assert all(f"{VOCABULARY} is not a token of the model" in refusal.reason for refusal in refusals)
+
+    run(scenario)
+
+
+def test_a_cancellation_may_overtake_its_request(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        async with job.coordinator():
+            await job.wait_for(lambda: job.redis.exists(JOB.status))
+            job.send(JOB.requests, *(request(f"r{number}") for number in range(1200)))
+            job.send(JOB.control, Cancel(request_ids=["r1199", "never sent"]))
+            [cancelled] = await job.wait_for(job.rollouts)
+            await job.wait_for(lambda: not job.redis.xlen(JOB.control))
+            # A request that is sent after its cancellation is not cancelled.
+            job.send(JOB.requests, request("never sent"))
+            async with job.engine("a", slots=2000) as engine:
+                orders = await job.inbox(engine, 1200)
         assert ("uid/r1199/0/0", FinishReason.CANCELLED) == (cancelled.rollout_id, cancelled.finish_reason)
         assert "never sent" in {order.assignment.request_id for order in orders if order.assignment is not None}
 
-    play(story)
+    run(scenario)
 
 
-def test_engines_get_work_while_thousands_of_rollouts_are_cancelled(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
-        job = manifest(queue={"maxRollouts": 100_000})
-        names = [f"r{number}" for number in range(300)]
-        async with around.coordinator(job):
-            around.send(JOB.requests, *(request(name, n=64) for name in names))
-            await around.until(lambda: around.redis.hlen(JOB.ledger(names[-1])))
-            around.send(JOB.requests, request("kept"))
-            around.send(JOB.control, Cancel(request_ids=names))
-            await around.until(lambda: around.redis.hget(JOB.ledger(names[-1]), "cancelled") == b"1")
-            async with around.engine("a") as engine:
-                [order] = await around.orders(engine, 1)
-                assert around.redis.xlen(JOB.results("trainer")) < 300 * 64
-            await around.until(lambda: around.redis.xlen(JOB.results("trainer")) == 300 * 64)
+def test_engines_receive_work_while_thousands_of_rollouts_are_cancelled(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        names = [f"r{number}" for number in range(150)]
+        async with job.coordinator(manifest(queue={"maxRollouts": 100_000})):
+            job.send(JOB.requests, *(request(name, n=64) for name in names))
+            await job.wait_for(lambda: job.redis.hlen(JOB.ledger(names[-1])))
+            job.send(JOB.requests, request("kept"))
+            job.send(JOB.control, Cancel(request_ids=names))
+            await job.wait_for(lambda: job.redis.hget(JOB.ledger(names[-1]), "cancelled") == b"1")
+            async with job.engine("a") as engine:
+                [order] = await job.inbox(engine, 1)
+                assert job.redis.xlen(JOB.results("trainer")) < 150 * 64
+            await job.wait_for(lambda: job.redis.xlen(JOB.results("trainer")) == 150 * 64)
         assert order.assignment is not None and "kept" == order.assignment.request_id
-        assert {FinishReason.CANCELLED} == {rollout.finish_reason for rollout in around.rollouts()}
+        assert {FinishReason.CANCELLED} == {rollout.finish_reason for rollout in job.rollouts()}
 
-    play(story)
-
-
-def test_a_coordinator_that_was_replaced_ends_though_it_has_nothing_to_give_out(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
-        client = connect_async(around.url, block=BLOCK_S)
-        first = Coordinator(manifest(), JobStore(client, JOB), history_of(around.redis), vocabulary=VOCABULARY)
-        running = asyncio.ensure_future(first.run())
-        await around.until(lambda: around.redis.exists(JOB.status))
-        async with around.coordinator():
-            with pytest.raises(StaleCoordinatorError):
-                await asyncio.wait_for(running, PATIENCE_S)
-        await client.aclose()
-
-    play(story)
+    run(scenario)
 
 
-def test_cancelling_thousands_takes_few_commands(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
+def test_a_replaced_coordinator_ends_even_if_it_has_no_work(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        async with job.unchecked_coordinator() as (_, running):
+            await job.wait_for(lambda: job.redis.exists(JOB.status))
+            async with job.coordinator():
+                with pytest.raises(StaleCoordinatorError):
+                    await asyncio.wait_for(running, TIMEOUT_S)
+
+    run(scenario)
+
+
+def test_cancelling_hundreds_of_requests_takes_few_commands(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
         names = [f"r{number}" for number in range(500)]
-        async with around.coordinator(), around.engine("a", slots=250) as a, around.engine("b", slots=250) as b:
-            around.send(JOB.requests, *map(request, names))
+        async with job.coordinator(), job.engine("a", slots=250) as a, job.engine("b", slots=250) as b:
+            job.send(JOB.requests, *map(request, names))
             for engine in (a, b):
-                await around.orders(engine, 250)
-            around.redis.config_resetstat()
-            with around.redis.monitor() as monitor:
-                for _ in range(3):  # a client repeats it until all is answered
-                    around.send(JOB.control, Cancel(request_ids=names))
-                await around.until(lambda: not around.redis.xlen(JOB.control))
-                around.redis.echo("enough")
-                commands = takewhile(lambda line: not line.startswith("ECHO"), (c["command"] for c in monitor.listen()))
+                await job.inbox(engine, 250)
+            job.redis.config_resetstat()
+            with job.redis.monitor() as monitor:
+                for _ in range(3):  # a client repeats a cancellation until all its rollouts are answered
+                    job.send(JOB.control, Cancel(request_ids=names))
+                await job.wait_for(lambda: not job.redis.xlen(JOB.control))
+                job.redis.echo("end")
+                commands = takewhile(
+                    lambda line: not line.startswith("ECHO"), (entry["command"] for entry in monitor.listen())
+                )
                 marked = sum("cancelled" in command for command in commands if command.startswith("HSET"))
-            calls: Any = around.redis.info("commandstats")
-            orders = [*await around.orders(a, 500), *await around.orders(b, 500)]
-        assert sorted(names) == sorted(order.request_id for order in orders if order.kind == "cancel")
-        assert calls["cmdstat_evalsha"]["calls"] < 100  # with the heartbeats; each takes a message of its own
-        assert 500 == marked  # 1,500 if what is cancelled were marked again
+            calls: Any = job.redis.info("commandstats")
+            orders = [*await job.inbox(a, 500), *await job.inbox(b, 500)]
+        assert sorted(names) == sorted(order.request_id for order in orders if order.kind is OrderKind.CANCEL)
+        assert calls["cmdstat_evalsha"]["calls"] < 100  # including heartbeats
+        assert 500 == marked  # repetitions do not mark them again
 
-    play(story)
-
-
-def test_cancellations_of_what_never_comes_do_not_pile_up(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
-        async with around.coordinator(manifest(queue={"maxRollouts": 8})):
-            around.send(JOB.requests, request("r", n=8))
-            await around.until(lambda: around.redis.exists(JOB.ledger("r")))
-            for _ in range(3):  # said again while the queue is full, and no request is read
-                around.send(JOB.control, Cancel(request_ids=["unread"]))
-                await asyncio.sleep(0.3)
-            assert 3 == around.redis.xlen(JOB.control)
-            around.send(JOB.control, Cancel(request_ids=["r"]))
-            await around.until(lambda: not around.redis.xlen(JOB.control))
-
-    play(story)
+    run(scenario)
 
 
-def test_an_engine_that_missed_new_weights_is_told_by_the_next_coordinator(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
-        async with around.coordinator():
-            around.send(JOB.control, WeightUpdate(weight_version=7, uri="/seven"))
-            await around.until(lambda: not around.redis.xlen(JOB.control))
-        async with around.engine("a") as engine:
-            await around.until(lambda: around.redis.exists(JOB.lease(engine)))  # nobody saw it come
-            async with around.coordinator():
-                [order] = await around.orders(engine, 1)
-        assert "weights" == order.kind
+def test_cancellations_of_unknown_requests_are_kept_only_until_all_requests_are_read(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        async with job.coordinator(manifest(queue={"maxRollouts": 8})):
+            job.send(JOB.requests, request("r", n=8))
+            await job.wait_for(lambda: job.redis.exists(JOB.ledger("r")))
+            # While the queue is full, no request is read.
+            for version in (1, 2, 3):
+                job.send(JOB.control, Cancel(request_ids=["unread"]), WeightUpdate(weight_version=version, uri="/x"))
+                await job.wait_for(lambda version=version: job.redis.xlen(JOB.control) == version)
+            job.send(JOB.control, Cancel(request_ids=["r"]))
+            await job.wait_for(lambda: not job.redis.xlen(JOB.control))
 
-    play(story)
+    run(scenario)
 
 
-def test_a_length_that_was_not_heard_is_not_taken_for_nought(
-    play: Callable[[Story], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_RECONCILE_S", 0.3)
+def test_the_next_coordinator_tells_an_engine_about_weights_that_it_missed(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        async with job.coordinator():
+            job.send(JOB.control, WeightUpdate(weight_version=7, uri="/seven"))
+            await job.wait_for(lambda: not job.redis.xlen(JOB.control))
+        async with job.engine("a") as engine:
+            await job.wait_for(lambda: job.redis.exists(JOB.lease(engine)))  # it registers without a coordinator
+            async with job.coordinator():
+                [order] = await job.inbox(engine, 1)
+        assert order.kind is OrderKind.UPDATE_WEIGHTS
 
-    def made(asked: RolloutRequest, sample: int, length: int) -> Rollout:
-        partial = Partial(token_ids=[1] * length, spans=[WeightSpan(start=0, weight_version=0)])
-        return Rollout.of(asked, sample, partial, FinishReason.LENGTH)
+    run(scenario)
 
-    async def story(around: Around) -> None:
+
+def test_a_rollout_whose_event_was_missed_does_not_count_as_empty(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
         short, long = request("short", n=4), request("long", n=4)
-        async with around.coordinator(), around.engine("a", slots=1) as engine:  # it is given one more ahead
-            around.send(JOB.requests, short, long)
-            probes = reversed(await around.orders(engine, 2))
-            for order, asked, length in zip(probes, (long, short), (12, 10), strict=True):
-                assert asked.request_id == order.request_id
-                await around.job_store.finish(asked, made(asked, 0, length), engine=engine, order=order.order_id)
-            assert ["long", "long"] == [order.request_id for order in await around.orders(engine, 2)]
-            # ended, and the event was trimmed before the coordinator could read it
-            around.redis.hset(JOB.ledger("long"), "1", LedgerEntry.of(made(long, 1, 12)).pack())
-            *_, third = await around.orders(engine, 3)
+        async with job.coordinator(), job.engine("a", slots=1) as engine:  # it is assigned one more rollout ahead
+            job.send(JOB.requests, short, long)
+            probes = {order.request_id: order for order in await job.inbox(engine, 2)}
+            await job.finish(long, probes["long"], 12)
+            await job.finish(short, probes["short"], 10)
+            assert ["long", "long"] == [order.request_id for order in await job.inbox(engine, 2)]
+            # The rollout has ended without an event, as if the event had been trimmed.
+            ended = Rollout.from_request(long, 1, partial(12), FinishReason.LENGTH)
+            job.redis.hset(JOB.ledger("long"), "1", LedgerEntry.of(ended).pack())
+            *_, third = await job.inbox(engine, 3)
         assert "long" == third.request_id
 
-    play(story)
+    run(scenario)
 
 
-def test_weights_that_are_older_than_the_newest_go_to_the_dead_letters(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
-        async with around.coordinator():
-            around.send(
-                JOB.control,
-                WeightUpdate(weight_version=7, uri="/seven"),
-                WeightUpdate(weight_version=6, uri="/six"),
-            )
-            await around.until(lambda: not around.redis.xlen(JOB.control))
-            assert [7] == [update.weight_version for update in await around.job_store.weights()]
-        [(_, letter)] = around.redis.xrange(JOB.dead)
-        assert b"weight version 6 comes after 7" == letter[b"reason"]
+def test_an_outdated_weight_update_becomes_a_dead_letter(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        async with job.coordinator():
+            updates = [WeightUpdate(weight_version=version, uri=f"/{version}") for version in (7, 6)]
+            job.send(JOB.control, *updates)
+            await job.wait_for(lambda: not job.redis.xlen(JOB.control))
+            assert [7] == [update.weight_version for update in await job.job_store.job.weights()]
+        [(_, letter)] = job.redis.xrange(JOB.dead_letters)
+        assert b"weight version 6 is older than 7, which was published before" == letter[b"reason"]
 
-    play(story)
+    run(scenario)
 
 
-def test_an_idle_engine_takes_rollouts_of_one_whose_steps_are_long(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
-        # a step takes a second for each of its rollouts
+def test_rollouts_migrate_from_an_engine_with_slow_steps_to_an_idle_one(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        # A step takes one second per rollout.
         slow = {"cost_base_seconds": 0.1, "cost_token_seconds": 1.0, "cost_context_token_seconds": 1e-6}
-        stopped = request("stopped", n=2, sampling={"stop": ["x"], "max_tokens": 400})
-        async with around.coordinator() as coordinator, around.engine("a", slots=16, counters=slow) as a:
-            around.send(JOB.requests, request("r", n=6, sampling={"max_tokens": 400}), stopped)
-            await around.orders(a, 8)
-            async with around.engine("b", slots=16, counters=slow):
-                async with asyncio.timeout(PATIENCE_S):
-                    while not (moves := [one for one in await around.job_store.orders(a) if one.kind == "move"]):
-                        await asyncio.sleep(0.1)
-                # half of them; but none that cannot go on from what it has
-                assert {"r"} == {move.request_id for move in moves}
-                assert 3 <= len(moves) <= 5
-                first = moves[0].assignment
-                assert first is not None
+        pinned_by_stop = request("stop", n=2, sampling={"stop": ["x"], "max_tokens": 400})
+        async with job.coordinator() as coordinator, job.engine("a", slots=16, counters=slow) as a:
+            job.send(JOB.requests, request("r", n=6, sampling={"max_tokens": 400}), pinned_by_stop)
+            await job.inbox(a, 8)
+            async with job.engine("b", slots=16, counters=slow):
+
+                async def migrations() -> list[Order]:
+                    orders = await job.job_store.assignments.inbox(a)
+                    return [order for order in orders if order.kind is OrderKind.MIGRATE]
+
+                migrating = await job.wait_for_async(migrations)
+                # About half of the rollouts migrate, and none that cannot continue from a partial.
+                assert {"r"} == {order.request_id for order in migrating}
+                assert 3 <= len(migrating) <= 5
+                migrated = migrating[0].assignment
+                assert migrated is not None
                 (order,) = [
-                    one
-                    for one in await around.job_store.orders(a)
-                    if one.kind == "sample"
-                    and one.assignment is not None
-                    and one.assignment.entry == first.entry
-                    and one.assignment.sample == first.sample
+                    order
+                    for order in await job.job_store.assignments.inbox(a)
+                    if order.kind is OrderKind.SAMPLE
+                    and order.assignment is not None
+                    and order.assignment.key == migrated.key
                 ]
-                await around.job_store.give_back(a, order.order_id, first, "moved")
-                (taken,) = await around.orders("b", 1)
+                await job.job_store.assignments.return_assignment(a, order.order_id, migrated, "migrated")
+                (taken,) = await job.inbox("b", 1)
                 assert taken.assignment is not None
-                assert ("r", first.sample, True) == (
-                    taken.request_id,
-                    taken.assignment.sample,
-                    taken.assignment.resumed,
-                )
-                assert coordinator.board.moved == len(moves)
+                assert (migrated.key, True) == (taken.assignment.key, taken.assignment.resumed)
+                await job.wait_for(lambda: (coordinator.board.last or {}).get("migrated") == len(migrating))
 
-    play(story)
+    run(scenario)
 
 
-def test_canaries_are_compared_with_their_siblings_across_coordinators(play: Callable[[Story], None]) -> None:
-    """Rollouts without drafts that say something else than their siblings are found, and stay found."""
+def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordinators(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        names = [name for name in map(str, range(4000)) if canary_sample(name, 4) is not None][:60]
+        async with job.engine("a", slots=1000) as engine:
 
-    async def story(around: Around) -> None:
-        names = [name for name in map(str, range(4000)) if canary_of(name, 4) is not None][:60]
-        async with around.engine("a", slots=1000) as engine:
-
-            async def answer(some: list[str], board: StatusBoard) -> JobStatus:
+            async def answer(some: list[str], board: StatusBoard) -> CoordinatorStatus:
                 asked = {name: request(name, n=4) for name in some}
-                already = 0 if board.last is None else board.last["canaries"]
-                around.send(JOB.requests, *asked.values())
-                for order in await around.orders(engine, 4 * len(some)):
+                before = 0 if board.last is None else board.last["canaries"]
+                job.send(JOB.requests, *asked.values())
+                for order in await job.inbox(engine, 4 * len(some)):
                     assert order.assignment is not None
-                    one, sample = asked[order.assignment.request_id], order.assignment.sample
-                    # as if drafts had made what is likelier, and shorter
-                    odd = sample == canary_of(one.request_id, 4)
-                    said = Partial(
-                        token_ids=[1] * (9 if odd else 5),
-                        logprobs=[-2.0 if odd else -1.0] * (9 if odd else 5),
-                        spans=[WeightSpan(start=0, weight_version=0)],
-                    )
-                    rollout = Rollout.of(one, sample, said, FinishReason.STOP)
-                    await around.job_store.finish(one, rollout, engine=engine, order=order.order_id)
-                async with asyncio.timeout(PATIENCE_S):
-                    while board.last is None or board.last["canaries"] < already + len(some):
-                        await asyncio.sleep(0.1)
-                return board.last
+                    canary = order.assignment.sample == canary_sample(order.request_id, 4)
+                    # Canaries are longer and less probable, as if drafting changed the distribution.
+                    length, logprob = (9, -2.0) if canary else (5, -1.0)
+                    await job.finish(asked[order.request_id], order, length, engine=engine, logprob=logprob)
+                status: CoordinatorStatus = await job.wait_for(
+                    lambda: board.last if board.last and board.last["canaries"] >= before + len(some) else None
+                )
+                return status
 
-            async with around.coordinator() as coordinator:
+            async with job.coordinator() as coordinator:
                 early = await answer(names[:4], coordinator.board)
                 assert not early["distribution_drift"]
-            async with around.coordinator() as coordinator:
+                await job.wait_for(lambda: b'"canaries": 4' in (job.redis.get(JOB.canaries) or b""))
+            async with job.coordinator() as coordinator:
                 late = await answer(names[4:], coordinator.board)
         assert (60, True) == (late["canaries"], late["distribution_drift"])
         assert late["drift_e_value"] > 1000 > early["drift_e_value"] > 1
 
-    play(story)
+    run(scenario)
 
 
 async def get(url: str) -> tuple[int, str]:
@@ -444,48 +454,55 @@ async def get(url: str) -> tuple[int, str]:
         return response.status, await response.text()
 
 
-def test_status_and_metrics_are_served_and_agree(play: Callable[[Story], None]) -> None:
-    async def story(around: Around) -> None:
-        waiting = StatusServer(StatusBoard(manifest()))
-        early = await waiting.start("127.0.0.1", 0)
-        code, body = await get(f"http://127.0.0.1:{early}/status")
+def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
+    async def scenario(job: JobHarness) -> None:
+        starting = StatusServer(StatusBoard(manifest()))
+        port = await starting.start("127.0.0.1", 0)
+        code, body = await get(f"http://127.0.0.1:{port}/status")
         assert 503 == code and "still reading" in json.loads(body)["error"]
-        await waiting.stop()
+        await starting.stop()
 
         timed = {"timed_seconds": 6.0, "timed_seconds_without_drafts": 8.0}
-        async with around.coordinator() as coordinator, around.engine("a", slots=4, counters=timed) as engine:
+        async with job.coordinator() as coordinator, job.engine("a", slots=4, counters=timed) as engine:
             server = StatusServer(coordinator.board)
             url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
             asked = request("r", n=7)
-            around.send(JOB.requests, asked, request("too long", sampling={"stop_token_ids": [VOCABULARY]}))
-            [first, *_] = await around.orders(engine, 4)
-            assert first.assignment is not None
-            partial = Partial(token_ids=[1] * 9, spans=[WeightSpan(start=0, weight_version=0)])
-            done = Rollout.of(asked, 0, partial, FinishReason.LENGTH, steps=4, drafted=8, accepted=5)
-            await around.job_store.finish(asked, done, engine=engine, order=first.order_id)
-            status: dict[str, Any] = {}
-            async with asyncio.timeout(PATIENCE_S):  # it is made once a second
-                while status.get("done") != 1:
-                    await asyncio.sleep(0.1)
-                    code, body = await get(f"{url}/status")
-                    status = json.loads(body)
-            waits = await around.job_store.waiting()
+            job.send(JOB.requests, asked, request("invalid", sampling={"stop_token_ids": [VOCABULARY]}))
+            [first, *_] = await job.inbox(engine, 4)
+            done = Rollout.from_request(
+                asked,
+                0,
+                partial(9),
+                FinishReason.LENGTH,
+                num_decoding_steps=4,
+                num_draft_tokens=8,
+                num_accepted_tokens=5,
+            )
+            await job.job_store.rollouts.finish(asked, done, engine=engine, order=first.order_id)
+
+            async def finished() -> dict[str, Any]:
+                _, body = await get(f"{url}/status")
+                status: dict[str, Any] = json.loads(body)
+                return status if status.get("done") == 1 and status["assigned"] == 4 else {}
+
+            status = await job.wait_for_async(finished)
+            load = await job.job_store.job.expected_load()
             _, body = await get(f"{url}/metrics")
             assert (200, "ok\n") == await get(f"{url}/healthz")
             await server.stop()
         assert ("default/live", 1, 1, 9, 4, 8, 5) == tuple(
             status[name] for name in ("job", "requests", "dead_letters", "tokens", "steps", "drafted", "accepted")
         )
-        assert (status["waiting"], 0.25) == (waits[0], status["saved"])
+        assert (status["waiting"], 0.25) == (load.rollouts, status["saved"])
         assert 6 == status["waiting"] + status["assigned"]
-        assert ["a"] == [one["name"] for one in status["engines"]]
-        assert status["assigned"] == sum(one["assigned"] for one in status["engines"])
+        assert ["a"] == [entry["name"] for entry in status["engines"]]
+        assert status["assigned"] == sum(entry["assigned"] for entry in status["engines"])
         assert (None, None, None, {}) == tuple(
-            status[name] for name in ("total", "epoch", "redis_away", "engine_errors")
+            status[name] for name in ("total", "epoch", "redis_error", "engine_errors")
         )
-        samples = [one for family in text_string_to_metric_families(body) for one in family.samples]
-        assert {"default/live"} == {one.labels["job"] for one in samples}
-        values = {one.name: one.value for one in samples if one.labels.keys() == {"job"}}
+        metrics = [sample for family in text_string_to_metric_families(body) for sample in family.samples]
+        assert {"default/live"} == {sample.labels["job"] for sample in metrics}
+        values = {sample.name: sample.value for sample in metrics if sample.labels.keys() == {"job"}}
         for metric, name in (
             ("rollout_requests_open", "requests"),
             ("rollout_rollouts_waiting", "waiting"),
@@ -502,8 +519,7 @@ def test_status_and_metrics_are_served_and_agree(play: Callable[[Story], None]) 
         ):
             assert status[name] == values[metric], metric
         assert 1 == values["rollout_engines"]
-        page = (Path(__file__).parents[2] / "docs" / "cluster.md").read_text()
-        names = [one.name.replace("rollout_engine_", "…_") for one in samples]
-        assert [] == [name for name in names if f"`{name}`" not in page]
+        page = (Path(__file__).parents[2] / "docs" / "several-machines.md").read_text()
+        assert [] == [sample.name for sample in metrics if f"`{sample.name}`" not in page]
 
-    play(story)
+    run(scenario)

@@ -1,4 +1,4 @@
-"""The server of a job's own: it keeps its data, ends with its owner and holds the lock until it is gone."""
+"""The embedded Redis server keeps its data, ends with its owner and holds the lock until it has ended."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import redis
 
-from rollout_worker.embedded_redis import EmbeddedRedis
-from rollout_worker.history.connection import RedisUnusableError
+from rollout_api.redis_client.checks import RedisUnusableError
+from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from rollout_worker.embedded_redis import EmbeddedRedis
+from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 lock = os.open(sys.argv[1] + "/lock", os.O_CREAT | os.O_RDWR)
 import fcntl; fcntl.flock(lock, fcntl.LOCK_EX)
 print(EmbeddedRedis(Path(sys.argv[1]), keep_open=lock).start(), flush=True)
@@ -30,7 +30,7 @@ time.sleep(600)
 
 @contextmanager
 def owned(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A process that owns a server, and the server's URL; killed in the end."""
+    """Start a process that owns a server, and yield it with the server's URL; the process is killed on exit."""
     command = [sys.executable, "-c", OWNER, str(directory)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
         try:
@@ -40,7 +40,7 @@ def owned(directory: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
             owner.kill()
 
 
-def test_killed_with_its_owner_it_keeps_what_it_acknowledged(tmp_path: Path) -> None:
+def test_data_survives_when_the_owner_is_killed(tmp_path: Path) -> None:
     with owned(tmp_path) as (_, url):
         client = redis.Redis.from_url(url)
         for number in range(100):
@@ -64,7 +64,7 @@ def test_killed_with_its_owner_it_keeps_what_it_acknowledged(tmp_path: Path) -> 
         server.stop()
 
 
-def test_it_wants_its_password_and_listens_on_loopback_alone(tmp_path: Path) -> None:
+def test_it_requires_a_password_and_listens_only_on_loopback(tmp_path: Path) -> None:
     with (tmp_path / "lock").open("w") as lock:
         server = EmbeddedRedis(tmp_path, keep_open=lock.fileno())
         url = server.start()
@@ -77,13 +77,13 @@ def test_it_wants_its_password_and_listens_on_loopback_alone(tmp_path: Path) -> 
         server.stop()
 
 
-def test_without_the_program_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_program_is_reported_with_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RedisUnusableError, match="apt-get install redis-server"):
         EmbeddedRedis(tmp_path, keep_open=0).start()
 
 
-def test_a_directory_that_it_cannot_read_ends_in_its_log(tmp_path: Path) -> None:
+def test_the_error_quotes_the_log_if_the_data_cannot_be_read(tmp_path: Path) -> None:
     aof = tmp_path / "appendonlydir"
     aof.mkdir()
     (aof / "appendonly.aof.manifest").write_text("nonsense\n")
@@ -91,9 +91,10 @@ def test_a_directory_that_it_cannot_read_ends_in_its_log(tmp_path: Path) -> None
         EmbeddedRedis(tmp_path, keep_open=lock.fileno()).start()
 
 
-def test_it_shares_the_session_of_its_owner_but_not_its_signals(tmp_path: Path) -> None:
-    """Linux schedules by session where autogroup is on: in its own, the server was seen to wait 3 s beside engines."""
+def test_it_is_in_the_session_but_not_in_the_process_group_of_its_owner(tmp_path: Path) -> None:
+    """Linux schedules by session if autogroup is on: in its own session, the server waited 3 s beside busy engines."""
     with owned(tmp_path) as (owner, url):
         server = int(redis.Redis.from_url(url).info("server")["process_id"])
         assert os.getsid(owner.pid) == os.getsid(server)
-        assert server == os.getpgid(server) != os.getpgid(owner.pid)  # a Ctrl-C is for the owner, which ends the server
+        # Ctrl-C reaches only the owner, which stops the server.
+        assert server == os.getpgid(server) != os.getpgid(owner.pid)

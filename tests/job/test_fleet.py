@@ -1,4 +1,4 @@
-"""The fleet of engine actors on a real Ray cluster; what the actors do, die above all, is made up."""
+"""The fleet of engine actors on a real Ray cluster, with fake actors that fail in various ways."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from rollout_worker.job.fleet import ENGINE_RESOURCE, Fleet, namespace
+from rollout_worker.job.fleet import ENGINE_RESOURCE, Fleet, ray_namespace
 from rollout_worker.job.ray_job import join_ray
 from rollout_worker.job.setup import JobSetup
 
@@ -27,11 +27,11 @@ MANIFEST = {
 }
 
 
-class SlowToComeBack:
-    """Has started at once; its process takes several of the fleet's passes to come up."""
+class SlowEngine:
+    """An engine whose process takes several passes of the fleet to start."""
 
     def __init__(self, *_: object) -> None:
-        time.sleep(4)
+        time.sleep(2)
         self._process = secrets.token_hex(4)
 
     def state(self) -> tuple[str, bool, str]:
@@ -41,8 +41,8 @@ class SlowToComeBack:
         return os.getpid()
 
 
-class DiesWhileItStarts:
-    """Lives until it was heard of: a busy machine may take longer over a pass of the fleet than any fixed time."""
+class CrashingEngine:
+    """An engine that dies once the fleet has read its state, however long the fleet's pass takes."""
 
     def __init__(self, *_: object) -> None:
         self._process = secrets.token_hex(4)
@@ -52,7 +52,7 @@ class DiesWhileItStarts:
         return self._process, False, ""
 
 
-class CannotStart:
+class FailingEngine:
     def __init__(self, *_: object) -> None:
         self._process = secrets.token_hex(4)
 
@@ -62,91 +62,98 @@ class CannotStart:
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[Cluster]:
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # actors' processes do not find this module
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "resources": {ENGINE_RESOURCE: 1}})
-    join_ray(made.address)
-    yield made
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors' processes cannot import this module
+    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "resources": {ENGINE_RESOURCE: 1}})
+    join_ray(started.address)
+    yield started
     ray.shutdown()
-    made.shutdown()
+    started.shutdown()
 
 
 @pytest.fixture
 def setup() -> Iterator[JobSetup]:
-    """Of a job of its own, whose engines are ended after the test."""
-    made = JobSetup(MANIFEST, f"fleet-{secrets.token_hex(4)}", "redis://127.0.0.1:1/0", 100, "fingerprint")
-    yield made
+    """The setup of a new job, whose engines are killed after the test."""
+    job = JobSetup(MANIFEST, f"fleet-{secrets.token_hex(4)}", "redis://127.0.0.1:1/0", 100, "fingerprint")
+    yield job
     for number in range(2):
-        with contextlib.suppress(ValueError):  # there is none, or the fleet has ended it
-            ray.kill(engine_of(made, number), no_restart=True)
+        with contextlib.suppress(ValueError):  # it does not exist, or the fleet has killed it
+            ray.kill(engine_of(job, number), no_restart=True)
         with contextlib.suppress(ValueError):
-            named = f"{namespace(made.uid)}-engine-{number}"
+            named = f"{ray_namespace(job.uid)}-engine-{number}"
             ray.util.remove_placement_group(ray.util.get_placement_group(named))
 
 
 def engine_of(setup: JobSetup, number: int = 0) -> ray.actor.ActorHandle:
-    return ray.get_actor(f"engine-{number}", namespace=namespace(setup.uid))
+    return ray.get_actor(f"engine-{number}", namespace=ray_namespace(setup.uid))
 
 
-def look(fleet: Fleet, seconds: float) -> bool:
-    """Make passes as the fleet does; whether an engine was in error after any of them."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        fleet._look()
-        if fleet.errors:
-            return True
-        time.sleep(0.5)
-    return False
+def wait_for_error(fleet: Fleet, seconds: float) -> None:
+    """Run passes of the fleet until one finds an engine that cannot start."""
+    deadline = time.monotonic() + seconds
+    while not fleet.errors:
+        assert time.monotonic() < deadline
+        fleet.run_once()
+        time.sleep(0.2)
 
 
-def pid_of(setup: JobSetup, number: int = 0) -> int:
+def wait_for_pid(fleet: Fleet, setup: JobSetup, number: int = 0, *, other_than: int | None = None) -> int:
+    """Run passes of the fleet, none of which may find an error, until an engine has started; return its process id.
+
+    Args:
+        fleet: the fleet.
+        setup: the job.
+        number: number of the engine.
+        other_than: process id of the engine before it was killed or lost.
+    """
     deadline = time.monotonic() + 60
-    while True:
-        try:
-            return int(ray.get(engine_of(setup, number).pid.remote(), timeout=60))
-        except (ray.exceptions.RayError, ValueError):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+    while time.monotonic() < deadline:
+        fleet.run_once()
+        assert {} == fleet.errors
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it restarts, or does not exist yet
+            pid = int(ray.get(engine_of(setup, number).pid.remote(), timeout=0.5))
+            if pid != other_than:
+                return pid
+    raise AssertionError(f"engine {number} has not started")
 
 
-def test_an_engine_that_was_killed_comes_back_and_is_no_error(setup: JobSetup) -> None:
-    fleet = Fleet(setup, SlowToComeBack)
-    fleet._look()
-    first = pid_of(setup)
-    assert not look(fleet, 2)
+def wait_for_nodes(count: int) -> None:
+    deadline = time.monotonic() + 60
+    while sum(node["Alive"] for node in ray.nodes()) != count:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_an_engine_that_was_killed_restarts_without_an_error(setup: JobSetup) -> None:
+    fleet = Fleet(setup, SlowEngine)
+    first = wait_for_pid(fleet, setup)
     os.kill(first, signal.SIGKILL)
-    assert not look(fleet, 8), fleet.errors
-    assert first != pid_of(setup)
+    assert first != wait_for_pid(fleet, setup, other_than=first)
 
 
-def test_an_engine_whose_process_dies_again_and_again_while_it_starts_is_an_error(setup: JobSetup) -> None:
-    fleet = Fleet(setup, DiesWhileItStarts)
-    assert look(fleet, 240)
+def test_an_engine_whose_process_dies_repeatedly_during_its_start_is_an_error(setup: JobSetup) -> None:
+    fleet = Fleet(setup, CrashingEngine)
+    wait_for_error(fleet, 240)
     assert "died 3 times while it started" in fleet.errors["engine-0"]
 
 
-def test_an_engine_that_says_that_it_cannot_start_is_an_error(setup: JobSetup) -> None:
-    fleet = Fleet(setup, CannotStart)
-    assert look(fleet, 60)
+def test_an_engine_that_reports_that_it_cannot_start_is_an_error(setup: JobSetup) -> None:
+    fleet = Fleet(setup, FailingEngine)
+    wait_for_error(fleet, 60)
     assert {"engine-0": "no such model"} == fleet.errors
 
 
-def test_a_worker_that_joins_brings_an_engine_and_one_that_leaves_takes_it_along(
-    cluster: Cluster, setup: JobSetup
-) -> None:
-    fleet = Fleet(setup, SlowToComeBack)
-    fleet._look()
-    first = pid_of(setup)
+def test_a_worker_that_joins_adds_an_engine_and_one_that_leaves_removes_it(cluster: Cluster, setup: JobSetup) -> None:
+    fleet = Fleet(setup, SlowEngine)
+    first = wait_for_pid(fleet, setup)
     with pytest.raises(ValueError, match="engine-1"):
         engine_of(setup, 1)
 
     worker = cluster.add_node(num_cpus=0, resources={ENGINE_RESOURCE: 1})
-    fleet._look()
-    second = pid_of(setup, 1)
+    second = wait_for_pid(fleet, setup, 1)
     cluster.remove_node(worker)
-    assert not look(fleet, 5), fleet.errors
-    assert first == pid_of(setup)
+    wait_for_nodes(1)
+    assert first == wait_for_pid(fleet, setup)
 
     worker = cluster.add_node(num_cpus=0, resources={ENGINE_RESOURCE: 1})
-    assert not look(fleet, 2), fleet.errors
-    assert second != pid_of(setup, 1)
+    assert second != wait_for_pid(fleet, setup, 1, other_than=second)
     cluster.remove_node(worker)

@@ -1,4 +1,4 @@
-"""A history that is not on the server of its job's messages: the command line finds it, and says where it does not."""
+"""A history on another server than the job's messages: how the command line finds it and reports problems."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ import redis
 import yaml
 
 from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_REDIS
-from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys
 from rollout_api.protocol.messages import encode
-from rollout_worker.distributed import _say_if_unusable
-from rollout_worker.embedded_redis import EmbeddedRedis
-from rollout_worker.history.connection import connect
-from rollout_worker.history.store import START, HistoryStore
-from tests.job.test_job_store import JOB, request, rollout
+from rollout_api.redis_client.connection import connect
+from rollout_worker.history.blocks import START
+from rollout_worker.history.store import HistoryStore
+from rollout_worker.launch.worker import warn_if_unusable
+from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from tests.support.job_messages import JOB, request, rollout
 from tests.support.ports import free_port
 
 HISTORY = HistoryKeys("default", "shared")
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[str]:
-    """URL of another server, with the history that the job opened there."""
+def history_url(tmp_path: Path) -> Iterator[str]:
+    """URL of another server, on which the job has opened its history."""
     lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     server = EmbeddedRedis(tmp_path / "redis", keep_open=lock)
     url = server.start()
@@ -40,15 +41,15 @@ def elsewhere(tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def server(redis_url: str) -> redis.Redis:
-    """A job with a finished rollout that no relay has carried."""
+    """A job with a finished rollout that no relay has moved to the history."""
     client = connect(redis_url)
     client.hset(JOB.job, "state", "running")
-    client.xadd(JOB.outbox, {"d": encode(rollout(request(), 0))})
+    client.xadd(JOB.outbox, {MESSAGE_FIELD: encode(rollout(request(), 0))})
     return client
 
 
 def end(directory: Path, redis_url: str, *options: str, **history: Any) -> subprocess.CompletedProcess[str]:
-    """``rollout end`` of a job whose manifest says *history*."""
+    """Run ``rollout end`` for a job with *history* in its manifest."""
     manifest = {
         "apiVersion": "das.rollout.dev/v1alpha1",
         "kind": "RolloutJob",
@@ -70,31 +71,29 @@ def rollouts(url: str) -> int:
 
 
 @pytest.mark.usefixtures("server")
-def test_what_was_finished_comes_into_the_history_on_its_own_server(
-    redis_url: str, elsewhere: str, tmp_path: Path
+def test_finished_rollouts_are_moved_to_the_history_on_its_own_server(
+    redis_url: str, history_url: str, tmp_path: Path
 ) -> None:
     secret = {"secretKeyRef": {"name": "histories", "key": "url"}}
-    done = end(tmp_path, redis_url, "--history-redis", elsewhere, urlFrom=secret)
+    done = end(tmp_path, redis_url, "--history-redis", history_url, urlFrom=secret)
     assert 0 == done.returncode, done.stderr
-    assert (0, 1) == (rollouts(redis_url), rollouts(elsewhere))
+    assert (0, 1) == (rollouts(redis_url), rollouts(history_url))
 
 
 @pytest.mark.usefixtures("server")
-def test_the_url_in_the_manifest_is_taken_unless_another_is_given(
-    redis_url: str, elsewhere: str, tmp_path: Path
+def test_the_url_in_the_manifest_is_used_unless_an_option_overrides_it(
+    redis_url: str, history_url: str, tmp_path: Path
 ) -> None:
-    # no credentials stand in a manifest: one that nobody listens on shows which was asked
+    # a URL on which nothing listens shows which one is used
     nobody = f"redis://127.0.0.1:{free_port()}/0"
     done = end(tmp_path, redis_url, url=nobody)
     assert EXIT_REDIS == done.returncode
     assert nobody.removeprefix("redis://").split("/")[0] in done.stderr
-    assert 0 == end(tmp_path, redis_url, "--history-redis", elsewhere, url=nobody).returncode
-    assert 1 == rollouts(elsewhere)
+    assert 0 == end(tmp_path, redis_url, "--history-redis", history_url, url=nobody).returncode
+    assert 1 == rollouts(history_url)
 
 
-def test_a_secret_that_only_a_cluster_can_read_is_refused_by_field(
-    server: redis.Redis, redis_url: str, tmp_path: Path
-) -> None:
+def test_a_url_in_a_secret_is_rejected_with_its_field(server: redis.Redis, redis_url: str, tmp_path: Path) -> None:
     done = end(tmp_path, redis_url, urlFrom={"secretKeyRef": {"name": "histories", "key": "url"}})
     assert EXIT_MANIFEST == done.returncode
     assert "spec.history.redis.urlFrom" in done.stderr
@@ -103,17 +102,17 @@ def test_a_secret_that_only_a_cluster_can_read_is_refused_by_field(
 
 
 @pytest.mark.parametrize("scheme", ["redis", "redis+cluster"])
-def test_a_worker_that_cannot_reach_the_history_says_so_without_the_password(
+def test_a_worker_that_cannot_reach_the_history_warns_without_the_password(
     scheme: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
-    _say_if_unusable(f"{scheme}://user:hunter2@127.0.0.1:{port}")
-    (said,) = caplog.messages
-    assert f"127.0.0.1:{port}" in said
-    assert "without the job's history" in said
-    assert "hunter2" not in said
+    warn_if_unusable(f"{scheme}://user:hunter2@127.0.0.1:{port}")
+    (message,) = caplog.messages
+    assert f"127.0.0.1:{port}" in message
+    assert "without the job's history" in message
+    assert "hunter2" not in message
 
 
-def test_a_worker_that_reaches_it_says_nothing(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
-    _say_if_unusable(redis_url)
+def test_a_worker_that_reaches_the_history_does_not_warn(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+    warn_if_unusable(redis_url)
     assert [] == caplog.messages

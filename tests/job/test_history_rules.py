@@ -1,4 +1,4 @@
-"""Whose a history is: jobs that name it share it, it outlives them, and none of another tokenizer or model gets in."""
+"""Who uses a history: jobs share it by name, it outlives them, and other tokenizers and models are rejected."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ import pytest
 import redis
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.keys import DATA
+from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import FinishReason, Rewards, Rollout, RolloutRequest, WeightSpan, encode
+from rollout_api.redis_client.connection import connect
 from rollout_worker.drafting.drafter import Drafter
 from rollout_worker.drafting.index import SuffixIndex
-from rollout_worker.history.connection import connect
-from rollout_worker.history.store import START, HistoryMismatchError, HistoryStore
+from rollout_worker.history.blocks import START
+from rollout_worker.history.metadata import HistoryMismatchError
+from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.sync import HistorySync
 from rollout_worker.job.ending import end_job
 from rollout_worker.job.ledger import LedgerEntry
@@ -30,7 +32,7 @@ TOKENIZER = "a" * 40
 
 
 class Job:
-    """A job that has opened its history, and what its engines leave for its relay."""
+    """A job that has opened its history, with engines that finish rollouts and a relay that moves them."""
 
     def __init__(
         self,
@@ -54,64 +56,64 @@ class Job:
             },
         }
         self.uid = f"uid-of-{name}"
-        self.setup = JobSetup(manifest=manifest, uid=self.uid, redis_url=url, vocabulary=99, tokenizer=tokenizer)
+        self.setup = JobSetup(manifest=manifest, uid=self.uid, redis_url=url, vocabulary_size=99, tokenizer=tokenizer)
         self.server = connect(url)
         self.setup.open_history()
-        self.store = self.setup.store()
+        self.store = self.setup.history_store()
         self._relay = Relay(self.server, self.setup.keys, self.store)
 
     def serve(self, version: int) -> int:
-        """Its engines have these weights now; their generation."""
+        """Publish a weight version; return its generation."""
         return self.store.publish(self.uid, version)
 
     def finish(self, name: str, tokens: Sequence[int], *, version: int) -> str:
-        """A rollout of problem ``p`` ends and waits for the relay; its id."""
-        asked = RolloutRequest(
+        """Put a finished rollout of problem ``p`` into the outbox; return its id."""
+        request = RolloutRequest(
             job_uid=self.uid, request_id=name, problem_id="p", prompt_token_ids=[1], sampling=Sampling(n=1)
         )
         ended = Rollout(
-            rollout_id=str(asked.rollout_id(0)),
-            problem_id=asked.problem,
+            rollout_id=str(request.rollout_id(0)),
+            problem_id=request.problem,
             token_ids=list(tokens),
-            spans=[WeightSpan(start=0, weight_version=version)],
+            weight_spans=[WeightSpan(start=0, weight_version=version)],
             finish_reason=FinishReason.STOP,
         )
         self.server.hset(self.setup.keys.ledger(name), "0", LedgerEntry.of(ended).pack())
-        self.server.xadd(self.setup.keys.outbox, {DATA: encode(ended)})
+        self.server.xadd(self.setup.keys.outbox, {MESSAGE_FIELD: encode(ended)})
         return ended.rollout_id
 
-    def roll_out(self, name: str, tokens: Sequence[int], *, version: int) -> str:
-        """As :meth:`finish`, carried into the history."""
+    def finish_and_store(self, name: str, tokens: Sequence[int], *, version: int) -> str:
+        """Finish a rollout and move it to the history; return its id."""
         rollout_id = self.finish(name, tokens, version=version)
         self._relay.drain()
         return rollout_id
 
     def read(self) -> dict[str, int]:
-        """Rollout → generation of all that the history has of the problem."""
+        """Rollout → generation, for all rollouts of the problem in the history."""
         records = self.store.read({"p": START}, count=1000)["p"].records
         assert len({record.rollout_id for record in records}) == len(records)
         return {record.rollout_id: record.generation for record in records}
 
     @contextmanager
     def drafting(self) -> Iterator[SuffixIndex]:
-        """The index that one of its engines drafts from, once it has what there is."""
+        """Yield the suffix index of one of the job's engines, once it has loaded the history."""
         index = SuffixIndex()
-        sync = HistorySync(self.setup.store(), index)
+        sync = HistorySync(self.setup.history_store(), index)
         sync.start()
         try:
-            sync.announce(["p"], self.store.generation())
+            sync.announce(["p"], self.store.metadata.generation())
             assert sync.wait_ready(10)
             yield index
         finally:
             sync.stop()
 
 
-def draft(index: SuffixIndex, said: Sequence[int]) -> list[int]:
-    """What a new rollout of the problem that has said so much is given to verify, from its history alone."""
+def draft(index: SuffixIndex, tokens: Sequence[int]) -> list[int]:
+    """Draft from the history alone for a rollout of the problem with these tokens."""
     drafter = Drafter(index)
     drafter.open(0, "p", np.array([1], dtype=np.uint32), ["history"])
     row = np.zeros(1, np.int64)
-    drafter.advance(row, [list(said)], row)
+    drafter.advance(row, [list(tokens)], row)
     (found,) = drafter.draft(row, row + 4, np.zeros(1))
     drafter.close(0)
     return found.tokens
@@ -122,26 +124,26 @@ def first(redis_url: str) -> Job:
     return Job(redis_url, "first")
 
 
-def test_a_job_drafts_from_what_another_of_the_same_history_has_made(first: Job, redis_url: str) -> None:
+def test_a_job_drafts_from_rollouts_of_another_job_with_the_same_history(first: Job, redis_url: str) -> None:
     first.serve(0)
-    theirs = first.roll_out("r", range(20, 40), version=0)
+    theirs = first.finish_and_store("r", range(20, 40), version=0)
     second = Job(redis_url, "second")
     second.serve(0)
     assert {theirs: 1} == second.read()
     with second.drafting() as index:
         assert names(theirs) == index.rollouts("p")
         assert [24, 25, 26, 27] == draft(index, [22, 23])
-    # and the first from what the second adds
-    ours = second.roll_out("r", range(60, 80), version=0)
+    # the first job also drafts from rollouts of the second
+    ours = second.finish_and_store("r", range(60, 80), version=0)
     with first.drafting() as index:
         assert set(names(theirs, ours)) == set(index.rollouts("p"))
         assert [64, 65, 66, 67] == draft(index, [62, 63])
-    assert 2 == first.store.length_stats("p").count == second.store.length_stats(None).count
+    assert 2 == first.store.statistics.length_stats("p").count == second.store.statistics.length_stats(None).count
 
 
-def test_a_history_of_the_same_name_in_another_namespace_is_another(first: Job, redis_url: str) -> None:
+def test_a_history_with_the_same_name_in_another_namespace_is_separate(first: Job, redis_url: str) -> None:
     first.serve(0)
-    first.roll_out("r", range(20, 40), version=0)
+    first.finish_and_store("r", range(20, 40), version=0)
     other = Job(redis_url, "other", namespace="team")
     other.serve(0)
     assert {} == other.read()
@@ -149,21 +151,21 @@ def test_a_history_of_the_same_name_in_another_namespace_is_another(first: Job, 
         assert [] == index.rollouts("p")
 
 
-def test_a_job_that_begins_at_version_0_makes_the_newest_generation_and_makes_nothing_old(
+def test_a_job_that_starts_at_version_0_gets_the_newest_generation_and_expires_nothing(
     first: Job, redis_url: str
 ) -> None:
-    made = {}
+    generations = {}
     for version in range(WINDOW + 2):
         generation = first.serve(version)
-        made[first.roll_out(f"v{version}", range(20, 40), version=version)] = generation
-    assert WINDOW + 2 == first.store.generation()
-    kept = {name: generation for name, generation in made.items() if generation > 2}
+        generations[first.finish_and_store(f"v{version}", range(20, 40), version=version)] = generation
+    assert WINDOW + 2 == first.store.metadata.generation()
+    kept = {name: generation for name, generation in generations.items() if generation > 2}
     assert kept == first.read()
 
     second = Job(redis_url, "second")
-    assert kept == second.read()  # by opening it nothing was made old
+    assert kept == second.read()  # opening the history expires nothing
     assert WINDOW + 3 == second.serve(0) == second.serve(0)
-    ours = second.roll_out("r", range(60, 80), version=0)
+    ours = second.finish_and_store("r", range(60, 80), version=0)
     newest = WINDOW + 3
     in_window = {name: generation for name, generation in kept.items() if generation > newest - WINDOW}
     assert WINDOW - 1 == len(in_window)
@@ -171,33 +173,35 @@ def test_a_job_that_begins_at_version_0_makes_the_newest_generation_and_makes_no
     with second.drafting() as index:
         assert set(names(*in_window, ours)) == set(index.rollouts("p"))
 
-    # the first goes on: what it made before the second came and carries now is of its own generation, its next is newer
-    late = first.roll_out("late", range(20, 40), version=WINDOW + 1)
+    # a late rollout of the first job keeps its generation, and the first job's next version is newer than the second's
+    late = first.finish_and_store("late", range(20, 40), version=WINDOW + 1)
     assert newest + 1 == first.serve(WINDOW + 2)
     assert WINDOW + 2 == first.read()[late]
-    # whoever sees it first, a version of a run has one generation
+    # a version of a run always has the same generation
     assert newest == second.serve(0)
 
 
-def test_a_deleted_job_leaves_its_history_as_it_was_with_all_that_it_had_finished(first: Job, redis_url: str) -> None:
+def test_a_deleted_job_leaves_its_history_with_all_finished_rollouts(first: Job, redis_url: str) -> None:
     first.serve(0)
-    carried = first.roll_out("carried", range(20, 40), version=0)
+    stored = first.finish_and_store("stored", range(20, 40), version=0)
     keys = first.setup.keys
     first.server.hset(keys.job, "state", "running")
-    first.server.xadd(keys.rewards, {DATA: encode(Rewards(rewards={carried: 0.5}))})
+    first.server.xadd(keys.rewards, {MESSAGE_FIELD: encode(Rewards(rewards={stored: 0.5}))})
     waiting = first.finish("waiting", range(60, 80), version=0)
     end_job(first.server, keys, first.store, "default/first", state="deleted", reason="deleted")
-    assert [keys.job.encode()] == list(first.server.scan_iter(keys.every()))  # for clients that ask
+    assert [keys.job.encode()] == list(
+        first.server.scan_iter(keys.pattern())
+    )  # which tells clients that the job has ended
 
     second = Job(redis_url, "second")
-    assert {carried: 1, waiting: 1} == second.read()
-    assert {rollout_key(carried): 0.5} == second.store.rewards("p")
-    about = second.store.about()
-    assert about is not None
-    assert (TOKENIZER, "org/model") == (about.tokenizer, about.model)
+    assert {stored: 1, waiting: 1} == second.read()
+    assert {rollout_key(stored): 0.5} == second.store.statistics.rewards("p")
+    info = second.store.metadata.info()
+    assert info is not None
+    assert (TOKENIZER, "org/model") == (info.tokenizer, info.model)
     with second.drafting() as index:
         assert [64, 65, 66, 67] == draft(index, [62, 63])
-    # nothing of it runs out with the job
+    # no key of the history expires with the job
     assert {-1} == {first.server.ttl(key) for key in first.server.scan_iter("history:*")}
 
     before = dump(first.server)
@@ -206,47 +210,39 @@ def test_a_deleted_job_leaves_its_history_as_it_was_with_all_that_it_had_finishe
 
 
 def dump(server: redis.Redis) -> dict[bytes, bytes | None]:
-    """All of all histories."""
+    """Return the contents of all histories."""
     kept: Any = {key: server.dump(key) for key in server.scan_iter("history:*")}
     return dict(kept)
 
 
-def test_a_history_of_another_tokenizer_is_refused_and_stays_as_it_is(first: Job, redis_url: str) -> None:
+def test_a_history_of_another_tokenizer_is_rejected_and_unchanged(first: Job, redis_url: str) -> None:
     first.serve(0)
-    first.roll_out("r", range(20, 40), version=0)
+    first.finish_and_store("r", range(20, 40), version=0)
     before = dump(first.server)
-    with pytest.raises(HistoryMismatchError) as refused:
-        Job(redis_url, "second", tokenizer="b" * 40, history={"maxBytes": "2Gi", "allowForeignModel": True})
-    assert (
-        "history default/shared holds rollouts of another tokenizer (aaaaaaaaaaaa…, this model's is bbbbbbbbbbbb…); "
-        "name another in spec.history.name"
-    ) == str(refused.value)
+    with pytest.raises(HistoryMismatchError, match=r"tokenizer \(aaaaaaaaaaaa…, this model's is bbbbbbbbbbbb…\)"):
+        Job(redis_url, "second", tokenizer="b" * 40, history={"maxBytes": "2Gi", "allowModelMismatch": True})
     assert before == dump(first.server)
     Job(redis_url, "second", tokenizer="b" * 40, history={"name": "another"})
 
 
-def test_a_history_of_another_model_is_refused_and_stays_as_it_is(first: Job, redis_url: str) -> None:
+def test_a_history_of_another_model_is_rejected_and_unchanged(first: Job, redis_url: str) -> None:
     first.serve(0)
-    theirs = first.roll_out("r", range(20, 40), version=0)
+    theirs = first.finish_and_store("r", range(20, 40), version=0)
     before = dump(first.server)
-    with pytest.raises(HistoryMismatchError) as refused:
+    with pytest.raises(HistoryMismatchError, match="of model 'org/model', not of 'org/larger'"):
         Job(redis_url, "second", model="org/larger", history={"maxBytes": "2Gi"})
-    assert (
-        "history default/shared holds rollouts of model 'org/model', not of 'org/larger'; name another in "
-        "spec.history.name, or set spec.history.allowForeignModel to draft from those as well"
-    ) == str(refused.value)
     assert before == dump(first.server)
-    # what was refused may be allowed
-    second = Job(redis_url, "second", model="org/larger", history={"allowForeignModel": True})
+    # the mismatch may be allowed explicitly
+    second = Job(redis_url, "second", model="org/larger", history={"allowModelMismatch": True})
     second.serve(0)
-    ours = second.roll_out("r", range(60, 80), version=0)
+    ours = second.finish_and_store("r", range(60, 80), version=0)
     assert {theirs: 1, ours: 2} == second.read()
     with second.drafting() as index:
         assert [24, 25, 26, 27] == draft(index, [22, 23])
-    # it is still the first's, which needs no leave
-    about = HistoryStore(first.server, first.setup.history_keys, window=WINDOW).about()
-    assert about is not None
-    assert "org/model" == about.model
+    # the history still belongs to the first model, whose jobs need no permission
+    info = HistoryStore(first.server, first.setup.history_keys, window=WINDOW).metadata.info()
+    assert info is not None
+    assert "org/model" == info.model
     Job(redis_url, "third")
     with pytest.raises(HistoryMismatchError, match="org/model"):
         Job(redis_url, "fourth", model="org/larger")

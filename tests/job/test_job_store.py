@@ -1,4 +1,4 @@
-"""The message plane on a real Redis: every step once, whatever is repeated, refused or killed in between."""
+"""The job's store on a real Redis: operations are atomic, may be repeated, and are rejected where they must be."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import multiprocessing
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -19,369 +17,261 @@ import redis
 import redis.asyncio
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.keys import DATA, HistoryKeys, MessageKeys
-from rollout_api.protocol.length_entries import rollout_key
-from rollout_api.protocol.messages import (
-    FinishReason,
-    Partial,
-    Purpose,
-    Rewards,
-    Rollout,
-    RolloutRequest,
-    WeightSpan,
-    decode,
-    encode,
+from rollout_api.protocol.keys import MESSAGE_FIELD
+from rollout_api.protocol.messages import Partial, Rollout, RolloutRequest, WeightSpan, decode, encode
+from rollout_api.redis_client.connection import connect
+from rollout_api.redis_client.retry import retry_async
+from rollout_worker.history.blocks import START
+from rollout_worker.history.store import HistoryStore
+from rollout_worker.job.job_store import (
+    Admission,
+    Assignment,
+    EngineReport,
+    JobStore,
+    Order,
+    StaleCoordinatorError,
+    Stream,
 )
-from rollout_worker.history.connection import connect, connect_async, retry_async
-from rollout_worker.history.store import START, HistoryStore
-from rollout_worker.job.job_store import Assignment, EngineReport, JobStore, StaleCoordinatorError
 from rollout_worker.job.ledger import read_ledger
 from rollout_worker.job.relay import Relay
-from tests.support.redis_servers import Server
+from tests.support.job_messages import HISTORY, JOB, request, rollout
 
-JOB = MessageKeys("uid")
-HISTORY = HistoryKeys("default", "math")
 REPORT = EngineReport("engine-0", slots=4)
 
 
-def request(name: str = "r", n: int = 2, **more: Any) -> RolloutRequest:
-    about = {"problem_id": "p", "prompt_token_ids": [1]} | more
-    return RolloutRequest(job_uid="uid", request_id=name, sampling=Sampling(n=n), **about)
-
-
-def rollout(asked: RolloutRequest, sample: int, length: int = 5) -> Rollout:
-    return Rollout(
-        rollout_id=str(asked.rollout_id(sample)),
-        problem_id=asked.problem,
-        purpose=asked.purpose,
-        token_ids=[sample] * length,
-        logprobs=[-0.5] * length,
-        spans=[WeightSpan(start=0, weight_version=1)] if length else [],
-        finish_reason=FinishReason.STOP,
-        steps=2,
-        drafted=4,
-        accepted=3,
-    )
-
-
-class Bench:
-    """The job_store, and Redis as it is behind it."""
+class StoreHarness:
+    """Runs operations of a job's store, and reads their effects from Redis."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.redis = connect(url)
-        self.store = HistoryStore(self.redis, HISTORY, window=4)
-        self.relay = Relay(self.redis, JOB, self.store)
-
-    @asynccontextmanager
-    async def job_store(self) -> AsyncIterator[JobStore]:
-        client = connect_async(self.url)
-        yield JobStore(client, JOB)
-        await client.aclose()
+        self.history = HistoryStore(self.redis, HISTORY, window=4)
+        self.relay = Relay(self.redis, JOB, self.history)
 
     def run(self, work: Callable[[JobStore], Coroutine[Any, Any, Any]]) -> Any:
-        async def runs() -> Any:
-            async with self.job_store() as job_store:
-                return await work(job_store)
+        async def run_work() -> Any:
+            job_store = JobStore.connect(self.url, JOB)
+            result = await work(job_store)
+            await job_store.close()
+            return result
 
-        return asyncio.run(runs())
+        return asyncio.run(run_work())
 
     def results(self, client: str = "trainer") -> list[str]:
         entries: Any = self.redis.xrange(JOB.results(client))
-        messages = [decode(fields[DATA.encode()]) for _, fields in entries]
+        messages = [decode(fields[MESSAGE_FIELD.encode()]) for _, fields in entries]
         return [message.rollout_id for message in messages if isinstance(message, Rollout)]
 
     def in_history(self) -> list[str]:
-        return [record.rollout_id for record in self.store.read({"p": START})["p"].records]
+        return [record.rollout_id for record in self.history.read({"p": START})["p"].records]
 
     def submit(self, asked: RolloutRequest) -> str:
-        entry: Any = self.redis.xadd(JOB.requests, {DATA: encode(asked)})
+        entry: Any = self.redis.xadd(JOB.requests, {MESSAGE_FIELD: encode(asked)})
         return str(entry, "utf-8")
 
 
 @pytest.fixture
-def bench(redis_url: str) -> Bench:
-    return Bench(redis_url)
+def harness(redis_url: str) -> StoreHarness:
+    return StoreHarness(redis_url)
 
 
-def test_a_request_is_taken_up_once_and_answered_once(bench: Bench) -> None:
+def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarness) -> None:
     asked = request()
-    first, again = bench.submit(asked), bench.submit(asked)
+    first, again = harness.submit(asked), harness.submit(asked)
 
-    async def story(job_store: JobStore) -> None:
-        assert 1 == await job_store.admit(first, asked)
-        assert 1 == await job_store.admit(first, asked)  # by the next coordinator
-        assert 0 == await job_store.admit(again, asked)
+    async def scenario(job_store: JobStore) -> None:
+        requests, rollouts = job_store.requests, job_store.rollouts
+        assert Admission.ADMITTED is await requests.admit(first, asked)
+        assert Admission.ADMITTED is await requests.admit(first, asked)  # by the next coordinator
+        assert Admission.REPEATED is await requests.admit(again, asked)
         more = asked.model_copy(update={"sampling": Sampling(n=3)})
-        assert -2 == await job_store.admit(bench.submit(more), more)
-        assert asked == await job_store.request(first)
-        assert await job_store.finish(asked, rollout(asked, 0))
-        assert not await job_store.finish(asked, rollout(asked, 0, length=9))
-        assert [(frozenset({0}), False)] == await job_store.progress(["r"])
-        assert await job_store.finish(asked, rollout(asked, 1))
-        assert await job_store.request(first) is None
-        late = str(bench.submit(asked))
-        assert -1 == await job_store.admit(late, asked)
+        assert Admission.CONFLICT is await requests.admit(harness.submit(more), more)
+        assert asked == await requests.read(first)
+        assert await rollouts.finish(asked, rollout(asked, 0))
+        assert not await rollouts.finish(asked, rollout(asked, 0, length=9))
+        assert [(frozenset({0}), False)] == await requests.progress(["r"])
+        assert await rollouts.finish(asked, rollout(asked, 1))
+        assert await requests.read(first) is None
+        assert Admission.ANSWERED is await requests.admit(harness.submit(asked), asked)
+        totals = {"rollouts": 2, "tokens": 10, "steps": 4, "drafted": 8, "accepted": 6}
+        assert totals == await rollouts.totals()
 
-    bench.run(story)
-    assert ["uid/r/0/0", "uid/r/1/0"] == bench.results()
-    assert 0 == bench.redis.xlen(JOB.requests)
-    totals = {"rollouts": 2, "tokens": 10, "steps": 4, "drafted": 8, "accepted": 6}
-    assert totals == {key.decode(): int(value) for key, value in bench.redis.hgetall(JOB.totals).items()}
-    assert 0 < bench.redis.ttl(JOB.ledger("r"))
-    assert {0: 5, 1: 5} == {sample: entry.length for sample, entry in read_ledger(bench.redis, JOB, ["r"])["r"].items()}
+    harness.run(scenario)
+    assert ["uid/r/0/0", "uid/r/1/0"] == harness.results()
+    assert 0 == harness.redis.xlen(JOB.requests)
+    assert 0 < harness.redis.ttl(JOB.ledger("r"))
+    ledger = read_ledger(harness.redis, JOB, ["r"])["r"]
+    assert {0: 5, 1: 5} == {sample: entry.length for sample, entry in ledger.items()}
 
 
-def test_what_nobody_asked_for_is_not_recorded(bench: Bench) -> None:
+def test_a_rollout_of_an_unknown_request_is_not_recorded(harness: StoreHarness) -> None:
     asked = request()
 
-    async def story(job_store: JobStore) -> None:
-        assert not await job_store.finish(asked, rollout(asked, 0))
+    async def scenario(job_store: JobStore) -> None:
+        assert not await job_store.rollouts.finish(asked, rollout(asked, 0))
 
-    bench.run(story)
-    assert [] == bench.results()
-
-
-def test_training_rollouts_and_their_rewards_reach_the_history_once(bench: Bench) -> None:
-    asked, evaluated = request(), request("e", n=1, purpose=Purpose.EVAL)
-
-    async def story(job_store: JobStore) -> None:
-        for one in (asked, evaluated):
-            await job_store.admit(bench.submit(one), one)
-            for sample in range(one.sampling.n):
-                await job_store.finish(one, rollout(one, sample))
-
-    bench.run(story)
-    rewards = Rewards(rewards={"uid/r/1/0": 0.25, "uid/unknown/0/0": 1.0})
-    bench.redis.xadd(JOB.rewards, {DATA: encode(rewards)})
-    entries: Any = bench.redis.xrange(JOB.outbox)
-    bench.relay.drain()
-    assert ["uid/r/0/0", "uid/r/1/0"] == bench.in_history()
-    assert {rollout_key("uid/r/1/0"): 0.25} == bench.store.rewards("p")
-    # as if the relay had been killed after it carried an entry and before it deleted that
-    bench.redis.xadd(JOB.outbox, entries[0][1])
-    bench.redis.xadd(JOB.rewards, {DATA: encode(rewards)})
-    bench.relay.drain()
-    assert ["uid/r/0/0", "uid/r/1/0"] == bench.in_history()
-    assert {rollout_key("uid/r/1/0"): 0.25} == bench.store.rewards("p")
-    assert 0 == bench.redis.xlen(JOB.outbox) == bench.redis.xlen(JOB.rewards)
+    harness.run(scenario)
+    assert [] == harness.results()
 
 
-def test_what_stood_before_a_later_turn_reaches_the_history_and_no_client(bench: Bench) -> None:
-    prompt = list(range(1000, 1100))
-    turns = [
-        request(f"t{turn}", n=1, prompt_token_ids=prompt[:length], trajectory_id="t", turn=turn)
-        for turn, length in enumerate((90, 100, 3))
-    ]
-
-    async def story(job_store: JobStore) -> None:
-        for asked in turns:
-            await job_store.admit(bench.submit(asked), asked)
-            await job_store.finish(asked, rollout(asked, 0))
-
-    bench.run(story)
-    sent: Any = [fields for _, fields in bench.redis.xrange(JOB.results("trainer"))]
-    assert [{b"d": encode(rollout(asked, 0))} for asked in turns] == sent
-    waiting: Any = [fields for _, fields in bench.redis.xrange(JOB.outbox)]
-    assert [{b"d"}, {b"d", b"c"}, {b"d", b"c"}] == [set(fields) for fields in waiting]
-    bench.relay.drain()
-    records = bench.store.read({"p": START})["p"].records
-    assert [[], prompt[-64:], prompt[:3]] == [record.context.tolist() for record in records]
-
-
-def test_what_a_worker_of_before_has_left_in_the_outbox_is_carried_without_context(bench: Bench) -> None:
-    asked = request(n=1, trajectory_id="t", turn=1)
-    bench.redis.xadd(JOB.outbox, {DATA: encode(rollout(asked, 0))})
-    bench.relay.drain()
-    assert [("uid/r/0/1", [])] == [
-        (record.rollout_id, record.context.tolist()) for record in bench.store.read({"p": START})["p"].records
-    ]
-
-
-@pytest.mark.parametrize("stream", [JOB.outbox, JOB.rewards])
-@pytest.mark.parametrize("data", [b"garbage", b"", encode(request())])
-def test_what_the_relay_cannot_read_goes_to_the_dead_letters_and_the_rest_goes_on(
-    bench: Bench, stream: str, data: bytes
-) -> None:
-    bench.redis.xadd(stream, {DATA: data})
+def test_a_partial_is_kept_until_its_rollout_ends(harness: StoreHarness) -> None:
     asked = request(n=1)
+    partial = Partial(token_ids=[7, 8], logprobs=[-1.0, -2.0], weight_spans=[WeightSpan(start=0, weight_version=3)])
 
-    async def story(job_store: JobStore) -> None:
-        await job_store.admit(bench.submit(asked), asked)
-        await job_store.finish(asked, rollout(asked, 0))
+    async def scenario(job_store: JobStore) -> None:
+        rollouts, assignments = job_store.rollouts, job_store.assignments
+        assert not await rollouts.checkpoint(asked, 0, partial)
+        await job_store.requests.admit(harness.submit(asked), asked)
+        assert [1] == await assignments.count_losses(["uid/r/0/0"])
+        assert await rollouts.checkpoint(asked, 0, partial)
+        assert {} == await assignments.loss_counts()  # progress resets the count
+        assert [partial] == await rollouts.partials([(asked, 0)])
+        assert (False, False, partial) == await rollouts.start_state(asked, 0, with_partial=True)
+        await rollouts.finish(asked, rollout(asked, 0))
+        assert not await rollouts.checkpoint(asked, 0, partial)
+        assert (True, False, None) == await rollouts.start_state(asked, 0, with_partial=True)
+        assert set() == await rollouts.partial_ids()
 
-    bench.run(story)
-    bench.relay.drain()
-    assert ["uid/r/0/0"] == bench.in_history()
-    letters: Any = bench.redis.xrange(JOB.dead)
-    ((_, letter),) = letters
-    assert (data, stream.encode()) == (letter[b"d"], letter[b"stream"])
-    assert letter[b"reason"]
-
-
-def test_a_reward_whose_rollout_cannot_be_read_goes_to_the_dead_letters(bench: Bench) -> None:
-    bench.redis.hset(JOB.ledger("r"), "0", msgpack.packb(("p", 5)))
-    bench.redis.xadd(JOB.rewards, {DATA: encode(Rewards(rewards={"uid/r/0/0": 1.0}))})
-    bench.relay.drain()
-    [(_, letter)] = bench.redis.xrange(JOB.dead)
-    assert b"no entry of a ledger" in letter[b"reason"]
+    harness.run(scenario)
 
 
-def test_a_partial_is_kept_until_the_rollout_ends_and_not_after(bench: Bench) -> None:
-    asked = request(n=1)
-    partial = Partial(token_ids=[7, 8], logprobs=[-1.0, -2.0], spans=[WeightSpan(start=0, weight_version=3)])
-
-    async def story(job_store: JobStore) -> None:
-        assert not await job_store.checkpoint(asked, 0, partial)
-        await job_store.admit(bench.submit(asked), asked)
-        assert [1] == await job_store.count_loss(["uid/r/0/0"])
-        assert await job_store.checkpoint(asked, 0, partial)
-        assert {} == await job_store.attempts()  # progress clears suspicion
-        assert partial == (await job_store.partials([(asked, 0)]))[0]
-        assert (False, False, partial) == await job_store.before(asked, 0, True)
-        await job_store.finish(asked, rollout(asked, 0))
-        assert not await job_store.checkpoint(asked, 0, partial)
-        assert (True, False, None) == await job_store.before(asked, 0, True)
-        assert set() == await job_store.partial_ids()
-
-    bench.run(story)
-
-
-def test_orders_reach_an_engine_once_and_come_back_when_its_lease_ends(bench: Bench) -> None:
+def test_orders_reach_an_engine_once_and_are_reclaimed_when_its_lease_expires(harness: StoreHarness) -> None:
     asked = request()
-    entry = bench.submit(asked)
-    orders = [Assignment("r", 0, entry), Assignment("r", 1, entry, resumed=True)]
+    entry_id = harness.submit(asked)
+    assigned = [Assignment("r", 0, entry_id), Assignment("r", 1, entry_id, resumed=True)]
 
-    async def story(job_store: JobStore) -> None:
-        number = await job_store.take_over()
-        await job_store.admit(entry, asked)
-        assert await job_store.assign(number, "e", orders) is None  # it is not there yet
-        assert not await job_store.heartbeat("e", REPORT)
-        assert await job_store.heartbeat("e", REPORT, begin=True)
-        assert await job_store.heartbeat("e", REPORT)
-        assert await job_store.assign(number, "e", [*orders, "cancel x", "weights"])
-        held = await job_store.orders("e")
-        assert orders == [order.assignment for order in held[:2]]
-        assert [("cancel", "x"), ("weights", "")] == [(order.kind, order.request_id) for order in held[2:]]
-        assert await job_store.finish(asked, rollout(asked, 0), engine="e", order=held[0].order_id)
-        assert await job_store.reclaim(number, "e") is None  # it is alive
-        await job_store.leave("e")
-        assert {"e": (REPORT, False)} == await job_store.engines()
-        back = await job_store.reclaim(number, "e")
-        assert back is not None
-        assert [orders[1]] == [order.assignment for order in back if order.assignment is not None]
-        assert {} == await job_store.engines()
-        assert not await job_store.heartbeat("e", REPORT)  # what was taken for lost and was not
+    async def scenario(job_store: JobStore) -> None:
+        assignments, engines = job_store.assignments, job_store.engines
+        coordinator = await assignments.take_over()
+        await job_store.requests.admit(entry_id, asked)
+        orders = [*map(Order.sample, assigned), Order.cancel("x"), Order.update_weights()]
+        assert not await assignments.send(coordinator, "e", orders)  # the engine has not registered
+        assert not await engines.heartbeat("e", REPORT)
+        assert await engines.heartbeat("e", REPORT, register=True)
+        assert await engines.heartbeat("e", REPORT)
+        assert await assignments.send(coordinator, "e", orders)
+        held = await assignments.inbox("e")
+        assert orders == [Order(order.kind, order.assignment, order.request_id) for order in held]
+        assert (held, held[-1].order_id) == await assignments.read_inbox("e", "0", timeout_s=1, max_orders=9)
+        assert await job_store.rollouts.finish(asked, rollout(asked, 0), engine="e", order=held[0].order_id)
+        assert await assignments.reclaim(coordinator, "e") is None  # the lease is valid
+        await engines.release("e")
+        assert {"e": (REPORT, False)} == await engines.engines()
+        reclaimed = await assignments.reclaim(coordinator, "e")
+        assert reclaimed is not None
+        assert [assigned[1]] == [order.assignment for order in reclaimed if order.assignment is not None]
+        assert {} == await engines.engines()
+        assert not await engines.heartbeat("e", REPORT)  # the engine must register again
 
-    bench.run(story)
+    harness.run(scenario)
 
 
-def test_a_cancellation_makes_no_ledger_for_what_is_unknown(bench: Bench) -> None:
+def test_an_order_of_an_unknown_kind_is_skipped(harness: StoreHarness) -> None:
+    harness.redis.xadd(JOB.inbox("e"), {"k": "of a later release", "i": "x"})
+    last: Any = harness.redis.xadd(JOB.inbox("e"), {"k": "cancel", "i": "x"})
+
+    async def scenario(job_store: JobStore) -> None:
+        orders, cursor = await job_store.assignments.read_inbox("e", "0", timeout_s=1, max_orders=9)
+        assert (["x"], last.decode()) == ([order.request_id for order in orders], cursor)
+
+    harness.run(scenario)
+
+
+def test_cancelling_an_unknown_request_creates_no_ledger(harness: StoreHarness) -> None:
     asked = request()
 
-    async def story(job_store: JobStore) -> None:
-        await job_store.admit(bench.submit(asked), asked)
-        await job_store.mark_cancelled(["unknown", asked.request_id])
-        assert [(frozenset(), False), (frozenset(), True)] == await job_store.progress(["unknown", asked.request_id])
+    async def scenario(job_store: JobStore) -> None:
+        requests = job_store.requests
+        await requests.admit(harness.submit(asked), asked)
+        await requests.mark_cancelled(["unknown", asked.request_id])
+        assert [(frozenset(), False), (frozenset(), True)] == await requests.progress(["unknown", asked.request_id])
 
-    bench.run(story)
-    assert not bench.redis.exists(JOB.ledger("unknown"))
-
-
-def test_what_a_later_engine_says_of_itself_stops_no_coordinator(bench: Bench) -> None:
-    report = asdict(REPORT) | {"said_by_a_later_version": 1}
-    bench.redis.hset(JOB.engines, "engine-0-a", msgpack.packb(report))
-    assert {"engine-0-a": (REPORT, False)} == bench.run(lambda job_store: job_store.engines())
+    harness.run(scenario)
+    assert not harness.redis.exists(JOB.ledger("unknown"))
 
 
-def test_a_coordinator_that_was_replaced_gives_out_nothing(bench: Bench) -> None:
-    async def story(job_store: JobStore) -> None:
-        old = await job_store.take_over()
-        new = await job_store.take_over()
-        await job_store.heartbeat("e", REPORT, begin=True)
-        assert await job_store.assign(new, "e", ["weights"])
+def test_fields_of_a_later_release_in_an_engine_report_are_ignored(harness: StoreHarness) -> None:
+    report = asdict(REPORT) | {"field_of_a_later_release": 1}
+    harness.redis.hset(JOB.engines, "engine-0-a", msgpack.packb(report))
+    assert {"engine-0-a": (REPORT, False)} == harness.run(lambda job_store: job_store.engines.engines())
+
+
+def test_a_replaced_coordinator_can_neither_send_orders_nor_reclaim(harness: StoreHarness) -> None:
+    async def scenario(job_store: JobStore) -> None:
+        assignments = job_store.assignments
+        old, new = await assignments.take_over(), await assignments.take_over()
+        await job_store.engines.heartbeat("e", REPORT, register=True)
+        assert await assignments.send(new, "e", [Order.update_weights()])
         with pytest.raises(StaleCoordinatorError):
-            await job_store.assign(old, "e", ["weights"])
+            await assignments.send(old, "e", [Order.update_weights()])
         with pytest.raises(StaleCoordinatorError):
-            await job_store.reclaim(old, "e")
+            await assignments.reclaim(old, "e")
 
-    bench.run(story)
+    harness.run(scenario)
 
 
-def test_a_full_server_refuses_a_whole_step_and_lets_leases_through(bench: Bench) -> None:
+def test_a_full_server_rejects_whole_operations_and_accepts_heartbeats(harness: StoreHarness) -> None:
     asked = request()
 
-    async def story(job_store: JobStore) -> None:
-        await job_store.admit(bench.submit(asked), asked)
-        await job_store.heartbeat("e", REPORT, begin=True)
-        bench.redis.config_set("maxmemory", 1)
+    async def scenario(job_store: JobStore) -> None:
+        await job_store.requests.admit(harness.submit(asked), asked)
+        await job_store.engines.heartbeat("e", REPORT, register=True)
+        harness.redis.config_set("maxmemory", 1)
         try:
             with pytest.raises(redis.exceptions.OutOfMemoryError):
-                await job_store.finish(asked, rollout(asked, 0))
-            assert await job_store.heartbeat("e", REPORT)
-            waiting = asyncio.ensure_future(retry_async(lambda: job_store.finish(asked, rollout(asked, 0))))
-            await asyncio.sleep(0.3)
+                await job_store.rollouts.finish(asked, rollout(asked, 0))
+            assert await job_store.engines.heartbeat("e", REPORT)
+            refused = asyncio.Event()
+
+            async def finish() -> bool:
+                try:
+                    return await job_store.rollouts.finish(asked, rollout(asked, 0))
+                except redis.exceptions.OutOfMemoryError:
+                    refused.set()
+                    raise
+
+            waiting = asyncio.ensure_future(retry_async(finish))
+            await asyncio.wait_for(refused.wait(), 10)
             assert not waiting.done()
         finally:
-            bench.redis.config_set("maxmemory", 0)
+            harness.redis.config_set("maxmemory", 0)
         assert await waiting
 
-    bench.run(story)
-    assert ["uid/r/0/0"] == bench.results()
-    assert 1 == bench.redis.xlen(JOB.outbox)
+    harness.run(scenario)
+    assert ["uid/r/0/0"] == harness.results()
+    assert 1 == harness.redis.xlen(JOB.outbox)
 
 
-def test_unread_results_are_counted(bench: Bench) -> None:
+def test_unread_results_are_counted(harness: StoreHarness) -> None:
     asked = request(n=20)
+    results = JOB.results("trainer")
 
-    async def story(job_store: JobStore) -> None:
-        assert (0, 0) == await job_store.unread("trainer")
-        await job_store.admit(bench.submit(asked), asked)
+    async def scenario(job_store: JobStore) -> None:
+        assert (0, 0) == await job_store.results.unread("trainer")
+        await job_store.requests.admit(harness.submit(asked), asked)
         for sample in range(20):
-            await job_store.finish(asked, rollout(asked, sample, length=1000))
-        count, size = await job_store.unread("trainer")
-        assert 20 == count
-        assert 20 * 8000 < size < 20 * 16000
-        await job_store.client.xgroup_create(JOB.results("trainer"), "trainer", id="0")
-        await job_store.client.xreadgroup("trainer", "trainer", {JOB.results("trainer"): ">"}, count=15)
-        assert 5 == (await job_store.unread("trainer"))[0]
+            await job_store.rollouts.finish(asked, rollout(asked, sample, length=1000))
+        unread = await job_store.results.unread("trainer")
+        assert 20 == unread.num_results
+        assert 20 * 8000 < unread.size_bytes < 20 * 16000
+        harness.redis.xgroup_create(results, "trainer", id="0")
+        harness.redis.xreadgroup("trainer", "trainer", {results: ">"}, count=15)
+        assert 5 == (await job_store.results.unread("trainer")).num_results
 
-    bench.run(story)
-
-
-def test_a_reward_waits_for_a_failover_of_the_history(bench: Bench, tmp_path: Path) -> None:
-    asked = request()
-
-    async def story(job_store: JobStore) -> None:
-        await job_store.admit(bench.submit(asked), asked)
-        await job_store.finish(asked, rollout(asked, 0))
-
-    bench.run(story)
-    with Server(tmp_path) as server:
-        store = HistoryStore(connect(server.url), bench.store.keys, window=2)
-        relay = Relay(bench.redis, JOB, store)
-        relay.drain()
-        bench.redis.xadd(JOB.rewards, {DATA: encode(Rewards(rewards={"uid/r/0/0": 0.25}))})
-        server.client().replicaof("127.0.0.1", 1)  # what this client knows as the primary is none any more
-        with pytest.raises(redis.exceptions.ReadOnlyError):
-            relay.drain()
-        server.client().replicaof("no", "one")
-        relay.drain()
-        assert {rollout_key("uid/r/0/0"): 0.25} == store.rewards("p")
-    assert 0 == bench.redis.xlen(JOB.dead)
+    harness.run(scenario)
 
 
 REQUESTS, SAMPLES = 40, 5
 
 
-def work(url: str, stop_after: int) -> None:
-    """Answer requests and carry the rollouts on; killed by itself before a certain packet is sent to Redis."""
+def answer_requests(url: str, stop_before: int) -> None:
+    """Answer all requests and move the rollouts to the history; kill this process before its n-th packet to Redis."""
     sent = 0
 
     def count() -> None:
         nonlocal sent
         sent += 1
-        if sent == stop_after:
+        if sent == stop_before:
             os.kill(os.getpid(), signal.SIGKILL)
 
     sync_send = redis.connection.AbstractConnection.send_packed_command
@@ -397,46 +287,49 @@ def work(url: str, stop_after: int) -> None:
 
     redis.connection.AbstractConnection.send_packed_command = counted_sync  # type: ignore[method-assign]
     redis.asyncio.connection.AbstractConnection.send_packed_command = counted_async  # type: ignore[method-assign]
-    bench = Bench(url)
+    harness = StoreHarness(url)
 
-    async def story(job_store: JobStore) -> None:
-        number = await job_store.take_over()
-        engine = f"e{number}"
-        await job_store.heartbeat(engine, REPORT, begin=True)
-        for entry, fields in await job_store.entries(JOB.requests):
-            asked = decode(fields[b"d"])
+    async def scenario(job_store: JobStore) -> None:
+        assignments, rollouts = job_store.assignments, job_store.rollouts
+        coordinator = await assignments.take_over()
+        engine = f"e{coordinator}"
+        await job_store.engines.heartbeat(engine, REPORT, register=True)
+        for entry in await job_store.incoming.entries(Stream.REQUESTS):
+            asked = decode(entry.data)
             assert isinstance(asked, RolloutRequest)
-            if await job_store.admit(entry, asked) != 1:
+            if await job_store.requests.admit(entry.entry_id, asked) is not Admission.ADMITTED:
                 continue
-            ((done, _),) = await job_store.progress([asked.request_id])
-            open_ = [Assignment(asked.request_id, sample, entry) for sample in range(SAMPLES) if sample not in done]
-            await job_store.assign(number, engine, open_)
-            for order in await job_store.orders(engine):
+            ((done, _),) = await job_store.requests.progress([asked.request_id])
+            unfinished = [sample for sample in range(SAMPLES) if sample not in done]
+            orders = [Order.sample(Assignment(asked.request_id, sample, entry.entry_id)) for sample in unfinished]
+            await assignments.send(coordinator, engine, orders)
+            for order in await assignments.inbox(engine):
                 if order.assignment is not None:
                     sample = order.assignment.sample
-                    partial = Partial(token_ids=[sample], spans=[WeightSpan(start=0, weight_version=1)])
-                    await job_store.checkpoint(asked, sample, partial)
-                    await job_store.finish(asked, rollout(asked, sample), engine=engine, order=order.order_id)
-            bench.relay.drain()
-        bench.relay.drain()
+                    partial = Partial(token_ids=[sample], weight_spans=[WeightSpan(start=0, weight_version=1)])
+                    await rollouts.checkpoint(asked, sample, partial)
+                    await rollouts.finish(asked, rollout(asked, sample), engine=engine, order=order.order_id)
+            harness.relay.drain()
+        harness.relay.drain()
 
-    bench.run(story)
+    harness.run(scenario)
 
 
-def test_killed_before_any_packet_nothing_is_lost_and_nothing_is_there_twice(bench: Bench) -> None:
+def test_a_process_killed_before_any_packet_loses_and_duplicates_no_rollout(harness: StoreHarness) -> None:
     requests = [request(str(number), n=SAMPLES) for number in range(REQUESTS)]
     for asked in requests:
-        bench.submit(asked)
+        harness.submit(asked)
     fork = multiprocessing.get_context("fork")
     kills = 0
-    for stop_after in [*range(4, 60), 0]:
-        process = fork.Process(target=work, args=(bench.url, stop_after))
+    for stop_before in [*range(4, 60), 0]:
+        process = fork.Process(target=answer_requests, args=(harness.url, stop_before))
         process.start()
         process.join(30)
         assert process.exitcode in (0, -signal.SIGKILL)
         kills += process.exitcode != 0
     expected = Counter(str(asked.rollout_id(sample)) for asked in requests for sample in range(SAMPLES))
-    assert expected == Counter(bench.results())
-    assert expected == Counter(bench.in_history())
-    assert 0 == bench.redis.xlen(JOB.requests) == bench.redis.xlen(JOB.outbox) == bench.redis.hlen(JOB.partials)
+    assert expected == Counter(harness.results())
+    assert expected == Counter(harness.in_history())
+    redis_server = harness.redis
+    assert 0 == redis_server.xlen(JOB.requests) == redis_server.xlen(JOB.outbox) == redis_server.hlen(JOB.partials)
     assert kills >= 35

@@ -1,4 +1,4 @@
-"""crds/ says what the models say."""
+"""The CRD in crds/ agrees with the models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_images_install_the_versions_that_were_tested() -> None:
         assert images.pinned(wanted) == (images.REQUIREMENTS / file).read_text(), "run scripts/image_requirements.py"
 
 
-def test_its_schema_is_structural_and_described() -> None:
+def test_the_schema_is_structural_and_every_field_has_a_description() -> None:
     (version,) = script("crd").document()["spec"]["versions"]
     root = version["schema"]["openAPIV3Schema"]
     for path, schema in walk(root):

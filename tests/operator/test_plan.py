@@ -1,4 +1,4 @@
-"""The planner, on a cluster that is played: what it makes of each situation, and what always holds."""
+"""What the planner does in each situation, on a simulated cluster."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rollout_operator import names
 from rollout_operator.head_status import EngineStatus, HeadStatus
-from rollout_operator.observed import Obstacle
+from rollout_operator.observed import ApplyFailure
 
-from tests.support.simulated_cluster import ModelCluster
+from tests.support.simulated_cluster import SimulatedCluster
 
 SPEC: dict[str, Any] = {
     "source": {"trainer": {}},
@@ -20,31 +20,31 @@ SPEC: dict[str, Any] = {
 
 
 def spec(**sections: dict[str, Any]) -> dict[str, Any]:
-    made = copy.deepcopy(SPEC)
+    merged = copy.deepcopy(SPEC)
     for name, changes in sections.items():
-        made[name] = {**made.get(name, {}), **changes}
-    return made
+        merged[name] = {**merged.get(name, {}), **changes}
+    return merged
 
 
-def started(**sections: dict[str, Any]) -> ModelCluster:
-    """A job all of whose pods run."""
-    cluster = ModelCluster(spec(**sections))
-    cluster.settle()
+def running_job(**sections: dict[str, Any]) -> SimulatedCluster:
+    """Return a cluster with a job whose pods all run."""
+    cluster = SimulatedCluster(spec(**sections))
+    cluster.reconcile()
     for name in list(cluster.pods):
         cluster.run(name)
-    cluster.head = sampling(cluster.workers())
-    cluster.settle()
+    cluster.head = head_status(cluster.workers())
+    cluster.reconcile()
     return cluster
 
 
-def sampling(workers: list[str], *, waiting: int = 0, assigned: int = 4, idle: float = 0.0) -> HeadStatus:
+def head_status(workers: list[str], *, waiting: int = 0, assigned: int = 4, idle: float = 0.0) -> HeadStatus:
     engines = tuple(EngineStatus(worker=name, slots=16, assigned=assigned, idle_seconds=idle) for name in workers)
     return HeadStatus(waiting=waiting, assigned=assigned * len(workers), engines=engines, seconds_left=1000.0)
 
 
-def test_a_new_job_gets_a_head_its_workers_and_what_they_need() -> None:
-    cluster = ModelCluster(spec())
-    cluster.settle()
+def test_a_new_job_gets_a_head_workers_and_their_objects() -> None:
+    cluster = SimulatedCluster(spec())
+    cluster.reconcile()
     assert ["math-head"] == cluster.heads()
     assert [f"math-worker-{slot}" for slot in range(3)] == cluster.workers()
     assert {
@@ -59,58 +59,58 @@ def test_a_new_job_gets_a_head_its_workers_and_what_they_need() -> None:
     assert "0/3" == cluster.status["workers"]["summary"]
 
 
-def test_it_runs_when_an_engine_samples() -> None:
-    cluster = started()
+def test_a_job_is_running_once_an_engine_samples() -> None:
+    cluster = running_job()
     assert "Running" == cluster.status["state"]
     assert ("True", "AllReady") == cluster.condition("WorkersReady")
     assert ("True", "Sampling") == cluster.condition("Progressing")
     assert "3/3" == cluster.status["workers"]["summary"]
 
 
-def test_what_drafts_do_is_a_condition_and_an_event_where_it_is_bad() -> None:
-    cluster = started()
-    assert ("Unknown", "NotCheckedYet") == cluster.condition("DraftsHealthy")
-    for said, condition in (
-        ({"canaries": 50}, ("True", "Checked")),
-        ({"unverified": ("a",)}, ("False", "NotVerified")),
+def test_faulty_drafting_sets_a_condition_and_posts_an_event() -> None:
+    cluster = running_job()
+    assert ("Unknown", "TooFewCanaries") == cluster.condition("DraftsHealthy")
+    for reported, condition in (
+        ({"canaries": 50}, ("True", "NoDriftDetected")),
+        ({"unverified": ("a",)}, ("False", "DraftsNotVerified")),
         ({"distribution_drift": True}, ("False", "DistributionDrift")),
     ):
-        cluster.notes.clear()
-        cluster.head = cluster.head.model_copy(update=said)
-        cluster.settle()
+        cluster.events.clear()
+        cluster.head = cluster.head.model_copy(update=reported)
+        cluster.reconcile()
         assert condition == cluster.condition("DraftsHealthy")
-        bad = [condition[1]] if condition[0] == "False" else []
-        assert bad == [note.reason for note in cluster.notes if note.type == "Warning"]
+        expected = [condition[1]] if condition[0] == "False" else []
+        assert expected == [event.reason for event in cluster.events if event.type == "Warning"]
 
 
-def test_a_head_that_ends_well_is_the_end_of_the_job() -> None:
-    cluster = started(lifecycle={"ttlSecondsAfterFinished": 60})
+def test_a_job_succeeds_when_its_head_does() -> None:
+    cluster = running_job(lifecycle={"ttlSecondsAfterFinished": 60})
     cluster.head = cluster.head.model_copy(update={"done": 90})
-    cluster.settle()
+    cluster.reconcile()
     assert "90" == cluster.status["progress"]["summary"]
-    cluster.end(
+    cluster.terminate(
         "math-head", 0, message='{"done": 128, "tokens": 1000, "steps": 400, "accepted_per_step": 1.5, "saved": 0.381}'
     )
-    cluster.settle()
+    cluster.reconcile()
     assert "Succeeded" == cluster.status["state"]
     last = {"summary": "128", "tokens": 1000, "acceptedPerStep": "1.50", "tokensPerSecond": 0}
     assert last.items() <= cluster.status["progress"].items()
-    assert "38%" == cluster.status["saved"]
+    assert "38%" == cluster.status["timeSaved"]
     for name in cluster.workers():
-        cluster.vanish(name)
-    cluster.settle()
-    assert ["math-head"] == list(cluster.pods)  # for its log
+        cluster.finish_deletion(name)
+    cluster.reconcile()
+    assert ["math-head"] == list(cluster.pods)  # kept for its log
     assert [] == cluster.job["metadata"]["finalizers"]
-    assert 60 == cluster.look().again
+    assert 60 == cluster.plan().requeue_after
     cluster.now += 60
-    cluster.settle()
+    cluster.reconcile()
     assert cluster.job is None
 
 
-def test_a_failed_worker_is_recorded_counted_and_replaced_after_a_pause() -> None:
-    cluster = started()
-    cluster.end("math-worker-1", 1, message="Traceback …\nValueError: no\n")
-    cluster.settle()
+def test_a_failed_worker_is_recorded_counted_and_replaced_after_a_backoff() -> None:
+    cluster = running_job()
+    cluster.terminate("math-worker-1", 1, message="Traceback …\nValueError: no\n")
+    cluster.reconcile()
     (failure,) = cluster.status["failures"]
     assert ("math-worker-1", "Error", 1, True) == (
         failure["pod"],
@@ -120,12 +120,12 @@ def test_a_failed_worker_is_recorded_counted_and_replaced_after_a_pause() -> Non
     )
     assert "ValueError: no" in failure["message"]
     assert 1 == cluster.status["failedPods"]
-    assert any(note.reason == "PodFailed" and "ValueError: no" in note.message for note in cluster.notes)
+    assert any(event.reason == "PodFailed" and "ValueError: no" in event.message for event in cluster.events)
     assert "math-worker-1" not in cluster.pods
     cluster.now += 5
-    cluster.settle()
+    cluster.reconcile()
     assert "math-worker-1" in cluster.pods
-    assert "true" == cluster.pods["math-worker-1"]["metadata"]["annotations"][names.REPLACEMENT]
+    assert "true" == cluster.pods["math-worker-1"]["metadata"]["annotations"][names.REPLACEMENT_ANNOTATION]
 
 
 @pytest.mark.parametrize(
@@ -137,49 +137,49 @@ def test_a_failed_worker_is_recorded_counted_and_replaced_after_a_pause() -> Non
         ({"code": 1}, "PodFailed"),
     ],
 )
-def test_why_a_pod_failed_is_said(end: dict[str, Any], reason: str) -> None:
-    cluster = started()
-    cluster.end("math-worker-0", **end)
-    cluster.settle()
-    assert reason in {note.reason for note in cluster.notes}
+def test_an_event_states_why_a_pod_failed(end: dict[str, Any], reason: str) -> None:
+    cluster = running_job()
+    cluster.terminate("math-worker-0", **end)
+    cluster.reconcile()
+    assert reason in {event.reason for event in cluster.events}
 
 
-def test_what_the_cluster_did_is_not_counted_and_replaced_at_once() -> None:
-    cluster = started(lifecycle={"backoffLimit": 0})
-    cluster.end("math-worker-1", 137, pod_reason="Evicted")
-    cluster.settle()
+def test_an_evicted_worker_is_not_counted_and_is_replaced_at_once() -> None:
+    cluster = running_job(lifecycle={"backoffLimit": 0})
+    cluster.terminate("math-worker-1", 137, pod_reason="Evicted")
+    cluster.reconcile()
     assert 0 == cluster.status["failedPods"]
     assert not cluster.status["failures"][0]["counted"]
     assert "math-worker-1" in cluster.pods
     assert "Pending" == cluster.pods["math-worker-1"]["status"]["phase"]
 
 
-def test_beyond_the_limit_the_job_fails_and_redis_is_told() -> None:
-    cluster = started(lifecycle={"backoffLimit": 1})
+def test_a_job_fails_beyond_the_backoff_limit_and_is_cleaned_up() -> None:
+    cluster = running_job(lifecycle={"backoffLimit": 1})
     for _ in range(2):
-        cluster.end("math-worker-0", 1, message="boom")
-        cluster.settle()
+        cluster.terminate("math-worker-0", 1, message="boom")
+        cluster.reconcile()
         cluster.now += 300
-        cluster.settle()
+        cluster.reconcile()
         if "math-worker-0" in cluster.pods:
             cluster.run("math-worker-0")
     assert "Failed" == cluster.status["state"]
     assert ("True", "BackoffLimitExceeded") == cluster.condition("Failed")
     for name in [*cluster.workers(), *cluster.heads()]:
-        cluster.vanish(name)
-    cluster.settle()
-    assert ["math-end"] == list(cluster.pods)
-    assert "--delete" not in cluster.pods["math-end"]["spec"]["containers"][0]["args"]
+        cluster.finish_deletion(name)
+    cluster.reconcile()
+    assert ["math-cleanup"] == list(cluster.pods)
+    assert "--delete" not in cluster.pods["math-cleanup"]["spec"]["containers"][0]["args"]
     assert [names.FINALIZER] == cluster.job["metadata"]["finalizers"]
-    cluster.end("math-end", 0)
-    cluster.settle()
+    cluster.terminate("math-cleanup", 0)
+    cluster.reconcile()
     assert [] == cluster.job["metadata"]["finalizers"]
 
 
-def test_a_refused_manifest_fails_the_job_at_once() -> None:
-    cluster = started()
-    cluster.end("math-head", 2, message="error: /etc/rollout/job.yaml has 1 error")
-    cluster.settle()
+def test_a_manifest_that_the_head_rejects_fails_the_job_at_once() -> None:
+    cluster = running_job()
+    cluster.terminate("math-head", 2, message="error: /etc/rollout/job.yaml has 1 error")
+    cluster.reconcile()
     assert ("True", "ManifestRefused") == cluster.condition("Failed")
 
 
@@ -194,194 +194,198 @@ def test_a_refused_manifest_fails_the_job_at_once() -> None:
         ({"action": "Replace", "onReasons": ["Gone"]}, "Running", 1),
     ],
 )
-def test_rules_decide_about_failures(rule: dict[str, Any], state: str, failed: int) -> None:
-    cluster = started(lifecycle={"failurePolicy": {"rules": [rule]}})
-    cluster.end("math-worker-2", 42, reason="Gone")
-    cluster.settle()
+def test_failure_policy_rules_decide_what_a_failure_does(rule: dict[str, Any], state: str, failed: int) -> None:
+    cluster = running_job(lifecycle={"failurePolicy": {"rules": [rule]}})
+    cluster.terminate("math-worker-2", 42, reason="Gone")
+    cluster.reconcile()
     assert (state, failed) == (cluster.status["state"], cluster.status["failedPods"])
 
 
-def test_a_worker_that_fails_while_it_is_ending_and_stays_does_not_hold_a_suspension_up() -> None:
-    cluster = started()
+def test_a_worker_that_cannot_be_deleted_does_not_block_suspension() -> None:
+    cluster = running_job()
     cluster.change(lifecycle={"suspend": True})
-    cluster.settle()
+    cluster.reconcile()
     for name in cluster.workers():
-        cluster.end(name, 1)  # its node is gone: nobody removes it
-    cluster.settle()
+        cluster.terminate(name, 1)  # its node is lost, so that nothing removes it
+    cluster.reconcile()
     assert "deletionTimestamp" not in cluster.pods["math-head"]["metadata"]
     cluster.now += 100
-    cluster.settle()
+    cluster.reconcile()
     assert [] == cluster.workers()
     assert "deletionTimestamp" in cluster.pods["math-head"]["metadata"]
 
 
-def test_suspended_workers_hand_over_before_the_head_ends_and_the_job_goes_on_later() -> None:
-    cluster = started(lifecycle={"activeDeadlineSeconds": 1000})
+def test_workers_hand_over_before_the_head_is_deleted_and_the_job_can_be_resumed() -> None:
+    cluster = running_job(lifecycle={"activeDeadlineSeconds": 1000})
     cluster.now += 400
     cluster.change(lifecycle={"suspend": True})
-    cluster.settle()
+    cluster.reconcile()
     assert "Suspending" == cluster.status["state"]
     assert "deletionTimestamp" not in cluster.pods["math-head"]["metadata"]
     for name in cluster.workers():
-        cluster.vanish(name)
-    cluster.settle()
+        cluster.finish_deletion(name)
+    cluster.reconcile()
     assert "deletionTimestamp" in cluster.pods["math-head"]["metadata"]
-    cluster.vanish("math-head")
-    cluster.settle()
+    cluster.finish_deletion("math-head")
+    cluster.reconcile()
     assert "Suspended" == cluster.status["state"]
     assert 400 == cluster.status["activeSeconds"]
-    assert cluster.look().again is None  # nothing to do until somebody changes something
+    assert cluster.plan().requeue_after is None  # nothing to do until the job is changed
     cluster.now += 5000
     cluster.change(lifecycle={"suspend": False})
-    cluster.settle()
+    cluster.reconcile()
     assert 3 == len(cluster.workers())
     assert "Starting" == cluster.status["state"]
     cluster.now += 600
-    cluster.settle()
+    cluster.reconcile()
     assert ("True", "DeadlineExceeded") == cluster.condition("Failed")
 
 
-def test_deleted_the_job_waits_for_its_pods_and_for_redis_to_be_told() -> None:
-    cluster = started()
+def test_a_deleted_job_waits_for_its_pods_and_the_cleanup() -> None:
+    cluster = running_job()
     cluster.delete_job()
-    cluster.settle()
+    cluster.reconcile()
     assert cluster.job is not None
     for name in [*cluster.workers(), *cluster.heads()]:
-        cluster.vanish(name)
-    cluster.settle()
-    assert "--delete" in cluster.pods["math-end"]["spec"]["containers"][0]["args"]
-    cluster.end("math-end", 0)
-    cluster.settle()
+        cluster.finish_deletion(name)
+    cluster.reconcile()
+    assert "--delete" in cluster.pods["math-cleanup"]["spec"]["containers"][0]["args"]
+    cluster.terminate("math-cleanup", 0)
+    cluster.reconcile()
     assert cluster.job is None
 
 
 @pytest.mark.parametrize("how", ["failed", "hangs", "refused", "does not start"])
-def test_a_redis_that_is_gone_does_not_hold_the_job(how: str) -> None:
-    cluster = started()
+def test_an_impossible_cleanup_does_not_block_deletion(how: str) -> None:
+    cluster = running_job()
     cluster.delete_job()
-    cluster.settle()
+    cluster.reconcile()
     for name in [*cluster.workers(), *cluster.heads()]:
-        cluster.vanish(name)
-    if how == "refused":  # a namespace that is being deleted takes nothing new
-        cluster.obstacles = (Obstacle("Pod math-end", "Forbidden", "namespace rl is being terminated", cluster.now),)
-    cluster.settle()
+        cluster.finish_deletion(name)
+    if how == "refused":  # as in a namespace that is being deleted
+        cluster.apply_failures = (
+            ApplyFailure("Pod math-cleanup", "Forbidden", "namespace rl is being terminated", cluster.now),
+        )
+    cluster.reconcile()
     if how == "failed":
-        cluster.end("math-end", 3, message="error: Redis cannot be reached")
+        cluster.terminate("math-cleanup", 3, message="error: Redis cannot be reached")
     if how == "hangs":
         cluster.now += 120
     if how == "does not start":
         waiting = {"reason": "CreateContainerConfigError", "message": 'secret "rollout-redis" not found'}
-        cluster.pods["math-end"]["status"]["containerStatuses"] = [{"name": "end", "state": {"waiting": waiting}}]
-        cluster.settle()
+        cluster.pods["math-cleanup"]["status"]["containerStatuses"] = [
+            {"name": "cleanup", "state": {"waiting": waiting}}
+        ]
+        cluster.reconcile()
         assert cluster.job is not None
         cluster.now += 20
-    cluster.settle()
-    assert "RedisNotTold" in {note.reason for note in cluster.notes}
+    cluster.reconcile()
+    assert "CleanupFailed" in {event.reason for event in cluster.events}
     assert cluster.job is None
 
 
 def test_a_worker_on_a_lost_node_is_replaced_and_not_counted() -> None:
-    cluster = started()
-    cluster.delete_pod("math-worker-1")  # by the taint manager; nobody confirms it
-    cluster.settle()
+    cluster = running_job()
+    cluster.delete_pod("math-worker-1")  # by the taint manager, and no kubelet confirms it
+    cluster.reconcile()
     lost = cluster.pods["math-worker-1"]["metadata"]["uid"]
     cluster.now += 45 + 31
-    cluster.settle()
+    cluster.reconcile()
     assert 3 == len(cluster.workers())
     assert lost != cluster.pods["math-worker-1"]["metadata"]["uid"]
     assert 0 == cluster.status["failedPods"]
 
 
 def test_pending_replacements_are_capped() -> None:
-    cluster = started(workers={"replicas": 6, "maxPendingReplacements": 2})
+    cluster = running_job(workers={"replicas": 6, "maxPendingReplacements": 2})
     for name in cluster.workers():
-        cluster.end(name, 137, pod_reason="NodeLost")
-    cluster.settle()
+        cluster.terminate(name, 137, pod_reason="NodeLost")
+    cluster.reconcile()
     assert 2 == len(cluster.workers())
     for name in cluster.workers():
         cluster.run(name)
-    cluster.settle()
+    cluster.reconcile()
     assert 4 == len(cluster.workers())
 
 
-def test_scaled_down_workers_end_and_up_come_back() -> None:
-    cluster = started()
+def test_workers_follow_replicas_down_and_up() -> None:
+    cluster = running_job()
     cluster.change(workers={"replicas": 1})
-    cluster.settle()
-    ending = [name for name in cluster.workers() if "deletionTimestamp" in cluster.pods[name]["metadata"]]
-    assert 2 == len(ending)
+    cluster.reconcile()
+    deleting = [name for name in cluster.workers() if "deletionTimestamp" in cluster.pods[name]["metadata"]]
+    assert 2 == len(deleting)
     cluster.change(workers={"replicas": 3})
-    cluster.settle()
-    assert 3 == cluster.gpus()  # those that end have theirs still
-    for name in ending:
-        cluster.vanish(name)
-    cluster.settle()
+    cluster.reconcile()
+    assert 3 == cluster.gpus()  # workers being deleted still occupy theirs
+    for name in deleting:
+        cluster.finish_deletion(name)
+    cluster.reconcile()
     assert 3 == len(cluster.workers())
 
 
-def test_autoscale_follows_the_queue_and_gives_idle_workers_back() -> None:
-    cluster = started(workers={"autoscale": True, "replicas": 2})
-    cluster.head = sampling(cluster.workers(), waiting=60, assigned=16)
-    cluster.settle()
-    assert 6 == len(cluster.workers())  # 92 rollouts, 16 a worker
+def test_autoscaling_follows_the_queue_and_removes_idle_workers() -> None:
+    cluster = running_job(workers={"autoscale": True, "replicas": 2})
+    cluster.head = head_status(cluster.workers(), waiting=60, assigned=16)
+    cluster.reconcile()
+    assert 6 == len(cluster.workers())  # for 92 rollouts, 16 per worker
     for name in cluster.workers():
         cluster.run(name)
     busy, *idle = cluster.workers()
-    engines = (EngineStatus(worker=busy, slots=16, assigned=3), *sampling(idle, assigned=0, idle=100.0).engines)
+    engines = (EngineStatus(worker=busy, slots=16, assigned=3), *head_status(idle, assigned=0, idle=100.0).engines)
     cluster.head = HeadStatus(assigned=3, engines=engines)
-    cluster.settle()
-    alive = [name for name in cluster.workers() if "deletionTimestamp" not in cluster.pods[name]["metadata"]]
-    assert [busy] == alive
+    cluster.reconcile()
+    remaining = [name for name in cluster.workers() if "deletionTimestamp" not in cluster.pods[name]["metadata"]]
+    assert [busy] == remaining
 
 
-def test_autoscale_ends_no_worker_that_has_work() -> None:
-    cluster = started(workers={"autoscale": True, "replicas": 4})
+def test_autoscaling_removes_no_worker_with_rollouts() -> None:
+    cluster = running_job(workers={"autoscale": True, "replicas": 4})
     cluster.change(workers={"replicas": 1, "minReplicas": 1, "maxReplicas": 1})
-    cluster.settle()
+    cluster.reconcile()
     assert all("deletionTimestamp" not in pod["metadata"] for pod in cluster.pods.values())
 
 
-def test_engines_that_cannot_start_are_said_in_their_own_words() -> None:
-    cluster = started()
+def test_the_errors_of_engines_that_cannot_start_are_reported() -> None:
+    cluster = running_job()
     for name in cluster.workers():
         cluster.pods[name]["status"]["conditions"] = []
-    why = {"engine-0": "no room for the KV cache", "engine-1": "no room for the KV cache"}
-    cluster.head = HeadStatus(engine_errors=why)
-    cluster.settle()
+    errors = {"engine-0": "no room for the KV cache", "engine-1": "no room for the KV cache"}
+    cluster.head = HeadStatus(engine_errors=errors)
+    cluster.reconcile()
     assert ("False", "EngineFailed") == cluster.condition("EngineReady")
     assert ("False", "EngineFailed") == cluster.condition("WorkersReady")
-    assert "engine-1: no room for the KV cache" in [note.message for note in cluster.notes][-1]
+    assert "engine-1: no room for the KV cache" in [event.message for event in cluster.events][-1]
     assert "Starting" == cluster.status["state"]
 
 
-def test_short_queues_start_no_worker() -> None:
-    cluster = started(workers={"autoscale": True, "replicas": 2})
-    cluster.head = sampling(cluster.workers(), waiting=60, assigned=16).model_copy(update={"seconds_left": 20.0})
-    cluster.settle()
+def test_autoscaling_adds_no_worker_for_a_short_queue() -> None:
+    cluster = running_job(workers={"autoscale": True, "replicas": 2})
+    cluster.head = head_status(cluster.workers(), waiting=60, assigned=16).model_copy(update={"seconds_left": 20.0})
+    cluster.reconcile()
     assert 2 == len(cluster.workers())
 
 
-def test_no_worker_is_started_that_would_only_wait_for_the_longest_rollout() -> None:
-    cluster = started(workers={"autoscale": True, "replicas": 2, "maxReplicas": 16})
-    busy = sampling(cluster.workers(), waiting=400, assigned=16)
-    # all of it takes two workers 400 s, and the longest rollout takes 100 s however many there are
+def test_autoscaling_adds_no_worker_that_would_only_wait_for_the_longest_rollout() -> None:
+    cluster = running_job(workers={"autoscale": True, "replicas": 2, "maxReplicas": 16})
+    busy = head_status(cluster.workers(), waiting=400, assigned=16)
+    # Two workers take 400 s, and the longest rollout takes 100 s on any number of workers.
     cluster.head = busy.model_copy(update={"work_seconds": 400.0, "tail_seconds": 100.0})
-    cluster.settle()
+    cluster.reconcile()
     assert 8 == len(cluster.workers())
 
 
-def test_what_somebody_changed_or_removed_comes_back() -> None:
-    cluster = started()
+def test_changed_and_deleted_objects_are_restored() -> None:
+    cluster = running_job()
     del cluster.objects["Service", "math-head"]
     cluster.objects["ConfigMap", "math-connection"]["data"]["uid"] = "other"
-    cluster.settle()
+    cluster.reconcile()
     assert "job-uid" == cluster.objects["ConfigMap", "math-connection"]["data"]["uid"]
     assert ("Service", "math-head") in cluster.objects
 
 
-def test_a_job_that_another_controller_manages_is_left_alone() -> None:
-    cluster = ModelCluster(spec() | {"managedBy": "kueue.x-k8s.io/multikueue"})
-    cluster.settle()
+def test_a_job_managed_by_another_controller_is_left_alone() -> None:
+    cluster = SimulatedCluster(spec() | {"managedBy": "kueue.x-k8s.io/multikueue"})
+    cluster.reconcile()
     assert not cluster.pods
     assert "status" not in cluster.job
 
@@ -395,24 +399,24 @@ def test_a_job_that_another_controller_manages_is_left_alone() -> None:
         ({"source": {"dataset": {"tasks": []}}}, "spec.source"),
     ],
 )
-def test_what_cannot_run_on_a_cluster_is_refused_by_field(sections: dict[str, Any], field: str) -> None:
-    cluster = ModelCluster(spec(**sections))
-    cluster.settle()
+def test_a_manifest_that_cannot_run_in_pods_is_rejected_with_the_field(sections: dict[str, Any], field: str) -> None:
+    cluster = SimulatedCluster(spec(**sections))
+    cluster.reconcile()
     assert ("False", "Invalid") == cluster.condition("Accepted")
-    assert any(field in note.message for note in cluster.notes)
+    assert any(field in event.message for event in cluster.events)
     assert "Pending" == cluster.status["state"]
     assert not cluster.pods
 
 
-def test_a_queue_that_holds_pods_back_is_said() -> None:
-    cluster = ModelCluster(spec())
+def test_a_job_whose_pods_are_gated_by_a_queue_is_queued() -> None:
+    cluster = SimulatedCluster(spec())
     cluster.job["metadata"]["labels"] = {names.QUEUE_LABEL: "team"}
-    cluster.settle()
+    cluster.reconcile()
     for pod in cluster.pods.values():
         assert "team" == pod["metadata"]["labels"][names.QUEUE_LABEL]
-        pod["spec"]["schedulingGates"] = [{"name": names.QUEUE_GATE}]
+        pod["spec"]["schedulingGates"] = [{"name": names.QUEUE_SCHEDULING_GATE}]
     grouped = [name for name, pod in cluster.pods.items() if names.POD_GROUP_LABEL in pod["metadata"]["labels"]]
     assert {"math-head", "math-worker-0"} == set(grouped)
-    cluster.settle()
+    cluster.reconcile()
     assert "Queued" == cluster.status["state"]
-    assert ("False", "Waiting") == cluster.condition("QuotaReserved")
+    assert ("False", "Pending") == cluster.condition("QuotaReserved")

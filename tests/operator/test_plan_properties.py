@@ -1,4 +1,4 @@
-"""What holds for the planner whatever happens: a state machine plays kubelet, scheduler, user and chaos."""
+"""Invariants of the planner: a state machine acts as kubelet, scheduler, user and a second operator."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from rollout_operator import names
 from rollout_operator.head_status import EngineStatus, HeadStatus
 
-from tests.support.simulated_cluster import ModelCluster
+from tests.support.simulated_cluster import SimulatedCluster
 
-PASSES = 12
-GPUS = 2
+MAX_PASSES = 12
+GPUS_PER_WORKER = 2
 REPLICAS = st.integers(1, 5)
 
 
-class Life(RuleBasedStateMachine):
-    """A job from its beginning to its end."""
+class JobLifecycle(RuleBasedStateMachine):
+    """A job from its creation to its deletion."""
 
     @initialize(
         replicas=REPLICAS, autoscale=st.booleans(), limit=st.integers(0, 3), ttl=st.none() | st.integers(0, 100)
     )
-    def begin(self, replicas: int, autoscale: bool, limit: int, ttl: int | None) -> None:
+    def create_job(self, replicas: int, autoscale: bool, limit: int, ttl: int | None) -> None:
         lifecycle: dict[str, Any] = {"backoffLimit": limit}
         if ttl is not None:
             lifecycle["ttlSecondsAfterFinished"] = ttl
-        self.most = replicas + 2 if autoscale else replicas
-        workers: dict[str, Any] = {"replicas": replicas, "autoscale": autoscale, "gpusPerWorker": GPUS}
+        self.max_workers = replicas + 2 if autoscale else replicas
+        workers: dict[str, Any] = {"replicas": replicas, "autoscale": autoscale, "gpusPerWorker": GPUS_PER_WORKER}
         if autoscale:
-            workers["maxReplicas"] = self.most
-        self.cluster = ModelCluster(
+            workers["maxReplicas"] = self.max_workers
+        self.cluster = SimulatedCluster(
             {
                 "source": {"trainer": {}},
                 "model": {"uri": "Qwen/Qwen3-8B"},
@@ -39,72 +39,75 @@ class Life(RuleBasedStateMachine):
                 "lifecycle": lifecycle,
             }
         )
-        self.foreign = {"metadata": {"name": "math-worker-99", "uid": "theirs"}, "spec": {}, "status": {}}
-        self.stale = self.cluster.look()
+        self.stale = self.cluster.plan()
 
-    # the operator
+    # The operator
 
     @rule()
-    def look_and_act(self) -> None:
-        self.cluster.carry_out(self.cluster.look())
+    def reconcile(self) -> None:
+        self.cluster.execute(self.cluster.plan())
 
     @rule(steps=st.integers(0, 8))
-    def look_and_be_killed(self, steps: int) -> None:
-        self.cluster.carry_out(self.cluster.look(), steps)
+    def reconcile_and_be_killed(self, steps: int) -> None:
+        self.cluster.execute(self.cluster.plan(), steps)
 
     @rule()
-    def another_operator_looks(self) -> None:
-        """Its plan is carried out later, when it is out of date. Its status is not: that is refused with 409."""
-        self.stale = self.cluster.look()
+    def another_operator_plans(self) -> None:
+        """Make a plan that is executed later, when it is outdated; a status in it would be rejected with 409."""
+        self.stale = self.cluster.plan()
 
     @rule()
-    def another_operator_acts(self) -> None:
+    def another_operator_executes(self) -> None:
         if self.stale.status is None:
-            self.cluster.carry_out(self.stale)
+            self.cluster.execute(self.stale)
 
     # Kubernetes
 
     def _pod(self, data: st.DataObject) -> str | None:
-        there = sorted(self.cluster.pods)
-        return data.draw(st.sampled_from(there)) if there else None
+        pods = sorted(self.cluster.pods)
+        return data.draw(st.sampled_from(pods)) if pods else None
 
     @rule(data=st.data(), ready=st.booleans())
-    def a_pod_runs(self, data: st.DataObject, ready: bool) -> None:
+    def run_pod(self, data: st.DataObject, ready: bool) -> None:
         if (name := self._pod(data)) is not None:
             self.cluster.run(name, ready=ready)
 
-    @rule(data=st.data(), code=st.sampled_from([1] * 6 + [137, 3, 7, 2, 0]), whose=st.sampled_from(["", "", "Evicted"]))
-    def a_pod_ends(self, data: st.DataObject, code: int, whose: str) -> None:
+    @rule(
+        data=st.data(),
+        code=st.sampled_from([1] * 6 + [137, 3, 7, 2, 0]),
+        pod_reason=st.sampled_from(["", "", "Evicted"]),
+    )
+    def terminate_pod(self, data: st.DataObject, code: int, pod_reason: str) -> None:
         if (name := self._pod(data)) is not None:
-            self.cluster.end(name, code, pod_reason=whose if code else "")
+            self.cluster.terminate(name, code, pod_reason=pod_reason if code else "")
 
     @rule(data=st.data())
-    def a_pod_that_was_told_to_end_has(self, data: st.DataObject) -> None:
+    def finish_deletion(self, data: st.DataObject) -> None:
         if (name := self._pod(data)) is not None:
-            self.cluster.vanish(name)
+            self.cluster.finish_deletion(name)
 
     @rule(data=st.data())
-    def somebody_deletes_a_pod(self, data: st.DataObject) -> None:
+    def delete_pod(self, data: st.DataObject) -> None:
         if (name := self._pod(data)) is not None:
             self.cluster.delete_pod(name)
 
     @rule(data=st.data())
-    def somebody_deletes_an_object(self, data: st.DataObject) -> None:
+    def delete_object(self, data: st.DataObject) -> None:
         if self.cluster.objects:
             del self.cluster.objects[data.draw(st.sampled_from(sorted(self.cluster.objects)))]
 
     @rule(seconds=st.sampled_from([1, 10, 60, 400]))
-    def time_passes(self, seconds: int) -> None:
+    def advance_time(self, seconds: int) -> None:
         self.cluster.now += seconds
 
     @rule(waiting=st.integers(0, 100), assigned=st.integers(0, 16), idle=st.sampled_from([0.0, 100.0]))
-    def the_head_speaks(self, waiting: int, assigned: int, idle: float) -> None:
+    def update_head_status(self, waiting: int, assigned: int, idle: float) -> None:
         engines = tuple(
             EngineStatus(worker=name, slots=16, assigned=assigned, idle_seconds=idle) for name in self.cluster.workers()
         )
         self.cluster.head = HeadStatus(waiting=waiting, assigned=assigned, engines=engines, seconds_left=500.0)
 
-    # the user
+    # The user
 
     @precondition(lambda self: self.cluster.job is not None)
     @rule(suspend=st.booleans())
@@ -117,46 +120,46 @@ class Life(RuleBasedStateMachine):
         workers = self.cluster.job["spec"]["workers"]
         if replicas <= workers.get("maxReplicas", replicas):
             self.cluster.change(workers={"replicas": replicas})
-            self.most = max(self.most, replicas)
+            self.max_workers = max(self.max_workers, replicas)
 
     @precondition(lambda self: self.cluster.job is not None)
-    @rule(really=st.sampled_from([False] * 9 + [True]))
-    def delete(self, really: bool) -> None:
-        if really:
+    @rule(confirmed=st.sampled_from([False] * 9 + [True]))
+    def delete(self, confirmed: bool) -> None:
+        if confirmed:
             self.cluster.delete_job()
 
-    # what always holds
+    # Invariants
 
     @invariant()
-    def no_more_gpus_than_were_ever_asked_for(self) -> None:
+    def pods_never_occupy_more_gpus_than_requested(self) -> None:
         if hasattr(self, "cluster"):
-            assert self.cluster.gpus() <= GPUS * self.most
+            assert self.cluster.gpus() <= GPUS_PER_WORKER * self.max_workers
 
     @invariant()
-    def what_was_counted_stays_counted(self) -> None:
+    def failures_are_counted_once_and_never_forgotten(self) -> None:
         if hasattr(self, "cluster") and self.cluster.job is not None:
-            now = self.cluster.status.get("failedPods", 0)
-            assert now >= getattr(self, "counted", 0)
-            assert now <= len(self.cluster.failed), "one pod was counted twice"
-            self.counted = now
+            num_failed = self.cluster.status.get("failedPods", 0)
+            assert num_failed >= getattr(self, "counted", 0)
+            assert num_failed <= len(self.cluster.failed), "one pod was counted twice"
+            self.counted = num_failed
 
     @invariant()
-    def an_end_is_an_end(self) -> None:
+    def finished_jobs_stay_finished(self) -> None:
         if hasattr(self, "cluster") and self.cluster.job is not None:
             state = self.cluster.status.get("state")
-            if getattr(self, "ended", None):
-                assert state == self.ended
-            self.ended = state if state in ("Succeeded", "Failed") else None
+            if getattr(self, "finished", None):
+                assert state == self.finished
+            self.finished = state if state in ("Succeeded", "Failed") else None
 
     def teardown(self) -> None:
-        """From wherever it is, the job settles once nothing happens any more, and a second look changes nothing."""
+        """Check that the job converges from any state once nothing happens any more."""
         if not hasattr(self, "cluster"):
             return
         cluster = self.cluster
         for _ in range(4):
-            cluster.settle(PASSES)
-            cluster.now += 1000  # every pause is over, and whoever was to end is lost
-        cluster.settle(PASSES)
+            cluster.reconcile(MAX_PASSES)
+            cluster.now += 1000  # every backoff has passed, and pods that were being deleted are lost
+        cluster.reconcile(MAX_PASSES)
         if cluster.job is None:
             assert not cluster.pods
             return
@@ -176,7 +179,7 @@ class Life(RuleBasedStateMachine):
             assert workers["replicas"] == len(slots) or len(pending) >= 4
 
 
-Life.TestCase.settings = settings(
+JobLifecycle.TestCase.settings = settings(
     max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
-test_life = Life.TestCase
+test_job_lifecycle = JobLifecycle.TestCase

@@ -1,9 +1,11 @@
+"""Strategic merge patches, as of `kubectl patch`."""
+
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from rollout_operator.strategic_merge import PatchError, merged
+from rollout_operator.strategic_merge import PatchError, strategic_merge
 
 POD: dict[str, Any] = {
     "metadata": {"labels": {"a": "1"}},
@@ -44,28 +46,28 @@ POD: dict[str, Any] = {
         ),
     ],
 )
-def test_it_merges_as_kubectl_patch_does(patch: dict[str, Any], path: tuple[Any, ...], expected: Any) -> None:
-    found: Any = merged(POD, patch)
+def test_patches_merge_as_kubectl_patch_does(patch: dict[str, Any], path: tuple[Any, ...], expected: Any) -> None:
+    result: Any = strategic_merge(POD, patch)
     for step in path:
-        found = found[step]
-    assert expected == found
+        result = result[step]
+    assert expected == result
 
 
-def test_the_base_stays_as_it_is() -> None:
+def test_the_base_is_not_modified() -> None:
     before = repr(POD)
-    merged(POD, {"spec": {"containers": [{"name": "worker", "image": "other"}]}})
+    strategic_merge(POD, {"spec": {"containers": [{"name": "worker", "image": "other"}]}})
     assert before == repr(POD)
 
 
 @pytest.mark.parametrize(
-    ("patch", "says"),
+    ("patch", "message"),
     [
-        ({"spec": {"containers": [{"image": "x"}]}}, "spec.containers[0]: has no name"),
-        ({"spec": {"volumes": ["x"]}}, "spec.volumes[0]: has no name"),
-        ({"spec": {"$patch": "forget"}}, "spec: $patch: forget"),
+        ({"spec": {"containers": [{"image": "x"}]}}, "spec.containers[0]: entries of this list are merged by name"),
+        ({"spec": {"volumes": ["x"]}}, "spec.volumes[0]: entries of this list are merged by name"),
+        ({"spec": {"$patch": "forget"}}, "spec: the directive $patch: forget is not supported"),
     ],
 )
-def test_what_cannot_be_merged_is_named(patch: dict[str, Any], says: str) -> None:
+def test_an_invalid_patch_is_reported_with_its_path(patch: dict[str, Any], message: str) -> None:
     with pytest.raises(PatchError) as caught:
-        merged(POD, patch)
-    assert says in str(caught.value)
+        strategic_merge(POD, patch)
+    assert message in str(caught.value)

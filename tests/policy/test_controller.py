@@ -3,83 +3,95 @@ from __future__ import annotations
 import numpy as np
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.policy.budgets import Fixed, Pool
-from rollout_worker.policy.controller import DraftController, Outcomes
+from rollout_worker.policy.controller import DraftController, StepOutcome
+from rollout_worker.policy.draft_policy import DraftLimits
+from rollout_worker.policy.simple_policies import Fixed
 from rollout_worker.policy.step_cost import CPU, StepCost
 
-ROLLOUTS, DRAFT = 4, 32
+ROLLOUTS, MAX_DRAFT_TOKENS = 4, 32
 
 
-def controller(*, governed: bool = True) -> DraftController:
-    stats = LengthStats.of([(0, 500, False)])
-    found = DraftController(Fixed(Pool(DRAFT, 1000), lambda _: stats), CPU, governed=governed)
+def make_controller(*, governed: bool = True) -> DraftController:
+    stats = LengthStats.from_lengths([(0, 500, False)])
+    controller = DraftController(Fixed(DraftLimits(MAX_DRAFT_TOKENS, 1000), lambda _: stats), CPU, governed=governed)
     for _ in range(ROLLOUTS):
-        found.open("p", prompt=10, said=0, most=10**9)
-    return found
+        controller.open("p", prompt_tokens=10, generated=0, max_tokens=10**9)
+    return controller
 
 
-def drafted_in(
-    found: DraftController, truth: StepCost, steps: int, *, passes: float, most: int = 6, preparing: float = 0.0
+def run_steps(
+    controller: DraftController,
+    true_cost: StepCost,
+    steps: int,
+    *,
+    accepted_tokens: float,
+    draft_tokens: int = 6,
+    preparation_s: float = 0.0,
 ) -> list[bool]:
-    """Whether each of so many steps verified drafts, of which so many tokens are expected to pass, and do.
+    """Simulate steps and return whether each verified any drafts.
 
     Args:
-        found: decides.
-        truth: what steps take.
-        steps: how many.
-        passes: tokens.
-        most: tokens of a draft; they differ if it takes time to prepare for a number of tokens.
-        preparing: seconds, the first time that a step has a number of tokens.
+        controller: makes the decisions.
+        true_cost: determines the durations of the steps.
+        steps: number of steps.
+        accepted_tokens: number of tokens of each draft that are expected to be accepted, and are.
+        draft_tokens: length of the drafts; their maximum length if *preparation_s* is given.
+        preparation_s: seconds that the first step with each number of tokens takes in addition.
     """
-    rows, lengths = np.arange(ROLLOUTS), np.full(ROLLOUTS, most)
-    random, prepared = np.random.default_rng(0), set[int]()
-    some = np.zeros(ROLLOUTS, np.int64)
-    drafts = []
+    rows, lengths = np.arange(ROLLOUTS), np.full(ROLLOUTS, draft_tokens)
+    rng, prepared = np.random.default_rng(0), set[int]()
+    verified = np.zeros(ROLLOUTS, np.int64)
+    had_drafts = []
     for _ in range(steps):
-        accepted = np.where(some > 0, round(passes), 0)
-        expected = np.where(some > 0, passes, 0.0)
-        context = np.full(ROLLOUTS, 100)
-        tokens = ROLLOUTS + int(some.sum())
-        seconds = truth.time(tokens, int(context.sum()), drafts=bool(some.any()))
-        if preparing:
-            seconds += preparing * (tokens not in prepared)
+        accepted = np.where(verified > 0, round(accepted_tokens), 0)
+        expected = np.where(verified > 0, accepted_tokens, 0.0)
+        context_tokens = np.full(ROLLOUTS, 100)
+        tokens = ROLLOUTS + int(verified.sum())
+        seconds = true_cost.step_time(tokens, int(context_tokens.sum()), has_drafts=bool(verified.any()))
+        if preparation_s:
+            seconds += preparation_s * (tokens not in prepared)
             prepared.add(tokens)
-            lengths = random.integers(1, most + 1, ROLLOUTS)
-        found.verified(Outcomes(rows, accepted + 1, some, expected, context), seconds)
-        if found.sleeps():
-            some = np.zeros(ROLLOUTS, np.int64)
+            lengths = rng.integers(1, draft_tokens + 1, ROLLOUTS)
+        controller.observe_step(StepOutcome(rows, accepted + 1, verified, expected, context_tokens), seconds)
+        if controller.skip_step():
+            verified = np.zeros(ROLLOUTS, np.int64)
         else:
-            allowed = found.allow(rows)
-            proposed = np.minimum(lengths, allowed.budgets)
-            kept = found.keep(rows, proposed, np.where(proposed > 0, passes, 0.0))
-            some = np.zeros(ROLLOUTS, np.int64)
-            some[kept] = proposed[kept]
-        drafts.append(bool(some.any()))
-    return drafts
+            budgets = controller.compute_budgets(rows)
+            proposed = np.minimum(lengths, budgets.tokens)
+            selected = controller.select(rows, proposed, np.where(proposed > 0, accepted_tokens, 0.0))
+            verified = np.zeros(ROLLOUTS, np.int64)
+            verified[selected] = proposed[selected]
+        had_drafts.append(bool(verified.any()))
+    return had_drafts
 
 
-def test_drafts_that_pay_are_verified_but_for_a_step_in_256() -> None:
-    found = drafted_in(controller(), CPU, 2048, passes=4.0)
-    assert all(found[:7])
-    assert 2048 - 5 - 2048 // 256 <= sum(found) + 4 <= 2048
+def test_drafts_that_pay_are_verified_except_in_one_of_256_steps() -> None:
+    had_drafts = run_steps(make_controller(), CPU, 2048, accepted_tokens=4.0)
+    assert all(had_drafts[:7])
+    assert 2048 - 5 - 2048 // 256 <= sum(had_drafts) + 4 <= 2048
 
 
-def test_drafts_that_pay_but_for_what_it_costs_to_verify_any_are_soon_not_verified_any_more() -> None:
-    cheap, dear = CPU, CPU._replace(drafting=3 * CPU.base)
-    assert sum(drafted_in(controller(), cheap, 1000, passes=1.0)[500:]) > 480
-    found = drafted_in(controller(), dear, 1000, passes=1.0)
-    assert sum(found[500:]) < 25
+def test_drafting_stops_when_the_fixed_cost_of_verifying_drafts_exceeds_their_benefit() -> None:
+    expensive = CPU._replace(drafting_s=3 * CPU.base_s)
+    assert sum(run_steps(make_controller(), CPU, 1000, accepted_tokens=1.0)[500:]) > 480
+    assert sum(run_steps(make_controller(), expensive, 1000, accepted_tokens=1.0)[500:]) < 25
 
 
-def test_what_it_takes_to_prepare_for_a_number_of_tokens_is_not_taken_for_what_they_cost() -> None:
-    """Seen with vLLM on CPUs: oneDNN makes its kernels when a shape comes for the first time."""
-    for preparing in (2.0, 8.0):
-        own = controller()
-        found = drafted_in(own, CPU._replace(per_token=20e-6), 200, passes=1.0, most=12, preparing=preparing * CPU.base)
-        assert sum(found) > 180, sum(found)
-        assert 0 == own.governor.stops
+def test_one_time_preparation_of_a_token_count_does_not_stop_drafting() -> None:
+    """vLLM on CPUs behaves like this: oneDNN creates its kernels when a shape occurs for the first time."""
+    for factor in (2.0, 8.0):
+        controller = make_controller()
+        had_drafts = run_steps(
+            controller,
+            CPU._replace(per_token_s=20e-6),
+            200,
+            accepted_tokens=1.0,
+            draft_tokens=12,
+            preparation_s=factor * CPU.base_s,
+        )
+        assert sum(had_drafts) > 180
+        assert 0 == controller.governor.num_stops
 
 
-def test_without_a_governor_everything_is_verified() -> None:
-    found = drafted_in(controller(governed=False), CPU._replace(drafting=1.0), 600, passes=1.0)
-    assert all(found)
+def test_all_drafts_are_verified_without_a_governor() -> None:
+    assert all(run_steps(make_controller(governed=False), CPU._replace(drafting_s=1.0), 600, accepted_tokens=1.0))

@@ -5,89 +5,91 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_worker.policy.cost_fit import CostFit, Step
+from rollout_worker.policy.cost_fit import CostFit, TimedStep
 from rollout_worker.policy.step_cost import CPU, H100_7B, StepCost
 
 
-def steps(cost: StepCost, count: int, seed: int = 0, noise: float = 0.02) -> list[Step]:
-    """As a batch with drafts has them, some of which wait for something else."""
-    random = np.random.default_rng(seed)
-    found = []
+def random_steps(cost: StepCost, count: int, seed: int = 0, noise: float = 0.02) -> list[TimedStep]:
+    """Steps of random batches, some of which were delayed by something else."""
+    rng = np.random.default_rng(seed)
+    steps = []
     for _ in range(count):
-        rollouts = int(random.integers(1, 128))
-        tokens = rollouts * int(random.integers(1, 9))
-        context = rollouts * int(random.integers(100, 16_000))
-        seconds = cost.time(tokens, context) * (1 + noise * random.standard_normal())
-        if random.random() < 0.05:
-            seconds *= random.uniform(2, 20)
-        found.append(Step(tokens, context, False, seconds))
-    return found
+        rollouts = int(rng.integers(1, 128))
+        tokens = rollouts * int(rng.integers(1, 9))
+        context_tokens = rollouts * int(rng.integers(100, 16_000))
+        seconds = cost.step_time(tokens, context_tokens) * (1 + noise * rng.standard_normal())
+        if rng.random() < 0.05:
+            seconds *= rng.uniform(2, 20)
+        steps.append(TimedStep(tokens, context_tokens, False, seconds))
+    return steps
 
 
 @pytest.mark.parametrize("truth", [H100_7B, StepCost(45e-3, 3.2e-3, 1e-7), StepCost(2e-3, 5e-6, 30e-9)])
-def test_what_steps_cost_is_found_whatever_was_assumed_and_though_some_wait(truth: StepCost) -> None:
+def test_the_fit_finds_the_true_cost_whatever_the_prior_and_despite_delays(truth: StepCost) -> None:
     fit = CostFit(CPU)
-    for step in steps(truth, 2000):
+    for step in random_steps(truth, 2000):
         fit.observe(step)
-    assert truth.base == pytest.approx(fit.cost.base, rel=0.1)
-    assert truth.time(200, 500_000) == pytest.approx(fit.cost.time(200, 500_000), rel=0.03)
-    assert truth.time(8, 1000) == pytest.approx(fit.predict(8, 1000, uniform=False), rel=0.05)
-    assert fit.error < 0.05
+    assert truth.base_s == pytest.approx(fit.cost.base_s, rel=0.1)
+    assert truth.step_time(200, 500_000) == pytest.approx(fit.cost.step_time(200, 500_000), rel=0.03)
+    assert truth.step_time(8, 1000) == pytest.approx(fit.predict(8, 1000, is_uniform=False), rel=0.05)
+    assert fit.median_relative_error < 0.05
 
 
-def test_what_steps_do_not_tell_keeps_its_proportion() -> None:
+def test_coefficients_that_steps_do_not_determine_keep_their_proportion() -> None:
     fit = CostFit(H100_7B)
     for _ in range(256):
-        fit.observe(Step(1, 1000, True, 2 * H100_7B.time(1, 1000)))
+        fit.observe(TimedStep(1, 1000, True, 2 * H100_7B.step_time(1, 1000)))
     assert H100_7B.base_tokens == pytest.approx(fit.cost.base_tokens, rel=0.01)
-    assert 2 * H100_7B.time(1, 1000) == pytest.approx(fit.cost.time(1, 1000), rel=0.01)
+    assert 2 * H100_7B.step_time(1, 1000) == pytest.approx(fit.cost.step_time(1, 1000), rel=0.01)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.8])
-def test_what_drafts_cost_at_all_is_told_from_what_each_token_costs(share: float) -> None:
+def test_the_fixed_cost_of_drafts_is_told_apart_from_the_cost_of_their_tokens(share: float) -> None:
     truth = StepCost(3e-3, 50e-6, 1e-7, share * 3e-3)
-    fit, random = CostFit(CPU), np.random.default_rng(1)
+    fit, rng = CostFit(CPU), np.random.default_rng(1)
     for number in range(800):
-        rollouts, context = int(random.integers(1, 64)), int(random.integers(1000, 50_000))
-        drafts = number % 20 > 0
-        tokens = rollouts + drafts * int(random.integers(1, 3 * rollouts + 2))
-        seconds = truth.time(tokens, context, drafts=drafts) * (1 + 0.05 * random.standard_normal())
-        fit.observe(Step(tokens, context, not drafts, seconds, drafts))
-    assert truth.drafting == pytest.approx(fit.cost.drafting, abs=0.04 * truth.base)
-    assert truth.base == pytest.approx(fit.cost.base, rel=0.08)
-    assert truth.per_token == pytest.approx(fit.cost.per_token, rel=0.08)
+        rollouts, context_tokens = int(rng.integers(1, 64)), int(rng.integers(1000, 50_000))
+        has_drafts = number % 20 > 0
+        tokens = rollouts + has_drafts * int(rng.integers(1, 3 * rollouts + 2))
+        seconds = truth.step_time(tokens, context_tokens, has_drafts=has_drafts)
+        seconds *= 1 + 0.05 * rng.standard_normal()
+        fit.observe(TimedStep(tokens, context_tokens, not has_drafts, seconds, has_drafts))
+    assert truth.drafting_s == pytest.approx(fit.cost.drafting_s, abs=0.04 * truth.base_s)
+    assert truth.base_s == pytest.approx(fit.cost.base_s, rel=0.08)
+    assert truth.per_token_s == pytest.approx(fit.cost.per_token_s, rel=0.08)
 
 
-def test_nothing_is_free_even_where_steps_take_as_long_whatever_they_verify() -> None:
-    """Else drafts would be worth any number of tokens."""
-    fit, random = CostFit(CPU), np.random.default_rng(2)
+def test_no_coefficient_becomes_zero() -> None:
+    """If tokens appeared to be free, any number of them would be drafted."""
+    fit, rng = CostFit(CPU), np.random.default_rng(2)
     for _ in range(256):
-        tokens = int(random.integers(1, 17))
-        fit.observe(Step(tokens, 200, tokens == 1, (4.5 if tokens == 1 else 6.0 - 0.05 * tokens) * 1e-3, tokens > 1))
+        tokens = int(rng.integers(1, 17))
+        seconds = (4.5 if tokens == 1 else 6.0 - 0.05 * tokens) * 1e-3
+        fit.observe(TimedStep(tokens, 200, tokens == 1, seconds, tokens > 1))
     assert min(fit.cost) > 0
-    assert fit.cost.per_token < CPU.per_token / 20
+    assert fit.cost.per_token_s < CPU.per_token_s / 20
 
 
-def test_the_fit_follows_what_changes() -> None:
+def test_the_fit_follows_a_change_of_the_cost() -> None:
     fit = CostFit(H100_7B)
-    for step in steps(H100_7B, 500):
+    for step in random_steps(H100_7B, 500):
         fit.observe(step)
-    slower = StepCost(2 * H100_7B.base, H100_7B.per_token, H100_7B.per_context)
-    for step in steps(slower, 1500, seed=1):
+    slower = H100_7B._replace(base_s=2 * H100_7B.base_s)
+    for step in random_steps(slower, 1500, seed=1):
         fit.observe(step)
-    assert slower.base == pytest.approx(fit.cost.base, rel=0.15)
+    assert slower.base_s == pytest.approx(fit.cost.base_s, rel=0.15)
 
 
-def test_what_is_peculiar_to_a_kind_of_step_is_learned() -> None:
-    """Uneven drafts run in pieces on GPUs, and cost more."""
+def test_each_kind_of_step_has_its_own_factor() -> None:
+    """On GPUs, steps with drafts of different lengths do not run as full CUDA graphs and take longer."""
     fit = CostFit(H100_7B)
-    random = np.random.default_rng(0)
+    rng = np.random.default_rng(0)
     for _ in range(1000):
-        rollouts = int(random.integers(16, 33))
-        uniform = bool(random.integers(2))
-        seconds = H100_7B.time(rollouts * 4, rollouts * 1000) * (1.0 if uniform else 1.3)
-        fit.observe(Step(rollouts * 4, rollouts * 1000, uniform, seconds))
-    ratio = fit.predict(96, 24_000, uniform=False) / fit.predict(96, 24_000, uniform=True)
+        rollouts = int(rng.integers(16, 33))
+        is_uniform = bool(rng.integers(2))
+        seconds = H100_7B.step_time(rollouts * 4, rollouts * 1000) * (1.0 if is_uniform else 1.3)
+        fit.observe(TimedStep(rollouts * 4, rollouts * 1000, is_uniform, seconds))
+    ratio = fit.predict(96, 24_000, is_uniform=False) / fit.predict(96, 24_000, is_uniform=True)
     assert 1.3 == pytest.approx(ratio, rel=0.1)
 
 
@@ -95,7 +97,7 @@ def test_what_is_peculiar_to_a_kind_of_step_is_learned() -> None:
 @given(
     st.lists(
         st.builds(
-            Step,
+            TimedStep,
             st.integers(1, 4096),
             st.integers(0, 2_000_000),
             st.booleans(),
@@ -105,15 +107,15 @@ def test_what_is_peculiar_to_a_kind_of_step_is_learned() -> None:
         max_size=80,
     )
 )
-def test_no_cost_is_ever_negative_or_undefined(observed: list[Step]) -> None:
+def test_coefficients_and_predictions_are_always_finite_and_not_negative(observed: list[TimedStep]) -> None:
     fit = CostFit(H100_7B)
     for step in observed:
         fit.observe(step)
         assert min(fit.cost) >= 0
         assert sum(fit.cost) > 0
-        assert np.isfinite(fit.predict(10, 1000, uniform=True))
+        assert np.isfinite(fit.predict(10, 1000, is_uniform=True))
 
 
-def test_a_prior_without_a_price_is_refused() -> None:
-    with pytest.raises(ValueError, match="no part of a prior may be free"):
+def test_a_prior_with_a_free_coefficient_is_rejected() -> None:
+    with pytest.raises(ValueError, match="every coefficient of the prior must be positive"):
         CostFit(StepCost(1.0, 1.0))

@@ -1,43 +1,45 @@
 from __future__ import annotations
 
-from rollout_worker.policy.speculation_cutoff import LEAST_SECONDS, SpeculationCutoff
+from rollout_worker.policy.speculation_cutoff import MIN_DECODING_S, ONE_VERSION_FACTOR, SpeculationCutoff
 
 
-def decode(futility: SpeculationCutoff, version: int, seconds: float, *, stopped: bool, since: float = 0.0) -> float:
+def decode(cutoff: SpeculationCutoff, version: int, seconds: float, *, disabled: bool, start_s: float = 0.0) -> float:
+    """Observe *seconds* of decoding with a weight version, and return the total seconds of decoding."""
+    total_s = start_s
     for _ in range(100):
-        since += seconds / 100
-        futility.observe(version=version, seconds=since, stopped=stopped)
-    return since
+        total_s += seconds / 100
+        cutoff.observe(weight_version=version, decoding_s=total_s, drafting_disabled=disabled)
+    return total_s
 
 
-def test_an_engine_is_given_up_when_drafting_was_stopped_over_several_versions() -> None:
-    futility = SpeculationCutoff()
-    at = decode(futility, 1, 0.6 * LEAST_SECONDS, stopped=True)
-    assert not futility.futile
-    decode(futility, 2, 0.6 * LEAST_SECONDS, stopped=True, since=at)
-    assert futility.futile
+def test_the_cutoff_is_reached_after_drafting_was_disabled_for_several_versions() -> None:
+    cutoff = SpeculationCutoff()
+    total_s = decode(cutoff, 1, 0.6 * MIN_DECODING_S, disabled=True)
+    assert not cutoff.is_reached
+    decode(cutoff, 2, 0.6 * MIN_DECODING_S, disabled=True, start_s=total_s)
+    assert cutoff.is_reached
 
 
-def test_with_the_same_weights_it_takes_longer() -> None:
-    futility = SpeculationCutoff()
-    at = decode(futility, 1, 3.9 * LEAST_SECONDS, stopped=True)
-    assert not futility.futile
-    decode(futility, 1, 0.2 * LEAST_SECONDS, stopped=True, since=at)
-    assert futility.futile
+def test_the_cutoff_is_reached_later_with_one_version() -> None:
+    cutoff = SpeculationCutoff()
+    total_s = decode(cutoff, 1, (ONE_VERSION_FACTOR - 0.1) * MIN_DECODING_S, disabled=True)
+    assert not cutoff.is_reached
+    decode(cutoff, 1, 0.2 * MIN_DECODING_S, disabled=True, start_s=total_s)
+    assert cutoff.is_reached
 
 
-def test_who_drafts_now_and_then_goes_on() -> None:
-    futility, at = SpeculationCutoff(), 0.0
+def test_the_cutoff_is_not_reached_while_drafting_is_enabled_at_times() -> None:
+    cutoff, total_s = SpeculationCutoff(), 0.0
     for version in range(10):
-        at = decode(futility, version, LEAST_SECONDS, stopped=True, since=at)
-        at = decode(futility, version, 0.1 * LEAST_SECONDS, stopped=False, since=at)
-        assert not futility.futile
+        total_s = decode(cutoff, version, MIN_DECODING_S, disabled=True, start_s=total_s)
+        total_s = decode(cutoff, version, 0.1 * MIN_DECODING_S, disabled=False, start_s=total_s)
+        assert not cutoff.is_reached
 
 
-def test_what_was_long_ago_does_not_count() -> None:
-    futility = SpeculationCutoff()
-    at = decode(futility, 0, LEAST_SECONDS, stopped=False)
+def test_only_the_newest_four_versions_count() -> None:
+    cutoff = SpeculationCutoff()
+    total_s = decode(cutoff, 0, MIN_DECODING_S, disabled=False)
     for version in range(1, 5):
-        assert not futility.futile
-        at = decode(futility, version, LEAST_SECONDS, stopped=True, since=at)
-    assert futility.futile
+        assert not cutoff.is_reached
+        total_s = decode(cutoff, version, MIN_DECODING_S, disabled=True, start_s=total_s)
+    assert cutoff.is_reached

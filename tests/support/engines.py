@@ -1,4 +1,4 @@
-"""Real engines, and a way to ask them for many responses at once."""
+"""Real engines for the tests, with a synchronous interface."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import Partial, RolloutRequest
-from rollout_worker.engine.drafting import Drafting
-from rollout_worker.engine.host import Engine, EngineConfig, Generated
+from rollout_worker.engine.config import EngineConfig
+from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.response import GenerationResult
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
-from tests.support.reference_model import POSITIONS, LoopThread
+from tests.support.reference_model import MAX_POSITIONS, LoopThread
 
 KEYS = HistoryKeys("default", "engine-tests")
 MAX_DRAFT_TOKENS = 6
+HISTORY_TIMEOUT_S = 30
 
 
-def config(model: Path, drafting: Drafting | None = None) -> EngineConfig:
-    # float32, so that a token is decided by the model and not by rounding
+def engine_config(model: Path, drafting: DraftingConfig | None = None) -> EngineConfig:
+    """Configuration of a small CPU engine in float32, so that rounding does not decide which token is sampled."""
     spec = EngineSpec(
-        max_model_len=POSITIONS, dtype="float32", max_num_seqs=64, kv_cache_memory="256Mi", enforce_eager=True
+        max_model_len=MAX_POSITIONS, dtype="float32", max_num_seqs=64, kv_cache_memory="256Mi", enforce_eager=True
     )
     return EngineConfig(model=model, spec=spec, cpu=True, drafting=drafting)
 
 
 @dataclass
-class Bed:
-    """An engine and a way to ask it for many responses at once."""
+class EngineHarness:
+    """An engine and the event loop in which it runs."""
 
     engine: Engine
     loop: LoopThread
@@ -48,15 +51,29 @@ class Bed:
         sampling: Sampling,
         problem: str = "p",
         draft_budget: int | None = None,
-    ) -> list[Generated]:
-        """``sampling.n`` responses to each prompt, in order."""
-        requests = [self.request(prompt, sampling, problem, draft_budget=draft_budget) for prompt in prompts]
-        return self.loop.run(self._gather(requests))
+    ) -> list[GenerationResult]:
+        """Sample ``sampling.n`` responses to each prompt, in order."""
+        return self.generate([self.request(prompt, sampling, problem, draft_budget=draft_budget) for prompt in prompts])
+
+    def continue_from(
+        self, prompt: Sequence[int], sampling: Sampling, prefixes: Sequence[Partial], problem: str = "p"
+    ) -> list[GenerationResult]:
+        """Sample one response from each prefix, in order."""
+        return self.generate([self.request(prompt, sampling, problem, prefix=prefix) for prefix in prefixes])
+
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[GenerationResult]:
+        """Generate all samples of all requests concurrently, in order."""
+
+        async def gather() -> list[GenerationResult]:
+            calls = [self.engine.generate(one, sample) for one in requests for sample in range(one.sampling.n)]
+            return list(await asyncio.gather(*calls))
+
+        return self.loop.run(gather())
 
     def request(
         self, prompt: Sequence[int], sampling: Sampling, problem: str = "p", **fields: object
     ) -> RolloutRequest:
-        """A request of its own name."""
+        """Create a request with a unique id."""
         return RolloutRequest.model_validate(
             {
                 "job_uid": "test",
@@ -68,22 +85,11 @@ class Bed:
             }
         )
 
-    def go_on(
-        self, prompt: Sequence[int], sampling: Sampling, prefixes: Sequence[Partial], problem: str = "p"
-    ) -> list[Generated]:
-        """One response from each prefix, in order."""
-        requests = [self.request(prompt, sampling, problem, prefix=prefix) for prefix in prefixes]
-        return self.loop.run(self._gather(requests))
-
-    async def _gather(self, requests: list[RolloutRequest]) -> list[Generated]:
-        calls = [self.engine.generate(request, sample) for request in requests for sample in range(request.sampling.n)]
-        return list(await asyncio.gather(*calls))
-
-    def remember(self, problem: str, responses: Sequence[Sequence[int]]) -> None:
-        """Put responses into the history and wait until the engine can draft from them."""
+    def add_history(self, problem: str, responses: Sequence[Sequence[int]]) -> None:
+        """Add responses to the history and wait until the engine can draft from them."""
         assert self.history is not None
         for response in responses:
             tokens = np.array(response, dtype=np.uint32)
             name = f"{problem}-{next(self._numbers)}"
             self.history.append(problem, HistoryRecord(name, "test", 1, 1, tokens, "stop"), newest=1)
-        assert self.loop.run(self.engine.announce([problem], 1, wait=30))
+        assert self.loop.run(self.engine.announce([problem], 1, timeout_s=HISTORY_TIMEOUT_S))

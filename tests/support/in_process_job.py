@@ -1,4 +1,4 @@
-"""A job in one process: real Redis, engines, coordinator, workers and relay, each of which can be killed."""
+"""A job in one process with a real Redis, engines, coordinator, workers and relay, each of which can be killed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rollout_api.asyncio_tasks import end
+from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.rollout_job import RolloutJob, parse_job
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_worker.engine.drafting import Drafting, HistoryBinding
-from rollout_worker.engine.host import Engine, EngineConfig
-from rollout_worker.history.connection import connect, connect_async
-from rollout_worker.history.store import START, HistoryStore
+from rollout_api.redis_client.connection import connect
+from rollout_worker.engine.config import EngineConfig
+from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
+from rollout_worker.engine.engine import Engine
+from rollout_worker.history.blocks import START
+from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.relay import Relay
-from rollout_worker.job.setup import BLOCK_S
-from rollout_worker.job.weights import ByAddress, SharedFiles, TrainerMemory
+from rollout_worker.job.weight_transport import BroadcastTransport, CombinedTransport, DirectoryTransport
+from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
 
 CHECKPOINT_TOKENS = 32
 _uids = itertools.count()
@@ -55,13 +57,13 @@ def manifest(**spec: Any) -> RolloutJob:
 
 async def start_engine(model: Path, url: str, job: RolloutJob) -> Engine:
     keys = HistoryKeys("default", "live")
-    binding = HistoryBinding(url, keys.namespace, keys.name, window=16)
-    drafting = Drafting("fixed", 4, 2**30, binding, governed=False)
+    binding = HistoryLocation(url, keys.namespace, keys.name, window=16)
+    drafting = DraftingConfig("fixed", 4, 2**30, binding, governed=False)
     return await Engine.start(EngineConfig(model=model, spec=job.spec.engine, cpu=True, drafting=drafting))
 
 
 class LiveJob:
-    """Parts of one job by name. ``kill`` ends one as ``kill -9`` would: it says goodbye to nobody."""
+    """The parts of one job by name. ``kill`` ends a part as ``kill -9`` does: without releasing its lease."""
 
     def __init__(self, url: str, job: RolloutJob, model: Path, vocabulary: int) -> None:
         self.url, self.job, self.model, self.vocabulary = url, job, model, vocabulary
@@ -72,48 +74,65 @@ class LiveJob:
         self.relay = Relay(connect(url), self.keys, self.store)
         self.coordinator: Coordinator | None = None
         self.workers: dict[str, EngineWorker] = {}
+        self.job_stores: dict[str, JobStore] = {}
+        """The store that each worker uses, so that a test can make its calls slow or fail."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def job_store(self) -> JobStore:
-        return JobStore(connect_async(self.url, block=BLOCK_S), self.keys)
+        return JobStore.connect(self.url, self.keys)
 
     def start_coordinator(self) -> None:
         self.coordinator = Coordinator(self.job, self.job_store(), self.store, vocabulary=self.vocabulary)
         self.tasks["coordinator"] = asyncio.ensure_future(self.coordinator.run())
 
     async def until_nothing_is_open(self) -> None:
-        """Wait until the coordinator knows of no open request, and check that it counts no open rollout."""
-        assert self.coordinator is not None
-        requests = self.coordinator._open
-        await self.until(lambda: not requests, 20)
-        assert 0 == self.coordinator._open_rollouts
+        """Wait until the coordinator has no open request, and check that it counts no open rollout."""
+        coordinator = self.coordinator
+        assert coordinator is not None
+        await self.until(lambda: coordinator.num_open_requests == 0, 20)
+        assert 0 == coordinator.num_open_rollouts
 
-    def start_worker(self, name: str, engine: Engine, *, given_up: bool = False) -> None:
+    def start_worker(
+        self,
+        name: str,
+        engine: Engine,
+        *,
+        speculation_disabled: bool = False,
+        speculation_cutoff: SpeculationCutoff | None = None,
+    ) -> EngineWorker:
+        self.job_stores[name] = self.job_store()
         worker = self.workers[name] = EngineWorker(
             engine,
-            self.job_store(),
+            self.job_stores[name],
             self.store,
             name=name,
             worker="",
             slots=self.job.spec.engine.max_num_seqs,
             checkpoint_tokens=self.job.spec.engine.checkpoint_tokens,
             sampling=self.job.spec.sampling,
-            transport=ByAddress(SharedFiles(self.model, self.model.parent, ["/"]), TrainerMemory()),
+            transport=CombinedTransport(DirectoryTransport(self.model, self.model.parent, ["/"]), BroadcastTransport()),
             broadcast=True,
-            given_up=given_up,
+            speculation_disabled=speculation_disabled,
+            speculation_cutoff=speculation_cutoff,
         )
         self.tasks[name] = asyncio.ensure_future(worker.run())
+        return worker
+
+    async def drain(self, name: str) -> None:
+        """Let a worker leave the job, as on SIGTERM with no time for its rollouts to finish."""
+        await self.workers.pop(name).drain(0.0)
+        await self.tasks.pop(name)
 
     async def kill(self, name: str) -> None:
-        """End a part at once. A worker's lease runs out; nothing is handed over."""
+        """End a part at once: a worker's lease expires and nothing is handed over."""
         if name in self.workers:
-            job_store = self.workers.pop(name)._job_store
+            del self.workers[name]
 
             async def silent(_: str) -> None:
                 pass
 
-            job_store.leave = silent  # type: ignore[method-assign]
-        await end(self.tasks.pop(name))
+            self.job_stores.pop(name).engines.release = silent  # type: ignore[method-assign]
+        await cancel_and_wait(self.tasks.pop(name))
 
     async def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
         async with asyncio.timeout(seconds):
@@ -122,13 +141,13 @@ class LiveJob:
                 await asyncio.sleep(0.02)
 
     def check(self) -> None:
-        """Raise what a part has died of."""
+        """Raise the error of a part that has failed."""
         for task in self.tasks.values():
             if task.done() and not task.cancelled():
                 task.result()
 
     def in_history(self) -> Counter[str]:
-        """How often each of this job's rollouts is there."""
+        """Return how often the history contains each rollout of this job."""
         self.relay.drain()
         logs = [key.decode() for key in self.redis.scan_iter("history:default/live:*:log")]
         problems = [log.split("{")[1].split("}")[0] for log in logs]
@@ -141,7 +160,7 @@ class LiveJob:
 async def live(
     url: str, job: RolloutJob, model: Path, vocabulary: int, engines: dict[str, Engine]
 ) -> AsyncIterator[LiveJob]:
-    """A job with a coordinator and a worker for each engine, ended whole."""
+    """Start a job with a coordinator and a worker for each engine, and end all its parts on exit."""
     running = LiveJob(url, job, model, vocabulary)
     running.start_coordinator()
     for name, engine in engines.items():

@@ -1,4 +1,4 @@
-"""What the suffix index must answer, by trying everything: lists, loops, no structure."""
+"""An oracle for the suffix index: the same results by exhaustive search, with lists and loops only."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from dataclasses import dataclass, field
 from rollout_worker.drafting import Draft
 from rollout_worker.drafting.index import Occurrence
 
-START = -1
-HISTORY, LIVE, FOREIGN, ANCHORS, WALK, ENOUGH = 32, 24, 16, 4, 48, 16
+BOUNDARY = -1
+HISTORY, LIVE, CROSS_PROBLEM, ANCHORS = 32, 24, 16, 4
+"""The numbers of occurrences that are used of each vote_class."""
+MAX_VISITED = 48
+"""Entries of a chain of live texts that are searched."""
+SUFFICIENT_MATCH = 16
+"""The cross-problem pool is searched only if no other match is this long."""
 LENGTHS = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64]
 VOTES = [1, 2, 3, 5, 9, 17]
-MEANS = [0.3, 0.65, 0.9, 1.0]
-SOURCES = ("history", "self", "siblings", "foreign")
-VOICES = (*SOURCES, "anchored")
-"""Who speaks in a mixture: rollouts of the history that a request goes along with do so for themselves."""
+PRIOR_MEANS = [0.3, 0.65, 0.9, 1.0]
+SOURCES = ("history", "self", "siblings", "cross_problem")
+EXPERTS = (*SOURCES, "anchored")
+"""The experts of the mixture: the sources, and rollouts of the history that a request has recently followed."""
 CANDIDATES, LEVELS = 6, 32
 AGES = [1, 3, 7]
-MOST = 2000.0
-UNSEEN = SUREST = 1e-3
+MAX_OBSERVATIONS = 2000.0
+UNSEEN = MARGIN = 1e-3
 UNLIKELY = 0.02
-SLACK_OF_SCORES = 0.02
-SLACK = 2e-3
-"""How far single precision and another order of sums may lead away."""
+SCORE_TOLERANCE = 0.02
+TOLERANCE = 2e-3
+"""Differences caused by single precision and by another order of summation."""
 
 Bucket = tuple[str, int, int, int, int]
 Key = tuple[int, int, tuple[int, ...]]
-"""Of an occurrence: match length, generation, tokens."""
+"""Match length, generation and tokens of an occurrence."""
 
 
 @dataclass
@@ -45,13 +50,13 @@ class Text:
 
 @dataclass
 class Request:
-    """One that is open."""
+    """An open request."""
 
     problem: str
     prompt: list[int]
     sources: Collection[str]
     response: Text
-    ends: Collection[int]
+    stop_tokens: Collection[int]
     positions: list[Position] = field(default_factory=list)
     drafted: int = 0
     observed: int = 0
@@ -59,48 +64,50 @@ class Request:
 
 @dataclass
 class Position:
-    """One of a draft."""
+    """One position of a draft."""
 
     token: int
     previous: int
-    voice: str
+    expert: str
     match: int
-    place: int
+    index: int
     margin: float
-    """By which it is preferred to other tokens."""
+    """Difference between its score and that of the next best token."""
     candidates: list[int]
     mixed: list[float]
-    """Of each candidate."""
+    """Uncalibrated probability of each candidate."""
     levels: list[tuple[Bucket, list[float]]]
     masses: dict[str, float]
-    """Of the token, by voice."""
+    """Probability mass of the token, by expert."""
     votes: Counter[tuple[int, int]]
-    """Of the history: by kind and candidate."""
+    """Votes of the history, by vote class and candidate."""
     generations: dict[str, int]
-    """Of the newest vote for the token, by voice."""
+    """Generation of the newest vote for the token, by expert."""
     ages: frozenset[int] = frozenset()
-    """At which a rollout of the history says the token."""
+    """Ages of the rollouts of the history that propose the token."""
 
     @property
     def source(self) -> str:
-        return "history" if self.voice == "anchored" else self.voice
+        return "history" if self.expert == "anchored" else self.expert
 
 
-def occurrences(context: Sequence[int], texts: Sequence[Text], depth: int, length: int, least: int) -> list[Key]:
-    """All of them, longest first."""
+def occurrences(context: Sequence[int], texts: Sequence[Text], depth: int, length: int, min_match: int) -> list[Key]:
+    """Return all occurrences, longest matches first."""
     found = []
     for text in texts:
-        for at in range(max(1, text.context), len(text.tokens)):
+        for position in range(max(1, text.context), len(text.tokens)):
             match = 0
-            while match < min(depth, at, len(context)) and text.tokens[at - 1 - match] == context[-1 - match]:
+            while (
+                match < min(depth, position, len(context)) and text.tokens[position - 1 - match] == context[-1 - match]
+            ):
                 match += 1
-            if match >= least:
-                found.append((match, text.generation, tuple(text.tokens[at : at + length])))
+            if match >= min_match:
+                found.append((match, text.generation, tuple(text.tokens[position : position + length])))
     return sorted(found, reverse=True)
 
 
-class Learned:
-    """A coefficient under AdaGrad."""
+class LearnedWeight:
+    """A coefficient that is learned with AdaGrad step sizes."""
 
     def __init__(self, value: float = 0.0) -> None:
         self.value, self._squares = value, 1e-2
@@ -111,7 +118,7 @@ class Learned:
 
 
 def log_odds(probability: float) -> float:
-    p = min(max(probability, SUREST), 1 - SUREST)
+    p = min(max(probability, MARGIN), 1 - MARGIN)
     return math.log(p / (1 - p))
 
 
@@ -120,72 +127,78 @@ def length_bucket(match: int) -> int:
 
 
 class Mixture:
-    """The probabilities, given occurrences."""
+    """The probability model of the next token, given occurrences."""
 
     def __init__(self) -> None:
         self.evidence: dict[Bucket, tuple[float, float]] = {}
-        self.slope, self.bias = Learned(1.0), Learned()
-        self.tokens: dict[int, Learned] = {}
-        self.pairs: dict[tuple[int, int], Learned] = {}
-        self.matches: dict[tuple[str, int], Learned] = {}
-        self.places: dict[int, Learned] = {}
-        self.votes: dict[int, Learned] = {}
+        self.slope, self.bias = LearnedWeight(1.0), LearnedWeight()
+        self.tokens: dict[int, LearnedWeight] = {}
+        self.pairs: dict[tuple[int, int], LearnedWeight] = {}
+        self.matches: dict[tuple[str, int], LearnedWeight] = {}
+        self.indices: dict[int, LearnedWeight] = {}
+        self.votes: dict[int, LearnedWeight] = {}
 
-    def vote(self, kind: int) -> float:
-        return math.exp(max(-4.0, min(4.0, self._of(self.votes, kind).value)))
+    def vote(self, vote_class: int) -> float:
+        return math.exp(max(-4.0, min(4.0, self._of(self.votes, vote_class).value)))
 
     def weight(self, bucket: Bucket) -> float:
         _, length, votes, share, _ = bucket
         evidence = LENGTHS[length] * VOTES[votes]
-        prior = MEANS[share] * LENGTHS[length] / (LENGTHS[length] + 1) * evidence / (evidence + 1)
-        yes, no = self.evidence.get(bucket, (0.0, 0.0))
-        return (yes + 2 * prior) / (yes + no + 2)
+        prior = PRIOR_MEANS[share] * LENGTHS[length] / (LENGTHS[length] + 1) * evidence / (evidence + 1)
+        positive, negative = self.evidence.get(bucket, (0.0, 0.0))
+        return (positive + 2 * prior) / (positive + negative + 2)
 
     def mix(
-        self, found: Sequence[tuple[Occurrence, int]], place: int, previous: int, wanted: int | None
+        self, found: Sequence[tuple[Occurrence, int]], index: int, previous: int, wanted: int | None
     ) -> Position | None:
-        """The likeliest token, or *wanted* where that is as likely; None if no token may be drafted."""
+        """Return the position with the most probable token, or with *wanted* if that is equally probable.
+
+        Returns None if no token can be drafted.
+        """
         candidates: list[int] = []
-        of = {voice: [0.0] * CANDIDATES for voice in VOICES}
-        all_votes = dict.fromkeys(VOICES, 0.0)
-        votes = dict.fromkeys(VOICES, 0)
-        kinds: Counter[tuple[int, int]] = Counter()
+        weighted = {expert: [0.0] * CANDIDATES for expert in EXPERTS}
+        total = dict.fromkeys(EXPERTS, 0.0)
+        votes = dict.fromkeys(EXPERTS, 0)
+        class_votes: Counter[tuple[int, int]] = Counter()
         generations: dict[tuple[str, int], int] = {}
-        said = {voice: [0.0] * CANDIDATES for voice in VOICES}
+        mass = {expert: [0.0] * CANDIDATES for expert in EXPERTS}
         levels: list[tuple[Bucket, list[float]]] = []
-        left = 1.0
-        for length in sorted({length_bucket(one.match_length + place) for one, _ in found}, reverse=True):
+        remaining = 1.0
+        for length in sorted({length_bucket(one.match_length + index) for one, _ in found}, reverse=True):
             changed = set()
-            for one, kind in found:
-                if length_bucket(one.match_length + place) != length:
+            for one, vote_class in found:
+                if length_bucket(one.match_length + index) != length:
                     continue
-                voice = "anchored" if one.anchored else one.source
-                token = one.tokens[place] if place < len(one.tokens) else START
+                expert = "anchored" if one.anchored else one.source
+                token = one.tokens[index] if index < len(one.tokens) else BOUNDARY
                 if token not in candidates and len(candidates) < CANDIDATES:
                     candidates.append(token)
                 if token in candidates:
-                    of[voice][candidates.index(token)] += self.vote(kind)
-                    kinds[kind, candidates.index(token)] += one.source == "history"
-                    newest = generations.get((voice, token), one.generation)
-                    generations[voice, token] = max(newest, one.generation)
-                all_votes[voice] += self.vote(kind)
-                votes[voice] += 1
-                changed.add(voice)
-            for voice in VOICES:
-                if voice not in changed or len(levels) == LEVELS:
+                    weighted[expert][candidates.index(token)] += self.vote(vote_class)
+                    class_votes[vote_class, candidates.index(token)] += one.source == "history"
+                    newest = generations.get((expert, token), one.generation)
+                    generations[expert, token] = max(newest, one.generation)
+                total[expert] += self.vote(vote_class)
+                votes[expert] += 1
+                changed.add(expert)
+            for expert in EXPERTS:
+                if expert not in changed or len(levels) == LEVELS:
                     continue
-                shares = [each / all_votes[voice] for each in of[voice]]
-                top, number = max(shares), votes[voice]
+                shares = [each / total[expert] for each in weighted[expert]]
+                top, number = max(shares), votes[expert]
                 share = 3 if top > 1 - 1e-4 else 2 if top > 0.8 - 1e-4 else 1 if top > 0.5 - 1e-4 else 0
-                where = 0 if place == 0 else 1 if place < 3 else 2
-                bucket = (voice, length, bisect_right(VOTES, number) - 1, share, where)
-                levels.append((bucket, [int(255 * share + 0.5) / 255 for share in shares]))  # as a byte keeps them
+                place = 0 if index == 0 else 1 if index < 3 else 2
+                bucket = (expert, length, bisect_right(VOTES, number) - 1, share, place)
+                levels.append(
+                    (bucket, [int(255 * share + 0.5) / 255 for share in shares])
+                )  # as they are stored in a byte
                 weight = self.weight(bucket)
                 for k in range(len(candidates)):
-                    said[voice][k] += left * weight * shares[k]
-                left *= 1 - weight
+                    mass[expert][k] += remaining * weight * shares[k]
+                remaining *= 1 - weight
         mixed = [
-            0.0 if token == START else sum(said[voice][k] for voice in VOICES) for k, token in enumerate(candidates)
+            0.0 if token == BOUNDARY else sum(mass[expert][k] for expert in EXPERTS)
+            for k, token in enumerate(candidates)
         ]
         scores = {
             token: self.preference(previous, token, mixed[k]) for k, token in enumerate(candidates) if mixed[k] > 0.0
@@ -194,16 +207,29 @@ class Mixture:
             return None
         token = max(scores, key=lambda one: scores[one])
         if wanted is not None and wanted != token:
-            assert scores.get(wanted, -math.inf) >= scores[token] - SLACK_OF_SCORES, f"{wanted} is drafted of {scores}"
+            assert scores.get(wanted, -math.inf) >= scores[token] - SCORE_TOLERANCE, f"{wanted} is drafted of {scores}"
             token = wanted
         k = candidates.index(token)
-        masses = {voice: said[voice][k] for voice in VOICES}
-        loudest = max(VOICES, key=lambda one: masses[one])
-        match = min(255, max(one.match_length for one, _ in found) + place)
+        masses = {expert: mass[expert][k] for expert in EXPERTS}
+        top_expert = max(EXPERTS, key=lambda one: masses[one])
+        match = min(255, max(one.match_length for one, _ in found) + index)
         margin = scores[token] - max((score for one, score in scores.items() if one != token), default=-math.inf)
-        place = min(place, 15)
-        first = {voice: generations[voice, token] for voice in VOICES if (voice, token) in generations}
-        return Position(token, previous, loudest, match, place, margin, candidates, mixed, levels, masses, kinds, first)
+        index = min(index, 15)
+        newest_votes = {expert: generations[expert, token] for expert in EXPERTS if (expert, token) in generations}
+        return Position(
+            token,
+            previous,
+            top_expert,
+            match,
+            index,
+            margin,
+            candidates,
+            mixed,
+            levels,
+            masses,
+            class_votes,
+            newest_votes,
+        )
 
     def preference(self, previous: int, token: int, mixed: float) -> float:
         score = self.slope.value * log_odds(mixed) + self._of(self.tokens, token).value
@@ -211,60 +237,62 @@ class Mixture:
 
     def calibrated(self, position: Position, token: int) -> float:
         x = self.preference(position.previous, token, position.mixed[position.candidates.index(token)])
-        x += self.bias.value + self._of(self.matches, (position.voice, length_bucket(position.match))).value
-        x += self._of(self.places, position.place).value
+        x += self.bias.value + self._of(self.matches, (position.expert, length_bucket(position.match))).value
+        x += self._of(self.indices, position.index).value
         return 1 / (1 + math.exp(-x))
 
     @staticmethod
-    def _of(table: dict, key: object) -> Learned:
-        return table.setdefault(key, Learned())
+    def _of(table: dict, key: object) -> LearnedWeight:
+        return table.setdefault(key, LearnedWeight())
 
     def learn(self, position: Position, actual: int) -> None:
         k = position.candidates.index(actual) if actual in position.candidates else None
-        spoke, below = [], UNSEEN
+        responsibilities, below = [], UNSEEN
         for bucket, shares in reversed(position.levels):
             weight = self.weight(bucket)
             here = 0.0 if k is None else weight * shares[k]
             below = here + (1 - weight) * below
-            spoke.append(here / below)
+            responsibilities.append(here / below)
         reached = 1.0
-        for (bucket, _), share in zip(position.levels, reversed(spoke), strict=True):
+        for (bucket, _), share in zip(position.levels, reversed(responsibilities), strict=True):
             if reached <= 1e-3:
                 break
-            yes, no = self.evidence.get(bucket, (0.0, 0.0))
-            fade = MOST / (yes + no) if yes + no > MOST else 1.0
-            self.evidence[bucket] = (fade * yes + reached * share, fade * no + reached * (1 - share))
+            positive, negative = self.evidence.get(bucket, (0.0, 0.0))
+            scale = MAX_OBSERVATIONS / (positive + negative) if positive + negative > MAX_OBSERVATIONS else 1.0
+            self.evidence[bucket] = (scale * positive + reached * share, scale * negative + reached * (1 - share))
             reached *= 1 - share
         if k is not None:
             self._learn_votes(position.votes, k)
         for token, mixed in zip(position.candidates, position.mixed, strict=True):
             if mixed < UNLIKELY and token != position.token:
                 continue
-            wrong = (actual == token) - self.calibrated(position, token)
-            self._of(self.tokens, token).ascend(wrong, 0.1)
-            self._of(self.pairs, (position.previous, token)).ascend(wrong, 0.1)
+            error = (actual == token) - self.calibrated(position, token)
+            self._of(self.tokens, token).ascend(error, 0.1)
+            self._of(self.pairs, (position.previous, token)).ascend(error, 0.1)
             if token == position.token:
-                self.slope.ascend(wrong * log_odds(mixed), 0.05)
-                self.bias.ascend(wrong, 0.05)
-                self._of(self.matches, (position.voice, length_bucket(position.match))).ascend(wrong, 0.05)
-                self._of(self.places, position.place).ascend(wrong, 0.05)
+                self.slope.ascend(error * log_odds(mixed), 0.05)
+                self.bias.ascend(error, 0.05)
+                self._of(self.matches, (position.expert, length_bucket(position.match))).ascend(error, 0.05)
+                self._of(self.indices, position.index).ascend(error, 0.05)
 
     def _learn_votes(self, votes: Counter[tuple[int, int]], actual: int) -> None:
-        each = {kind: 0.0 for kind, _ in votes}
-        for (kind, _), number in votes.items():
-            each[kind] += number * self.vote(kind)
-        right = {kind: votes[kind, actual] * self.vote(kind) for kind in each}
-        if not sum(right.values()):
+        for_all = {vote_class: 0.0 for vote_class, _ in votes}
+        for (vote_class, _), number in votes.items():
+            for_all[vote_class] += number * self.vote(vote_class)
+        for_actual = {vote_class: votes[vote_class, actual] * self.vote(vote_class) for vote_class in for_all}
+        if not sum(for_actual.values()):
             return
         steps = {
-            kind: right[kind] / sum(right.values()) - each[kind] / sum(each.values()) for kind in each if each[kind]
+            vote_class: for_actual[vote_class] / sum(for_actual.values()) - for_all[vote_class] / sum(for_all.values())
+            for vote_class in for_all
+            if for_all[vote_class]
         }
-        for kind, step in steps.items():
-            self._of(self.votes, kind).ascend(step, 0.05)
+        for vote_class, step in steps.items():
+            self._of(self.votes, vote_class).ascend(step, 0.05)
 
 
 class Oracle:
-    """The index's interface; handles are given by the caller."""
+    """The interface of the index, except that the caller provides the handles."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -282,7 +310,7 @@ class Oracle:
             if rollout_id not in known:
                 context, reward, *_ = [*more, None, None][:2]
                 kept = list(context or [])[-self.depth :]
-                known[rollout_id] = Text([START, *kept, *tokens], 1 + len(kept), generation, reward)
+                known[rollout_id] = Text([BOUNDARY, *kept, *tokens], 1 + len(kept), generation, reward)
                 self.newest = max(self.newest, generation)
         return len(known) - before
 
@@ -312,16 +340,16 @@ class Oracle:
         prompt: Sequence[int],
         sources: Collection[str],
         context: int,
-        ends: Collection[int],
+        stop_tokens: Collection[int],
     ) -> None:
-        before = list(prompt)[len(prompt) - min(context, self.depth, len(prompt)) :] or [START]
-        self.requests[handle] = Request(problem, list(prompt), sources, Text(before, len(before)), ends)
+        before = list(prompt)[len(prompt) - min(context, self.depth, len(prompt)) :] or [BOUNDARY]
+        self.requests[handle] = Request(problem, list(prompt), sources, Text(before, len(before)), stop_tokens)
 
-    def _kind(self, request: Request, one: Occurrence) -> int:
-        if one.source not in ("history", "foreign"):
+    def _vote_class(self, request: Request, one: Occurrence) -> int:
+        if one.source not in ("history", "cross_problem"):
             return 0
         old = bisect_left(AGES, self.newest - one.generation)
-        if one.reward is None or one.source == "foreign":
+        if one.reward is None or one.source == "cross_problem":
             return 3 * old
         known = [text.reward for text in self.problems[request.problem].values() if text.reward is not None]
         return 3 * old + (1 if one.reward < sum(known) / len(known) else 2)
@@ -347,7 +375,10 @@ class Oracle:
         request.response.tokens += tokens
 
     def check_occurrences(self, handle: int, found: Sequence[Occurrence], length: int) -> None:
-        """Of the history exactly the longest; of what is alive real ones, and all of a few."""
+        """Check occurrences: exactly the longest ones of finished rollouts, and valid ones of live texts.
+
+        The search of live texts is bounded, so it must be complete only if there are few occurrences.
+        """
         request = self.requests[handle]
         response = request.response.tokens
         got = {
@@ -358,8 +389,8 @@ class Oracle:
             for source in SOURCES
         }
 
-        def all_of(context: Sequence[int], texts: Sequence[Text], least: int) -> list[Key]:
-            return occurrences(context[-self.depth :], texts, self.depth, length, least)
+        def all_of(context: Sequence[int], texts: Sequence[Text], min_match: int) -> list[Key]:
+            return occurrences(context[-self.depth :], texts, self.depth, length, min_match)
 
         history = all_of(response, list(self.problems.get(request.problem, {}).values()), 1)
         assert [match for match, _, _ in history[:HISTORY] if "history" in request.sources] == [
@@ -369,37 +400,39 @@ class Oracle:
         assert sum(one.anchored for one in found) <= ANCHORS
         assert not Counter(got["history"]) - Counter(history)
 
-        foreign = all_of(
+        cross_problem = all_of(
             response,
             [text for name, known in self.problems.items() if name != request.problem for text in known.values()],
             1,
         )
-        known_well = any(one.match_length >= ENOUGH for one in found if one.source != "foreign")
-        assert [match for match, _, _ in foreign[:FOREIGN] if "foreign" in request.sources and not known_well] == [
-            match for match, _, _ in got["foreign"]
-        ]
-        assert not Counter(got["foreign"]) - Counter(foreign)
+        is_sufficient = any(one.match_length >= SUFFICIENT_MATCH for one in found if one.source != "cross_problem")
+        assert [
+            match
+            for match, _, _ in cross_problem[:CROSS_PROBLEM]
+            if "cross_problem" in request.sources and not is_sufficient
+        ] == [match for match, _, _ in got["cross_problem"]]
+        assert not Counter(got["cross_problem"]) - Counter(cross_problem)
 
         own = [*request.prompt, *request.response.tokens[request.response.context :]]
         in_prompt = all_of(own, [Text(request.prompt, 0)], 1)
-        said = all_of(response, [request.response], 2)
+        in_response = all_of(response, [request.response], 2)
         siblings = [
             other.response
             for number, other in self.requests.items()
             if number != handle and other.problem == request.problem and "siblings" in other.sources
         ]
-        heard = all_of(response, siblings, 2)
-        alive = len(request.response.tokens) + sum(len(text.tokens) for text in siblings)
+        in_siblings = all_of(response, siblings, 2)
+        live_tokens = len(request.response.tokens) + sum(len(text.tokens) for text in siblings)
         for source, known, exact, searched in (
-            ("self", in_prompt + said, in_prompt, max(alive, len(in_prompt))),
-            ("siblings", heard, [], alive),
+            ("self", in_prompt + in_response, in_prompt, max(live_tokens, len(in_prompt))),
+            ("siblings", in_siblings, [], live_tokens),
         ):
             if source not in request.sources:
                 assert not got[source]
                 continue
             assert len(got[source]) <= (2 * LIVE if exact else LIVE)
             assert not Counter(got[source]) - Counter(known)
-            if len(known) <= LIVE and searched <= WALK:
+            if len(known) <= LIVE and searched <= MAX_VISITED:
                 assert Counter(known) == Counter(got[source])
             elif exact:
                 assert got[source][0][0] >= exact[0][0]
@@ -412,48 +445,51 @@ class Oracle:
         budget: int,
         min_survival: float,
     ) -> bool:
-        """Whether it is sure what the index may learn from; asserts that the draft is right."""
+        """Check a draft. Return False if rounding may have decided from which token the index learns."""
         request = self.requests[handle]
         request.positions, request.drafted, request.observed = [], len(draft.tokens), 0
-        alive = [(one, self._kind(request, one)) for one in found]
-        alive.sort(key=lambda one: -one[0].match_length)
+        remaining = [(one, self._vote_class(request, one)) for one in found]
+        remaining.sort(key=lambda one: -one[0].match_length)
         survival = 1.0
-        for place in range(budget):
-            wanted = draft.tokens[place] if place < len(draft.tokens) else None
-            previous = draft.tokens[place - 1] if place else request.response.tokens[-1]
-            position = self.mixture.mix(alive, place, previous, wanted) if alive else None
+        for index in range(budget):
+            wanted = draft.tokens[index] if index < len(draft.tokens) else None
+            previous = draft.tokens[index - 1] if index else request.response.tokens[-1]
+            position = self.mixture.mix(remaining, index, previous, wanted) if remaining else None
             if position is None:
                 break
             request.positions.append(position)
             probability = self.mixture.calibrated(position, position.token)
             survival *= probability
-            if place == len(draft.tokens):
-                assert survival < min_survival + SLACK
-                return position.margin > SLACK_OF_SCORES  # else it may be another token that is not drafted
-            assert abs(draft.probabilities[place] - probability) < SLACK
-            assert survival >= min_survival - SLACK
-            self.counters[draft.sources[place]][0] += 1
-            if position.source != draft.sources[place]:  # as likely
+            if index == len(draft.tokens):
+                assert survival < min_survival + TOLERANCE
+                return position.margin > SCORE_TOLERANCE  # else the index may have rejected another token
+            assert abs(draft.probabilities[index] - probability) < TOLERANCE
+            assert survival >= min_survival - TOLERANCE
+            self.counters[draft.sources[index]][0] += 1
+            if position.source != draft.sources[index]:  # equally probable
                 other = max(
                     (
-                        voice
-                        for voice in VOICES
-                        if voice == draft.sources[place] or (draft.sources[place] == "history" and voice == "anchored")
+                        expert
+                        for expert in EXPERTS
+                        if expert == draft.sources[index]
+                        or (draft.sources[index] == "history" and expert == "anchored")
                     ),
-                    key=lambda voice: position.masses[voice],
+                    key=lambda expert: position.masses[expert],
                 )
-                assert position.masses[other] > position.masses[position.voice] - SLACK
-                position.voice = other
-            finished = position.source in ("history", "foreign")
-            age = max(0, self.newest - position.generations[position.voice]) if finished else None
-            assert age == draft.ages[place]
-            alive = [
-                (one, kind) for one, kind in alive if place < len(one.tokens) and one.tokens[place] == position.token
+                assert position.masses[other] > position.masses[position.expert] - TOLERANCE
+                position.expert = other
+            finished = position.source in ("history", "cross_problem")
+            age = max(0, self.newest - position.generations[position.expert]) if finished else None
+            assert age == draft.ages[index]
+            remaining = [
+                (one, vote_class)
+                for one, vote_class in remaining
+                if index < len(one.tokens) and one.tokens[index] == position.token
             ]
             position.ages = frozenset(
-                min(63, max(0, self.newest - one.generation)) for one, _ in alive if one.source == "history"
+                min(63, max(0, self.newest - one.generation)) for one, _ in remaining if one.source == "history"
             )
-            if position.token in request.ends:
+            if position.token in request.stop_tokens:
                 break
         assert len(draft.tokens) == len(request.positions)
         return True

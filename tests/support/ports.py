@@ -1,4 +1,4 @@
-"""Ports for servers of tests."""
+"""TCP ports for test servers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import socket
 
 
 def free_port() -> int:
-    """One that nobody listens on now."""
+    """Return a port on which nothing listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def accepts(port: int) -> bool:
-    """Whether somebody listens on it."""
+    """Return whether something listens on *port*."""
     try:
         socket.create_connection(("127.0.0.1", port), timeout=1).close()
     except OSError:

@@ -1,4 +1,4 @@
-"""Keeps processes running as a kubelet keeps containers: one that ends is started again, all it left behind is gone."""
+"""Supervises processes as a kubelet supervises containers: a process that fails is restarted without leftovers."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from pathlib import Path
 import psutil
 
 
-class Kubelet:
-    """Named processes, each with a log file."""
+class ProcessSupervisor:
+    """Runs named processes, each with a log file."""
 
     def __init__(self, logs: Path) -> None:
         self.restarts: dict[str, int] = {}
         self._logs = logs
         self._commands: dict[str, list[str]] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._below: dict[str, set[psutil.Process]] = {}
+        self._descendants: dict[str, set[psutil.Process]] = {}
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def start(self, name: str, command: Sequence[str]) -> None:
-        """Run a command from now on."""
+        """Start a command and keep it running until it succeeds."""
         with self._lock:
             self._commands[name] = list(command)
             self.restarts[name] = -1
 
-    def remove(self, name: str, patience: float = 60) -> None:
-        """Let a process end by SIGTERM, and do not start it again."""
+    def remove(self, name: str, timeout: float = 60) -> None:
+        """Terminate a process with SIGTERM and do not restart it."""
         with self._lock:
             del self._commands[name]
             process = self._processes.pop(name)
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
+            process.wait(timeout)
         self._clean(name, process)
 
     def kill(self, name: str) -> None:
-        """SIGKILL to a process and all below it, as when a pod's machine is lost."""
+        """Kill a process and its descendants, as when the machine of a pod is lost."""
         with self._lock:
             process = self._processes.get(name)
         if process is not None:
             self._clean(name, process)
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """Processes below any of ours with this name, or that call themselves so, and maybe add what they are doing."""
+        """Descendants of the supervised processes whose process title is *title*, or starts with it and a dot."""
         found = []
         for process in self._all():
-            with contextlib.suppress(psutil.Error, IndexError):  # one that has ended has no command line
+            with contextlib.suppress(psutil.Error, IndexError):  # a process that has ended has no command line
                 if process.cmdline()[0].partition(".")[0] == title:
                     found.append(process)
         return found
 
     def ended(self, name: str) -> int | None:
-        """Exit code of a process that ended with 0, and is therefore done."""
+        """0 if the process has succeeded; None if it is running or is being restarted."""
         process = self._processes.get(name)
         return 0 if process is not None and process.poll() == 0 else None
 
     def stop(self) -> None:
-        """End everything."""
+        """Kill all processes."""
         self._stopping.set()
         self._thread.join()
         for name, process in self._processes.items():
@@ -86,17 +86,17 @@ class Kubelet:
                 process = self._processes.get(name)
                 if process is not None and (code := process.poll()) is None:
                     with contextlib.suppress(psutil.Error):
-                        self._below[name] = set(psutil.Process(process.pid).children(recursive=True))
+                        self._descendants[name] = set(psutil.Process(process.pid).children(recursive=True))
                     continue
                 if process is not None and code == 0:
-                    continue  # it is done
+                    continue  # it has succeeded
                 if process is not None:
                     self._clean(name, process)
                     time.sleep(0.5)
                 log = (self._logs / f"{name}.log").open("ab")
                 with self._lock:
                     if name in self._commands:
-                        # a session of its own: as a container's, its processes are scheduled together
+                        # Linux schedules the processes of a session together (autogroup), as those of a container.
                         self._processes[name] = subprocess.Popen(
                             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
                         )
@@ -104,10 +104,10 @@ class Kubelet:
                 log.close()
 
     def _clean(self, name: str, process: subprocess.Popen[bytes]) -> None:
-        below = self._below.pop(name, set())
+        descendants = self._descendants.pop(name, set())
         with contextlib.suppress(psutil.Error):
-            below |= set(psutil.Process(process.pid).children(recursive=True))
-        for one in below:
+            descendants |= set(psutil.Process(process.pid).children(recursive=True))
+        for one in descendants:
             with contextlib.suppress(psutil.Error):
                 one.send_signal(signal.SIGKILL)
         process.kill()

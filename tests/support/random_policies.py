@@ -1,4 +1,4 @@
-"""Random policies for whole runs, with the temper of trained ones: mostly sure, and drifting slowly."""
+"""Random policies that behave like trained ones: they are mostly certain, and change slowly from step to step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TASKS: list[dict[str, Any]] = [
 
 
 def make_policies(cache: Path, *, versions: int) -> list[str]:
-    """Model directories ``policy/0``, ``policy/1``, … in a model cache, each a small step from the one before."""
+    """Create the models ``policy/0``, ``policy/1``, … in a model cache, each slightly different from the last one."""
     import reasoning_gym
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM

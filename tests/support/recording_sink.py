@@ -1,35 +1,42 @@
-"""A sink of a history that can be looked into."""
+"""A sink of a history that records what it receives."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from rollout_api.protocol.length_entries import rollout_key
-from rollout_worker.history.sync import HistoryRollout, name_of
+from rollout_worker.history.sync import HistoryRollout, rollout_name
 
 
 def name(rollout_id: str) -> str:
-    """What the rollout of this id is called in an index."""
-    return name_of(rollout_key(rollout_id))
+    """Return the name of a rollout in an index."""
+    return rollout_name(rollout_key(rollout_id))
 
 
 def names(*rollout_ids: str) -> list[str]:
-    """What the rollouts of these ids are called in an index."""
+    """Return the names of rollouts in an index."""
     return [name(rollout_id) for rollout_id in rollout_ids]
 
 
-class Memory:
-    """Keeps what it is given, of at most so many problems; the one that was used longest ago goes first."""
+class RecordingSink:
+    """Records rollouts of a limited number of problems and evicts the least recently used one.
 
-    def __init__(self, most: int = 1000) -> None:
+    Args:
+        max_problems: largest number of problems.
+    """
+
+    def __init__(self, max_problems: int = 1000) -> None:
         self.problems: dict[str, dict[str, HistoryRollout]] = {}
-        self._most = most
+        self._max_problems = max_problems
         self._evicted: list[str] = []
         self.rewards: list[tuple[str, dict[str, float]]] = []
-        """What it was told of rewards."""
+        """Problem and rewards of each call of :meth:`set_rewards`."""
         self.ages: dict[int, tuple[float, float]] = {}
+        """Numbers of drafted and accepted tokens by age."""
         self.verified_tokens = 0
-        self.knows = b"nothing"
+        """Number of draft tokens that were verified."""
+        self.state = b"initial"
+        """The learned state."""
 
     def add(self, problem: str, rollouts: Sequence[HistoryRollout]) -> int:
         kept = self.problems.pop(problem, {})
@@ -38,13 +45,13 @@ class Memory:
             kept.setdefault(rollout[0], rollout)
         if kept:
             self.problems[problem] = kept
-        while len(self.problems) > self._most:
+        while len(self.problems) > self._max_problems:
             oldest = next(iter(self.problems))
             del self.problems[oldest]
             self._evicted.append(oldest)
         return len(kept) - before
 
-    def reward(self, problem: str, rewards: Mapping[str, float]) -> int:
+    def set_rewards(self, problem: str, rewards: Mapping[str, float]) -> int:
         self.rewards.append((problem, dict(rewards)))
         kept = self.problems.get(problem, {})
         known = kept.keys() & rewards.keys()
@@ -65,13 +72,13 @@ class Memory:
     def verified(self) -> int:
         return self.verified_tokens
 
-    def learned(self) -> bytes:
-        return self.knows
+    def state_dict(self) -> bytes:
+        return self.state
 
-    def take(self, learned: bytes) -> None:
-        if not learned.startswith(b"of drafts"):
-            raise ValueError("nothing of drafts")
-        self.knows = learned
+    def load_state_dict(self, state: bytes) -> None:
+        if not state.startswith(b"state"):
+            raise ValueError("not a state")
+        self.state = state
 
     def take_evicted(self) -> list[str]:
         evicted, self._evicted = self._evicted, []

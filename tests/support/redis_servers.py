@@ -1,11 +1,10 @@
-"""Redis servers, clusters and Sentinels of a test's own, to be killed, paused and failed over."""
+"""Redis servers, clusters and Sentinels that a test can kill, pause and fail over."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import signal
-import socket
 import subprocess
 import time
 from abc import ABC, abstractmethod
@@ -16,26 +15,28 @@ from typing import Any, Self
 
 import redis
 
-_START_S = 20.0
+from tests.support.ports import free_port
+
+_START_TIMEOUT_S = 20.0
 _PR_SET_PDEATHSIG = 1
 _SLOTS = 16384
 _libc = ctypes.CDLL(None)
 
 
-def until(true: Callable[[], Any], what: str, *, seconds: float = _START_S) -> None:
-    """Wait until something is true; Redis errors count as false."""
+def until(condition: Callable[[], Any], description: str, *, seconds: float = _START_TIMEOUT_S) -> None:
+    """Wait until a condition is true; a Redis error counts as false."""
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(redis.RedisError):
-            if true():
+            if condition():
                 return
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
+        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {description}"
         time.sleep(0.02)
 
 
 @dataclass(frozen=True)
 class Certificates:
-    """A certificate for 127.0.0.1 and localhost that vouches for itself."""
+    """A self-signed certificate for 127.0.0.1 and localhost."""
 
     certificate: Path
     key: Path
@@ -43,31 +44,31 @@ class Certificates:
     @classmethod
     def make(cls, directory: Path) -> Certificates:
         directory.mkdir(parents=True, exist_ok=True)
-        made = cls(directory / "certificate.pem", directory / "key.pem")
+        certificates = cls(directory / "certificate.pem", directory / "key.pem")
         subprocess.run(
             [
                 *("openssl", "req", "-x509", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
                 *("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
                 *("-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost"),
-                *("-out", str(made.certificate), "-keyout", str(made.key)),
+                *("-out", str(certificates.certificate), "-keyout", str(certificates.key)),
             ],
             check=True,
             capture_output=True,
         )
-        return made
+        return certificates
 
     @property
     def query(self) -> str:
-        """Options of a URL for who trusts it, and shows it in turn."""
+        """Query of a URL with which a client trusts the certificate and authenticates with it."""
         return f"ssl_ca_certs={self.certificate}&ssl_certfile={self.certificate}&ssl_keyfile={self.key}"
 
 
 class Closing(contextlib.AbstractContextManager["Closing"], ABC):
-    """Closed at the end of a ``with`` block."""
+    """Something that is closed at the end of a ``with`` block."""
 
     @abstractmethod
     def close(self) -> None:
-        """End it."""
+        """Release all resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -77,7 +78,7 @@ class Closing(contextlib.AbstractContextManager["Closing"], ABC):
 
 
 class Server(Closing):
-    """One ``redis-server`` on a port of its own; it ends with this process, however that ends."""
+    """A ``redis-server`` on a free port. It ends with this process, even if the process is killed."""
 
     def __init__(
         self,
@@ -92,18 +93,18 @@ class Server(Closing):
         sentinel: Sequence[str] | None = None,
         program: str | Path = "redis-server",
     ) -> None:
-        """Start it and wait until it answers.
+        """Start the server and wait until it answers.
 
         Args:
-            directory: where its data, settings and log are; made if it is not there.
-            appendonly: whether it keeps what was written when it is killed.
-            password: of the default user.
+            directory: directory of its data, settings and log; created if it is missing.
+            appendonly: whether it has an append-only file, so that it keeps its data when it is killed.
+            password: password of the default user; '' for none.
             users: ACL rules of further users, each as ``name on >password …``.
-            maxmemory: as in redis.conf.
-            certificates: for TLS, which is then the only way in.
-            settings: further lines of redis.conf, by name.
-            sentinel: lines of its configuration, for a Sentinel.
-            program: another server that does what Redis does.
+            maxmemory: memory limit, as in redis.conf.
+            certificates: certificates for TLS, without which no client can connect then.
+            settings: further settings of redis.conf by name.
+            sentinel: lines of the configuration of a Sentinel; None for an ordinary server.
+            program: the executable of a compatible server.
         """
         self._program = program
         directory.mkdir(parents=True, exist_ok=True)
@@ -145,7 +146,7 @@ class Server(Closing):
 
     @property
     def url(self) -> str:
-        """Of the default user."""
+        """URL of the default user."""
         scheme, query = ("redis", "") if self.certificates is None else ("rediss", f"?{self.certificates.query}")
         return f"{scheme}://{self._login}127.0.0.1:{self.port}{query}"
 
@@ -154,15 +155,19 @@ class Server(Closing):
         return f":{self.password}@" if self.password else ""
 
     def url_of(self, user: str, password: str) -> str:
-        """Of one of its users."""
+        """Return the URL of another user."""
         return self.url.replace(f"://{self._login}", f"://{user}:{password}@")
 
     def client(self) -> Any:
-        """A client of the default user, which sends each command once."""
+        """Return a client of the default user that does not retry commands."""
         return redis.Redis.from_url(self.url, socket_timeout=5, retry=None, decode_responses=True)
 
+    def raw_client(self) -> redis.Redis:
+        """Return a client of the default user that does not decode replies."""
+        return redis.Redis.from_url(self.url, socket_timeout=5)
+
     def start(self) -> None:
-        """Start it, if it does not run, and wait until it answers."""
+        """Start the server unless it is running, and wait until it answers."""
         if self._process is not None:
             return
         self._process = subprocess.Popen(
@@ -170,37 +175,37 @@ class Server(Closing):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 – one system call, as in rollout_worker.child_process
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 – one system call, as in rollout_worker.runtime.child_process
             process_group=0,
         )
         with contextlib.closing(self.client()) as client:
             until(client.ping, f"redis-server answers, see {self.directory}/log")
 
     def stop(self) -> None:
-        """End it in good order."""
+        """Shut the server down."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it at once (kill -9)."""
+        """Kill the server with SIGKILL."""
         self._end(signal.SIGKILL)
 
     def restart(self) -> None:
-        """Kill it and start it again, on the same port."""
+        """Kill the server and start it again on the same port."""
         self.kill()
         self.start()
 
     def pause(self) -> None:
-        """Let it answer no more, while its connections stay."""
+        """Stop answering without closing connections."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Undo :meth:`pause`."""
+        """Continue after :meth:`pause`."""
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it, whatever became of it."""
+        """Kill the server, even if it is paused."""
         self._end(signal.SIGKILL)
 
     def _end(self, number: signal.Signals) -> None:
@@ -211,10 +216,10 @@ class Server(Closing):
 
 
 class SlotMove:
-    """A slot on its way from one primary of a cluster to another."""
+    """The migration of a slot from one primary of a cluster to another."""
 
     def __init__(self, cluster: Cluster, key: str) -> None:
-        """Begin it: from now on the keys that are not on the old node are asked for on the new one."""
+        """Start the migration. From now on, the old node redirects clients to the new one for keys that it lacks."""
         nodes = cluster.node_ids()
         owner = cluster.owner(key)
         self.slot = int(owner.client().cluster("keyslot", key))
@@ -225,7 +230,7 @@ class SlotMove:
         self.source.client().execute_command("CLUSTER SETSLOT", self.slot, "MIGRATING", nodes[self.target.port])
 
     def migrate(self, count: int = 1_000_000) -> None:
-        """Move up to *count* keys."""
+        """Migrate up to *count* keys."""
         source = self.source.client()
         keys = source.execute_command("CLUSTER GETKEYSINSLOT", self.slot, count)
         if keys:
@@ -233,7 +238,7 @@ class SlotMove:
             source.execute_command("MIGRATE", "127.0.0.1", self.target.port, "", 0, 5000, *login, "KEYS", *keys)
 
     def finish(self) -> None:
-        """Give the slot to the new node, and say so to all."""
+        """Assign the slot to the new node, on all nodes."""
         others = [server for server in self._cluster.servers if server not in (self.source, self.target)]
         for server in (self.target, self.source, *others):
             server.client().execute_command("CLUSTER SETSLOT", self.slot, "NODE", self._nodes[self.target.port])
@@ -245,14 +250,14 @@ class Cluster(Closing):
     def __init__(
         self, directory: Path, *, primaries: int = 3, empty: int = 0, password: str = "", **options: Any
     ) -> None:
-        """Start it and wait until all its nodes serve all slots.
+        """Start the cluster and wait until all nodes serve all slots.
 
         Args:
-            directory: where its servers' data are.
-            primaries: nodes that share the slots.
-            empty: further nodes, without slots.
-            password: of the default user of all nodes.
-            options: of each server, see :class:`Server`.
+            directory: directory of the servers' data.
+            primaries: number of nodes that share the slots.
+            empty: number of further nodes without slots.
+            password: password of the default user on all nodes.
+            options: further arguments of each :class:`Server`.
         """
         self.password = password
         self.servers: list[Server] = []
@@ -279,7 +284,7 @@ class Cluster(Closing):
 
     @property
     def url(self) -> str:
-        """Names all its nodes."""
+        """URL that names all nodes."""
         scheme, _, rest = self.servers[0].url.partition("://")
         query = rest.partition("?")[2]
         login = f":{self.password}@" if self.password else ""
@@ -297,11 +302,11 @@ class Cluster(Closing):
             return state["cluster_state"] == "ok" and int(state["cluster_known_nodes"]) == len(self.servers)
 
     def node_ids(self) -> dict[int, str]:
-        """Id of each node, by its port."""
+        """Return the id of each node by port."""
         return {server.port: server.client().execute_command("CLUSTER MYID") for server in self.servers}
 
     def owner(self, key: str) -> Server:
-        """The node that has *key*."""
+        """Return the node that stores *key*."""
         slot = int(self.servers[0].client().cluster("keyslot", key))
         for first, last, primary, *_ in self._slots():
             if first <= slot <= last:
@@ -311,11 +316,11 @@ class Cluster(Closing):
     def _slots(self) -> list[tuple[int, int, int]]:
         client = redis.Redis.from_url(self.servers[0].url)
         client.set_response_callback("CLUSTER SLOTS", lambda reply, **_: reply)
-        said: Any = client.execute_command("CLUSTER SLOTS")
-        return [(int(first), int(last), int(primary[1])) for first, last, primary, *_ in said]
+        slots: Any = client.execute_command("CLUSTER SLOTS")
+        return [(int(first), int(last), int(primary[1])) for first, last, primary, *_ in slots]
 
     def begin_move(self, key: str) -> SlotMove:
-        """Begin to move the slot of *key* to another node."""
+        """Start to move the slot of *key* to another node."""
         return SlotMove(self, key)
 
     def move_slot(self, key: str) -> None:
@@ -325,13 +330,13 @@ class Cluster(Closing):
         move.finish()
 
     def close(self) -> None:
-        """End all nodes."""
+        """Kill all nodes."""
         for server in self.servers:
             server.close()
 
 
 class Sentinels(Closing):
-    """A primary, a replica and the Sentinels that watch them."""
+    """A primary, a replica and the Sentinels that monitor them."""
 
     SERVICE = "mymaster"
 
@@ -344,14 +349,14 @@ class Sentinels(Closing):
         sentinel_password: str = "",
         certificates: Certificates | None = None,
     ) -> None:
-        """Start them and wait until the Sentinels know the replica and each other.
+        """Start all servers and wait until the Sentinels know the replica and each other.
 
         Args:
-            directory: where their data are.
-            sentinels: how many; more than half of them must agree that the primary is gone.
-            password: of the primary and the replica.
-            sentinel_password: of the Sentinels.
-            certificates: for TLS.
+            directory: directory of the servers' data.
+            sentinels: number of Sentinels; more than half of them must agree that the primary is gone.
+            password: password of the primary and the replica.
+            sentinel_password: password of the Sentinels.
+            certificates: certificates for TLS.
         """
         self.password, self.sentinel_password = password, sentinel_password
         self.servers: list[Server] = []
@@ -384,7 +389,7 @@ class Sentinels(Closing):
 
     @property
     def url(self) -> str:
-        """Of the primary, through the Sentinels."""
+        """URL of the primary, which clients find through the Sentinels."""
         scheme, _, rest = self.sentinels[0].url.partition("://")
         query = [part for part in (rest.partition("?")[2],) if part]
         if self.sentinel_password:
@@ -394,14 +399,17 @@ class Sentinels(Closing):
         return f"{scheme}+sentinel://{login}{hosts}/{self.SERVICE}{'?' if query else ''}{'&'.join(query)}"
 
     def fail_over(self) -> None:
-        """Kill the primary (-9) and wait until the replica has taken its place and every Sentinel says so."""
-        gone = self.primary
-        gone.kill()
-        self.primary = next(server for server in self.servers if server is not gone)
+        """Kill the primary and wait until the replica has replaced it and every Sentinel names it."""
+        lost = self.primary
+        lost.kill()
+        self.primary = next(server for server in self.servers if server is not lost)
         with contextlib.closing(self.primary.client()) as client:
             until(lambda: client.role()[0] == "master", "the replica is the primary", seconds=60)
         for sentinel in self.sentinels:
-            until(lambda sentinel=sentinel: self._names(sentinel) == self.primary.port, "the Sentinels say so")
+            until(
+                lambda sentinel=sentinel: self._names(sentinel) == self.primary.port,
+                "the Sentinels name the new primary",
+            )
 
     def _names(self, sentinel: Server) -> int:
         with contextlib.closing(sentinel.client()) as client:
@@ -416,18 +424,11 @@ class Sentinels(Closing):
             )
 
     def close(self) -> None:
-        """End them all."""
+        """Kill all servers."""
         for server in (*self.sentinels, *self.servers):
             server.close()
 
 
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def _end_with_parent() -> None:
-    # SIGKILL, since one that is paused would not take another
+    # SIGKILL, because a paused process does not receive other signals.
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A model small enough that its exact law can be written down, and that law."""
+"""A model so small that its exact output distribution can be computed, and that distribution."""
 
 from __future__ import annotations
 
@@ -20,15 +20,25 @@ from scipy import stats
 from rollout_api.manifest.spec import Sampling
 
 VOCABULARY = 24
-"""Token ids; the last is the end of sequence. Few enough for every one to be drawn often."""
+"""Number of token ids, small enough that every one is sampled often. The last is the end of sequence."""
 EOS = VOCABULARY - 1
-POSITIONS = 512
+MAX_POSITIONS = 512
+"""Maximum sequence length of the model."""
+_MIN_OCCURRENCES = 20
+"""Contexts that were sampled less often are not tested."""
+_MIN_EXPECTED_COUNT = 5
+"""Minimum expected count of each cell of the χ² test; less probable tokens are pooled."""
+_IMPOSSIBLE = 1e-9
+"""Tokens with a lower probability must never be sampled."""
 
 _Result = TypeVar("_Result")
 
 
 def make_model(directory: Path, *, seed: int = 3, tied: bool = False) -> Path:
-    """A random Qwen3 whose next-token distributions are neither flat nor certain, with a word for each token."""
+    """Create a random Qwen3 model whose next-token distributions are neither flat nor deterministic.
+
+    Its tokenizer has one word for each token.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -45,21 +55,21 @@ def make_model(directory: Path, *, seed: int = 3, tied: bool = False) -> Path:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=64,
-        max_position_embeddings=POSITIONS,
+        max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=tied,
         eos_token_id=EOS,
         bos_token_id=None,
     )
     model = Qwen3ForCausalLM(config).float()
     with torch.no_grad():
-        # tied, a larger gain would only make each token repeat itself
+        # With tied embeddings, a larger factor would make every token repeat itself.
         model.lm_head.weight *= 4.0 if tied else 12.0
     model.save_pretrained(directory)
     return directory
 
 
-class Law:
-    """The exact next-token distributions of a model under given sampling settings, in float32."""
+class ReferenceDistribution:
+    """The exact next-token distributions of a model under any sampling settings, computed in float32."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import Qwen3ForCausalLM
@@ -68,7 +78,7 @@ class Law:
         self._model.eval()
 
     def logits(self, contexts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Raw logits after each token of contexts of one length. Shape (contexts, length, VOCABULARY)."""
+        """Return the logits after each token of contexts of equal length, shape (contexts, length, VOCABULARY)."""
         with torch.inference_mode():
             logits = self._model(torch.tensor(contexts)).logits.double()
         return logits.clone()
@@ -76,43 +86,43 @@ class Law:
     def probabilities(
         self, prompt: Sequence[int], responses: Sequence[Sequence[int]], sampling: Sampling
     ) -> NDArray[np.float64]:
-        """What vLLM documents that it samples from, after each response so far. Shape (responses, VOCABULARY)."""
+        """Return the distribution that vLLM documents, after each response so far, shape (responses, VOCABULARY)."""
         logits = self.logits([[*prompt, *response] for response in responses])[:, -1]
         for row, response in zip(logits, responses, strict=True):
-            _restrict(row, prompt, response, sampling)
+            _apply_restrictions(row, prompt, response, sampling)
         return torch.softmax(_truncate(logits / sampling.temperature, sampling), dim=-1).numpy()
 
     def errors(
         self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sampling: Sampling
     ) -> NDArray[np.float64]:
-        """How far *logprobs* are from the law's for the tokens of a response. Shape (tokens,)."""
+        """Return the absolute errors of the log-probabilities of a response's tokens, shape (tokens,)."""
         return self._errors(self.logits([[*prompt, *response]])[0], prompt, response, logprobs, sampling)
 
-    def worst_error(
+    def max_error(
         self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sampling: Sampling
     ) -> float:
-        """Largest difference between *logprobs* and the law's for the tokens of a response."""
+        """Return the largest error of the log-probabilities of a response's tokens."""
         return float(self.errors(prompt, response, logprobs, sampling).max())
 
-    def errors_over(
+    def errors_after_switch(
         self,
-        before: Law,
+        previous: ReferenceDistribution,
         switch: int,
         prompt: Sequence[int],
         response: Sequence[int],
         logprobs: Sequence[float],
         sampling: Sampling,
     ) -> NDArray[np.float64]:
-        """As :meth:`errors`, where the keys and values of what came before token *switch* are those of another law.
+        """Return :meth:`errors` where the keys and values of tokens before *switch* come from the *previous* model.
 
-        The token before it was sampled, but not read yet.
+        The token before *switch* was sampled by the previous model, but is read by this one.
         """
         from transformers import DynamicCache
 
         tokens, read = torch.tensor([[*prompt, *response]]), len(prompt) + switch - 1
         cache = DynamicCache()
         with torch.inference_mode():
-            first = before._model(tokens[:, :read], past_key_values=cache).logits
+            first = previous._model(tokens[:, :read], past_key_values=cache).logits
             then = self._model(tokens[:, read:], past_key_values=cache).logits
         return self._errors(torch.cat([first, then], dim=1).double()[0].clone(), prompt, response, logprobs, sampling)
 
@@ -126,13 +136,13 @@ class Law:
     ) -> NDArray[np.float64]:
         logits = logits[len(prompt) - 1 : -1]
         for position, row in enumerate(logits):
-            _restrict(row, prompt, response[:position], sampling)
+            _apply_restrictions(row, prompt, response[:position], sampling)
         exact = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
         chosen = exact[range(len(response)), list(response)]
         return (chosen - torch.tensor(logprobs, dtype=torch.float64)).abs().numpy()
 
 
-def _restrict(row: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> None:
+def _apply_restrictions(row: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> None:
     if sampling.allowed_token_ids:
         barred = [token for token in range(VOCABULARY) if token not in sampling.allowed_token_ids]
         row[barred] = -torch.inf
@@ -158,19 +168,25 @@ def _truncate(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def chi_square(
-    law: Law, prompt: Sequence[int], responses: Sequence[Sequence[int]], sampling: Sampling, *, first: int = 1
+    reference: ReferenceDistribution,
+    prompt: Sequence[int],
+    responses: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    first: int = 1,
 ) -> tuple[float, int]:
-    """Test sampled tokens against the exact law, given what was sampled before each.
+    """Test whether tokens were sampled from the exact distribution, given the tokens before each.
 
     Args:
-        law: of the model.
-        prompt: common to all responses.
-        responses: what was sampled.
-        sampling: how.
-        first: position of the first token that is tested; position 0 follows the prompt and is never drafted.
+        reference: distribution of the model.
+        prompt: prompt of all responses.
+        responses: sampled responses.
+        sampling: their sampling settings.
+        first: first tested position of the responses. Position 0 follows the prompt and is never drafted.
 
     Returns:
-        The p-value that all of it came from the law, and how many tokens were tested. Tokens of probability 0 give 0.
+        The p-value of the hypothesis that all tested tokens come from the distribution, and the number of tested
+        tokens. The p-value is 0 if a token was sampled whose probability is 0.
     """
     following: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     for response in responses:
@@ -178,33 +194,40 @@ def chi_square(
             following[tuple(response[:position])][response[position]] += 1
     by_length: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for context, counts in following.items():
-        if counts.total() >= 20:
+        if counts.total() >= _MIN_OCCURRENCES:
             by_length[len(context)].append(context)
     statistic, freedom, tested = 0.0, 0, 0
     for contexts in by_length.values():
-        for context, p in zip(contexts, law.probabilities(prompt, contexts, sampling), strict=True):
+        for context, p in zip(contexts, reference.probabilities(prompt, contexts, sampling), strict=True):
             counts = following[context]
             total = counts.total()
             tested += total
             observed = np.array([counts[token] for token in range(VOCABULARY)], dtype=float)
-            if observed[p < 1e-9].any():
+            if observed[p < _IMPOSSIBLE].any():
                 return 0.0, tested
-            # pool what is rare, so that each cell expects at least 5
-            common = p * total >= 5
-            seen = np.append(observed[common], observed[~common].sum())
-            expected = np.append(p[common] * total, p[~common].sum() * total)
-            if expected[-1] < 5 and len(expected) > 1:
-                rarest = int(expected[:-1].argmin())
-                seen[rarest] += seen[-1]
-                expected[rarest] += expected[-1]
-                seen, expected = seen[:-1], expected[:-1]
-            statistic += float(((seen - expected) ** 2 / expected).sum())
+            cells, expected = _pool_rare_tokens(observed, p * total)
+            statistic += float(((cells - expected) ** 2 / expected).sum())
             freedom += len(expected) - 1
     return float(stats.chi2.sf(statistic, freedom)), tested
 
 
+def _pool_rare_tokens(
+    observed: NDArray[np.float64], expected: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Combine tokens into cells, so that each cell has a sufficient expected count."""
+    common = expected >= _MIN_EXPECTED_COUNT
+    cells = np.append(observed[common], observed[~common].sum())
+    expected = np.append(expected[common], expected[~common].sum())
+    if expected[-1] < _MIN_EXPECTED_COUNT and len(expected) > 1:
+        rarest = int(expected[:-1].argmin())
+        cells[rarest] += cells[-1]
+        expected[rarest] += expected[-1]
+        cells, expected = cells[:-1], expected[:-1]
+    return cells, expected
+
+
 class LoopThread:
-    """An asyncio loop in a thread, for engines that outlive one test."""
+    """An asyncio event loop in a thread, for engines that several tests share."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -212,7 +235,11 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _Result], timeout: float = 300) -> _Result:
-        """Await *work* in the loop; where it stands, if it does not end in *timeout* seconds."""
+        """Run *work* in the loop and return its result.
+
+        Raises:
+            TimeoutError: after *timeout* seconds; the stacks of all tasks are printed before.
+        """
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result(timeout)
@@ -223,13 +250,13 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """End the loop."""
+        """Stop the loop."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
 
 def make_adapter(directory: Path, model: Path, seed: int, *, rank: int = 5) -> Path:
-    """A random adapter of all linear layers, as PEFT would save it."""
+    """Create a random adapter of all linear layers, in PEFT's format."""
     torch.manual_seed(seed)
     tensors = {}
     for name, weight in load_file(model / "model.safetensors").items():
@@ -245,8 +272,8 @@ def make_adapter(directory: Path, model: Path, seed: int, *, rank: int = 5) -> P
     return directory
 
 
-def merged_law(model: Path, adapter: Path, directory: Path) -> Law:
-    """The law of the model plus the adapter, merged by hand."""
+def merged_distribution(model: Path, adapter: Path, directory: Path) -> ReferenceDistribution:
+    """Return the distribution of a model into which an adapter was merged."""
     shutil.copytree(model, directory)
     weights, added = (load_file(path) for path in (model / "model.safetensors", adapter / "adapter_model.safetensors"))
     settings = json.loads((adapter / "adapter_config.json").read_text())
@@ -256,4 +283,4 @@ def merged_law(model: Path, adapter: Path, directory: Path) -> Law:
             product = added[f"{module}.lora_B.weight"] @ added[f"{module}.lora_A.weight"]
             weights[name] = weights[name] + settings["lora_alpha"] / settings["r"] * product
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    return Law(directory)
+    return ReferenceDistribution(directory)

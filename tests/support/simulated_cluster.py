@@ -1,4 +1,4 @@
-"""A cluster as the planner's tests need it: objects in dicts, and somebody who plays kubelet, scheduler and user."""
+"""A simulated cluster for tests of the planner: objects are dicts, and methods act as kubelet, scheduler and user."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_operator import names
-from rollout_operator.actions import Action, Apply, Create, DeleteJob, DeletePod, Plan, SetFinalizer
-from rollout_operator.cluster import Cluster
-from rollout_operator.conditions import timestamp
+from rollout_operator.actions import Action, Apply, Create, DeleteJob, DeletePod, Event, Plan, SetFinalizer
+from rollout_operator.cluster_info import ClusterInfo
+from rollout_operator.conditions import format_timestamp
 from rollout_operator.head_status import HeadStatus
-from rollout_operator.observed import Observed, Obstacle, PodView
+from rollout_operator.observed import ApplyFailure, Observed, PodView
 from rollout_operator.plan import plan
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
@@ -22,8 +22,8 @@ GRACE_S = 45.0
 
 
 @dataclass
-class ModelCluster:
-    """One job and what it owns, and one pod of the same name pattern that somebody else owns."""
+class SimulatedCluster:
+    """One job and the objects that it owns."""
 
     spec: dict[str, Any]
     now: float = 1_700_000_000.0
@@ -31,10 +31,10 @@ class ModelCluster:
     job: dict[str, Any] | None = None
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    notes: list[Any] = field(default_factory=list)
-    obstacles: tuple[Obstacle, ...] = ()
+    events: list[Event] = field(default_factory=list)
+    apply_failures: tuple[ApplyFailure, ...] = ()
     failed: set[str] = field(default_factory=set)
-    """Pods that failed by their own fault."""
+    """Uids of pods whose failure was not caused by the cluster."""
     _uids: Any = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -45,48 +45,48 @@ class ModelCluster:
             "spec": self.spec,
         }
 
-    # what the operator does
+    # The operator
 
-    def seen(self) -> Observed:
+    def observe(self) -> Observed:
         assert self.job is not None
         return Observed(
             job=copy.deepcopy(self.job),
-            pods=tuple(PodView.of(pod) for pod in self.pods.values()),
+            pods=tuple(PodView.from_pod(pod) for pod in self.pods.values()),
             objects=copy.deepcopy(self.objects),
             now=self.now,
-            cluster=Cluster(),
+            cluster=ClusterInfo(),
             default_image="worker:1",
-            said=self.head,
-            obstacles=self.obstacles,
+            last_head_status=self.head,
+            apply_failures=self.apply_failures,
         )
 
-    def look(self) -> Plan:
-        return Plan() if self.job is None else plan(self.seen())
+    def plan(self) -> Plan:
+        return Plan() if self.job is None else plan(self.observe())
 
-    def carry_out(self, what: Plan, steps: int | None = None) -> int:
-        """Status first, then actions, of which only so many are reached; how many steps there were."""
-        if steps != 0:
-            self.notes += what.notes
-        everything: list[Action | dict[str, Any]] = [*([what.status] if what.status is not None else []), *what.actions]
-        for step in everything[:steps]:
+    def execute(self, planned: Plan, max_steps: int | None = None) -> None:
+        """Write the status, then execute the actions, and stop after *max_steps* as an operator that is killed."""
+        if max_steps != 0:
+            self.events += planned.events
+        status = [planned.status] if planned.status is not None else []
+        steps: list[Action | dict[str, Any]] = [*status, *planned.actions]
+        for step in steps[:max_steps]:
             if self.job is None:
                 break
             if isinstance(step, dict):
                 self.job["status"] = copy.deepcopy(step)
             else:
-                self._act(step)
-        return len(everything)
+                self._execute_action(step)
 
-    def settle(self, passes: int = 12) -> None:
-        """Look and act until there is nothing to do."""
-        for _ in range(passes):
-            what = self.look()
-            if what.status is None and not what.actions:
+    def reconcile(self, max_passes: int = 12) -> None:
+        """Reconcile until there is nothing left to do."""
+        for _ in range(max_passes):
+            planned = self.plan()
+            if planned.status is None and not planned.actions:
                 return
-            self.carry_out(what)
-        raise AssertionError(f"not settled after {passes} passes: {what}")
+            self.execute(planned)
+        raise AssertionError(f"not converged after {max_passes} passes: {planned}")
 
-    def _act(self, action: Action) -> None:
+    def _execute_action(self, action: Action) -> None:
         assert self.job is not None
         match action:
             case Create(manifest) if manifest["kind"] == "Pod":
@@ -96,43 +96,46 @@ class ModelCluster:
             case DeletePod(name, uid, force):
                 pod = self.pods.get(name)
                 if pod is not None and pod["metadata"]["uid"] == uid:
-                    assert names.owner(self.job["metadata"], API_VERSION, KIND) in pod["metadata"]["ownerReferences"]
-                    if pod["status"]["phase"] == "Failed" and self._running_job():
-                        known = pod["metadata"].get("deletionTimestamp") or uid in self._recorded()
-                        assert known, f"{name} failed, and nobody would ever know"
-                    self.delete_pod(name, at_once=force)
+                    assert (
+                        names.owner_reference(self.job["metadata"], API_VERSION, KIND)
+                        in pod["metadata"]["ownerReferences"]
+                    )
+                    if pod["status"]["phase"] == "Failed" and self._is_active():
+                        recorded = pod["metadata"].get("deletionTimestamp") or uid in self._recorded_failures()
+                        assert recorded, f"the failure of {name} would be lost"
+                    self.delete_pod(name, immediately=force)
             case DeleteJob():
                 self.delete_job()
             case SetFinalizer(present):
                 self.job["metadata"]["finalizers"] = [names.FINALIZER] if present else []
                 if not present and self.job["metadata"].get("deletionTimestamp"):
-                    self._collect()
+                    self._garbage_collect()
 
     def _create_pod(self, manifest: dict[str, Any]) -> None:
         name = manifest["metadata"]["name"]
         if name in self.pods:  # 409 AlreadyExists
             return
         pod = copy.deepcopy(manifest)
-        pod["metadata"] |= {"uid": f"pod-{next(self._uids)}", "creationTimestamp": timestamp(self.now)}
+        pod["metadata"] |= {"uid": f"pod-{next(self._uids)}", "creationTimestamp": format_timestamp(self.now)}
         pod["status"] = {"phase": "Pending"}
         self.pods[name] = pod
 
-    # what Kubernetes does
+    # Kubernetes
 
-    def _collect(self) -> None:
+    def _garbage_collect(self) -> None:
         self.job = None
         self.pods.clear()
         self.objects.clear()
 
-    def delete_pod(self, name: str, *, at_once: bool = False) -> None:
+    def delete_pod(self, name: str, *, immediately: bool = False) -> None:
         pod = self.pods[name]
-        if at_once or pod["status"]["phase"] in ("Succeeded", "Failed") or not pod["spec"].get("nodeName"):
+        if immediately or pod["status"]["phase"] in ("Succeeded", "Failed") or not pod["spec"].get("nodeName"):
             del self.pods[name]
         else:
-            pod["metadata"].setdefault("deletionTimestamp", timestamp(self.now + GRACE_S))
+            pod["metadata"].setdefault("deletionTimestamp", format_timestamp(self.now + GRACE_S))
 
-    def vanish(self, name: str) -> None:
-        """A pod that was told to end has."""
+    def finish_deletion(self, name: str) -> None:
+        """Remove a pod that is being deleted, as the kubelet does once its containers have terminated."""
         if self.pods[name]["metadata"].get("deletionTimestamp"):
             del self.pods[name]
 
@@ -143,37 +146,36 @@ class ModelCluster:
         pod = self.pods[name]
         if pod["status"]["phase"] == "Pending":
             self.bind(name)
-            truth = "True" if ready else "False"
             pod["status"] = {
                 "phase": "Running",
                 "podIP": "10.0.0.1",
-                "conditions": [{"type": "Ready", "status": truth}],
+                "conditions": [{"type": "Ready", "status": str(ready)}],
             }
 
-    def end(self, name: str, code: int, reason: str = "", message: str = "", pod_reason: str = "") -> None:
+    def terminate(self, name: str, code: int, reason: str = "", message: str = "", pod_reason: str = "") -> None:
         pod = self.pods[name]
         if pod["status"]["phase"] not in ("Pending", "Running"):
             return
         self.bind(name)
         if code and not pod_reason and not pod["metadata"].get("deletionTimestamp"):
             self.failed.add(pod["metadata"]["uid"])
-        ended = {"exitCode": code, "reason": reason or ("Error" if code else "Completed"), "message": message}
+        terminated = {"exitCode": code, "reason": reason or ("Error" if code else "Completed"), "message": message}
         pod["status"] = {
             "phase": "Failed" if code else "Succeeded",
-            "containerStatuses": [{"name": "c", "state": {"terminated": ended}}],
+            "containerStatuses": [{"name": "c", "state": {"terminated": terminated}}],
         }
         if pod_reason:
             pod["status"]["reason"] = pod_reason
 
-    def _recorded(self) -> set[str]:
+    def _recorded_failures(self) -> set[str]:
         return {failure["uid"] for failure in self.status.get("failures", ())}
 
-    def _running_job(self) -> bool:
+    def _is_active(self) -> bool:
         assert self.job is not None
-        over = self.status.get("state") in ("Succeeded", "Failed") or self.job["metadata"].get("deletionTimestamp")
-        return not over and not self.job["spec"].get("lifecycle", {}).get("suspend")
+        finished = self.status.get("state") in ("Succeeded", "Failed") or self.job["metadata"].get("deletionTimestamp")
+        return not finished and not self.job["spec"].get("lifecycle", {}).get("suspend")
 
-    # what a user does
+    # The user
 
     def change(self, **sections: dict[str, Any]) -> None:
         assert self.job is not None
@@ -184,11 +186,11 @@ class ModelCluster:
     def delete_job(self) -> None:
         assert self.job is not None
         if self.job["metadata"]["finalizers"]:
-            self.job["metadata"]["deletionTimestamp"] = timestamp(self.now)
+            self.job["metadata"]["deletionTimestamp"] = format_timestamp(self.now)
         else:
-            self._collect()
+            self._garbage_collect()
 
-    # what is asked in tests
+    # Queries for assertions
 
     @property
     def status(self) -> dict[str, Any]:
@@ -197,8 +199,9 @@ class ModelCluster:
         return found
 
     def condition(self, kind: str) -> tuple[str, str]:
-        one = next(one for one in self.status["conditions"] if one["type"] == kind)
-        return one["status"], one["reason"]
+        """Return status and reason of a condition."""
+        condition = next(condition for condition in self.status["conditions"] if condition["type"] == kind)
+        return condition["status"], condition["reason"]
 
     def workers(self) -> list[str]:
         return sorted(name for name, pod in self.pods.items() if self._component(pod) == names.WORKER)
@@ -211,11 +214,11 @@ class ModelCluster:
         return component
 
     def gpus(self) -> int:
-        """GPUs that are taken: by pods that have not ended, those on lost nodes apart."""
-        taken = 0
+        """Return how many GPUs pods occupy that have not terminated and are not on lost nodes."""
+        count = 0
         for pod in self.pods.values():
-            if pod["status"]["phase"] in ("Succeeded", "Failed") or PodView.of(pod).lost(self.now):
+            if pod["status"]["phase"] in ("Succeeded", "Failed") or PodView.from_pod(pod).is_lost(self.now):
                 continue
             for container in pod["spec"]["containers"]:
-                taken += int(container["resources"].get("limits", {}).get("nvidia.com/gpu", 0))
-        return taken
+                count += int(container["resources"].get("limits", {}).get("nvidia.com/gpu", 0))
+        return count

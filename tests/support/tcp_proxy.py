@@ -1,4 +1,4 @@
-"""A TCP proxy in front of Redis that can drop connections and hold up what goes through."""
+"""A TCP proxy in front of Redis that can drop connections and delay traffic."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from contextlib import suppress
 
 
 class Proxy:
-    """Listens on a loopback port of its own from the moment it is made."""
+    """Forwards connections from a loopback port of its own."""
 
     def __init__(self, port: int) -> None:
-        """Forward to *port*."""
+        """Start to forward to *port*."""
         self.dropped = 0
         self._target = port
         self._delay = 0.0
@@ -25,7 +25,7 @@ class Proxy:
         return await asyncio.start_server(self._accept, "127.0.0.1", 0)
 
     def drop(self) -> None:
-        """Cut all connections that there are, in the middle of whatever goes through them."""
+        """Abort all connections, even in the middle of a message."""
 
         def cut() -> None:
             self.dropped += len(self._writers)
@@ -34,21 +34,21 @@ class Proxy:
 
         self._loop.call_soon_threadsafe(cut)
 
-    def hold(self, seconds: float) -> None:
-        """From now on, everything comes so much later."""
+    def delay(self, seconds: float) -> None:
+        """Delay all traffic by *seconds* from now on."""
         self._delay = seconds
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _end(self) -> None:
         self._server.close()
-        through = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-        for task in through:
+        connections = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in connections:
             task.cancel()
-        await asyncio.gather(*through, return_exceptions=True)
+        await asyncio.gather(*connections, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

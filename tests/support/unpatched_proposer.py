@@ -1,8 +1,8 @@
-"""The proposer without the fix of vLLM's CPU sampling, to show that the tests would notice."""
+"""The proposer without the patch of vLLM's CPU sampling, to show that the tests detect the defect."""
 
 from rollout_worker.engine.proposer import HistoryProposer
 
 
 class UnpatchedProposer(HistoryProposer):
     def load_model(self, *_: object, **__: object) -> None:
-        self.sampling_mended = False
+        """Do not patch anything."""

@@ -1,4 +1,4 @@
-"""A job's side of the protocol, with one engine that takes over whatever weights are published."""
+"""A job's side of the protocol with one engine that loads every published version of the weights."""
 
 from __future__ import annotations
 
@@ -6,34 +6,46 @@ from collections.abc import Callable
 from typing import Any
 
 from rollout_api import Rewards, RolloutRequest, WeightUpdate, decode
-from tests.support.job_side import JobSide
+from tests.support.fake_job import FakeJob
 
 
-class UpdatingJob(JobSide):
-    """See above; remembers what it was asked."""
+class UpdatingJob(FakeJob):
+    """A fake job with an engine. It records the requests and updates that it receives.
 
-    def __init__(self, url: str, version: int = 0, **about: Any) -> None:
-        super().__init__(url, **about)
+    Args:
+        url: URL of Redis.
+        version: weight version that the engine serves.
+        **options: arguments of :class:`FakeJob`.
+    """
+
+    def __init__(self, url: str, version: int = 0, **options: Any) -> None:
+        super().__init__(url, **options)
         self.updates: list[WeightUpdate] = []
+        """Updates in the order in which they were published."""
         self.version = version
-        self.seen: list[RolloutRequest] = []
-        self.engine("engine-0", version=version)
+        """Weight version that the engine serves."""
+        self.received: list[RolloutRequest] = []
+        """Requests in the order in which they were received."""
+        self.report_engine("engine-0", version=version)
 
-    def say(self, **status: object) -> None:
-        super().say(weight_version=self.version, **status)
+    def publish_status(self, **status: object) -> None:
+        """Publish a status that contains the weight version."""
+        super().publish_status(weight_version=self.version, **status)
 
     def serve_once(self, answer: Callable[[RolloutRequest], None] | None = None) -> None:
+        """Load published weights, then answer all requests."""
         for entry, fields in self.redis.xrange(self.keys.control):
             if isinstance(message := decode(fields[b"d"]), WeightUpdate):
                 self.updates.append(message)
                 self.version = message.weight_version
-                self.engine("engine-0", version=self.version)
-                self.take_up(message, entry)
+                self.report_engine("engine-0", version=self.version)
+                self.adopt_update(message, entry)
         for request in self.requests():
-            self.seen.append(request)
+            self.received.append(request)
             (answer or self.answer)(request)
 
     def rewards(self) -> dict[str, float]:
+        """Return the reported rewards by rollout id."""
         found: dict[str, float] = {}
         for _, fields in self.redis.xrange(self.keys.rewards):
             message = decode(fields[b"d"])

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: loadable, reproducible, and never half-made."""
+"""Checkpoints on disk can be loaded and reproduced, and are never incomplete."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_checkpoints_load_and_generate(trained: list[Path]) -> None:
         assert prompt["input_ids"].shape[1] + 3 >= model.generate(**prompt, max_new_tokens=3).shape[1]
 
 
-def test_output_matrix_is_stored_of_its_own(trained: list[Path]) -> None:
-    # A tied one is not renewed when vLLM reloads weights on the CPU.
+def test_the_output_matrix_is_not_tied_to_the_embeddings(trained: list[Path]) -> None:
+    # vLLM does not update a tied output matrix when it reloads weights on the CPU.
     weights = load_file(trained[-1] / "model.safetensors")
     assert not torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
@@ -82,13 +82,13 @@ def test_checkpoints_are_readable_by_other_users(trained: list[Path]) -> None:
     assert {0o644} == modes
 
 
-def test_policy_moves_between_checkpoints(trained: list[Path]) -> None:
+def test_the_policy_changes_between_checkpoints(trained: list[Path]) -> None:
     first, last = (load_file(checkpoint / "model.safetensors") for checkpoint in trained)
     assert first.keys() == last.keys()
     assert all(not torch.equal(first[name], last[name]) for name in first)
 
 
-def test_same_seed_gives_the_same_weights(trained: list[Path], tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_weights(trained: list[Path], tmp_path: Path) -> None:
     again = ensure(tmp_path / "again", recipe=SMALL)
     other = ensure(tmp_path / "other", recipe=SMALL, seed=1)
     weights = (trained[-1] / "model.safetensors").read_bytes()
@@ -96,7 +96,7 @@ def test_same_seed_gives_the_same_weights(trained: list[Path], tmp_path: Path) -
     assert weights != (other[-1] / "model.safetensors").read_bytes()
 
 
-def test_current_policy_is_left_alone(trained: list[Path]) -> None:
+def test_a_current_policy_is_not_trained_again(trained: list[Path]) -> None:
     before = (trained[-1] / "model.safetensors").stat().st_mtime_ns
     steps: list[TrainingProgress] = []
     assert trained == ensure(trained[0].parent, recipe=SMALL, progress=steps.append)
@@ -105,7 +105,7 @@ def test_current_policy_is_left_alone(trained: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("damage", ["another recipe", "a missing file", "an unreadable record"])
-def test_outdated_or_incomplete_policy_is_replaced(tmp_path: Path, damage: str) -> None:
+def test_an_outdated_or_incomplete_policy_is_replaced(tmp_path: Path, damage: str) -> None:
     directory = tmp_path / "tiny"
     checkpoints = ensure(directory, recipe=SMALL)
     if damage == "another recipe":
@@ -123,7 +123,7 @@ def test_outdated_or_incomplete_policy_is_replaced(tmp_path: Path, damage: str) 
     assert [".tiny.lock", "tiny"] == sorted(path.name for path in tmp_path.iterdir())
 
 
-def test_kill_in_the_middle_leaves_nothing_half_made(tmp_path: Path) -> None:
+def test_a_killed_run_leaves_no_incomplete_policy(tmp_path: Path) -> None:
     directory = tmp_path / "tiny"
     process = subprocess.Popen(
         [sys.executable, "-c", TRAIN_SLOWLY, str(directory)],
@@ -136,13 +136,13 @@ def test_kill_in_the_middle_leaves_nothing_half_made(tmp_path: Path) -> None:
         assert ["1\n", "2\n"] == [process.stdout.readline() for _ in range(2)]
         process.send_signal(signal.SIGKILL)
     assert not directory.exists()
-    assert any(path.is_dir() for path in tmp_path.iterdir())  # what the killed run was building
+    assert any(path.is_dir() for path in tmp_path.iterdir())  # the temporary directory of the killed run
     checkpoints = ensure(directory, recipe=SMALL)
     assert all((checkpoint / "model.safetensors").is_file() for checkpoint in checkpoints)
     assert [".tiny.lock", "tiny"] == sorted(path.name for path in tmp_path.iterdir())
 
 
-def test_of_two_at_once_one_trains_and_both_get_the_policy(tmp_path: Path) -> None:
+def test_only_one_of_two_concurrent_calls_trains(tmp_path: Path) -> None:
     calls: list[int] = []
 
     def progress(now: TrainingProgress) -> None:
@@ -158,7 +158,7 @@ def test_of_two_at_once_one_trains_and_both_get_the_policy(tmp_path: Path) -> No
     assert [1, 2, 3, 4] == calls
 
 
-def test_directory_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_directory_with_other_files_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(FileExistsError, match=r"recipe\.json"):
         ensure(tmp_path, recipe=SMALL)
@@ -166,12 +166,12 @@ def test_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpoints", [(), (4, 2), (0, 4), (2, 3)])
-def test_recipe_refuses_checkpoints_that_do_not_end_the_run(checkpoints: tuple[int, ...]) -> None:
+def test_a_recipe_rejects_checkpoints_that_do_not_end_with_the_last_step(checkpoints: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="checkpoints"):
         Recipe(steps=4, checkpoints=checkpoints)
 
 
-def test_import_is_light() -> None:
+def test_importing_the_package_imports_no_large_library() -> None:
     script = (
         "import sys, rollout_worker.tiny_model\n"
         "print(sorted({'torch', 'transformers', 'tokenizers', 'reasoning_gym'} & set(sys.modules)))"

@@ -1,4 +1,4 @@
-"""Solutions are scored by reasoning-gym itself."""
+"""The written solutions are correct, as scored by reasoning-gym."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _label(task: Task) -> str:
 
 
 def _value(expression: str) -> int:
-    """Value of digits joined by ``+``, ``-`` and ``*``."""
+    """Return the value of numbers joined by ``+``, ``-`` and ``*``."""
     terms = re.findall(r"([+-]?)(\d+(?:\*\d+)*)", expression)
     return sum(
         (-1 if sign == "-" else 1) * math.prod(int(factor) for factor in product.split("*")) for sign, product in terms
@@ -54,7 +54,7 @@ def test_every_equation_in_the_working_holds(task: Task) -> None:
     assert checked > 0 or task.name in {"count_bits", "gcd"}
 
 
-def test_solution_depends_on_entry_and_generator_state_alone() -> None:
+def test_a_solution_depends_only_on_the_problem_and_the_random_state() -> None:
     entry = reasoning_gym.create_dataset("products", seed=1, size=1)[0]
     assert solve(entry, Random(5)) == solve(entry, Random(5))
     assert len({solve(entry, Random(seed)) for seed in range(40)}) > 4
@@ -84,14 +84,14 @@ def test_column_difference(a: int, b: int, expected: str) -> None:
     assert expected == column_difference(a, b)
 
 
-def test_unknown_dataset_is_named_with_the_known_ones() -> None:
+def test_an_error_about_an_unknown_dataset_lists_the_known_ones() -> None:
     entry = reasoning_gym.create_dataset("maze", seed=1, size=1)[0]
     with pytest.raises(UnsupportedProblemError, match=r"'maze'.*chain_sum"):
         solve(entry, Random(0))
 
 
 @pytest.mark.parametrize("name", ["chain_sum", "products"])
-def test_negative_operands_are_refused(name: str) -> None:
+def test_negative_operands_are_rejected(name: str) -> None:
     dataset = reasoning_gym.create_dataset(name, seed=2, size=50, allow_negation=True)
     entry = next(entry for entry in dataset if re.search(r"(^|[-+*] )-\d", entry["metadata"]["expression"]))
     with pytest.raises(UnsupportedProblemError, match="allow_negation"):

@@ -1,4 +1,4 @@
-"""Training problems, and the seeds kept apart from them."""
+"""Training problems, and the seeds that are held out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout_worker.tiny_model import HELD_OUT_SEEDS, default_tasks
 from rollout_worker.tiny_model.tasks import TASKS, training_problems
 
 
-def test_training_never_shows_a_held_out_question() -> None:
+def test_training_contains_no_held_out_question() -> None:
     trained_on = {question for _, question, _ in islice(training_problems(0), 3000)}
     held_out = {
         entry["question"]
@@ -24,7 +24,7 @@ def test_training_never_shows_a_held_out_question() -> None:
     assert set() == trained_on & held_out
 
 
-def test_training_problems_follow_the_seed() -> None:
+def test_training_problems_depend_on_the_seed() -> None:
     first = list(islice(training_problems(3), 50))
     assert first == list(islice(training_problems(3), 50))
     assert first != list(islice(training_problems(4), 50))
@@ -35,11 +35,11 @@ def test_every_task_occurs_in_training() -> None:
 
 
 @pytest.mark.parametrize("seed", [-1, 1024])
-def test_training_seed_out_of_range(seed: int) -> None:
+def test_a_training_seed_out_of_range_is_rejected(seed: int) -> None:
     with pytest.raises(ValueError, match="0 to 1023"):
         next(training_problems(seed))
 
 
-def test_default_tasks_survive_yaml() -> None:
+def test_default_tasks_can_be_written_as_yaml() -> None:
     tasks = default_tasks()
     assert tasks == yaml.safe_load(yaml.safe_dump(tasks))

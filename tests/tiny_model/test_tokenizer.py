@@ -1,4 +1,4 @@
-"""The tokenizer, as a model directory gives it back."""
+"""The tokenizer, loaded from a model directory."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_tokenizer(directory)
 
 
-def test_solutions_survive_a_round_trip(tokenizer: Any) -> None:
+def test_solutions_are_unchanged_by_encoding_and_decoding(tokenizer: Any) -> None:
     for _, question, solution in islice(training_problems(1), 200):
         for text in (question, solution):
             assert text == tokenizer.decode(tokenizer(text)["input_ids"])
 
 
 @given(text=st.text())
-def test_any_text_survives_a_round_trip(tokenizer: Any, text: str) -> None:
+def test_any_text_is_unchanged_by_encoding_and_decoding(tokenizer: Any, text: str) -> None:
     plain = text.replace("<|", "<")  # not a special token
     assert plain == tokenizer.decode(tokenizer(plain)["input_ids"])
 
 
-def test_digits_are_tokens_of_their_own(tokenizer: Any) -> None:
+def test_every_digit_is_one_token(tokenizer: Any) -> None:
     numbers = tokenizer("1234567890 12+345=357")["input_ids"]
     digits = [token for token in tokenizer.convert_ids_to_tokens(numbers) if any(c.isdigit() for c in token)]
     assert list("123456789012345357") == digits
 
 
-def test_chat_template_opens_the_assistant_turn(tokenizer: Any) -> None:
+def test_the_chat_template_ends_with_the_start_of_the_assistants_turn(tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "1 + 2 ="}]
     text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     assert "<|im_start|>user\n1 + 2 =<|im_end|>\n<|im_start|>assistant\n" == text

@@ -1,4 +1,4 @@
-"""The adapter for TRL, with a real client and a real Redis; the job and the trainer's object are written here."""
+"""The adapter for TRL, with a real client and a real Redis. The job and the trainer are fake."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from rollout_api import (
     Trajectory,
     WeightsError,
 )
-from rollout_api.integrations.trl import JobRollouts, Turn, repeats
+from rollout_api.integrations.trl import JobRollouts, TurnFunction, group_repeats
 from tests.support.updating_job import UpdatingJob
 
 PROMPTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=20)
 
 
 class Tokenizer:
-    """One token a character; messages are rendered as their contents."""
+    """A tokenizer with one token per character that renders messages as their contents."""
 
     def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
         return {"input_ids": [[ord(letter) for letter in one] for one in text]}
@@ -46,7 +46,7 @@ class Model:
 
 
 def trainer(step: int = 0, **about: Any) -> SimpleNamespace:
-    """What an adapter sees of a GRPOTrainer."""
+    """Return the attributes of a GRPOTrainer that the adapter reads."""
     model = Model()
     accelerator = SimpleNamespace(
         is_main_process=True,
@@ -86,36 +86,36 @@ def client(job: UpdatingJob, redis_url: str) -> Iterator[RolloutClient]:
 
 
 @given(PROMPTS)
-def test_repeats_name_each_place_once_and_keep_the_order(prompts: list[list[int]]) -> None:
-    distinct, places = repeats(prompts)
-    assert sorted(place for at in places for place in at) == list(range(len(prompts)))
-    assert all(prompts[place] == prompt for prompt, at in zip(distinct, places, strict=True) for place in at)
+def test_group_repeats_contains_each_position_once_in_order(prompts: list[list[int]]) -> None:
+    distinct, positions = group_repeats(prompts)
+    assert sorted(position for at in positions for position in at) == list(range(len(prompts)))
+    assert all(prompts[one] == prompt for prompt, at in zip(distinct, positions, strict=True) for one in at)
     assert len({tuple(prompt) for prompt in distinct}) == len(distinct)
-    assert [at[0] for at in places] == sorted(at[0] for at in places)
+    assert [at[0] for at in positions] == sorted(at[0] for at in positions)
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.data())
 def test_a_group_may_be_split_over_processes(n: int, processes: int, data: st.DataObject) -> None:
-    # as TRL deals out a batch: each prompt n times in a row, then equal parts for the processes, in order of rank
+    # TRL repeats each prompt n times in a row and then divides the batch into equal parts, in the order of ranks.
     count = processes * data.draw(st.integers(1, 4))
     whole = [[prompt] for prompt in range(count) for _ in range(n)]
     share = len(whole) // processes
-    asked: dict[int, int] = dict.fromkeys(range(count), 0)
+    requested: dict[int, int] = dict.fromkeys(range(count), 0)
     for rank in range(processes):
-        distinct, places = repeats(whole[rank * share : (rank + 1) * share])
-        assert all(at == list(range(at[0], at[0] + len(at))) for at in places)
-        for prompt, at in zip(distinct, places, strict=True):
-            asked[prompt[0]] += len(at)
-    assert dict.fromkeys(range(count), n) == asked
+        distinct, positions = group_repeats(whole[rank * share : (rank + 1) * share])
+        assert all(at == list(range(at[0], at[0] + len(at))) for at in positions)
+        for prompt, at in zip(distinct, positions, strict=True):
+            requested[prompt[0]] += len(at)
+    assert dict.fromkeys(range(count), n) == requested
 
 
-def test_each_entry_gets_a_sample_of_its_prompt(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+def test_each_entry_receives_a_sample_of_its_prompt(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
     rollouts = JobRollouts(client, tmp_path)
     output = rollouts(["a", "bc", "a", "a"], trainer())
     assert [[97], [98, 99], [97], [97]] == output["prompt_ids"]
-    assert {(97,): 3, (98, 99): 1} == {tuple(one.prompt_token_ids): one.sampling.n for one in job.seen}
+    assert {(97,): 3, (98, 99): 1} == {tuple(one.prompt_token_ids): one.sampling.n for one in job.received}
     assert 4 == len({rollout.rollout_id for rollout in output["rollout"]})
-    by_prompt = {tuple(one.prompt_token_ids): one.request_id for one in job.seen}
+    by_prompt = {tuple(one.prompt_token_ids): one.request_id for one in job.received}
     for prompt, tokens, logprobs, rollout in zip(
         output["prompt_ids"], output["completion_ids"], output["logprobs"], output["rollout"], strict=True
     ):
@@ -130,31 +130,33 @@ def test_messages_are_rendered_by_the_chat_template(job: UpdatingJob, client: Ro
     assert [[97, 98]] == JobRollouts(client, tmp_path)([chat], trainer())["prompt_ids"]
 
 
-def test_the_trainers_sampling_is_asked_for_and_can_be_overridden(
+def test_trainers_sampling_settings_are_used_and_can_be_overridden(
     job: UpdatingJob, client: RolloutClient, tmp_path: Path
 ) -> None:
     JobRollouts(client, tmp_path, sampling={"stop": ["x"], "top_p": 0.5})(["a"], trainer())
-    [asked] = job.seen
+    [request] = job.received
     assert (0.7, 0.5, 8, True, ["x"]) == (
-        asked.sampling.temperature,
-        asked.sampling.top_p,
-        asked.sampling.max_tokens,
-        asked.sampling.logprobs,
-        asked.sampling.stop,
+        request.sampling.temperature,
+        request.sampling.top_p,
+        request.sampling.max_tokens,
+        request.sampling.logprobs,
+        request.sampling.stop,
     )
-    assert "min_p" not in asked.sampling.model_fields_set  # which excludes drafts, even at its default
+    assert "min_p" not in request.sampling.model_fields_set  # setting it excludes drafting, even with its default value
 
 
-def test_weights_go_out_once_a_step_and_are_asked_for(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+def test_weights_are_published_once_per_step_and_pinned(
+    job: UpdatingJob, client: RolloutClient, tmp_path: Path
+) -> None:
     rollouts = JobRollouts(client, tmp_path)
     for step in (0, 0, 1, 5, 6):
         rollouts(["a"], trainer(step))
     assert [1, 2, 5, 6] == [update.weight_version for update in job.updates]
-    assert [1, 1, 2, 5, 6] == [one.weight_version for one in job.seen]
+    assert [1, 1, 2, 5, 6] == [one.weight_version for one in job.received]
     assert ["version-000005", "version-000006"] == sorted(path.name for path in tmp_path.iterdir())
 
 
-def test_a_restarted_trainer_counts_on_from_the_version_that_is_served(redis_url: str, tmp_path: Path) -> None:
+def test_restarted_trainer_continues_from_the_served_version(redis_url: str, tmp_path: Path) -> None:
     with (
         (job := UpdatingJob(redis_url, version=12)).serving(),
         RolloutClient.connect(redis_url, job.name, name="rank-0") as client,
@@ -166,37 +168,35 @@ def test_a_restarted_trainer_counts_on_from_the_version_that_is_served(redis_url
     assert ["version-000015", "version-000016"] == sorted(path.name for path in tmp_path.iterdir())
 
 
-def test_no_version_is_chosen_before_the_job_has_said_which_it_serves(redis_url: str, tmp_path: Path) -> None:
-    job = UpdatingJob(redis_url)  # which nobody coordinates
+def test_no_version_is_chosen_while_the_served_version_is_unknown(redis_url: str, tmp_path: Path) -> None:
+    job = UpdatingJob(redis_url)  # without a coordinator
     with (
         RolloutClient.connect(redis_url, job.name, name="rank-0") as client,
         pytest.raises(RolloutClientError, match=r"default/math has had no coordinator for 0\.3 s"),
     ):
         JobRollouts(client, tmp_path, publish_timeout=0.3)(["a"], trainer())
-    assert [] == job.control()
+    assert [] == job.control_messages()
     assert [] == list(tmp_path.iterdir())
 
 
-def test_how_long_weights_may_take_to_be_served_can_be_said(
-    job: UpdatingJob, client: RolloutClient, tmp_path: Path
-) -> None:
-    job.engine("engine-1", version=0)  # it never loads any
+def test_publish_timeout_limits_the_wait_for_engines(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+    job.report_engine("engine-1", version=0)  # an engine that never loads weights
     with pytest.raises(WeightsError, match="weight version 1 is not served after 1 s"):
         JobRollouts(client, tmp_path, publish_timeout=1)(["a"], trainer())
 
 
-def test_evaluation_is_asked_for_as_such(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+def test_evaluation_is_requested_with_its_purpose(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
     evaluating = trainer()
     evaluating.model.training = False
     rollouts = JobRollouts(client, tmp_path)
     rollouts(["a"], evaluating)
     rollouts(["a"], evaluating)
     rollouts(["a"], trainer())
-    assert [Purpose.EVAL, Purpose.EVAL, Purpose.TRAIN] == [one.purpose for one in job.seen]
+    assert [Purpose.EVAL, Purpose.EVAL, Purpose.TRAIN] == [one.purpose for one in job.received]
 
 
-def test_turns_of_the_environment_are_masked(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
-    def play(turn: Turn, trajectories: list[Trajectory]) -> None:
+def test_tokens_of_the_environment_are_masked(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+    def play(turn: TurnFunction, trajectories: list[Trajectory]) -> None:
         turn(trajectories)
         trajectories[1].observe([7, 8])
         turn(trajectories[1:])
@@ -205,10 +205,10 @@ def test_turns_of_the_environment_are_masked(job: UpdatingJob, client: RolloutCl
     assert [[1, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1]] == output["env_mask"]
     assert [[1, 1, 1], [1, 1, 1, 7, 8, 1, 1, 1]] == output["completion_ids"]
     assert [3, 8] == [len(logprobs) for logprobs in output["logprobs"]]
-    assert {1} == {one.weight_version for one in job.seen}
+    assert {1} == {one.weight_version for one in job.received}
 
 
-def test_rewards_reach_the_job_and_the_log(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+def test_rewards_are_reported_and_statistics_logged(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
     rollouts = JobRollouts(client, tmp_path)
     made: list[Rollout] = rollouts(["a", "b", "c"], trainer())["rollout"]
     logged: dict[str, float] = {}
@@ -216,8 +216,8 @@ def test_rewards_reach_the_job_and_the_log(job: UpdatingJob, client: RolloutClie
     def reward(completions: list[str], **_: Any) -> list[float | None]:
         return [1.0, None, 0.25]
 
-    reporting = rollouts.reported(reward)
-    assert "reward" == reporting.__name__  # under which TRL logs it
+    reporting = rollouts.wrap_reward(reward)
+    assert "reward" == reporting.__name__  # TRL logs the reward under this name
     rewards = reporting(completions=["", "", ""], rollout=made, log_metric=logged.__setitem__)
     assert [1.0, None, 0.25] == rewards
     assert {made[0].rollout_id: 1.0, made[2].rollout_id: 0.25} == job.rewards()
@@ -228,18 +228,20 @@ def test_rewards_reach_the_job_and_the_log(job: UpdatingJob, client: RolloutClie
     ("length", "finish_reason"),
     [(0, FinishReason.FAILED), (3, FinishReason.CANCELLED), (3, FinishReason.DEADLINE), (0, FinishReason.STOP)],
 )
-def test_a_rollout_that_is_not_whole_is_not_trained_on(
+def test_incomplete_rollout_is_an_error(
     redis_url: str, tmp_path: Path, length: int, finish_reason: FinishReason
 ) -> None:
     job = UpdatingJob(redis_url)
 
-    def break_off(request: RolloutRequest) -> None:
+    def answer_incompletely(request: RolloutRequest) -> None:
         job.answer(request, length=length, finish_reason=finish_reason)
 
     with (
-        job.serving(break_off),
+        job.serving(answer_incompletely),
         RolloutClient.connect(redis_url, job.name, name="rank-0") as client,
-        pytest.raises(RolloutClientError, match=rf"2 of 2 rollouts of step 3 cannot be trained on.*{finish_reason}"),
+        pytest.raises(
+            RolloutClientError, match=rf"2 of 2 rollouts of step 3 cannot be used for training.*{finish_reason}"
+        ),
     ):
         JobRollouts(client, tmp_path)(["a", "a"], trainer(3))
 
@@ -257,16 +259,16 @@ def test_a_rollout_that_is_not_whole_is_not_trained_on(
         ),
     ],
 )
-def test_what_it_cannot_serve_is_refused_before_anything_is_asked(
+def test_unsupported_settings_are_rejected_before_anything_is_sent(
     job: UpdatingJob, client: RolloutClient, tmp_path: Path, about: dict[str, Any], what: str
 ) -> None:
     with pytest.raises(ValueError, match=what):
         JobRollouts(client, tmp_path)(["a"], trainer(**about))
-    assert [] == job.seen
+    assert [] == job.received
 
 
-def test_images_are_refused_before_anything_is_asked(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+def test_images_are_rejected_before_anything_is_sent(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
     content = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "what is it?"}]
     with pytest.raises(ValueError, match="prompts with image"):
         JobRollouts(client, tmp_path)([[{"role": "user", "content": content}]], trainer())
-    assert [] == job.seen
+    assert [] == job.received

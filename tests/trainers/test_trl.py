@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer, in two processes, on a real job with two engines: ``examples/trl_grpo`` as a person runs it."""
+"""TRL's GRPOTrainer in two processes with a real job of two engines, run as ``examples/trl_grpo`` describes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ STEPS = 32
 @dataclass
 class Training:
     log: list[dict[str, Any]]
-    """What the trainer logged, by optimiser step."""
+    """The trainer's log, one entry per optimizer step."""
     rollouts: list[dict[str, Any]]
-    """What each process trained on."""
+    """The rollouts that the processes trained on."""
     job_code: int
-    """How ``rollout run`` ended."""
+    """Exit status of ``rollout run``."""
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +47,10 @@ def training(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
     train += ["--weights", str(directory / "weights"), "--output", str(directory / "lines")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     job_log, train_log = directory / "job.log", directory / "train.log"
-    with job_log.open("w") as said, train_log.open("w") as trained:
-        job = subprocess.Popen(serve, stdout=said, stderr=subprocess.STDOUT, env=environment)
+    with job_log.open("w") as job_output, train_log.open("w") as train_output:
+        job = subprocess.Popen(serve, stdout=job_output, stderr=subprocess.STDOUT, env=environment)
         try:
-            code = subprocess.run(train, stdout=trained, stderr=subprocess.STDOUT, env=environment).returncode
+            code = subprocess.run(train, stdout=train_output, stderr=subprocess.STDOUT, env=environment).returncode
             assert 0 == code, train_log.read_text()[-4000:] + job_log.read_text()[-4000:]
             job_code = job.wait(timeout=90)
         finally:
@@ -71,28 +71,28 @@ def test_the_policy_learns(training: Training) -> None:
     assert fmean(rewards[-5:]) - fmean(rewards[:5]) >= 0.1
 
 
-def test_both_engines_made_rollouts_for_both_processes(training: Training) -> None:
+def test_both_engines_serve_both_processes(training: Training) -> None:
     for rank in (0, 1):
         assert len({line["engine"] for line in training.rollouts if line["rank"] == rank}) >= 2
 
 
-def test_every_token_comes_from_the_weights_of_its_step(training: Training) -> None:
-    # version 1 is what the trainer began with
+def test_every_token_is_sampled_with_the_weights_of_its_step(training: Training) -> None:
+    # Version 1 contains the weights that the trainer started with.
     assert all(line["versions"] == [line["step"] + 1] for line in training.rollouts)
     assert set(range(STEPS)) == {line["step"] for line in training.rollouts}
 
 
-def test_groups_are_whole_across_processes(training: Training) -> None:
+def test_groups_are_complete_across_processes(training: Training) -> None:
     for step in range(STEPS):
         group_sizes: dict[str, int] = {}
         for line in training.rollouts:
             if line["step"] == step:
                 group_sizes[line["problem"]] = group_sizes.get(line["problem"], 0) + 1
-        # two rows of the dataset may ask the same
+        # Two rows of the dataset may contain the same problem.
         assert {0} == {size % 8 for size in group_sizes.values()}
 
 
-def test_drafts_were_accepted(training: Training) -> None:
+def test_drafts_are_accepted(training: Training) -> None:
     assert training.log[-1]["rollouts/tokens_per_step"] > 1.0
 
 

@@ -1,4 +1,4 @@
-"""The adapter for verl: verl's own managers and clients over Ray, a real client and Redis; the job is job_side.py's."""
+"""The adapter for verl, with verl's own managers and clients on Ray and a real client and Redis. The job is fake."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServer
 from rollout_api import Cancel, FinishReason, InvalidRequestError, Rollout, RolloutClientError, WeightSpan
 from rollout_api.integrations.verl import (
     NAME,
-    REDIS_VARIABLE,
+    REDIS_URL_VARIABLE,
+    FileCheckpointEngine,
     JobServer,
-    PublishedFiles,
-    job_sampling,
-    token_output,
+    to_job_sampling,
+    to_token_output,
 )
 from tests.support.updating_job import UpdatingJob
 
@@ -41,12 +41,12 @@ JOB = "default/math"
 @pytest.fixture(scope="module")
 def cluster(redis_server: str) -> Iterator[None]:
     environment = {
-        REDIS_VARIABLE: redis_server,
+        REDIS_URL_VARIABLE: redis_server,
         "VERL_USE_EXTERNAL_MODULES": "rollout_api.integrations.verl",
-        "PYTHONPATH": os.pathsep.join(sys.path),  # the Trainer below is imported there
+        "PYTHONPATH": os.pathsep.join(sys.path),  # so that Ray's workers can import the Trainer below
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(REDIS_VARIABLE, redis_server)
+        patch.setenv(REDIS_URL_VARIABLE, redis_server)
         ray.init(
             address="local",
             num_cpus=4,
@@ -81,33 +81,33 @@ def servers(cluster: None, job: UpdatingJob) -> LLMServerManager:
     return LLMServerManager.create(config=config)
 
 
-def ask(client: LLMServerClient, prompt: list[int], **sampling: Any) -> Any:
+def generate(client: LLMServerClient, prompt: list[int], **sampling: Any) -> Any:
     params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, **sampling}
     return asyncio.run(client.generate(request_id="session", prompt_ids=prompt, sampling_params=params))
 
 
 @pytest.mark.parametrize("client_class", [LLMServerClient, FullyAsyncLLMServerClient])
-def test_verls_client_gets_tokens_from_the_job(
+def test_verls_client_receives_tokens_from_the_job(
     servers: LLMServerManager, job: UpdatingJob, client_class: type[LLMServerClient]
 ) -> None:
-    output = ask(servers.get_client(client_class), [5, 6, 7], temperature=0.5)
+    output = generate(servers.get_client(client_class), [5, 6, 7], temperature=0.5)
     assert [1, 1, 1] == output.token_ids
     assert [-0.5, -0.5, -0.5] == output.log_probs
     assert "completed" == output.stop_reason
-    asked = job.seen[-1]
-    assert [5, 6, 7] == asked.prompt_token_ids
+    request = job.received[-1]
+    assert [5, 6, 7] == request.prompt_token_ids
     assert (1, 0.5, 16, True) == (
-        asked.sampling.n,
-        asked.sampling.temperature,
-        asked.sampling.max_tokens,
-        asked.sampling.logprobs,
+        request.sampling.n,
+        request.sampling.temperature,
+        request.sampling.max_tokens,
+        request.sampling.logprobs,
     )
 
 
-def test_samples_of_a_group_are_requests_of_their_own(servers: LLMServerManager, job: UpdatingJob) -> None:
-    # verl asks for each sample apart
+def test_each_sample_of_a_group_is_a_request(servers: LLMServerManager, job: UpdatingJob) -> None:
+    # verl requests each sample separately.
     client = servers.get_client()
-    before = len(job.seen)
+    before = len(job.received)
 
     async def group() -> None:
         params = {"temperature": 1.0, "logprobs": True}
@@ -116,13 +116,13 @@ def test_samples_of_a_group_are_requests_of_their_own(servers: LLMServerManager,
         )
 
     asyncio.run(group())
-    asked = job.seen[before:]
-    assert 4 == len({one.request_id for one in asked})
-    assert 1 == len({one.problem for one in asked})
+    requests = job.received[before:]
+    assert 4 == len({one.request_id for one in requests})
+    assert 1 == len({one.problem for one in requests})
 
 
 class Trainer(Worker):  # type: ignore[misc]
-    """A trainer's rank: as verl's ActorRolloutRefWorker does at a weight update."""
+    """A trainer rank that updates weights as verl's ActorRolloutRefWorker does."""
 
     def __init__(self, weights: str, model: str) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Trainer(Worker):  # type: ignore[misc]
         return getattr(self._engine, method)(*args, **kwargs)
 
 
-def test_verl_brings_weights_to_the_job(servers: LLMServerManager, job: UpdatingJob, tmp_path: Path) -> None:
+def test_verl_publishes_weights_to_the_job(servers: LLMServerManager, job: UpdatingJob, tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -164,14 +164,16 @@ def test_verl_brings_weights_to_the_job(servers: LLMServerManager, job: Updating
     }
     index = json.loads((directory / "model.safetensors.index.json").read_text())
     assert weights.keys() == index["weight_map"].keys()
-    assert {"layer.4.weight"} == set(load_file(directory / index["weight_map"]["layer.4.weight"]))  # two a file
+    assert {"layer.4.weight"} == set(
+        load_file(directory / index["weight_map"]["layer.4.weight"])
+    )  # each file contains two tensors
     assert (directory / "config.json").is_file()
 
 
 def publish(weights: Path, job: UpdatingJob, *steps: int, **about: Any) -> None:
-    """As one trainer does after each of *steps*."""
+    """Publish weights as a trainer does after each of *steps*."""
     (weights.parent / "config.json").write_text("{}")
-    engine = PublishedFiles(100, True, job=job.name, weights=str(weights), model=str(weights.parent), **about)
+    engine = FileCheckpointEngine(100, True, job=job.name, weights=str(weights), model=str(weights.parent), **about)
     for step in steps:
         asyncio.run(engine.send_weights([("one", torch.full((4, 4), float(step)))], global_steps=step))
 
@@ -182,12 +184,12 @@ def published(weights: Path) -> list[str]:
 
 @pytest.fixture
 def another_job(redis_server: str, monkeypatch: pytest.MonkeyPatch) -> UpdatingJob:
-    monkeypatch.setenv(REDIS_VARIABLE, redis_server)
+    monkeypatch.setenv(REDIS_URL_VARIABLE, redis_server)
     uid = uuid4().hex
     return UpdatingJob(redis_server, uid=uid, name=f"default/{uid}")
 
 
-def test_what_an_earlier_run_published_stays_until_its_versions_come(tmp_path: Path, another_job: UpdatingJob) -> None:
+def test_versions_of_an_earlier_run_are_kept_until_they_are_reached(tmp_path: Path, another_job: UpdatingJob) -> None:
     weights = tmp_path / "weights"
     for name in ("version-2", "version-000009", "version-1000000", "version-of-mine"):
         (weights / name).mkdir(parents=True)
@@ -201,7 +203,9 @@ def test_what_an_earlier_run_published_stays_until_its_versions_come(tmp_path: P
     assert (weights / "version-000009" / "config.json").is_file()
 
 
-def test_the_version_in_use_stays_whoever_else_numbered_one_so(tmp_path: Path, another_job: UpdatingJob) -> None:
+def test_version_in_use_is_kept_despite_a_directory_with_the_same_number(
+    tmp_path: Path, another_job: UpdatingJob
+) -> None:
     weights = tmp_path / "weights"
     (weights / "version-4").mkdir(parents=True)
     with another_job.serving():
@@ -209,18 +213,16 @@ def test_the_version_in_use_stays_whoever_else_numbered_one_so(tmp_path: Path, a
     assert ["version-000004"] == published(weights)
 
 
-def test_a_trainer_that_goes_back_counts_on_from_the_version_that_is_served(
+def test_trainer_that_returns_to_a_checkpoint_continues_from_the_served_version(
     tmp_path: Path, another_job: UpdatingJob
 ) -> None:
     with another_job.serving():
         publish(tmp_path / "weights", another_job, 6, 7)
-        publish(tmp_path / "weights", another_job, 5, 6, 7)  # the trainer that was started again
+        publish(tmp_path / "weights", another_job, 5, 6, 7)  # the restarted trainer
     assert [7, 8, 9, 10, 11] == [update.weight_version for update in another_job.updates]
 
 
-def test_a_trainer_that_resumes_leaves_the_version_that_is_served_as_it_is(
-    tmp_path: Path, another_job: UpdatingJob
-) -> None:
+def test_restarted_trainer_does_not_overwrite_the_served_version(tmp_path: Path, another_job: UpdatingJob) -> None:
     with another_job.serving():
         publish(tmp_path / "weights", another_job, 6)
         publish(tmp_path / "weights", another_job, 6)
@@ -228,8 +230,8 @@ def test_a_trainer_that_resumes_leaves_the_version_that_is_served_as_it_is(
     assert ["version-000007", "version-000008"] == published(tmp_path / "weights")
 
 
-def test_ranks_that_gather_do_not_wait_for_the_job(tmp_path: Path, another_job: UpdatingJob) -> None:
-    """They have the same generator open, and their process group a timeout."""
+def test_gathering_does_not_wait_for_the_job(tmp_path: Path, another_job: UpdatingJob) -> None:
+    """All ranks iterate over the same generator, and their process group has a timeout."""
     gathered: list[str] = []
 
     def weights() -> Iterator[tuple[str, torch.Tensor]]:
@@ -237,7 +239,7 @@ def test_ranks_that_gather_do_not_wait_for_the_job(tmp_path: Path, another_job: 
         yield "one", torch.ones(4)
 
     (tmp_path / "config.json").write_text("{}")
-    engine = PublishedFiles(
+    engine = FileCheckpointEngine(
         100, True, job=another_job.name, weights=str(tmp_path / "w"), model=str(tmp_path), publish_timeout=0.3
     )
     with pytest.raises(RolloutClientError, match="has had no coordinator"):
@@ -245,31 +247,31 @@ def test_ranks_that_gather_do_not_wait_for_the_job(tmp_path: Path, another_job: 
     assert ["one"] == gathered
 
 
-def test_no_weights_go_to_a_job_that_has_not_said_what_it_serves(tmp_path: Path, another_job: UpdatingJob) -> None:
+def test_no_weights_are_published_while_the_served_version_is_unknown(tmp_path: Path, another_job: UpdatingJob) -> None:
     with pytest.raises(RolloutClientError, match="has had no coordinator"):
         publish(tmp_path / "weights", another_job, 0, publish_timeout=0.3)
-    assert [] == another_job.control()
+    assert [] == another_job.control_messages()
 
 
-def test_the_version_in_use_must_stay(tmp_path: Path) -> None:
+def test_at_least_one_version_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kept_versions = 0"):
-        PublishedFiles(100, True, job=JOB, weights=str(tmp_path), model=str(tmp_path), kept_versions=0)
+        FileCheckpointEngine(100, True, job=JOB, weights=str(tmp_path), model=str(tmp_path), kept_versions=0)
 
 
-def test_a_request_that_verl_cancels_ends_in_the_job_too(redis_server: str, another_job: UpdatingJob) -> None:
+def test_cancelled_request_is_cancelled_in_the_job(redis_server: str, another_job: UpdatingJob) -> None:
     async def cancelled() -> None:
         server = JobServer(redis_server, another_job.name, "verl-0", 64, 16)
-        asking = asyncio.create_task(server.generate("session", prompt_ids=[5], sampling_params={}))
+        generating = asyncio.create_task(server.generate("session", prompt_ids=[5], sampling_params={}))
         await asyncio.to_thread(another_job.wait_for_requests, 1)
-        asking.cancel()
+        generating.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await asking
+            await generating
 
     asyncio.run(cancelled())
-    [asked] = another_job.requests()
-    [control] = another_job.control()
+    [request] = another_job.requests()
+    [control] = another_job.control_messages()
     assert isinstance(control, Cancel)
-    assert [asked.request_id] == control.request_ids
+    assert [request.request_id] == control.request_ids
 
 
 def rollout(finish_reason: FinishReason, *versions: int, **about: Any) -> Rollout:
@@ -277,14 +279,16 @@ def rollout(finish_reason: FinishReason, *versions: int, **about: Any) -> Rollou
         rollout_id="job/request/0/0",
         problem_id="p",
         token_ids=[1] * len(versions),
-        spans=[WeightSpan(start=at, weight_version=version) for at, version in enumerate(versions)],
+        weight_spans=[WeightSpan(start=at, weight_version=version) for at, version in enumerate(versions)],
         finish_reason=finish_reason,
         **about,
     )
 
 
-def test_the_oldest_weights_count_as_the_age_of_a_response() -> None:
-    output = token_output(rollout(FinishReason.STOP, 4, 5, steps=7, drafted=9, accepted=1))
+def test_response_has_the_oldest_of_its_versions() -> None:
+    output = to_token_output(
+        rollout(FinishReason.STOP, 4, 5, num_decoding_steps=7, num_draft_tokens=9, num_accepted_tokens=1)
+    )
     fields = output.extra_fields
     assert (3, 3, 4) == (fields["global_steps"], fields["min_global_steps"], fields["max_global_steps"])
     assert (9, 1, 7) == tuple(
@@ -296,19 +300,19 @@ def test_the_oldest_weights_count_as_the_age_of_a_response() -> None:
     ("finish_reason", "stop_reason"),
     [(FinishReason.LENGTH, "completed"), (FinishReason.CANCELLED, "aborted"), (FinishReason.DEADLINE, "aborted")],
 )
-def test_how_a_rollout_ended(finish_reason: FinishReason, stop_reason: str) -> None:
-    assert stop_reason == token_output(rollout(finish_reason, 1)).stop_reason
+def test_finish_reason_is_converted(finish_reason: FinishReason, stop_reason: str) -> None:
+    assert stop_reason == to_token_output(rollout(finish_reason, 1)).stop_reason
 
 
-def test_a_failed_rollout_is_an_error() -> None:
+def test_failed_rollout_is_an_error() -> None:
     with pytest.raises(RolloutClientError, match="out of memory"):
-        token_output(rollout(FinishReason.FAILED, detail="out of memory"))
+        to_token_output(rollout(FinishReason.FAILED, detail="out of memory"))
 
 
-def test_sampling_parameters_are_translated_or_refused() -> None:
-    assert {"n": 1, "max_tokens": 5, "logprobs": False, "top_k": 0} == job_sampling({"top_k": -1, "min_p": 0.0}, 5)
-    assert 3 == job_sampling({"max_new_tokens": 3}, 5)["max_tokens"]
-    assert job_sampling({"logprobs": 0}, 5)["logprobs"]
-    assert "ignore_eos" not in job_sampling({"ignore_eos": False}, 5)
+def test_sampling_parameters_are_converted_or_rejected() -> None:
+    assert {"n": 1, "max_tokens": 5, "logprobs": False, "top_k": 0} == to_job_sampling({"top_k": -1, "min_p": 0.0}, 5)
+    assert 3 == to_job_sampling({"max_new_tokens": 3}, 5)["max_tokens"]
+    assert to_job_sampling({"logprobs": 0}, 5)["logprobs"]
+    assert "ignore_eos" not in to_job_sampling({"ignore_eos": False}, 5)
     with pytest.raises(InvalidRequestError, match="ignore_eos"):
-        job_sampling({"ignore_eos": True}, 5)
+        to_job_sampling({"ignore_eos": True}, 5)

@@ -28,12 +28,12 @@ app.kubernetes.io/name: das-rollout-history
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
-{{/* Whether the bundled Redis has a user for the history service: where that looks after this server. */}}
+{{/* Whether the bundled Redis needs a user for the history service, because the service uses this server. */}}
 {{- define "das-rollout.historyUser" -}}
 {{- if and .Values.history.enabled .Values.redis.bundled (not .Values.history.redis.existingSecret) -}}true{{- end -}}
 {{- end }}
 
-{{/* The Secret with the URL of the history service's Redis; empty where no service runs. */}}
+{{/* Name of the Secret with the URL of the history service's Redis; empty if no service runs. */}}
 {{- define "das-rollout.historySecret" -}}
 {{- if .Values.history.enabled -}}
 {{- if .Values.history.redis.existingSecret -}}
@@ -44,12 +44,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 {{- end }}
 
-{{/* What that user may do: rollout_api.redis_client.access_rules.service_rules(), quoted for a shell. */}}
+{{/* Access rules of this user: rollout_api.redis_client.access_rules.service_rules(), quoted for a shell. */}}
 {{- define "das-rollout.historyRules" -}}
 resetkeys '~history:*' resetchannels +@all -@admin -@dangerous -function '-script|flush' '-script|kill' +info -scan -randomkey clearselectors
 {{- end }}
 
-{{/* Security of every pod here: Kubernetes' restricted profile. */}}
+{{/* Security context of every pod of this chart, for the restricted Pod Security Standard. */}}
 {{- define "das-rollout.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 1000
@@ -64,7 +64,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{/* What the operator may do where jobs are: exactly what it does. */}}
+{{/* Permissions of the operator in the namespaces of jobs. A test compares them with the requests that it makes. */}}
 {{- define "das-rollout.rules" -}}
 - apiGroups: [das.rollout.dev]
   resources: [rolloutjobs]

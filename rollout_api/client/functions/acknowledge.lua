@@ -1,10 +1,14 @@
 #!lua flags=allow-oom
--- Acknowledge results and delete what every group has acknowledged.
--- KEYS: results. ARGV: group, ids of entries.
--- Returns the number of entries left; none if the job, and the stream with it, is gone.
+-- Acknowledge results, and delete those that every consumer group has acknowledged. This also runs on a full server,
+-- because it frees memory.
+-- KEYS: result stream.
+-- ARGV: consumer group, ids of the entries to acknowledge.
+-- Returns the number of entries that are left in the stream; 0 if the stream does not exist.
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return 0
 end
+
+-- The id of an entry as numbers that can be compared.
 local function parse(id)
   local ms, sequence = string.match(id, '(%d+)-(%d+)')
   return {tonumber(ms), tonumber(sequence)}
@@ -14,15 +18,16 @@ local function before(a, b)
 end
 
 redis.call('XACK', KEYS[1], unpack(ARGV))
+-- The first entry that a group has not acknowledged or not received yet, over all groups.
 local slowest
 local others = {}
 for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
-  local at = {}
+  local state = {}
   for i = 1, #group, 2 do
-    at[group[i]] = group[i + 1]
+    state[group[i]] = group[i + 1]
   end
-  local reached = parse(at['last-delivered-id'])
-  local pending = redis.call('XPENDING', KEYS[1], at['name'])
+  local reached = parse(state['last-delivered-id'])
+  local pending = redis.call('XPENDING', KEYS[1], state['name'])
   local first, last
   if pending[1] > 0 then
     first, last = parse(pending[2]), parse(pending[3])
@@ -31,8 +36,8 @@ for _, group in ipairs(redis.call('XINFO', 'GROUPS', KEYS[1])) do
   if not slowest or before(open, slowest) then
     slowest = open
   end
-  if at['name'] ~= ARGV[1] then
-    table.insert(others, {name = at['name'], reached = reached, first = first, last = last})
+  if state['name'] ~= ARGV[1] then
+    table.insert(others, {name = state['name'], reached = reached, first = first, last = last})
   end
 end
 if not slowest then
@@ -43,8 +48,9 @@ if redis.call('XLEN', KEYS[1]) == 0 then
   return 0
 end
 
--- one entry that stays pending for long must not keep all that are behind it
-local function is_done_with(group, text, id)
+-- Whether another group has acknowledged an entry. Entries behind the slowest one are deleted one by one, so that an
+-- entry that stays pending for long does not keep all that follow it.
+local function has_acknowledged(group, text, id)
   if before(group.reached, id) then
     return false
   end
@@ -53,18 +59,18 @@ local function is_done_with(group, text, id)
   end
   return #redis.call('XPENDING', KEYS[1], group.name, text, text, 1) == 0
 end
-local done = {}
+local deletable = {}
 for i = 2, #ARGV do
   local id = parse(ARGV[i])
-  local deleted = not before(id, slowest)
+  local is_deletable = not before(id, slowest)
   for _, group in ipairs(others) do
-    deleted = deleted and is_done_with(group, ARGV[i], id)
+    is_deletable = is_deletable and has_acknowledged(group, ARGV[i], id)
   end
-  if deleted then
-    table.insert(done, ARGV[i])
+  if is_deletable then
+    table.insert(deletable, ARGV[i])
   end
 end
-if #done > 0 then
-  redis.call('XDEL', KEYS[1], unpack(done))
+if #deletable > 0 then
+  redis.call('XDEL', KEYS[1], unpack(deletable))
 end
 return redis.call('XLEN', KEYS[1])

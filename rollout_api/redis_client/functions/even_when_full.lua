@@ -1,4 +1,6 @@
 #!lua flags=allow-oom
--- Carry out a command although the server is out of memory: a small one, for what makes room again.
--- KEYS: the command's key. ARGV: the command, its key included.
+-- Execute a small command even if the server is out of memory, because it leads to memory being freed.
+-- KEYS: key of the command.
+-- ARGV: the command with its key and arguments.
+-- Returns the reply to the command.
 return redis.call(unpack(ARGV))

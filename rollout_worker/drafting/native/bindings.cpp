@@ -1,5 +1,5 @@
-// The Python module rollout_worker.drafting._native. Arguments are checked here; rollout_worker/drafting/index.py
-// documents them.
+// The Python module rollout_worker.drafting._native. It checks arguments; rollout_worker/drafting/index.py documents
+// them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -32,7 +32,8 @@ using das::DraftToken;
 using das::Token;
 using TokenArray = nb::ndarray<const Token, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// The value of an int, or of what can stand for one as a numpy integer can; none otherwise, or beyond 64 bits.
+// Returns the value of an int or of an object with __index__, such as a NumPy integer; nullopt for other objects and
+// for values beyond 64 bits.
 std::optional<std::int64_t> integer_of(nb::handle object) {
   const nb::object integer = nb::steal(PyNumber_Index(object.ptr()));
   int overflow = 1;
@@ -45,18 +46,19 @@ std::optional<std::int64_t> integer_of(nb::handle object) {
   return overflow == 0 ? std::optional(value) : std::nullopt;
 }
 
-// Token ids given as a one-dimensional uint32 array, which is viewed, or as a sequence of integers, which is copied.
+// Token ids given as a one-dimensional uint32 array, which is read in place, or as a sequence of integers, which is
+// copied.
 class TokenArgument {
  public:
-  // `name` makes what errors call it.
+  // `name` returns the name of the argument for error messages.
   template <class Name>
   TokenArgument(nb::handle object, Name name) {
-    if (PyList_CheckExact(object.ptr()) && copy_plain(object.ptr())) return;
+    if (PyList_CheckExact(object.ptr()) && try_copy_ints(object.ptr())) return;
     if (nb::try_cast<TokenArray>(object, array_, false)) {
       tokens_ = {array_.data(), array_.size()};
-      const auto start = std::find(tokens_.begin(), tokens_.end(), das::kStart);
-      if (start != tokens_.end()) {
-        throw nb::value_error((name() + " has 4294967295 at position " + std::to_string(start - tokens_.begin()) +
+      const auto invalid = std::find(tokens_.begin(), tokens_.end(), das::kBoundary);
+      if (invalid != tokens_.end()) {
+        throw nb::value_error((name() + " has 4294967295 at position " + std::to_string(invalid - tokens_.begin()) +
                                "; token ids are 0 to 4294967294")
                                   .c_str());
       }
@@ -74,18 +76,18 @@ class TokenArgument {
                             nb::type_name(object.type()).c_str())
                                .c_str());
     }
-    std::ptrdiff_t at = 0;
+    std::ptrdiff_t index = 0;
     for (nb::handle item : nb::iter(object)) {
       const std::optional<std::int64_t> value = integer_of(item);
-      if (!value || *value < 0 || *value >= das::kStart) {
-        const bool integer = PyIndex_Check(item.ptr()) != 0;
-        const std::string message = name() + " has " + nb::str(item).c_str() + " at position " + std::to_string(at) +
-                                    (integer ? "; token ids are 0 to 4294967294" : ", which is not an integer");
-        if (integer) throw nb::value_error(message.c_str());
+      if (!value || *value < 0 || *value >= das::kBoundary) {
+        const bool is_integer = PyIndex_Check(item.ptr()) != 0;
+        const std::string message = name() + " has " + nb::str(item).c_str() + " at position " + std::to_string(index) +
+                                    (is_integer ? "; token ids are 0 to 4294967294" : ", which is not an integer");
+        if (is_integer) throw nb::value_error(message.c_str());
         throw nb::type_error(message.c_str());
       }
       copy_.push_back(static_cast<Token>(*value));
-      ++at;
+      ++index;
     }
     tokens_ = copy_;
   }
@@ -95,15 +97,16 @@ class TokenArgument {
   std::span<const Token> tokens() const { return tokens_; }
 
  private:
-  // Copies a list of ints that are all right; an engine gives one for each request in each step.
-  bool copy_plain(PyObject* list) {
+  // Copies a list of valid ints. This is the fast path for what an engine passes for each request in each step. Returns
+  // false if the list contains anything else.
+  bool try_copy_ints(PyObject* list) {
     const Py_ssize_t length = PyList_GET_SIZE(list);
     copy_.reserve(static_cast<std::size_t>(length));
     for (Py_ssize_t i = 0; i < length; ++i) {
       PyObject* const item = PyList_GET_ITEM(list, i);
       int overflow = 0;
       const std::int64_t value = PyLong_CheckExact(item) ? PyLong_AsLongLongAndOverflow(item, &overflow) : -1;
-      if (overflow != 0 || value < 0 || value >= das::kStart) {
+      if (overflow != 0 || value < 0 || value >= das::kBoundary) {
         copy_.clear();
         return false;
       }
@@ -119,13 +122,14 @@ class TokenArgument {
 };
 
 const char* name_of(das::Source source) {
-  constexpr std::array<const char*, das::kSources> kNames{"history", "self", "siblings", "foreign"};
+  constexpr std::array<const char*, das::kSources> kNames{"history", "self", "siblings", "cross_problem"};
   return kNames[static_cast<std::size_t>(source)];
 }
 
 void check_survival(double min_survival) {
   if (!(min_survival >= 0.0 && min_survival <= 1.0)) {
-    throw nb::value_error(("min_survival is a probability, from 0 to 1, got " + std::to_string(min_survival)).c_str());
+    throw nb::value_error(
+        ("min_survival must be a probability from 0 to 1, got " + std::to_string(min_survival)).c_str());
   }
 }
 
@@ -138,17 +142,17 @@ void check_count(const char* what, std::size_t handles, std::size_t given) {
 
 std::size_t check_budget(std::int64_t budget) {
   if (budget < 0) {
-    throw nb::value_error(("a budget is a number of tokens, 0 or more, got " + std::to_string(budget)).c_str());
+    throw nb::value_error(("a budget must be 0 or more tokens, got " + std::to_string(budget)).c_str());
   }
   return static_cast<std::size_t>(budget);
 }
 
-// A finite number; `whose` it is.
-float reward_of(nb::handle object, const std::string& whose) {
+// Returns a reward that was given for `rollout`.
+float reward_of(nb::handle object, const std::string& rollout) {
   double value = 0.0;
-  if (!nb::try_cast(object, value)) throw nb::type_error((whose + ": the reward must be a number or None").c_str());
+  if (!nb::try_cast(object, value)) throw nb::type_error((rollout + ": the reward must be a number or None").c_str());
   const auto reward = static_cast<float>(value);
-  if (!std::isfinite(reward)) throw nb::value_error((whose + ": the reward must be finite").c_str());
+  if (!std::isfinite(reward)) throw nb::value_error((rollout + ": the reward must be finite").c_str());
   return reward;
 }
 
@@ -175,16 +179,16 @@ std::size_t add(das::SuffixIndex& index, const std::string& problem, nb::handle 
   std::vector<TokenArgument> contexts;
   std::vector<float> rewards;
   for (nb::handle item : nb::iter(rollouts)) {
-    const std::string where = "rollout " + std::to_string(ids.size()) + " of problem '" + problem + "'";
+    const std::string position = "rollout " + std::to_string(ids.size()) + " of problem '" + problem + "'";
     const std::size_t length = PySequence_Check(item.ptr()) ? nb::len(item) : 0;
     if (length < 3 || length > 5) {
-      const char* const shape = " must be (rollout_id, generation, tokens), with context and reward or without";
-      throw nb::type_error((where + shape).c_str());
+      const char* const shape = " must be (rollout_id, generation, tokens[, context[, reward]])";
+      throw nb::type_error((position + shape).c_str());
     }
     std::string id;
-    if (!nb::try_cast(item[0], id)) throw nb::type_error((where + ": the rollout id must be a str").c_str());
+    if (!nb::try_cast(item[0], id)) throw nb::type_error((position + ": the rollout id must be a str").c_str());
     const std::optional<std::int64_t> generation = integer_of(item[1]);
-    if (!generation) throw nb::type_error((where + ": the generation must be an int that fits 64 bits").c_str());
+    if (!generation) throw nb::type_error((position + ": the generation must be a 64-bit int").c_str());
     const auto name = [&] { return "rollout '" + id + "' of problem '" + problem + "'"; };
     tokens.emplace_back(item[2], name);
     const nb::object context = length > 3 ? nb::object(item[3]) : nb::object(nb::make_tuple());
@@ -203,12 +207,12 @@ std::size_t add(das::SuffixIndex& index, const std::string& problem, nb::handle 
   return index.add(problem, batch);
 }
 
-std::int64_t open(das::SuffixIndex& index, const std::string& problem, nb::handle prompt, std::size_t context,
-                  const das::Sources& sources, nb::handle ends) {
+std::int64_t open(das::SuffixIndex& index, const std::string& problem, nb::handle prompt, std::size_t context_length,
+                  const das::Sources& sources, nb::handle stop_tokens) {
   const TokenArgument tokens(prompt, [] { return std::string("the prompt"); });
-  const TokenArgument last(ends, [] { return std::string("ends"); });
+  const TokenArgument stops(stop_tokens, [] { return std::string("stop_tokens"); });
   const nb::gil_scoped_release released;
-  return index.open(problem, {tokens.tokens(), context, sources, last.tokens()});
+  return index.open(problem, {tokens.tokens(), context_length, sources, stops.tokens()});
 }
 
 void extend(das::SuffixIndex& index, std::int64_t handle, nb::handle tokens) {
@@ -225,8 +229,8 @@ void extend_batch(das::SuffixIndex& index, const std::vector<std::int64_t>& hand
     arguments.emplace_back(item, [&] { return "tokens " + std::to_string(arguments.size()); });
   }
   if (handles.size() != arguments.size()) {
-    throw nb::value_error(("each handle needs its tokens, got " + std::to_string(handles.size()) + " handles and " +
-                           std::to_string(arguments.size()) + " lists of tokens")
+    throw nb::value_error(("each handle needs one list of tokens, got " + std::to_string(handles.size()) +
+                           " handles and " + std::to_string(arguments.size()) + " lists of tokens")
                               .c_str());
   }
   const nb::gil_scoped_release released;
@@ -260,53 +264,53 @@ das::Draft draft(das::SuffixIndex& index, std::int64_t handle, std::int64_t budg
 
 nb::list occurrences(das::SuffixIndex& index, std::int64_t handle, std::int64_t length) {
   const std::size_t limit = check_budget(length);
-  std::vector<das::FoundText> found;
+  std::vector<das::OccurrenceText> found;
   {
     const nb::gil_scoped_release released;
     found = index.occurrences(handle, limit);
   }
   nb::list rows;
-  for (const das::FoundText& one : found) {
+  for (const das::OccurrenceText& one : found) {
     const nb::object reward = std::isnan(one.reward) ? nb::none() : nb::object(nb::float_(one.reward));
     rows.append(nb::make_tuple(name_of(one.source), one.match, one.generation, one.tokens, reward, one.anchored));
   }
   return rows;
 }
 
-// A property of a draft: what each of its tokens has.
-template <class Of>
-auto listed(Of of) {
-  return [of](const das::Draft& draft) {
+// Makes a property of a draft that lists a value of each token.
+template <class Get>
+auto list_of(Get get) {
+  return [get](const das::Draft& draft) {
     nb::list values;
-    for (const DraftToken& one : draft.tokens) values.append(of(one));
+    for (const DraftToken& one : draft.tokens) values.append(get(one));
     return values;
   };
 }
 
-// Opaque to Python: the layout, and the numbers as they lie in memory.
-nb::bytes learned(const das::SuffixIndex& index) {
-  std::vector<das::Learned> all;
+// The serialized state consists of the layout number and the parameters in native byte order.
+nb::bytes state_dict(const das::SuffixIndex& index) {
+  std::vector<das::ParameterState> states;
   {
     const nb::gil_scoped_release released;
-    all = index.learned();
+    states = index.state();
   }
   constexpr std::uint32_t layout = das::Mixture::kLayout;
-  std::string bytes(sizeof layout + all.size() * sizeof(das::Learned), '\0');
+  std::string bytes(sizeof layout + states.size() * sizeof(das::ParameterState), '\0');
   std::memcpy(bytes.data(), &layout, sizeof layout);
-  std::memcpy(bytes.data() + sizeof layout, all.data(), bytes.size() - sizeof layout);
+  std::memcpy(bytes.data() + sizeof layout, states.data(), bytes.size() - sizeof layout);
   return nb::bytes(bytes.data(), bytes.size());
 }
 
-void take(das::SuffixIndex& index, const nb::bytes& learned) {
+void load_state_dict(das::SuffixIndex& index, const nb::bytes& state) {
   std::uint32_t layout = 0;
-  std::vector<das::Learned> others;
-  if (learned.size() > sizeof layout && (learned.size() - sizeof layout) % sizeof(das::Learned) == 0) {
-    std::memcpy(&layout, learned.c_str(), sizeof layout);
-    others.resize((learned.size() - sizeof layout) / sizeof(das::Learned));
-    std::memcpy(others.data(), learned.c_str() + sizeof layout, learned.size() - sizeof layout);
+  std::vector<das::ParameterState> states;
+  if (state.size() > sizeof layout && (state.size() - sizeof layout) % sizeof(das::ParameterState) == 0) {
+    std::memcpy(&layout, state.c_str(), sizeof layout);
+    states.resize((state.size() - sizeof layout) / sizeof(das::ParameterState));
+    std::memcpy(states.data(), state.c_str() + sizeof layout, state.size() - sizeof layout);
   }
-  if (layout != das::Mixture::kLayout || !index.take(others)) {
-    throw nb::value_error("these bytes are nothing that an index of this version has learned");
+  if (layout != das::Mixture::kLayout || !index.load_state(states)) {
+    throw nb::value_error("the state was not returned by state_dict() of this version of the index, or is damaged");
   }
 }
 
@@ -324,7 +328,7 @@ nb::dict accepted_by_age(const das::SuffixIndex& index) {
   nb::dict ages;
   for (std::size_t age = 0; age < das::AgeCounts::kAges; ++age) {
     const das::AgeCounts::Counts counts = index.counts_of_age(age);
-    if (counts.drafted > 0.0) ages[nb::int_(age)] = nb::make_tuple(counts.drafted, counts.accepted);
+    if (counts.verified > 0.0) ages[nb::int_(age)] = nb::make_tuple(counts.verified, counts.accepted);
   }
   return ages;
 }
@@ -332,10 +336,9 @@ nb::dict accepted_by_age(const das::SuffixIndex& index) {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  // Engine processes end by os._exit or a signal, with an index alive: nothing leaks that the system does not take
-  // back.
+  // Engine processes exit by os._exit() or a signal while an index exists, which nanobind would report as a leak.
   nb::set_leak_warnings(false);
-  m.doc() = "The suffix index behind rollout_worker.drafting.index.";
+  m.doc() = "The native suffix index that rollout_worker.drafting.index wraps.";
   nb::register_exception_translator([](const std::exception_ptr& error, void*) {
     try {
       std::rethrow_exception(error);
@@ -345,10 +348,10 @@ NB_MODULE(_native, m) {
   });
 
   nb::class_<das::Draft>(m, "Draft")
-      .def_prop_ro("tokens", listed([](const DraftToken& one) { return nb::int_(one.token); }))
-      .def_prop_ro("probabilities", listed([](const DraftToken& one) { return nb::float_(one.probability); }))
-      .def_prop_ro("sources", listed([](const DraftToken& one) { return nb::str(name_of(one.source)); }))
-      .def_prop_ro("ages", listed([](const DraftToken& one) {
+      .def_prop_ro("tokens", list_of([](const DraftToken& one) { return nb::int_(one.token); }))
+      .def_prop_ro("probabilities", list_of([](const DraftToken& one) { return nb::float_(one.probability); }))
+      .def_prop_ro("sources", list_of([](const DraftToken& one) { return nb::str(name_of(one.source)); }))
+      .def_prop_ro("ages", list_of([](const DraftToken& one) {
                      return one.age < 0 ? nb::none() : nb::object(nb::int_(one.age));
                    }))
       .def_prop_ro("expected",
@@ -376,7 +379,7 @@ NB_MODULE(_native, m) {
       .def("add", &add, nb::arg("problem"), nb::arg("rollouts"))
       .def("set_rewards", &set_rewards, nb::arg("problem"), nb::arg("rewards"))
       .def("take_evicted", &das::SuffixIndex::take_evicted, released())
-      .def("settle", &das::SuffixIndex::settle, released())
+      .def("wait_idle", &das::SuffixIndex::wait_idle, released())
       .def("pool_tokens", &das::SuffixIndex::pool_tokens, released())
       .def("drop_rollout", &das::SuffixIndex::drop_rollout, nb::arg("problem"), nb::arg("rollout_id"), released())
       .def("drop_before", &das::SuffixIndex::drop_before, nb::arg("problem"), nb::arg("generation"), released())
@@ -390,19 +393,21 @@ NB_MODULE(_native, m) {
           nb::arg("problem"), released())
       .def(
           "open",
-          [](das::SuffixIndex& index, const std::string& problem, nb::handle prompt, std::size_t context,
-             std::array<bool, das::kSources> from, nb::handle ends) {
-            return open(index, problem, prompt, context, {from[0], from[1], from[2], from[3]}, ends);
+          [](das::SuffixIndex& index, const std::string& problem, nb::handle prompt, std::size_t context_length,
+             std::array<bool, das::kSources> sources, nb::handle stop_tokens) {
+            return open(index, problem, prompt, context_length, {sources[0], sources[1], sources[2], sources[3]},
+                        stop_tokens);
           },
-          nb::arg("problem"), nb::arg("prompt").none(), nb::arg("context"), nb::arg("sources"), nb::arg("ends"))
+          nb::arg("problem"), nb::arg("prompt").none(), nb::arg("context_length"), nb::arg("sources"),
+          nb::arg("stop_tokens"))
       .def("extend", &extend, nb::arg("handle"), nb::arg("tokens").none())
       .def("extend_batch", &extend_batch, nb::arg("handles"), nb::arg("tokens"))
       .def("close", &das::SuffixIndex::close, nb::arg("handle"), released())
       .def("draft", &draft, nb::arg("handle"), nb::arg("budget"), nb::arg("min_survival"))
       .def("draft_batch", &draft_batch, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survival"))
       .def("occurrences", &occurrences, nb::arg("handle"), nb::arg("length"))
-      .def("learned", &learned)
-      .def("take", &take, nb::arg("learned"))
+      .def("state_dict", &state_dict)
+      .def("load_state_dict", &load_state_dict, nb::arg("state"))
       .def("counters", &counters)
       .def("accepted_by_age", &accepted_by_age);
 }

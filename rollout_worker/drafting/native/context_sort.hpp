@@ -1,4 +1,4 @@
-// Sorting positions of a text by their contexts.
+// Sorting of text positions by their contexts.
 #pragma once
 
 #include <algorithm>
@@ -12,20 +12,20 @@
 
 namespace das {
 
-// Sorts runs of positions that agree in their newest token, and finds how much neighbours have in common.
+// Sorts runs of positions that share their newest token, and computes how many tokens neighbors have in common.
 //
-// Multikey quicksort (Bentley and Sedgewick 1997) on words of several tokens, which are kept beside the positions while
-// these move (as in Ng and Kakehi 2007). A pass over positions that still agree moves nothing, so that repetitive text
-// costs depth / kTokens passes and no more.
+// This is multikey quicksort (Bentley and Sedgewick 1997) on words of several tokens, which are stored beside the
+// positions while these are moved (as in Ng and Kakehi 2007). A pass over positions that are still equal moves nothing,
+// so that repetitive text costs at most depth / kTokens passes.
 template <class Id, class Pos>
 class ContextSort {
  public:
-  // At most `depth` tokens are compared; Words<Id>::kTokens more must be readable before every position.
+  // Compares at most `depth` tokens. Words<Id>::kTokens more must be readable before every position.
   ContextSort(const Id* text, std::size_t depth, Pos* order, std::uint8_t* common)
       : text_(text), depth_(depth), order_(order), common_(common) {}
 
-  // Sorts order[begin, end), whose positions share their newest token; of equal contexts the later position comes
-  // first. common[i], for begin < i < end, becomes the number of tokens that order[i - 1] and order[i] share.
+  // Sorts order[begin, end), whose positions share their newest token. Where contexts are equal, later positions come
+  // first. For begin < i < end, sets common[i] to the number of tokens that order[i - 1] and order[i] share.
   void sort(std::size_t begin, std::size_t end) {
     const std::size_t count = end - begin;
     if (count < 2) return;
@@ -37,7 +37,7 @@ class ContextSort {
 
  private:
   static constexpr std::size_t kTokens = Words<Id>::kTokens;
-  static constexpr std::size_t kInsertion = 24;
+  static constexpr std::size_t kInsertionSort = 24;  // the largest group sorted by insertion
 
   struct Item {
     std::uint64_t word;
@@ -45,15 +45,15 @@ class ContextSort {
   };
 
   std::uint64_t word(Pos position, std::size_t known) const {
-    const std::uint64_t all = Words<Id>::before(text_ + position - known);
+    const std::uint64_t whole = Words<Id>::before(text_ + position - known);
     if (known + kTokens <= depth_) [[likely]]
-      return all;
-    const std::size_t beyond = 8 * sizeof(Id) * (known + kTokens - depth_);
-    return all >> beyond << beyond;
+      return whole;
+    const std::size_t excess = 8 * sizeof(Id) * (known + kTokens - depth_);
+    return whole >> excess << excess;
   }
 
-  void separate(std::size_t place, std::size_t known, std::uint64_t a, std::uint64_t b) {
-    common_[place] = static_cast<std::uint8_t>(known + Words<Id>::common(a, b));
+  void set_common(std::size_t index, std::size_t known, std::uint64_t a, std::uint64_t b) {
+    common_[index] = static_cast<std::uint8_t>(known + Words<Id>::common(a, b));
   }
 
   void sort_two(std::size_t begin, std::size_t known) {
@@ -64,13 +64,13 @@ class ContextSort {
       const std::uint64_t y = word(b, known);
       if (x == y) continue;
       if (x > y) std::swap(a, b);
-      return separate(begin + 1, known, x, y);
+      return set_common(begin + 1, known, x, y);
     }
     if (a < b) std::swap(a, b);
     common_[begin + 1] = static_cast<std::uint8_t>(depth_);
   }
 
-  // Items with valid positions that share `known` tokens.
+  // Sorts items with valid positions that share `known` tokens.
   void sort_group(Item* items, std::size_t count, std::size_t begin, std::size_t known) {
     if (count == 1) {
       order_[begin] = items[0].position;
@@ -99,9 +99,10 @@ class ContextSort {
     if (!sorted) std::sort(order_ + begin, order_ + begin + count, std::greater<>());
   }
 
-  // Items with valid words. After `rounds` bad pivots the words are sorted as a whole (as in introsort).
+  // Sorts items with valid words. After `rounds` levels of partitioning, the words are sorted as a whole (as in
+  // introsort).
   void split(Item* items, std::size_t count, std::size_t begin, std::size_t known, int rounds) {
-    if (count <= kInsertion) {
+    if (count <= kInsertionSort) {
       for (std::size_t i = 1; i < count; ++i) {
         const Item item = items[i];
         std::size_t j = i;
@@ -130,19 +131,19 @@ class ContextSort {
         ++i;
       }
     }
-    if (equal > 0) separate(begin + equal, known, below, pivot);
-    if (greater < count) separate(begin + greater, known, pivot, above);
+    if (equal > 0) set_common(begin + equal, known, below, pivot);
+    if (greater < count) set_common(begin + greater, known, pivot, above);
     if (equal > 0) split(items, equal, begin, known, rounds - 1);
     sort_group(items + equal, greater - equal, begin + equal, known + kTokens);
     if (greater < count) split(items + greater, count - greater, begin + greater, known, rounds - 1);
   }
 
-  // Items sorted by their words.
+  // Sorts each run of items with equal words; the items are sorted by their words.
   void sort_runs(Item* items, std::size_t count, std::size_t begin, std::size_t known) {
     for (std::size_t i = 0; i < count;) {
       std::size_t j = i + 1;
       while (j < count && items[j].word == items[i].word) ++j;
-      if (j < count) separate(begin + j, known, items[i].word, items[j].word);
+      if (j < count) set_common(begin + j, known, items[i].word, items[j].word);
       sort_group(items + i, j - i, begin + i, known + kTokens);
       i = j;
     }

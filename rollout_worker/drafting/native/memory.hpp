@@ -1,4 +1,4 @@
-// Exact accounting of the heap bytes the index holds.
+// Exact accounting of the heap memory that the index holds.
 #pragma once
 
 #include <atomic>
@@ -9,8 +9,8 @@
 
 namespace das {
 
-// A memory resource that counts the bytes asked of it, in itself and in its parent. Containers of one problem (or
-// one open request) allocate through one counter, so its value is the sum of what they hold, capacities included.
+// A memory resource that counts the bytes allocated through it, also in its parent. All containers of one problem (or
+// of one open request) allocate through the same counter, so its value is the sum of their capacities.
 class ByteCounter final : public std::pmr::memory_resource {
  public:
   explicit ByteCounter(std::shared_ptr<ByteCounter> parent = nullptr) : parent_(std::move(parent)) {}
@@ -45,8 +45,8 @@ class ByteCounter final : public std::pmr::memory_resource {
   std::atomic<std::size_t> bytes_{0};
 };
 
-// Counts a fixed-size object that is not allocated through the counter itself. It also keeps the counter alive for
-// the containers of that object: declare it as the first member.
+// Counts a fixed-size object that is not allocated through the counter. It also keeps the counter alive for the
+// containers of that object, so it must be declared as the first member.
 class Charge {
  public:
   Charge(std::shared_ptr<ByteCounter> counter, std::size_t bytes) : counter_(std::move(counter)), bytes_(bytes) {

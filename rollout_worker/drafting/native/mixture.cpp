@@ -9,46 +9,47 @@ namespace das {
 
 namespace {
 
-constexpr float kPriorStrength = 2.0F;
-constexpr float kMostObservations = 2000.0F;
-constexpr float kRate = 0.05F;
-constexpr float kTokenRate = 0.1F;
-constexpr float kUnseen = 1e-3F;    // of a token that no occurrence speaks for
-constexpr float kUnlikely = 0.02F;  // candidates under it are not learned from
+constexpr float kPriorStrength = 2.0F;  // in observations
+constexpr float kMaxObservations = 2000.0F;
+constexpr float kRate = 0.05F;      // AdaGrad step size
+constexpr float kTokenRate = 0.1F;  // AdaGrad step size of weights of tokens and pairs
+constexpr float kUnseen = 1e-3F;    // probability of a token that no occurrence proposes
+constexpr float kUnlikely = 0.02F;  // candidates with a lower probability are not learned from
 constexpr float kShareUnit = 255.0F;
-constexpr float kMostLogVote = 4.0F;
-constexpr float kTaken = 256.0F;  // observations that count of another's
-constexpr float kSurest = 1e-3F;  // log-odds are taken of probabilities this far from 0 and 1
+constexpr float kMaxLogVote = 4.0F;
+constexpr float kLoadedObservations = 256.0F;  // the most that a loaded state counts
+constexpr float kMargin = 1e-3F;               // probabilities are clamped to this distance from 0 and 1 for log-odds
 
 float log_odds(float probability) {
-  const float p = std::clamp(probability, kSurest, 1.0F - kSurest);
+  const float p = std::clamp(probability, kMargin, 1.0F - kMargin);
   return std::log(p / (1.0F - p));
 }
 
-// Longer matches first. They come as a few runs that are sorted.
+// Sorts by match length, longest first. Insertion sort suffices, because the input consists of a few sorted runs.
 void sort_by_match(std::vector<Occurrence>& occurrences) {
   for (std::size_t i = 1; i < occurrences.size(); ++i) {
     if (occurrences[i].match <= occurrences[i - 1].match) continue;
-    const Occurrence one = occurrences[i];
+    const Occurrence moved = occurrences[i];
     const auto end = occurrences.begin() + static_cast<std::ptrdiff_t>(i);
-    const auto place =
-        std::upper_bound(occurrences.begin(), end, one.match,
+    const auto target =
+        std::upper_bound(occurrences.begin(), end, moved.match,
                          [](std::uint8_t match, const Occurrence& other) { return match > other.match; });
-    std::move_backward(place, end, end + 1);
-    *place = one;
+    std::move_backward(target, end, end + 1);
+    *target = moved;
   }
 }
 
-// For each number below `Count` the last of `lowest` that it is not under; 0 is under all and in the first class.
+// Maps each number below `Count` to its class: the last one whose lower bound in `lowest` is not larger. Numbers below
+// all bounds belong to the first class.
 template <std::size_t Count, std::size_t Classes>
-constexpr std::array<std::uint8_t, Count> classes(const std::array<std::uint8_t, Classes>& lowest) {
-  std::array<std::uint8_t, Count> of{};
+constexpr std::array<std::uint8_t, Count> classify(const std::array<std::uint8_t, Classes>& lowest) {
+  std::array<std::uint8_t, Count> class_of{};
   for (std::size_t number = 0; number < Count; ++number) {
     std::size_t last = 0;
     while (last + 1 < Classes && lowest[last + 1] <= number) ++last;
-    of[number] = static_cast<std::uint8_t>(last);
+    class_of[number] = static_cast<std::uint8_t>(last);
   }
-  return of;
+  return class_of;
 }
 
 float logistic(float x) { return 1.0F / (1.0F + std::exp(-x)); }
@@ -56,31 +57,34 @@ float logistic(float x) { return 1.0F / (1.0F + std::exp(-x)); }
 }  // namespace
 
 std::size_t Mixture::length_bucket(std::size_t match) {
-  static constexpr auto kOf = classes<kDeepest + 1>(kLengths);
-  return kOf[std::min(match, kDeepest)];
+  static constexpr auto kBuckets = classify<kMaxDepth + 1>(kLengths);
+  return kBuckets[std::min(match, kMaxDepth)];
 }
 
-std::size_t Mixture::bucket(std::size_t voice, std::size_t length, std::size_t votes, float top, std::size_t place) {
-  static constexpr auto kNumbers = classes<kMostOccurrences + 1>(kVotes);
-  constexpr float kRounding = 1e-4F;  // of weighted votes
-  const float most = top + kRounding;
-  const std::size_t share = most >= 1.0F ? 3 : most >= 0.8F ? 2 : most >= 0.5F ? 1 : 0;
-  const std::size_t where = place == 0 ? 0 : place < 3 ? 1 : 2;
-  return (((voice * kLengths.size() + length) * kVotes.size() + kNumbers[votes]) * kShares + share) * kPlaces + where;
+std::size_t Mixture::bucket(std::size_t expert, std::size_t length, std::size_t votes, float top_share,
+                            std::size_t index) {
+  static constexpr auto kVoteBuckets = classify<kMaxOccurrences + 1>(kVotes);
+  constexpr float kRounding = 1e-4F;  // error of sums of weighted votes
+  const float top = top_share + kRounding;
+  const std::size_t share = top >= 1.0F ? 3 : top >= 0.8F ? 2 : top >= 0.5F ? 1 : 0;
+  const std::size_t place = index == 0 ? 0 : index < 3 ? 1 : 2;
+  return (((expert * kLengths.size() + length) * kVotes.size() + kVoteBuckets[votes]) * kShares + share) * kPlaces +
+         place;
 }
 
-// Before anything is known: the longer the match, the more votes and the more of one mind, the likelier.
+// Without observations, the top candidate is assumed to be likelier for longer matches, and for more and less divided
+// votes.
 float Mixture::prior(std::size_t bucket) {
   static constexpr auto kPriors = [] {
     constexpr std::array<float, kShares> kMeans{0.3F, 0.65F, 0.9F, 1.0F};
-    std::array<float, kBuckets> of{};
+    std::array<float, kBuckets> priors{};
     for (std::size_t i = 0; i < kBuckets; ++i) {
       const std::size_t share = i / kPlaces % kShares;
       const auto votes = static_cast<float>(kVotes[i / kPlaces / kShares % kVotes.size()]);
       const auto length = static_cast<float>(kLengths[i / kPlaces / kShares / kVotes.size() % kLengths.size()]);
-      of[i] = kMeans[share] * length / (length + 1.0F) * votes * length / (votes * length + 1.0F);
+      priors[i] = kMeans[share] * length / (length + 1.0F) * votes * length / (votes * length + 1.0F);
     }
-    return of;
+    return priors;
   }();
   return kPriors[bucket];
 }
@@ -88,238 +92,242 @@ float Mixture::prior(std::size_t bucket) {
 float Mixture::weight(std::size_t bucket) const { return weights_[bucket].mean(prior(bucket), kPriorStrength); }
 
 Mixture::Mixture() {
-  for (std::size_t c = 0; c < DraftPosition::kKinds; ++c) count_vote(c);
+  for (std::size_t c = 0; c < DraftPosition::kVoteClasses; ++c) update_vote(c);
 }
 
-void Mixture::count_vote(std::size_t kind) {
-  const float value = std::clamp(log_vote_[kind].value(), -kMostLogVote, kMostLogVote);
-  vote_[kind].store(std::exp(value), std::memory_order_relaxed);
+void Mixture::update_vote(std::size_t vote_class) {
+  const float value = std::clamp(log_vote_[vote_class].value(), -kMaxLogVote, kMaxLogVote);
+  vote_[vote_class].store(std::exp(value), std::memory_order_relaxed);
 }
 
-std::vector<Learned> Mixture::learned() const {
-  std::vector<Learned> all;
-  all.reserve(kLearned);
-  each(*this, [&](const auto& one) { all.push_back(one.learned()); });
-  return all;
+std::vector<ParameterState> Mixture::state() const {
+  std::vector<ParameterState> states;
+  states.reserve(kParameters);
+  for_each_parameter(*this, [&](const auto& parameter) { states.push_back(parameter.state()); });
+  return states;
 }
 
-bool Mixture::take(std::span<const Learned> others) {
-  if (others.size() != kLearned) return false;
-  bool sound = true;
-  std::size_t at = 0;
-  each(*this, [&](const auto& one) {
-    const Learned other = others[at++];
-    sound = sound && std::isfinite(other.value) && std::isfinite(other.evidence) && one.sound(other);
+bool Mixture::load_state(std::span<const ParameterState> states) {
+  if (states.size() != kParameters) return false;
+  bool is_valid = true;
+  std::size_t next = 0;
+  for_each_parameter(*this, [&](const auto& parameter) {
+    const ParameterState state = states[next++];
+    is_valid = is_valid && std::isfinite(state.value) && std::isfinite(state.evidence) && parameter.is_valid(state);
   });
-  if (!sound) return false;
-  at = 0;
-  each(*this, [&](auto& one) { one.take(others[at++], kTaken); });
-  for (std::size_t c = 0; c < DraftPosition::kKinds; ++c) count_vote(c);
+  if (!is_valid) return false;
+  next = 0;
+  for_each_parameter(*this, [&](auto& parameter) { parameter.load(states[next++], kLoadedObservations); });
+  for (std::size_t c = 0; c < DraftPosition::kVoteClasses; ++c) update_vote(c);
   return true;
 }
 
-std::uint8_t Mixture::kind(const Occurrence& one, Standpoint standpoint) {
-  if (one.source != Source::history && one.source != Source::foreign) return 0;
-  const std::int64_t age = standpoint.age(one.generation);
-  std::size_t old = 0;
-  for (const std::int64_t oldest : kAges) old += age > oldest ? 1 : 0;
-  const std::size_t reward = std::isnan(one.reward) || one.source == Source::foreign ? 0
-                             : one.reward < standpoint.reward                        ? 1
-                                                                                     : 2;
-  return static_cast<std::uint8_t>(old * kRewards + reward);
+std::uint8_t Mixture::vote_class(const Occurrence& one, Baseline baseline) {
+  if (one.source != Source::history && one.source != Source::cross_problem) return 0;
+  const std::int64_t age = baseline.age(one.generation);
+  std::size_t age_class = 0;
+  for (const std::int64_t oldest : kAges) age_class += age > oldest ? 1 : 0;
+  const std::size_t reward_class = std::isnan(one.reward) || one.source == Source::cross_problem ? 0
+                                   : one.reward < baseline.mean_reward                           ? 1
+                                                                                                 : 2;
+  return static_cast<std::uint8_t>(age_class * kRewardClasses + reward_class);
 }
 
-void Mixture::mix(std::span<const Occurrence> occurrences, std::size_t since, DraftPosition& position,
+void Mixture::mix(std::span<const Occurrence> occurrences, std::size_t offset, DraftPosition& position,
                   std::span<std::uint8_t> voted) const {
   constexpr std::size_t kCandidates = DraftPosition::kCandidates;
-  std::array<std::array<float, kCandidates>, kVoices> of{};
-  std::array<float, kVoices> all{};
-  std::array<std::uint8_t, kVoices> votes{};
-  std::array<std::array<float, kCandidates>, kVoices> said{};
-  std::array<std::array<std::int64_t, kCandidates>, kVoices> newest{};
-  std::array<std::uint32_t, kCandidates> raw;
+  // By expert: the weighted votes for each candidate and in total, the number of votes, the probability mass that the
+  // expert gives to each candidate, and the newest generation that voted for it.
+  std::array<std::array<float, kCandidates>, kExperts> weighted{};
+  std::array<float, kExperts> total{};
+  std::array<std::uint8_t, kExperts> votes{};
+  std::array<std::array<float, kCandidates>, kExperts> mass{};
+  std::array<std::array<std::int64_t, kCandidates>, kExperts> newest{};
+  std::array<std::uint32_t, kCandidates> code;
   std::array<const Token*, kCandidates> dictionary;
-  if (position.several_kinds) position.votes = {};
-  position.match = static_cast<std::uint8_t>(std::min(occurrences.front().match + since, kDeepest));
-  float left = 1.0F;
+  if (position.has_several_classes) position.votes = {};
+  position.match_length = static_cast<std::uint8_t>(std::min(occurrences.front().match + offset, kMaxDepth));
+  float remaining = 1.0F;
   for (std::size_t i = 0; i < occurrences.size();) {
-    const std::size_t length = length_bucket(occurrences[i].match + since);
-    std::array<bool, kVoices> changed{};
-    for (; i < occurrences.size() && length_bucket(occurrences[i].match + since) == length; ++i) {
+    const std::size_t length = length_bucket(occurrences[i].match + offset);
+    std::array<bool, kExperts> changed{};
+    for (; i < occurrences.size() && length_bucket(occurrences[i].match + offset) == length; ++i) {
       const Occurrence& one = occurrences[i];
-      const std::size_t voice = one.voice();
-      const float vote = vote_[one.kind].load(std::memory_order_relaxed);
-      // Most say the same and are from the same text, so that dictionaries are seldom looked into.
-      const std::uint32_t value = one.text.raw(since);
+      const std::size_t expert = one.expert();
+      const float vote = vote_[one.vote_class].load(std::memory_order_relaxed);
+      // Most occurrences propose the same token and share a dictionary, so comparing codes usually suffices.
+      const std::uint32_t value = one.text.code(offset);
       std::size_t k = 0;
-      while (k < position.candidates && (raw[k] != value || dictionary[k] != one.text.dictionary())) ++k;
-      if (k == position.candidates) {
+      while (k < position.num_candidates && (code[k] != value || dictionary[k] != one.text.dictionary())) ++k;
+      if (k == position.num_candidates) {
         const Token token = one.text.token(value);
         k = 0;
-        while (k < position.candidates && position.candidate[k] != token) ++k;
-        if (k == position.candidates && k < kCandidates) {
-          position.candidate[k] = token;
-          raw[k] = value;
+        while (k < position.num_candidates && position.candidates[k] != token) ++k;
+        if (k == position.num_candidates && k < kCandidates) {
+          position.candidates[k] = token;
+          code[k] = value;
           dictionary[k] = one.text.dictionary();
-          ++position.candidates;
+          ++position.num_candidates;
         }
       }
       voted[i] = static_cast<std::uint8_t>(k);
       if (k < kCandidates) {
-        newest[voice][k] = of[voice][k] == 0.0F ? one.generation : std::max(newest[voice][k], one.generation);
-        of[voice][k] += vote;
-        if (position.several_kinds && one.source == Source::history) ++position.votes[one.kind][k];
+        newest[expert][k] = weighted[expert][k] == 0.0F ? one.generation : std::max(newest[expert][k], one.generation);
+        weighted[expert][k] += vote;
+        if (position.has_several_classes && one.source == Source::history) ++position.votes[one.vote_class][k];
       }
-      all[voice] += vote;
-      ++votes[voice];
-      changed[voice] = true;
+      total[expert] += vote;
+      ++votes[expert];
+      changed[expert] = true;
     }
-    for (std::size_t s = 0; s < kVoices && position.levels < DraftPosition::kLevels; ++s) {
-      if (!changed[s]) continue;
-      const float top = *std::max_element(of[s].begin(), of[s].end());
-      const std::size_t place = bucket(s, length, votes[s], top / all[s], position.place);
-      DraftPosition::Level& level = position.level[position.levels++];
-      level.bucket = static_cast<std::uint16_t>(place);
-      const float share = weight(place);
-      for (std::size_t k = 0; k < position.candidates; ++k) {
-        const float part = of[s][k] / all[s];
-        level.share[k] = static_cast<std::uint8_t>(kShareUnit * part + 0.5F);
-        said[s][k] += left * share * part;
+    for (std::size_t e = 0; e < kExperts && position.num_levels < DraftPosition::kLevels; ++e) {
+      if (!changed[e]) continue;
+      const float top = *std::max_element(weighted[e].begin(), weighted[e].end());
+      const std::size_t level_bucket = bucket(e, length, votes[e], top / total[e], position.index);
+      DraftPosition::Level& level = position.levels[position.num_levels++];
+      level.bucket = static_cast<std::uint16_t>(level_bucket);
+      const float level_weight = weight(level_bucket);
+      for (std::size_t k = 0; k < position.num_candidates; ++k) {
+        const float share = weighted[e][k] / total[e];
+        level.share[k] = static_cast<std::uint8_t>(kShareUnit * share + 0.5F);
+        mass[e][k] += remaining * level_weight * share;
       }
-      for (std::size_t k = position.candidates; k < kCandidates; ++k) level.share[k] = 0;
-      left *= 1.0F - share;
+      for (std::size_t k = position.num_candidates; k < kCandidates; ++k) level.share[k] = 0;
+      remaining *= 1.0F - level_weight;
     }
   }
   float best = -std::numeric_limits<float>::infinity();
-  for (std::size_t k = 0; k < position.candidates; ++k) {
+  for (std::size_t k = 0; k < position.num_candidates; ++k) {
     float sum = 0.0F;
-    std::size_t most = 0;
-    for (std::size_t s = 0; s < kVoices; ++s) {
-      sum += said[s][k];
-      if (said[s][k] > said[most][k]) most = s;
+    std::size_t top_expert = 0;
+    for (std::size_t e = 0; e < kExperts; ++e) {
+      sum += mass[e][k];
+      if (mass[e][k] > mass[top_expert][k]) top_expert = e;
     }
-    position.mixed[k] = position.candidate[k] == kStart ? 0.0F : sum;
+    position.mixed[k] = position.candidates[k] == kBoundary ? 0.0F : sum;
     if (position.mixed[k] == 0.0F) continue;
     const float score = preference(position, k);
-    if (score < best || (score == best && newest[most][k] <= position.generation)) continue;
+    if (score < best || (score == best && newest[top_expert][k] <= position.generation)) continue;
     best = score;
-    position.favourite = static_cast<std::uint8_t>(k);
-    position.token = position.candidate[k];
-    position.voice = static_cast<std::uint8_t>(most);
-    position.generation = newest[most][k];
+    position.chosen = static_cast<std::uint8_t>(k);
+    position.token = position.candidates[k];
+    position.expert = static_cast<std::uint8_t>(top_expert);
+    position.generation = newest[top_expert][k];
   }
 }
 
 float Mixture::preference(const DraftPosition& position, std::size_t k) const {
-  const Token token = position.candidate[k];
-  return slope_.value() * log_odds(position.mixed[k]) + of_token_[hash(token)].value() +
-         of_pair_[hash(position.previous, token)].value();
+  const Token token = position.candidates[k];
+  return slope_.value() * log_odds(position.mixed[k]) + token_weight_[hash(token)].value() +
+         pair_weight_[hash(position.previous, token)].value();
 }
 
 float Mixture::calibrated(const DraftPosition& position, std::size_t k) const {
-  const std::size_t match = position.voice * kLengths.size() + length_bucket(position.match);
-  return logistic(preference(position, k) + bias_.value() + of_match_[match].value() +
-                  of_place_[position.place].value());
+  const std::size_t match_bucket = position.expert * kLengths.size() + length_bucket(position.match_length);
+  return logistic(preference(position, k) + bias_.value() + match_weight_[match_bucket].value() +
+                  index_weight_[position.index].value());
 }
 
-std::size_t Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Standpoint standpoint,
-                           std::span<const Token> ends, std::size_t budget, double min_survival,
+std::size_t Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Baseline baseline,
+                           std::span<const Token> stop_tokens, std::size_t budget, double min_survival,
                            std::pmr::vector<DraftPosition>& draft) const {
   draft.clear();
-  draft.reserve(std::min(budget, kLongestDraft));
-  std::uint16_t kinds = 0;
+  draft.reserve(std::min(budget, kDistinctIndices));
+  std::uint16_t vote_classes = 0;
   for (Occurrence& one : occurrences) {
-    one.kind = kind(one, standpoint);
+    one.vote_class = vote_class(one, baseline);
     if (one.source != Source::history) continue;
-    kinds |= static_cast<std::uint16_t>(1U << one.kind);
-    one.age = AgeCounts::bit(standpoint.age(one.generation));
+    vote_classes |= static_cast<std::uint16_t>(1U << one.vote_class);
+    one.age_bit = AgeCounts::bit(baseline.age(one.generation));
   }
-  const bool several_kinds = std::popcount(kinds) > 1;
+  const bool has_several_classes = std::popcount(vote_classes) > 1;
   sort_by_match(occurrences);
-  std::array<std::uint8_t, kMostOccurrences> voted;
+  std::array<std::uint8_t, kMaxOccurrences> voted;
   double survival = 1.0;
-  for (std::size_t place = 0; place < budget && !occurrences.empty(); ++place) {
+  for (std::size_t index = 0; index < budget && !occurrences.empty(); ++index) {
     DraftPosition& position = draft.emplace_back();
-    position.place = static_cast<std::uint8_t>(std::min(place, kLongestDraft - 1));
-    position.several_kinds = several_kinds;
-    position.previous = place == 0 ? last : draft[place - 1].token;
-    mix(occurrences, place, position, voted);
-    if (position.token == kStart) {
+    position.index = static_cast<std::uint8_t>(std::min(index, kDistinctIndices - 1));
+    position.has_several_classes = has_several_classes;
+    position.previous = index == 0 ? last : draft[index - 1].token;
+    mix(occurrences, index, position, voted);
+    if (position.token == kBoundary) {
       draft.pop_back();
       break;
     }
-    position.probability = calibrated(position, position.favourite);
+    position.probability = calibrated(position, position.chosen);
     survival *= position.probability;
-    if (survival < min_survival) return place;
-    std::size_t left = 0;
+    if (survival < min_survival) return index;
+    std::size_t kept = 0;
     for (std::size_t i = 0; i < occurrences.size(); ++i) {
-      if (voted[i] != position.favourite) continue;
-      position.ages |= occurrences[i].age;
-      if (left < i) occurrences[left] = occurrences[i];
-      ++left;
+      if (voted[i] != position.chosen) continue;
+      position.age_bits |= occurrences[i].age_bit;
+      if (kept < i) occurrences[kept] = occurrences[i];
+      ++kept;
     }
-    occurrences.erase(occurrences.begin() + static_cast<std::ptrdiff_t>(left), occurrences.end());
-    if (std::find(ends.begin(), ends.end(), position.token) != ends.end()) break;
+    occurrences.erase(occurrences.begin() + static_cast<std::ptrdiff_t>(kept), occurrences.end());
+    if (std::find(stop_tokens.begin(), stop_tokens.end(), position.token) != stop_tokens.end()) break;
   }
   return draft.size();
 }
 
 void Mixture::learn(const DraftPosition& position, Token actual) {
-  const auto* const end = position.candidate.begin() + position.candidates;
+  const auto* const end = position.candidates.begin() + position.num_candidates;
   const auto k =
-      static_cast<std::size_t>(std::find(position.candidate.begin(), end, actual) - position.candidate.begin());
-  // Expectation: which level spoke. From the shortest match up, how likely each level's chain makes the token; from
-  // the longest down, with what probability the word came to a level.
-  std::array<float, DraftPosition::kLevels> spoke;
+      static_cast<std::size_t>(std::find(position.candidates.begin(), end, actual) - position.candidates.begin());
+  // The expectation step computes each level's responsibility for the token. Going up from the shortest match yields
+  // the probability of the token under the chain that begins at each level; going down from the longest match yields
+  // the probability that a level was reached.
+  std::array<float, DraftPosition::kLevels> responsibility;
   float below = kUnseen;
-  for (std::size_t i = position.levels; i-- > 0;) {
-    const DraftPosition::Level& level = position.level[i];
-    const float share = weight(level.bucket);
-    const float here = k < position.candidates ? share * static_cast<float>(level.share[k]) / kShareUnit : 0.0F;
-    below = here + (1.0F - share) * below;
-    spoke[i] = here > 0.0F ? here / below : 0.0F;  // both may be too small for a float
+  for (std::size_t i = position.num_levels; i-- > 0;) {
+    const DraftPosition::Level& level = position.levels[i];
+    const float level_weight = weight(level.bucket);
+    const float here =
+        k < position.num_candidates ? level_weight * static_cast<float>(level.share[k]) / kShareUnit : 0.0F;
+    below = here + (1.0F - level_weight) * below;
+    responsibility[i] = here > 0.0F ? here / below : 0.0F;  // both may underflow to 0
   }
   float reached = 1.0F;
-  for (std::size_t i = 0; i < position.levels && reached > 1e-3F; ++i) {
-    const float yes = reached * spoke[i];
-    weights_[position.level[i].bucket].observe(yes, reached - yes, kMostObservations);
-    reached -= yes;
+  for (std::size_t i = 0; i < position.num_levels && reached > 1e-3F; ++i) {
+    const float positive = reached * responsibility[i];
+    weights_[position.levels[i].bucket].observe(positive, reached - positive, kMaxObservations);
+    reached -= positive;
   }
-  if (position.several_kinds && k < position.candidates) learn_kinds(position, k);
-  // What tokens and pairs are worth is learned from all candidates, that the right one may be preferred another time.
-  for (std::size_t c = 0; c < position.candidates; ++c) {
-    if (position.mixed[c] < kUnlikely && c != position.favourite) continue;
-    const float wrong = (c == k ? 1.0F : 0.0F) - calibrated(position, c);
-    of_token_[hash(position.candidate[c])].ascend(wrong, kTokenRate);
-    of_pair_[hash(position.previous, position.candidate[c])].ascend(wrong, kTokenRate);
-    if (c != position.favourite) continue;
-    const std::size_t match = position.voice * kLengths.size() + length_bucket(position.match);
-    slope_.ascend(wrong * log_odds(position.mixed[c]), kRate);
-    bias_.ascend(wrong, kRate);
-    of_match_[match].ascend(wrong, kRate);
-    of_place_[position.place].ascend(wrong, kRate);
+  if (position.has_several_classes && k < position.num_candidates) learn_vote_classes(position, k);
+  // Weights of tokens and pairs are learned from all likely candidates, so that the right one can be chosen next time.
+  for (std::size_t c = 0; c < position.num_candidates; ++c) {
+    if (position.mixed[c] < kUnlikely && c != position.chosen) continue;
+    const float error = (c == k ? 1.0F : 0.0F) - calibrated(position, c);
+    token_weight_[hash(position.candidates[c])].ascend(error, kTokenRate);
+    pair_weight_[hash(position.previous, position.candidates[c])].ascend(error, kTokenRate);
+    if (c != position.chosen) continue;
+    const std::size_t match_bucket = position.expert * kLengths.size() + length_bucket(position.match_length);
+    slope_.ascend(error * log_odds(position.mixed[c]), kRate);
+    bias_.ascend(error, kRate);
+    match_weight_[match_bucket].ascend(error, kRate);
+    index_weight_[position.index].ascend(error, kRate);
   }
 }
 
-// The likelihood of a token is the share of the votes for it; of a vote's logarithm its derivative is the share of the
-// kind among the votes for the token, less its share among all votes.
-void Mixture::learn_kinds(const DraftPosition& position, std::size_t actual) {
-  std::array<float, DraftPosition::kKinds> right{};
-  std::array<float, DraftPosition::kKinds> each{};
-  float all_right = 0.0F;
-  float all = 0.0F;
-  for (std::size_t c = 0; c < DraftPosition::kKinds; ++c) {
+// The likelihood of a token is its share of the weighted votes. The derivative of the log-likelihood with respect to
+// the logarithm of a vote is the share of the class among the votes for the token, minus its share among all votes.
+void Mixture::learn_vote_classes(const DraftPosition& position, std::size_t actual) {
+  std::array<float, DraftPosition::kVoteClasses> for_actual{};
+  std::array<float, DraftPosition::kVoteClasses> for_all{};
+  float total_for_actual = 0.0F;
+  float total = 0.0F;
+  for (std::size_t c = 0; c < DraftPosition::kVoteClasses; ++c) {
     const float vote = vote_[c].load(std::memory_order_relaxed);
-    for (const std::uint8_t votes : position.votes[c]) each[c] += vote * static_cast<float>(votes);
-    right[c] = vote * static_cast<float>(position.votes[c][actual]);
-    all_right += right[c];
-    all += each[c];
+    for (const std::uint8_t votes : position.votes[c]) for_all[c] += vote * static_cast<float>(votes);
+    for_actual[c] = vote * static_cast<float>(position.votes[c][actual]);
+    total_for_actual += for_actual[c];
+    total += for_all[c];
   }
-  if (all_right == 0.0F) return;
-  for (std::size_t c = 0; c < DraftPosition::kKinds; ++c) {
-    if (each[c] == 0.0F) continue;
-    log_vote_[c].ascend(right[c] / all_right - each[c] / all, kRate);
-    count_vote(c);
+  if (total_for_actual == 0.0F) return;
+  for (std::size_t c = 0; c < DraftPosition::kVoteClasses; ++c) {
+    if (for_all[c] == 0.0F) continue;
+    log_vote_[c].ascend(for_actual[c] / total_for_actual - for_all[c] / total, kRate);
+    update_vote(c);
   }
 }
 

@@ -14,20 +14,20 @@ namespace das {
 
 namespace {
 
-// Contexts are read in whole words, so far beyond what is compared at most.
+// Contexts are read in whole words, so up to this many tokens beyond the compared ones are read.
 constexpr std::size_t kMargin = Words<std::uint16_t>::kTokens;
 
-// Ids of real vocabularies are below this; others are rare and may cost more.
-constexpr std::size_t kUsual = std::size_t{1} << 18;
+// The token ids of real vocabularies are below this. Larger ids are rare and may be slower.
+constexpr std::size_t kCommonIds = std::size_t{1} << 18;
 
-// The tokens of some documents, each once, sorted.
+// Returns the distinct tokens of some documents, sorted.
 std::vector<Token> distinct_tokens(std::span<const Document> documents) {
-  std::vector<std::uint64_t> seen(kUsual / 64);
+  std::vector<std::uint64_t> seen(kCommonIds / 64);
   std::vector<Token> tokens;
   std::vector<Token> rare;
   for (const Document& document : documents) {
     for (const Token token : document.tokens) {
-      if (token >= kUsual) {
+      if (token >= kCommonIds) {
         rare.push_back(token);
         continue;
       }
@@ -45,81 +45,80 @@ std::vector<Token> distinct_tokens(std::span<const Document> documents) {
   return tokens;
 }
 
-// Places of tokens in a dictionary, for many of them.
+// Looks up the dictionary indices of many tokens.
 template <class Id>
-class Places {
+class DictionaryLookup {
  public:
-  explicit Places(std::span<const Token> dictionary) : dictionary_(dictionary) {
-    for (std::size_t i = 0; i < dictionary.size() && dictionary[i] < kUsual; ++i) {
+  explicit DictionaryLookup(std::span<const Token> dictionary) : dictionary_(dictionary) {
+    for (std::size_t i = 0; i < dictionary.size() && dictionary[i] < kCommonIds; ++i) {
       table()[dictionary[i]] = static_cast<Id>(i);
     }
   }
   Id operator[](Token token) const {
-    if (token < kUsual) return table()[token];
+    if (token < kCommonIds) return table()[token];
     return static_cast<Id>(std::lower_bound(dictionary_.begin(), dictionary_.end(), token) - dictionary_.begin());
   }
 
  private:
-  // Never cleared: only tokens of the dictionary are asked for.
+  // Never cleared, because only tokens of the dictionary are looked up.
   static std::vector<Id>& table() {
-    thread_local std::vector<Id> places(kUsual);
-    return places;
+    thread_local std::vector<Id> indices(kCommonIds);
+    return indices;
   }
   std::span<const Token> dictionary_;
 };
 
 template <class Id, class Pos>
-class SegmentOf final : public Segment {
+class TypedSegment final : public Segment {
  public:
-  SegmentOf(const std::shared_ptr<ByteCounter>& counter, std::span<const Document> documents,
-            std::span<const Token> dictionary, std::size_t text_length, std::size_t depth)
-      : SegmentOf(counter, depth) {
+  TypedSegment(const std::shared_ptr<ByteCounter>& counter, std::span<const Document> documents,
+               std::span<const Token> dictionary, std::size_t text_length, std::size_t depth)
+      : TypedSegment(counter, depth) {
     dictionary_.reserve(dictionary.size() + 1);
     dictionary_.assign(dictionary.begin(), dictionary.end());
-    dictionary_.push_back(kStart);
+    dictionary_.push_back(kBoundary);
     copy_text(documents, text_length);
     sort_positions();
   }
 
   std::size_t tokens() const override { return order_.size(); }
 
-  bool contains_any(std::span<const std::uint64_t> numbers) const override {
-    return std::any_of(documents_.begin(), documents_.end(), [&](const Entry& entry) {
-      return std::binary_search(numbers.begin(), numbers.end(), entry.number);
-    });
+  bool contains_any(std::span<const std::uint64_t> ids) const override {
+    return std::any_of(documents_.begin(), documents_.end(),
+                       [&](const Entry& entry) { return std::binary_search(ids.begin(), ids.end(), entry.id); });
   }
 
-  bool set_reward(std::uint64_t number, float reward) const override {
+  bool set_reward(std::uint64_t id, float reward) const override {
     const auto entry =
-        std::find_if(documents_.begin(), documents_.end(), [&](const Entry& one) { return one.number == number; });
+        std::find_if(documents_.begin(), documents_.end(), [&](const Entry& one) { return one.id == id; });
     if (entry == documents_.end()) return false;
     rewards_[static_cast<std::size_t>(entry - documents_.begin())].store(reward);
     return true;
   }
 
-  void forget(std::uint32_t origin, std::optional<std::int64_t> before, std::span<const std::uint64_t> numbers,
-              std::vector<std::uint64_t>& forgotten) const override {
+  void remove(std::uint32_t problem_hash, std::optional<std::int64_t> before, std::span<const std::uint64_t> ids,
+              std::vector<std::uint64_t>& removed) const override {
     for (std::size_t i = 0; i < documents_.size(); ++i) {
       const Entry& entry = documents_[i];
-      if (entry.origin != origin || entry.gone.load()) continue;
-      const bool old = !before || generations_[i] < *before;
-      if (!old && std::find(numbers.begin(), numbers.end(), entry.number) == numbers.end()) continue;
-      forgotten.push_back(entry.number);
-      entry.gone.store(true);
+      if (entry.problem_hash != problem_hash || entry.is_removed.load()) continue;
+      const bool is_old = !before || generations_[i] < *before;
+      if (!is_old && std::find(ids.begin(), ids.end(), entry.id) == ids.end()) continue;
+      removed.push_back(entry.id);
+      entry.is_removed.store(true);
     }
   }
 
-  // What is left of `source`.
-  SegmentOf(const SegmentOf& source, std::span<const std::uint64_t> without)
-      : SegmentOf(source.charge_.counter(), source.depth_) {
-    const auto stays = [&](std::size_t document) {
-      return !std::binary_search(without.begin(), without.end(), source.documents_[document].number);
+  // Copies `source` without some documents, given by their sorted ids.
+  TypedSegment(const TypedSegment& source, std::span<const std::uint64_t> without)
+      : TypedSegment(source.charge_.counter(), source.depth_) {
+    const auto is_kept = [&](std::size_t document) {
+      return !std::binary_search(without.begin(), without.end(), source.documents_[document].id);
     };
     std::size_t length = kMargin;
     std::size_t count = 0;
     std::size_t positions = 0;
     for (std::size_t i = 0; i < source.documents_.size(); ++i) {
-      if (!stays(i)) continue;
+      if (!is_kept(i)) continue;
       const std::size_t tokens = source.end_of(i) - source.begins_[i] - 1;
       length += depth_ + tokens + 2;
       positions += tokens - source.documents_[i].context;
@@ -127,12 +126,12 @@ class SegmentOf final : public Segment {
     }
     dictionary_.assign(source.dictionary_.begin(), source.dictionary_.end());
     text_.reserve(length);
-    text_.resize(kMargin, kNothing);
+    text_.resize(kMargin, kPadding);
     reserve_documents(count);
-    std::vector<Pos> moved(source.text_.size(), kGone);  // where each position is now
+    std::vector<Pos> moved(source.text_.size(), kNoPosition);  // the new position of each old one
     for (std::size_t i = 0; i < source.documents_.size(); ++i) {
-      if (!stays(i)) continue;
-      text_.resize(text_.size() + depth_, kNothing);
+      if (!is_kept(i)) continue;
+      text_.resize(text_.size() + depth_, kPadding);
       const auto begin = static_cast<std::ptrdiff_t>(source.begins_[i]);
       const auto end = static_cast<std::ptrdiff_t>(source.end_of(i)) + 1;
       std::iota(moved.begin() + begin, moved.begin() + end, static_cast<Pos>(text_.size()));
@@ -148,78 +147,78 @@ class SegmentOf final : public Segment {
     buckets_.push_back(0);
     std::size_t kept = 0;
     for (std::size_t token = 0; token + 1 < source.buckets_.size(); ++token) {
-      std::uint8_t shared = kDeepest;  // with the last position that is left
+      std::uint8_t shared = kMaxDepth;  // number of tokens shared with the last position that was kept
       for (std::size_t i = source.buckets_[token]; i < source.buckets_[token + 1]; ++i) {
         const Pos position = moved[source.order_[i]];
         shared = std::min(shared, source.common_[i]);
-        if (position == kGone) continue;
+        if (position == kNoPosition) continue;
         order_[kept] = position;
         common_[kept++] = shared;
-        shared = kDeepest;
+        shared = kMaxDepth;
       }
       buckets_.push_back(static_cast<Pos>(kept));
     }
   }
 
-  std::shared_ptr<const Segment> without(std::span<const std::uint64_t> numbers) const override {
-    return std::make_shared<const SegmentOf>(*this, numbers);
+  std::shared_ptr<const Segment> without(std::span<const std::uint64_t> ids) const override {
+    return std::make_shared<const TypedSegment>(*this, ids);
   }
 
   void copy_documents(std::vector<Document>& documents, std::vector<std::unique_ptr<Token[]>>& text) const override {
     for (std::size_t i = 0; i < documents_.size(); ++i) {
       const Entry& entry = documents_[i];
-      if (entry.gone.load()) continue;
+      if (entry.is_removed.load()) continue;
       const std::size_t length = end_of(i) - begins_[i] - 1;
       auto copy = std::make_unique<Token[]>(length);
       for (std::size_t k = 0; k < length; ++k) copy[k] = dictionary_[text_[begins_[i] + 1 + k]];
       documents.push_back(
-          {generations_[i], entry.number, entry.context, {copy.get(), length}, rewards_[i].load(), entry.origin});
+          {generations_[i], entry.id, entry.context, {copy.get(), length}, rewards_[i].load(), entry.problem_hash});
       text.push_back(std::move(copy));
     }
   }
 
   void find_longest(std::span<const Token> context, std::size_t limit, std::vector<Occurrence>& found) const override {
-    walk(context, limit, [&](std::size_t place, std::size_t match) {
-      found.push_back(occurrence(place, match, Source::history, document_of(order_[place])));
+    visit_longest(context, limit, [&](std::size_t index, std::size_t match) {
+      found.push_back(occurrence(index, match, Source::history, document_of(order_[index])));
       return true;
     });
   }
 
-  void find_foreign(std::span<const Token> context, std::uint32_t origin, std::size_t limit,
-                    std::vector<Occurrence>& found) const override {
-    std::size_t left = limit;
-    walk(context, kForeignWalk * limit, [&](std::size_t place, std::size_t match) {
-      const std::size_t document = document_of(order_[place]);
+  void find_cross_problem(std::span<const Token> context, std::uint32_t problem_hash, std::size_t limit,
+                          std::vector<Occurrence>& found) const override {
+    std::size_t remaining = limit;
+    visit_longest(context, kMaxVisitedFactor * limit, [&](std::size_t index, std::size_t match) {
+      const std::size_t document = document_of(order_[index]);
       const Entry& entry = documents_[document];
-      if (entry.origin == origin || entry.gone.load()) return true;
-      found.push_back(occurrence(place, match, Source::foreign, document));
-      return --left > 0;
+      if (entry.problem_hash == problem_hash || entry.is_removed.load()) return true;
+      found.push_back(occurrence(index, match, Source::cross_problem, document));
+      return --remaining > 0;
     });
   }
 
   std::optional<std::size_t> position_of(const Occurrence& occurrence) const override {
     if (occurrence.text.dictionary() != dictionary_.data()) return std::nullopt;
-    return static_cast<std::size_t>(static_cast<const Id*>(occurrence.text.place()) - text_.data());
+    return static_cast<std::size_t>(static_cast<const Id*>(occurrence.text.address()) - text_.data());
   }
 
-  std::optional<Occurrence> find_near(std::size_t anchor, std::size_t since,
+  std::optional<Occurrence> find_near(std::size_t anchor, std::size_t distance,
                                       std::span<const Token> context) const override {
-    const Id newest = place_of(context.back());
+    const Id newest = index_of(context.back());
     if (newest == kUnknown) return std::nullopt;
     const std::size_t document = document_of(static_cast<Pos>(anchor));
-    const std::size_t position = anchor + since;  // perhaps behind the document
+    const std::size_t expected = anchor + distance;  // possibly beyond the end of the document
     const std::size_t first = std::size_t{begins_[document]} + 1 + documents_[document].context;
-    const std::size_t last = end_of(document);  // behind which nothing follows
-    const std::size_t from = std::max(first, position - std::min(position, kNear));
-    const std::size_t to = std::min(last, position + kNear + 1);
-    Wanted wanted(*this, context);
+    const std::size_t last = end_of(document);  // no token follows the position end_of(document)
+    const std::size_t from = std::max(first, expected - std::min(expected, kMaxDeviation));
+    const std::size_t to = std::min(last, expected + kMaxDeviation + 1);
+    Query query(*this, context);
     std::size_t best = 0;
     std::size_t longest = 0;
     for (std::size_t p = from; p < to; ++p) {
       if (text_[p - 1] != newest) continue;
-      const std::size_t match = wanted.match(wanted.common(text_.data() + p, 1));
-      const auto distance = [&](std::size_t place) { return place > position ? place - position : position - place; };
-      if (match < longest || (match == longest && distance(p) >= distance(best))) continue;
+      const std::size_t match = query.match(query.common(text_.data() + p, 1));
+      const auto deviation = [&](std::size_t at) { return at > expected ? at - expected : expected - at; };
+      if (match < longest || (match == longest && deviation(p) >= deviation(best))) continue;
       best = p;
       longest = match;
     }
@@ -233,24 +232,25 @@ class SegmentOf final : public Segment {
   }
 
  private:
-  static constexpr std::size_t kNear = 32;
-  static constexpr Id kUnknown = std::numeric_limits<Id>::max();
-  static constexpr Id kNothing = kUnknown - 1;  // stands before a text, and is in none
-  static constexpr Pos kGone = 0;               // stands before all positions
-  static constexpr std::size_t kForeignWalk = 8;
+  static constexpr std::size_t kMaxDeviation = 32;  // tokens before and after the expected position in find_near()
+  static constexpr Id kUnknown = std::numeric_limits<Id>::max();  // the index of tokens that the dictionary lacks
+  static constexpr Id kPadding = kUnknown - 1;                    // fills the space before each document
+  static constexpr Pos kNoPosition = 0;                           // lies in the padding
+  static constexpr std::size_t kMaxVisitedFactor = 8;             // times the limit of find_cross_problem()
 
-  // Calls visit(place in order_, tokens shared) for at most `limit` positions, those that share most with `context`
-  // first, until it returns false.
+  // Calls visit(index in order_, number of shared tokens) for at most `limit` positions, in descending order of the
+  // number of tokens that they share with `context`, until it returns false.
   template <class Visit>
-  void walk(std::span<const Token> context, std::size_t limit, Visit visit) const {
-    const Id newest = place_of(context.back());
+  void visit_longest(std::span<const Token> context, std::size_t limit, Visit visit) const {
+    const Id newest = index_of(context.back());
     if (newest == kUnknown) return;
     const std::size_t first = buckets_[newest];
     const std::size_t last = buckets_[newest + 1];
     if (first == last) return;
-    Wanted wanted(*this, context);
+    Query query(*this, context);
 
-    // The first position whose context is not smaller than what is wanted, and how much its neighbours share with it.
+    // Find the first position whose context is not smaller than the query, and how much it and the one before it share
+    // with the query.
     std::size_t inside = first;
     std::size_t outside = last;
     std::size_t before = 1;
@@ -258,8 +258,8 @@ class SegmentOf final : public Segment {
     while (inside < outside) {
       const std::size_t middle = inside + (outside - inside) / 2;
       const Id* const end = text_.data() + order_[middle];
-      const std::size_t shared = wanted.common(end, std::min(before, behind));
-      if (shared < depth_ && end[-1 - static_cast<std::ptrdiff_t>(shared)] < wanted.at(shared)) {
+      const std::size_t shared = query.common(end, std::min(before, behind));
+      if (shared < depth_ && end[-1 - static_cast<std::ptrdiff_t>(shared)] < query.at(shared)) {
         inside = middle + 1;
         before = shared;
       } else {
@@ -274,31 +274,31 @@ class SegmentOf final : public Segment {
     behind = right < last ? behind : 0;
     for (std::size_t count = 0; count < limit && (before > 0 || behind > 0); ++count) {
       if (behind >= before) {
-        if (!visit(right, wanted.match(behind))) return;
+        if (!visit(right, query.match(behind))) return;
         ++right;
         behind = right < last ? std::min<std::size_t>(behind, common_[right]) : 0;
       } else {
         --left;
-        if (!visit(left, wanted.match(before))) return;
+        if (!visit(left, query.match(before))) return;
         before = left > first ? std::min<std::size_t>(before, common_[left]) : 0;
       }
     }
   }
 
-  // A context in places of the dictionary, which are looked up as far as they are needed.
-  class Wanted {
+  // A context as dictionary indices, which are looked up lazily.
+  class Query {
    public:
-    Wanted(const SegmentOf& segment, std::span<const Token> context)
+    Query(const TypedSegment& segment, std::span<const Token> context)
         : segment_(segment),
           context_(context),
           length_(std::min(context.size(), segment.depth_)),
-          beyond_(context.front() == kStart ? kNothing : kUnknown) {}
+          filler_(context.front() == kBoundary ? kPadding : kUnknown) {}
 
-    // How many of `common` are tokens of its own.
+    // Limits a number of shared tokens to the length of the context.
     std::size_t match(std::size_t common) const { return std::min(common, length_); }
 
-    // How many newest tokens it shares with the context that ends at `end`, as well as what stands before its first one
-    // where that is kStart; the first `known` are known to be the same.
+    // Returns how many newest tokens the query shares with the context that ends at `end`, given that the first `known`
+    // are equal. If the query starts with kBoundary, the padding before it counts as shared, too.
     std::size_t common(const Id* end, std::size_t known) {
       for (std::size_t d = known; d < segment_.depth_; d += Words<Id>::kTokens) {
         look_up(std::min(segment_.depth_, d + Words<Id>::kTokens), end);
@@ -309,62 +309,62 @@ class SegmentOf final : public Segment {
       return segment_.depth_;
     }
 
-    // The place of the i-th newest token; it was compared.
+    // Returns the index of the i-th newest token, which must have been compared before.
     Id at(std::size_t i) const { return newest()[-1 - static_cast<std::ptrdiff_t>(i)]; }
 
    private:
-    const Id* newest() const { return places_.data() + places_.size(); }
+    const Id* newest() const { return indices_.data() + indices_.size(); }
 
-    // Most tokens are what stands in the context that is compared, so that their places are seen there.
+    // Most tokens are equal to those of the compared context, so that their indices can be read there.
     void look_up(std::size_t count, const Id* end) {
       for (; known_ < count; ++known_) {
-        Id& place = places_[places_.size() - 1 - known_];
+        Id& index = indices_[indices_.size() - 1 - known_];
         if (known_ >= length_) {
-          place = beyond_;
+          index = filler_;
           continue;
         }
         const Token token = context_[context_.size() - 1 - known_];
-        const Id there = end[-1 - static_cast<std::ptrdiff_t>(known_)];
-        const bool seen = there < segment_.dictionary_.size() && segment_.dictionary_[there] == token;
-        place = seen ? there : segment_.place_of(token);
+        const Id candidate = end[-1 - static_cast<std::ptrdiff_t>(known_)];
+        const bool is_equal = candidate < segment_.dictionary_.size() && segment_.dictionary_[candidate] == token;
+        index = is_equal ? candidate : segment_.index_of(token);
       }
     }
 
-    const SegmentOf& segment_;
+    const TypedSegment& segment_;
     std::span<const Token> context_;
     std::size_t length_;
-    Id beyond_;
+    Id filler_;  // stands for tokens before the beginning of the context
     std::size_t known_ = 0;
-    // Beyond the depth some are read and not looked at.
-    std::array<Id, kDeepest + Words<std::uint16_t>::kTokens> places_{};
+    // Some indices beyond the depth are read, but do not matter.
+    std::array<Id, kMaxDepth + Words<std::uint16_t>::kTokens> indices_{};
   };
 
  public:
-  // Places in the dictionary must stay below.
-  static constexpr std::size_t kMaxDistinct = kNothing - 1;
+  // The dictionary must be smaller than this.
+  static constexpr std::size_t kMaxDistinct = kPadding - 1;
 
  private:
-  // A value that may change while others read.
+  // A value that may change while other threads read it.
   template <class T>
-  struct Told {
-    explicit Told(T first) : value(first) {}
-    Told(const Told& other) : value(other.load()) {}
-    Told& operator=(const Told&) = delete;
+  struct Relaxed {
+    explicit Relaxed(T initial) : value(initial) {}
+    Relaxed(const Relaxed& other) : value(other.load()) {}
+    Relaxed& operator=(const Relaxed&) = delete;
     T load() const { return value.load(std::memory_order_relaxed); }
     void store(T next) const { value.store(next, std::memory_order_relaxed); }
     mutable std::atomic<T> value;
   };
 
-  // What is known of a document and seldom looked at.
+  // The rarely used properties of a document.
   struct Entry {
-    std::uint64_t number;
-    std::uint32_t origin;
+    std::uint64_t id;
+    std::uint32_t problem_hash;
     Pos context;
-    Told<bool> gone;
+    Relaxed<bool> is_removed;
   };
 
-  SegmentOf(const std::shared_ptr<ByteCounter>& counter, std::size_t depth)
-      : charge_(counter, sizeof(SegmentOf)),
+  TypedSegment(const std::shared_ptr<ByteCounter>& counter, std::size_t depth)
+      : charge_(counter, sizeof(TypedSegment)),
         depth_(depth),
         dictionary_(counter.get()),
         text_(counter.get()),
@@ -384,24 +384,25 @@ class SegmentOf final : public Segment {
   }
 
   void copy_text(std::span<const Document> documents, std::size_t text_length) {
-    const auto start = static_cast<Id>(dictionary_.size() - 1);
-    const Places<Id> places({dictionary_.data(), dictionary_.size() - 1});
+    const auto boundary = static_cast<Id>(dictionary_.size() - 1);
+    const DictionaryLookup<Id> lookup({dictionary_.data(), dictionary_.size() - 1});
     text_.reserve(text_length);
-    text_.resize(kMargin, kNothing);
+    text_.resize(kMargin, kPadding);
     reserve_documents(documents.size());
     for (const Document& document : documents) {
-      text_.resize(text_.size() + depth_, kNothing);
+      text_.resize(text_.size() + depth_, kPadding);
       begins_.push_back(static_cast<Pos>(text_.size()));
       generations_.push_back(document.generation);
       rewards_.emplace_back(document.reward);
-      documents_.push_back({document.number, document.origin, static_cast<Pos>(document.context), Told<bool>(false)});
-      text_.push_back(start);
-      for (const Token token : document.tokens) text_.push_back(places[token]);
-      text_.push_back(start);
+      documents_.push_back(
+          {document.id, document.problem_hash, static_cast<Pos>(document.context), Relaxed<bool>(false)});
+      text_.push_back(boundary);
+      for (const Token token : document.tokens) text_.push_back(lookup[token]);
+      text_.push_back(boundary);
     }
   }
 
-  // Calls visit(p) for every position that can be drafted from, later ones first.
+  // Calls visit(p) for every position outside contexts, later ones first.
   template <class Visit>
   void for_each_position(Visit visit) const {
     for (std::size_t i = documents_.size(); i-- > 0;) {
@@ -422,24 +423,26 @@ class SegmentOf final : public Segment {
     for (std::size_t i = 0; i + 1 < buckets_.size(); ++i) sort.sort(buckets_[i], buckets_[i + 1]);
   }
 
-  std::size_t end_of(std::size_t document) const {  // where the kStart behind it stands
+  // Returns the position of the kBoundary after a document.
+  std::size_t end_of(std::size_t document) const {
     return (document + 1 < begins_.size() ? begins_[document + 1] - depth_ : text_.size()) - 1;
   }
 
-  Id place_of(Token token) const {
-    const auto place = std::lower_bound(dictionary_.begin(), dictionary_.end(), token);  // the last one is kStart
-    return *place == token ? static_cast<Id>(place - dictionary_.begin()) : kUnknown;
+  Id index_of(Token token) const {
+    // The search never reaches the end, because the last entry is kBoundary.
+    const auto entry = std::lower_bound(dictionary_.begin(), dictionary_.end(), token);
+    return *entry == token ? static_cast<Id>(entry - dictionary_.begin()) : kUnknown;
   }
 
-  Occurrence occurrence(std::size_t place, std::size_t match, Source source, std::size_t document) const {
-    const Id* const next = text_.data() + order_[place];
-    __builtin_prefetch(next);  // voted on after all have been found
+  Occurrence occurrence(std::size_t index, std::size_t match, Source source, std::size_t document) const {
+    const Id* const next = text_.data() + order_[index];
+    __builtin_prefetch(next);  // the mixture reads it after all occurrences have been found
     return {Continuation(next, dictionary_.data()), generations_[document], rewards_[document].load(),
             static_cast<std::uint8_t>(match), source};
   }
 
   std::size_t document_of(Pos position) const {
-    // As std::upper_bound, without branches that nobody can foretell.
+    // Like std::upper_bound, but without unpredictable branches.
     const Pos* first = begins_.data();
     for (std::size_t count = begins_.size(); count > 1;) {
       const std::size_t half = count / 2;
@@ -451,16 +454,16 @@ class SegmentOf final : public Segment {
 
   Charge charge_;
   std::size_t depth_;
-  std::pmr::vector<Token> dictionary_;  // sorted; the last is kStart
-  // Each document between two kStart, behind as many kNothing as are compared: where two contexts reach the beginning
-  // of a document they are the same, and the later, newer one comes first.
+  std::pmr::vector<Token> dictionary_;  // sorted; the last entry is kBoundary
+  // Each document is enclosed in two kBoundary and preceded by kPadding for the whole depth. Contexts that reach the
+  // beginning of their documents therefore compare as equal, and the later, newer one comes first.
   std::pmr::vector<Id> text_;
   std::pmr::vector<Pos> order_;
   std::pmr::vector<std::uint8_t> common_;
-  std::pmr::vector<Pos> buckets_;  // where in order_ the contexts begin that end with a token
-  std::pmr::vector<Pos> begins_;   // where the kStart of each document stands
+  std::pmr::vector<Pos> buckets_;  // by dictionary index: where in order_ the contexts begin that end with this token
+  std::pmr::vector<Pos> begins_;   // the position of the kBoundary before each document
   std::pmr::vector<std::int64_t> generations_;
-  std::pmr::vector<Told<float>> rewards_;
+  std::pmr::vector<Relaxed<float>> rewards_;
   std::pmr::vector<Entry> documents_;
 };
 
@@ -473,13 +476,13 @@ std::uint64_t Segment::next_serial() {
 
 std::shared_ptr<const Segment> Segment::build(const std::shared_ptr<ByteCounter>& counter,
                                               std::span<const Document> documents, std::size_t depth) {
-  using Narrow = SegmentOf<std::uint16_t, std::uint16_t>;
-  using Middle = SegmentOf<std::uint16_t, std::uint32_t>;
-  using Wide = SegmentOf<std::uint32_t, std::uint32_t>;
+  using Narrow = TypedSegment<std::uint16_t, std::uint16_t>;
+  using Middle = TypedSegment<std::uint16_t, std::uint32_t>;
+  using Wide = TypedSegment<std::uint32_t, std::uint32_t>;
   std::size_t length = kMargin;
   for (const Document& document : documents) length += depth + document.tokens.size() + 2;
   if (length > std::numeric_limits<std::uint32_t>::max()) {
-    throw std::length_error("a problem's segment would hold more than 2^32 tokens");
+    throw std::length_error("a segment of the suffix index would exceed 2^32 tokens");
   }
   const std::vector<Token> dictionary = distinct_tokens(documents);
   if (dictionary.size() >= Narrow::kMaxDistinct) {

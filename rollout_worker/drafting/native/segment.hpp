@@ -1,4 +1,4 @@
-// An immutable, bulk-built index over some rollouts.
+// A segment: an immutable, bulk-built index over the texts of some rollouts.
 #pragma once
 
 #include <cstddef>
@@ -14,20 +14,20 @@
 
 namespace das {
 
-// One rollout's text.
+// The text of one rollout.
 struct Document {
   std::int64_t generation = 0;
-  std::uint64_t number = 0;  // identifies it among all that are searched together
-  std::size_t context = 0;   // so many leading tokens are matched, and never drafted
+  std::uint64_t id = 0;     // unique among all documents that are searched together
+  std::size_t context = 0;  // number of leading tokens that are matched but never drafted
   std::span<const Token> tokens;
   float reward = kNoReward;
-  std::uint32_t origin = 0;  // tells problems apart where those of several are searched together
+  std::uint32_t problem_hash = 0;  // identifies the problem in segments that hold documents of several problems
 };
 
-// Positions of all documents sorted by their contexts, with what neighbours have in common: a suffix array of the
-// reversed text with its longest common prefixes (Abouelhoda et al. 2004), cut off at a depth. Token ids are replaced
-// by their places among the segment's own, so that nearly always two bytes hold one. Only what is told about a document
-// later, its reward and that it is gone, changes in place.
+// All positions of all documents, sorted by their contexts, with the lengths that neighbors have in common: a suffix
+// array of the reversed text with its longest common prefixes (Abouelhoda et al. 2004), cut off at a maximum depth.
+// Token ids are replaced by their indices in the segment's own dictionary, so that almost always two bytes hold one.
+// Only a document's reward and whether it was removed can change after the segment was built.
 class Segment {
  public:
   // Throws std::length_error at 2^32 tokens.
@@ -38,35 +38,35 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
   virtual ~Segment() = default;
 
-  virtual std::size_t tokens() const = 0;           // that can be drafted
-  std::uint64_t serial() const { return serial_; }  // that no other segment has, nor will have
-  virtual bool contains_any(std::span<const std::uint64_t> numbers) const = 0;
+  virtual std::size_t tokens() const = 0;           // without contexts
+  std::uint64_t serial() const { return serial_; }  // unique in this process
+  virtual bool contains_any(std::span<const std::uint64_t> ids) const = 0;
 
-  // Of the document with this number; whether there is one.
-  virtual bool set_reward(std::uint64_t number, float reward) const = 0;
-  // Documents of an origin that are of earlier generations (none: of any), or have these numbers, are not to be found
-  // any more, and not to be built into another segment. `forgotten` is told their numbers.
-  virtual void forget(std::uint32_t origin, std::optional<std::int64_t> before, std::span<const std::uint64_t> numbers,
-                      std::vector<std::uint64_t>& forgotten) const = 0;
+  // Sets the reward of a document; returns false if the segment does not contain it.
+  virtual bool set_reward(std::uint64_t id, float reward) const = 0;
+  // Removes documents of a problem from all later searches and copies: those of generations before `before` (nullopt:
+  // of any generation), and those with one of `ids`. Appends the ids of the removed documents to `removed`.
+  virtual void remove(std::uint32_t problem_hash, std::optional<std::int64_t> before,
+                      std::span<const std::uint64_t> ids, std::vector<std::uint64_t>& removed) const = 0;
 
-  // Appends the documents held, to be built into another segment; their text goes to `text`.
+  // Appends all documents that were not removed, for building another segment. `text` owns their tokens.
   virtual void copy_documents(std::vector<Document>& documents, std::vector<std::unique_ptr<Token[]>>& text) const = 0;
 
-  // The same without some documents (by number, sorted), in linear time.
-  virtual std::shared_ptr<const Segment> without(std::span<const std::uint64_t> numbers) const = 0;
+  // Returns a copy of the segment without the documents with these sorted ids, in linear time.
+  virtual std::shared_ptr<const Segment> without(std::span<const std::uint64_t> ids) const = 0;
 
   // Appends the `limit` occurrences with the longest matches of `context` (in reading order), at least one token long.
   virtual void find_longest(std::span<const Token> context, std::size_t limit,
                             std::vector<Occurrence>& found) const = 0;
-  // The same, with none in documents of `origin`, as far as a bounded search finds others.
-  virtual void find_foreign(std::span<const Token> context, std::uint32_t origin, std::size_t limit,
-                            std::vector<Occurrence>& found) const = 0;
+  // Does the same, but skips documents of one problem. The search is bounded, so that it may find fewer than `limit`.
+  virtual void find_cross_problem(std::span<const Token> context, std::uint32_t problem_hash, std::size_t limit,
+                                  std::vector<Occurrence>& found) const = 0;
 
-  // Where an occurrence stands, as the next takes it; none for what another segment found.
+  // Returns the position of an occurrence for find_near(), or nullopt if another segment found the occurrence.
   virtual std::optional<std::size_t> position_of(const Occurrence& occurrence) const = 0;
-  // The occurrence with the longest match in the document of a position, near where that is `since` tokens later; the
-  // nearest of equals.
-  virtual std::optional<Occurrence> find_near(std::size_t position, std::size_t since,
+  // Returns the occurrence with the longest match in the document of `anchor`, among the positions close to
+  // `anchor + distance`; of equally long matches, the closest one.
+  virtual std::optional<Occurrence> find_near(std::size_t anchor, std::size_t distance,
                                               std::span<const Token> context) const = 0;
 
  protected:

@@ -1,4 +1,4 @@
-// Segments that are searched together.
+// Lists of segments that are searched together, and how they are merged.
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,10 @@ namespace das {
 
 using SegmentList = std::vector<std::shared_ptr<const Segment>>;
 
-// Each merged segment is so many times as large as the next smaller one, or the two are merged.
+// Neighbors in a list are merged unless the larger one is at least this many times as large as the smaller one.
 inline constexpr std::size_t kSegmentGrowth = 4;
 
-// At one moment; never changed after it is published.
+// An immutable list of segments.
 struct Segments {
   explicit Segments(const std::shared_ptr<ByteCounter>& counter,
                     std::span<const std::shared_ptr<const Segment>> all = {})
@@ -32,5 +32,18 @@ struct Segments {
   Charge charge;
   std::pmr::vector<std::shared_ptr<const Segment>> list;
 };
+
+// Builds one segment of all documents of `segments`, in the order of their ids.
+std::shared_ptr<const Segment> rebuild(const std::shared_ptr<ByteCounter>& counter,
+                                       std::span<const std::shared_ptr<const Segment>> segments, std::size_t depth);
+
+// Returns the list sorted by size, smallest segment first, as the next two functions expect it.
+std::shared_ptr<const Segments> sorted_by_size(const std::shared_ptr<ByteCounter>& counter, SegmentList segments);
+
+// Whether merge() would change the list.
+bool should_merge(const Segments& segments);
+
+// Merges segments of similar size, so that sizes grow geometrically.
+SegmentList merge(const std::shared_ptr<ByteCounter>& counter, const Segments& segments, std::size_t depth);
 
 }  // namespace das

@@ -8,15 +8,15 @@ namespace das {
 WorkerPool::~WorkerPool() {
   {
     const std::lock_guard lock(mutex_);
-    ending_ = true;
+    stopping_ = true;
   }
-  begun_.notify_all();
+  started_.notify_all();
   for (std::thread& worker : workers_) worker.join();
 }
 
 void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& work) {
   std::unique_lock running(running_, std::try_to_lock);
-  if (threads_ < 2 || count <= kAtOnce || !running) {
+  if (threads_ < 2 || count <= kChunk || !running) {
     for (std::size_t i = 0; i < count; ++i) work(i);
     return;
   }
@@ -25,7 +25,7 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
     try {
       while (workers_.size() + 1 < threads_) workers_.emplace_back([this] { serve(); });
     } catch (const std::exception&) {
-      // The system gives no more threads: those that there are do the work.
+      // The system has no more threads. The existing ones do the work.
     }
     work_ = &work;
     count_ = count;
@@ -33,33 +33,33 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
     busy_ = workers_.size();
     ++round_;
   }
-  begun_.notify_all();
-  take();
+  started_.notify_all();
+  run_chunks();
   std::unique_lock lock(mutex_);
-  done_.wait(lock, [this] { return busy_ == 0; });
+  finished_.wait(lock, [this] { return busy_ == 0; });
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
 void WorkerPool::serve() {
-  std::size_t seen = 0;
+  std::size_t last_round = 0;
   std::unique_lock lock(mutex_);
   while (true) {
-    begun_.wait(lock, [&] { return ending_ || round_ != seen; });
-    if (ending_) return;
-    seen = round_;
+    started_.wait(lock, [&] { return stopping_ || round_ != last_round; });
+    if (stopping_) return;
+    last_round = round_;
     lock.unlock();
-    take();
+    run_chunks();
     lock.lock();
-    if (--busy_ == 0) done_.notify_one();
+    if (--busy_ == 0) finished_.notify_one();
   }
 }
 
-void WorkerPool::take() {
+void WorkerPool::run_chunks() {
   try {
     while (true) {
-      const std::size_t first = next_.fetch_add(kAtOnce, std::memory_order_relaxed);
+      const std::size_t first = next_.fetch_add(kChunk, std::memory_order_relaxed);
       if (first >= count_) return;
-      for (std::size_t i = first; i < std::min(count_, first + kAtOnce); ++i) (*work_)(i);
+      for (std::size_t i = first; i < std::min(count_, first + kChunk); ++i) (*work_)(i);
     }
   } catch (...) {
     const std::lock_guard lock(mutex_);

@@ -1,25 +1,26 @@
 #!lua
--- Append one rollout to its problem, once, and drop what has left the problem's window.
+-- Append one rollout to its problem, once, and delete what has left the problem's window.
 -- KEYS: log, lengths, blocks (one slot).
--- ARGV: length entry (16 bytes, the rollout's key first; empty: only drop), generation, record,
---   window: so many of the problem's generations are kept, of which so many however old they are, and the others only
---   from this generation on.
--- Returns what became of it (1 appended, 0 there already, -1 older than the window) and the bytes that the keys take.
+-- ARGV: length entry (16 bytes, beginning with the rollout's key; empty: only delete), generation, record,
+--   window (number of the problem's generations that are kept), always kept (number of generations that are kept
+--   however old they are), cutoff generation (further generations are kept only from this one on).
+-- Returns the result (1 appended, 0 duplicate, -1 older than the window) and the size of the keys in bytes.
 local log, lengths, blocks = KEYS[1], KEYS[2], KEYS[3]
 local entry, generation = ARGV[1], ARGV[2]
-local window, always, since = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
+local window, always_kept, cutoff = tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6])
 
--- A generation, as lengths have it for a field; nil for fields that are none of ours.
+-- The generation that a field of the lengths stands for; nil for fields that another program wrote.
 local function generation_of(field)
   return string.match(field, '^%d+$') and tonumber(field)
 end
 
--- By its lengths a problem's generations are known. Where they are lost, those of its rollouts stand in.
+-- The lengths tell in which generations the problem was sampled. If they are lost, the rollouts do.
 if entry ~= '' and redis.call('HLEN', lengths) == 0 then
-  for _, old in ipairs(redis.call('XRANGE', log, '-', '+')) do
-    for i = 1, #old[2], 2 do
-      if old[2][i] == 'g' and generation_of(old[2][i + 1]) then
-        redis.call('HSETNX', lengths, old[2][i + 1], '')
+  for _, log_entry in ipairs(redis.call('XRANGE', log, '-', '+')) do
+    local fields = log_entry[2]
+    for i = 1, #fields, 2 do
+      if fields[i] == 'g' and generation_of(fields[i + 1]) then
+        redis.call('HSETNX', lengths, fields[i + 1], '')
       end
     end
   end
@@ -31,13 +32,13 @@ if entry ~= '' and redis.call('HLEN', lengths) == 0 then
   end
 end
 
--- The oldest generation that is kept; 0 if there is none at all.
-local function oldest_kept()
-  local generations, sampled = {}, {}
+-- The oldest generation that is kept; 0 if there is none at all. window.py implements the same rule.
+local function find_oldest_kept()
+  local generations, seen = {}, {}
   local function add(name)
     local number = generation_of(name)
-    if number and not sampled[number] then
-      sampled[number] = true
+    if number and not seen[number] then
+      seen[number] = true
       generations[#generations + 1] = number
     end
   end
@@ -47,54 +48,54 @@ local function oldest_kept()
   if entry ~= '' then
     add(generation)
   end
-  table.sort(generations, function(one, other) return one > other end)
+  table.sort(generations, function(left, right) return left > right end)
   local oldest = 0
-  for place, number in ipairs(generations) do
-    if place > window or (place > always and number < since) then
+  for rank, number in ipairs(generations) do
+    if rank > window or (rank > always_kept and number < cutoff) then
       break
     end
     oldest = number
   end
   return oldest
 end
-local oldest = oldest_kept()
+local oldest_kept = find_oldest_kept()
 
--- Where a rollout's entry begins in those of its generation; nil if it is not there.
-local function place(known, key)
-  local at = string.find(known, key, 1, true)
+-- The position of a rollout's entry among those of its generation; nil if it is not there.
+local function find_entry(entries, key)
+  local at = string.find(entries, key, 1, true)
   while at and (at - 1) % 16 ~= 0 do
-    at = string.find(known, key, at + 1, true)
+    at = string.find(entries, key, at + 1, true)
   end
   return at
 end
 
-local became = -1
-if entry ~= '' and tonumber(generation) >= oldest then
-  local known = redis.call('HGET', lengths, generation) or ''
-  if place(known, string.sub(entry, 1, 8)) then
-    became = 0
+local result = -1
+if entry ~= '' and tonumber(generation) >= oldest_kept then
+  local entries = redis.call('HGET', lengths, generation) or ''
+  if find_entry(entries, string.sub(entry, 1, 8)) then
+    result = 0
   else
     redis.call('XADD', log, '*', 'g', generation, 'd', ARGV[3])
-    redis.call('HSET', lengths, generation, known .. entry)
-    became = 1
+    redis.call('HSET', lengths, generation, entries .. entry)
+    result = 1
   end
 end
 
-for _, old in ipairs(redis.call('HKEYS', lengths)) do
-  if (generation_of(old) or oldest) < oldest then
-    redis.call('HDEL', lengths, old)
+for _, field in ipairs(redis.call('HKEYS', lengths)) do
+  if (generation_of(field) or oldest_kept) < oldest_kept then
+    redis.call('HDEL', lengths, field)
   end
 end
 for _, block in ipairs(redis.call('HKEYS', blocks)) do
-  if (tonumber(string.match(block, '^%d+')) or oldest) < oldest then
+  if (tonumber(string.match(block, '^%d+')) or oldest_kept) < oldest_kept then
     redis.call('HDEL', blocks, block)
   end
 end
--- Generations arrive nearly in order, so what is too old stands at the head. An entry with no generation was not
--- written here: readers report it, and it is passed over until all before the window has gone.
-local after = '-'
+-- Generations arrive nearly in order, so entries that are too old are at the head of the log. An entry without a
+-- generation was written by another program: readers report it, and it is skipped here.
+local start = '-'
 while true do
-  local head = redis.call('XRANGE', log, after, '+', 'COUNT', 1)[1]
+  local head = redis.call('XRANGE', log, start, '+', 'COUNT', 1)[1]
   if not head then
     break
   end
@@ -102,14 +103,14 @@ while true do
   for i = 1, #head[2], 2 do
     fields[head[2][i]] = head[2][i + 1]
   end
-  local age = tonumber(fields.g)
-  if age and age >= oldest then
+  local entry_generation = tonumber(fields.g)
+  if entry_generation and entry_generation >= oldest_kept then
     break
   end
-  if age then
+  if entry_generation then
     redis.call('XDEL', log, head[1])
   else
-    after = '(' .. head[1]
+    start = '(' .. head[1]
   end
 end
 
@@ -117,4 +118,4 @@ local bytes = 0
 for _, key in ipairs(KEYS) do
   bytes = bytes + (redis.call('MEMORY', 'USAGE', key) or 0)
 end
-return {became, bytes}
+return {result, bytes}

@@ -1,14 +1,14 @@
 #!lua flags=allow-oom
--- Let counts of drafts by age fade, once for each new generation.
--- KEYS: ages, meta (one slot).
--- ARGV: newest generation, generations after which a count is worth half.
--- Returns whether they faded.
+-- Decay the acceptance counts by age, once for each new generation.
+-- KEYS: acceptance by age, meta (one slot).
+-- ARGV: newest generation, half-life of a count in generations.
+-- Returns whether the counts were changed (1 or 0).
 local newest = tonumber(ARGV[1])
-local passed = newest - (tonumber(redis.call('HGET', KEYS[2], 'faded') or newest - 1) or newest - 1)
+local passed = newest - (tonumber(redis.call('HGET', KEYS[2], 'decayed_at') or newest - 1) or newest - 1)
 if passed <= 0 then
   return 0
 end
-redis.call('HSET', KEYS[2], 'faded', ARGV[1])
+redis.call('HSET', KEYS[2], 'decayed_at', ARGV[1])
 local counts = redis.call('HGETALL', KEYS[1])
 for i = 1, #counts, 2 do
   local count = tonumber(counts[i + 1])

@@ -1,7 +1,8 @@
 #!lua
--- The generation of a run's weight version: the next one when it is first published, the same ever after.
+-- Assign a generation to a run's weight version: the next one when it is first published, and the same one afterwards.
 -- KEYS: meta.
--- ARGV: run and version, a generation that it must be newer than (a server that came back empty counts on from there).
+-- ARGV: run and version, a generation that the new one must exceed (a server that lost its data continues from there).
+-- Returns the generation.
 local field = 'generation:' .. ARGV[1]
 local known = redis.call('HGET', KEYS[1], field)
 if known then

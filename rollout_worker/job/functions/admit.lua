@@ -1,10 +1,10 @@
 #!lua
--- Take a request up, once: a request that was sent twice is one request.
+-- Admit a request once, so that a request that was sent twice is only one request.
 -- KEYS: ledger of the request, requests (one slot).
--- ARGV: the entry's id, number of samples.
--- Returns 1 if it is taken up (now, or by this same entry before), 0 if it is open under another entry, which is kept
--- while this one is deleted, -1 if all its rollouts are done, -2 if it is open with another number of samples; in both
--- cases this entry is deleted.
+-- ARGV: id of the request's entry, number of samples.
+-- Returns 1 if the request is admitted, now or earlier from this same entry. Otherwise the entry is deleted, and the
+-- result is 0 if the request is open under another entry, -1 if it is fully answered, and -2 if it is open with
+-- another number of samples.
 local known = redis.call('HMGET', KEYS[1], 'entry', 'n')
 if not known[1] then
   redis.call('HSET', KEYS[1], 'entry', ARGV[1], 'n', ARGV[2], 'cancelled', '0')

@@ -1,8 +1,9 @@
 #!lua
--- Give work to an engine, if this coordinator is still the one and the engine is alive.
--- KEYS: coordinator, lease of the engine, inbox of the engine (one slot).
--- ARGV: number of the coordinator, then for each entry how many strings it has, and these: field, value, field, …
--- Returns the ids of the entries; 'stale' if there is a newer coordinator, 'gone' if the engine's lease has ended.
+-- Append orders to an engine's inbox, if the calling coordinator is the newest one and the engine is alive.
+-- KEYS: fencing token, lease of the engine, inbox of the engine (one slot).
+-- ARGV: number of the coordinator; then, for each order, the number of strings that follow, and its alternating field
+--   names and values.
+-- Returns the ids of the new entries; 'stale' if there is a newer coordinator, 'gone' if the engine's lease has expired.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then
   return 'stale'
 end

@@ -1,5 +1,5 @@
 #!lua
--- Remember that requests were cancelled; one that is unknown stays so.
+-- Record that requests were cancelled. Unknown requests are ignored.
 -- KEYS: ledger of each request (one slot).
 -- Returns 1.
 for _, ledger in ipairs(KEYS) do

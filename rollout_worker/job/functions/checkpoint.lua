@@ -1,8 +1,8 @@
 #!lua
--- Keep a rollout's response so far, unless the rollout has ended.
+-- Store the partial of a running rollout, and reset the number of engines lost with it.
 -- KEYS: ledger of the request, partials, attempts (one slot).
 -- ARGV: rollout id, sample, partial.
--- Returns 1 if kept, 0 if the rollout has ended.
+-- Returns 1 if the partial is stored, 0 if the rollout has ended.
 if redis.call('HEXISTS', KEYS[1], ARGV[2]) == 1 or redis.call('EXISTS', KEYS[1]) == 0 then
   return 0
 end

@@ -1,13 +1,14 @@
 #!lua
--- Record that a rollout has ended, once: ledger, result, outbox and, with the last of a request, the request's end.
--- KEYS: ledger of the request, requests, results of the client, outbox, partials, attempts, events, inbox, trajectory,
---   totals (one slot).
--- ARGV: rollout id, sample, ledger entry, result, the rollout for its history (empty: it does not enter one),
---   inbox entry (empty: it was in none), engine, request id, seconds that the ledger is kept after the request's end,
---   seconds that a trajectory's engine is remembered (0: there is no trajectory), most events kept,
---   tokens, steps, drafted, accepted, last tokens before the response for the history (empty: none), what is measured
---   of it for the canary's test (empty: nothing).
--- Returns 1 if this call did it, 0 if it was done before, -1 if nobody asked for it.
+-- Record once that a rollout has ended: in the ledger, the client's results, the outbox and the totals. The last
+-- rollout of a request also ends the request.
+-- KEYS: ledger of the request, requests, results of the client, outbox, partials, attempts, events, inbox of the
+--   engine, trajectory, totals (one slot).
+-- ARGV: rollout id, sample, ledger entry, result, the rollout for the history (empty: it is not stored there),
+--   id of the order (empty: there is none), engine, request id, seconds that the ledger is kept after the end of the
+--   request, seconds that the trajectory's engine is remembered (0: there is no trajectory), maximum number of events,
+--   tokens, decoding steps, draft tokens, accepted draft tokens, last tokens of the prompt for the history (empty:
+--   none), measurement for the canary test (empty: none).
+-- Returns 1 if the rollout is recorded, 0 if it was recorded before, -1 if its request is unknown.
 local ledger, rollout, sample, engine = KEYS[1], ARGV[1], ARGV[2], ARGV[7]
 if ARGV[6] ~= '' then
   redis.call('XDEL', KEYS[8], ARGV[6])

@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Renew an engine's lease and leave its report. It takes no more memory than it had, so a full server lets it through.
+-- Renew or create an engine's lease, and store its report. Memory does not grow, so this is allowed on a full server.
 -- KEYS: lease, engines (one slot).
--- ARGV: engine, report, milliseconds of the lease, 1 to begin a lease.
--- Returns 1; 0 if the lease had ended: what the engine had to do is others' now.
+-- ARGV: engine, report, duration of the lease in milliseconds, 1 to create a lease.
+-- Returns 1; 0 if the lease had expired, so that the engine's rollouts are reassigned.
 if ARGV[4] ~= '1' and redis.call('EXISTS', KEYS[1]) == 0 then
   return 0
 end

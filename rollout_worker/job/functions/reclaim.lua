@@ -1,8 +1,8 @@
 #!lua flags=allow-oom
--- Take back what an engine had to do, if its lease has ended; the engine is forgotten.
--- KEYS: coordinator, lease, inbox, engines (one slot).
+-- Remove an engine whose lease has expired, with its inbox.
+-- KEYS: fencing token, lease, inbox, engines (one slot).
 -- ARGV: number of the coordinator, engine.
--- Returns the entries of its inbox; 'stale' if there is a newer coordinator, 'alive' if the lease has been renewed.
+-- Returns the entries of the inbox; 'stale' if there is a newer coordinator, 'alive' if the lease was renewed.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then
   return 'stale'
 end

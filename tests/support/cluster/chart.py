@@ -1,4 +1,4 @@
-"""The Helm chart, as a user renders it."""
+"""Renders the Helm chart."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CHART = Path(__file__).parents[3] / "charts" / "das-rollout"
 HELM = Path(sys.executable).with_name("helm")
 
 
-def render(namespace: str, release: str = "das", **values: Any) -> list[dict[str, Any]]:
-    """Objects of the chart."""
-    command = [str(HELM), "template", release, str(CHART), "--namespace", namespace, "--values", "-"]
-    done = subprocess.run(command, input=yaml.safe_dump(values), capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return [one for one in yaml.safe_load_all(done.stdout) if one]
+def render_chart(namespace: str, **values: Any) -> list[dict[str, Any]]:
+    """Return the objects that an installation of the chart consists of; the release is called ``das``."""
+    command = [str(HELM), "template", "das", str(CHART), "--namespace", namespace, "--values", "-"]
+    process = subprocess.run(command, input=yaml.safe_dump(values), capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(process.stderr)
+    return [manifest for manifest in yaml.safe_load_all(process.stdout) if manifest]

@@ -1,7 +1,7 @@
-"""A real Kubernetes control plane on this machine: etcd, API server (RBAC), CRD server, controller-manager, scheduler.
+"""A real Kubernetes control plane on this machine: etcd, API server, CRD server, controller manager and scheduler.
 
-The API server is Kubernetes 1.20, the newest that Debian's stable release can build; RolloutJobs are served by the CRD
-server of 1.36 behind its aggregator, since 1.20 knows no CEL rules.
+The API server is Kubernetes 1.20, the newest version that can be built from Debian's packages. It does not support CEL
+rules, so its aggregation layer forwards requests for RolloutJobs to the CRD server of Kubernetes 1.36.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import base64
 import json
 import os
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import yaml
 from kubernetes import client, config
 
 from rollout_api.manifest.rollout_job import GROUP, VERSION
+from tests.support.cluster.waiting import wait_for
 from tests.support.ports import free_port
 
 HERE = Path(__file__).parent
@@ -26,62 +26,61 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "das-ro
 CRD = HERE.parents[2] / "crds" / f"rolloutjobs.{GROUP}.yaml"
 
 
-def build() -> Path:
-    """What a cluster is made of; built once, in some minutes."""
+def build_kubernetes() -> Path:
+    """Return the directory with the binaries of Kubernetes; they are built first if they are missing, in minutes."""
     subprocess.run([str(HERE / "build-kubernetes"), str(CACHE)], check=True)
     return CACHE
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 60.0, what: str = "") -> Any:
-    deadline = time.monotonic() + seconds
-    while True:
-        if found := condition():
-            return found
-        if time.monotonic() > deadline:
-            raise TimeoutError(what or f"not within {seconds} s")
-        time.sleep(0.1)
-
-
 class ControlPlane:
-    """Started in *directory*, where its data, keys and logs are. *host* is where nodes and pods reach it."""
+    """The processes of a control plane, each of which can be killed and started again."""
 
     def __init__(self, directory: Path, *, host: str = "127.0.0.1") -> None:
+        """Prepare a control plane.
+
+        Args:
+            directory: where its data, keys and logs are stored.
+            host: the address at which nodes and pods reach it.
+        """
         self.directory, self.host = directory, host
-        self.binaries = build()
+        self.binaries = build_kubernetes()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._group = ""
+        self._api_service = ""
         self._commands: dict[str, tuple[list[str], dict[str, str] | None]] = {}
         (directory / "pki").mkdir(parents=True)
         (directory / "log").mkdir()
         self.port, self.crd_port, self.etcd_port = free_port(), free_port(), free_port()
         self.kubeconfig = directory / "admin.kubeconfig"
 
-    # keys
+    # Certificates
 
     def _openssl(self, *arguments: str) -> None:
         subprocess.run(["openssl", *arguments], check=True, cwd=self.directory / "pki", capture_output=True)
 
-    def certify(self, name: str, subject: str, names: str = "") -> None:
-        """A key and a certificate by the cluster's authority."""
+    def create_certificate(self, name: str, subject: str, alternative_names: str = "") -> None:
+        """Create a key and a certificate that the cluster's authority has signed."""
         extensions = "basicConstraints=CA:FALSE\nkeyUsage=digitalSignature,keyEncipherment\n"
-        extensions += "extendedKeyUsage=serverAuth,clientAuth\n" + (f"subjectAltName={names}\n" if names else "")
+        extensions += "extendedKeyUsage=serverAuth,clientAuth\n" + (
+            f"subjectAltName={alternative_names}\n" if alternative_names else ""
+        )
         (self.directory / "pki" / f"{name}.ext").write_text(extensions)
         self._openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", f"{name}.key")
         self._openssl("req", "-new", "-key", f"{name}.key", "-subj", subject, "-out", f"{name}.csr")
         signing = ["-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-days", "30", "-extfile", f"{name}.ext"]
         self._openssl("x509", "-req", "-in", f"{name}.csr", *signing, "-out", f"{name}.crt")
 
-    def pki(self, name: str) -> str:
+    def pki_file(self, name: str) -> str:
+        """Return the path of a key or certificate."""
         return str(self.directory / "pki" / name)
 
-    def _make_keys(self) -> None:
+    def _create_certificates(self) -> None:
         self._openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "ca.key")
         self._openssl("req", "-x509", "-new", "-key", "ca.key", "-days", "30", "-subj", "/CN=test-ca", "-out", "ca.crt")
         self._openssl("genrsa", "-out", "sa.key", "2048")
         self._openssl("rsa", "-in", "sa.key", "-pubout", "-out", "sa.pub")
         served = [f"IP:{self.host}", "IP:127.0.0.1", "IP:10.96.0.1", "DNS:localhost", "DNS:kubernetes.default.svc"]
         served += ["DNS:kubernetes.default", "DNS:crds.kube-system.svc"]
-        self.certify("apiserver", "/CN=kube-apiserver", ",".join(dict.fromkeys(served)))
+        self.create_certificate("apiserver", "/CN=kube-apiserver", ",".join(dict.fromkeys(served)))
         for name, subject in (
             ("admin", "/O=system:masters/CN=admin"),
             ("controller-manager", "/CN=system:kube-controller-manager"),
@@ -89,11 +88,11 @@ class ControlPlane:
             ("kubelet-client", "/O=system:masters/CN=kube-apiserver-kubelet-client"),
             ("front-proxy", "/CN=front-proxy"),
         ):
-            self.certify(name, subject)
+            self.create_certificate(name, subject)
             self.write_kubeconfig(name)
 
     def write_kubeconfig(self, name: str, *, port: int | None = None, file: str | None = None) -> Path:
-        """Access as the holder of a certificate."""
+        """Write a kubeconfig that authenticates with a certificate, and return its path."""
         path = self.directory / (file or f"{name}.kubeconfig")
         access = {
             "apiVersion": "v1",
@@ -104,7 +103,7 @@ class ControlPlane:
                     "name": "c",
                     "cluster": {
                         "server": f"https://{self.host}:{port or self.port}",
-                        "certificate-authority": self.pki("ca.crt"),
+                        "certificate-authority": self.pki_file("ca.crt"),
                     },
                 }
             ],
@@ -112,8 +111,8 @@ class ControlPlane:
                 {
                     "name": "u",
                     "user": {
-                        "client-certificate": self.pki(f"{name}.crt"),
-                        "client-key": self.pki(f"{name}.key"),
+                        "client-certificate": self.pki_file(f"{name}.crt"),
+                        "client-key": self.pki_file(f"{name}.key"),
                     },
                 }
             ],
@@ -122,10 +121,10 @@ class ControlPlane:
         path.write_text(json.dumps(access))
         return path
 
-    # processes
+    # Processes
 
-    def spawn(self, name: str, *command: str, environment: dict[str, str] | None = None) -> None:
-        """Start a part, or start it again as it was."""
+    def start_process(self, name: str, *command: str, environment: dict[str, str] | None = None) -> None:
+        """Start a process, or without a command, start it again with the command from before."""
         if command:
             self._commands[name] = (list(command), environment)
         line, variables = self._commands[name]
@@ -140,16 +139,17 @@ class ControlPlane:
                 env=variables,
             )
 
-    def kill(self, name: str) -> None:
-        """As kill -9."""
+    def kill_process(self, name: str) -> None:
+        """Send SIGKILL to a process, and wait for its end."""
         self._processes[name].kill()
         self._processes[name].wait()
 
-    def signal(self, name: str, number: int) -> None:
+    def signal_process(self, name: str, number: int) -> None:
+        """Send a signal to a process."""
         self._processes[name].send_signal(number)
 
-    def end(self, name: str) -> None:
-        """Tell a part to end; kill it if it does not."""
+    def terminate_process(self, name: str) -> None:
+        """Send SIGTERM to a process, and SIGKILL if it does not end within five seconds."""
         process = self._processes.pop(name, None)
         if process is None:
             return
@@ -160,15 +160,16 @@ class ControlPlane:
             process.kill()
             process.wait()
 
-    def alive(self, name: str) -> bool:
+    def is_running(self, name: str) -> bool:
+        """Return whether a process is running."""
         return self._processes[name].poll() is None
 
     def start(self) -> None:
-        """Start everything; return when objects can be made."""
-        self._make_keys()
+        """Start everything, and wait until objects can be created."""
+        self._create_certificates()
         etcd = f"http://127.0.0.1:{self.etcd_port}"
         peers = f"http://127.0.0.1:{free_port()}"
-        self.spawn(
+        self.start_process(
             "etcd",
             str(self.binaries / "root/usr/bin/etcd"),
             f"--data-dir={self.directory / 'etcd'}",
@@ -179,7 +180,7 @@ class ControlPlane:
             f"--initial-cluster=default={peers}",
             "--unsafe-no-fsync",
         )
-        self.spawn(
+        self.start_process(
             "apiserver",
             str(self.binaries / "bin/kube-apiserver"),
             f"--etcd-servers={etcd}",
@@ -187,25 +188,25 @@ class ControlPlane:
             f"--advertise-address={self.host}",
             f"--secure-port={self.port}",
             "--insecure-port=0",
-            f"--tls-cert-file={self.pki('apiserver.crt')}",
-            f"--tls-private-key-file={self.pki('apiserver.key')}",
-            f"--client-ca-file={self.pki('ca.crt')}",
-            f"--service-account-key-file={self.pki('sa.pub')}",
-            f"--service-account-signing-key-file={self.pki('sa.key')}",
+            f"--tls-cert-file={self.pki_file('apiserver.crt')}",
+            f"--tls-private-key-file={self.pki_file('apiserver.key')}",
+            f"--client-ca-file={self.pki_file('ca.crt')}",
+            f"--service-account-key-file={self.pki_file('sa.pub')}",
+            f"--service-account-signing-key-file={self.pki_file('sa.key')}",
             "--service-account-issuer=https://kubernetes.default.svc",
             "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction",
             "--service-cluster-ip-range=10.96.0.0/16",
-            f"--kubelet-client-certificate={self.pki('kubelet-client.crt')}",
-            f"--kubelet-client-key={self.pki('kubelet-client.key')}",
-            f"--kubelet-certificate-authority={self.pki('ca.crt')}",
-            f"--requestheader-client-ca-file={self.pki('ca.crt')}",
+            f"--kubelet-client-certificate={self.pki_file('kubelet-client.crt')}",
+            f"--kubelet-client-key={self.pki_file('kubelet-client.key')}",
+            f"--kubelet-certificate-authority={self.pki_file('ca.crt')}",
+            f"--requestheader-client-ca-file={self.pki_file('ca.crt')}",
             "--requestheader-allowed-names=front-proxy",
             "--requestheader-username-headers=X-Remote-User",
             "--requestheader-group-headers=X-Remote-Group",
             "--requestheader-extra-headers-prefix=X-Remote-Extra-",
-            f"--proxy-client-cert-file={self.pki('front-proxy.crt')}",
-            f"--proxy-client-key-file={self.pki('front-proxy.key')}",
+            f"--proxy-client-cert-file={self.pki_file('front-proxy.crt')}",
+            f"--proxy-client-key-file={self.pki_file('front-proxy.key')}",
             "--kubelet-preferred-address-types=InternalIP",
             "--allow-privileged=true",
             f"--audit-policy-file={self._audit_policy()}",
@@ -214,42 +215,42 @@ class ControlPlane:
         )
         self.wait_until_ready()
         admin = str(self.write_kubeconfig("admin"))
-        self.spawn(
+        self.start_process(
             "crds",
             str(self.binaries / "bin/apiextensions-apiserver"),
             f"--etcd-servers={etcd}",
             "--etcd-prefix=/registry/crds",
             f"--bind-address={self.host}",
             f"--secure-port={self.crd_port}",
-            f"--tls-cert-file={self.pki('apiserver.crt')}",
-            f"--tls-private-key-file={self.pki('apiserver.key')}",
-            f"--client-ca-file={self.pki('ca.crt')}",
+            f"--tls-cert-file={self.pki_file('apiserver.crt')}",
+            f"--tls-private-key-file={self.pki_file('apiserver.key')}",
+            f"--client-ca-file={self.pki_file('ca.crt')}",
             f"--kubeconfig={admin}",
             f"--authentication-kubeconfig={admin}",
             f"--authorization-kubeconfig={admin}",
             "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
             "--enable-priority-and-fairness=false",
         )
-        self._spawn_with_access(
+        self._start_component(
             "controller-manager",
             "--use-service-account-credentials",
-            f"--service-account-private-key-file={self.pki('sa.key')}",
-            f"--root-ca-file={self.pki('ca.crt')}",
+            f"--service-account-private-key-file={self.pki_file('sa.key')}",
+            f"--root-ca-file={self.pki_file('ca.crt')}",
             "--node-monitor-period=1s",
             "--node-monitor-grace-period=12s",
             "--node-eviction-rate=10",
             "--controllers=*,-ttl",
             "--allocate-node-cidrs=false",
         )
-        self._spawn_with_access("scheduler")
+        self._start_component("scheduler")
         self._serve_crds()
         core = client.CoreV1Api(self.client())
-        wait_for(lambda: _there(lambda: core.read_namespaced_service_account("default", "default")), 60)
+        wait_for(lambda: _none_if_missing(lambda: core.read_namespaced_service_account("default", "default")), 60)
 
-    def _spawn_with_access(self, name: str, *options: str) -> None:
-        """Start one of Kubernetes' own clients of the API server."""
+    def _start_component(self, name: str, *options: str) -> None:
+        """Start a component of Kubernetes that is a client of the API server."""
         kinds = ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig")
-        self.spawn(
+        self.start_process(
             name,
             str(self.binaries / f"bin/kube-{name}"),
             *(f"--{kind}={self.directory}/{name}.kubeconfig" for kind in kinds),
@@ -260,26 +261,32 @@ class ControlPlane:
             *options,
         )
 
+    def restart_api_server(self) -> None:
+        """Start the API server again after it was killed, and wait until it is ready."""
+        self.start_process("apiserver")
+        self.wait_until_ready()
+
     def wait_until_ready(self) -> None:
+        """Wait until the API server is ready."""
         self.write_kubeconfig("admin")
 
-        def ready() -> bool:
-            if not self.alive("apiserver"):
+        def is_ready() -> bool:
+            if not self.is_running("apiserver"):
                 raise RuntimeError((self.directory / "log/apiserver.log").read_text()[-2000:])
             return self.kubectl("get", "--raw", "/readyz", check=False).returncode == 0
 
-        wait_for(ready, 60, "the API server does not get ready")
+        wait_for(is_ready, 120, "The API server does not become ready.")
 
     def _serve_crds(self) -> None:
-        """Install the CRD in its server, and have the API server pass its group on to it."""
+        """Install the CRD in the CRD server, and let the API server forward requests for its API group."""
         direct = self.write_kubeconfig("admin", port=self.crd_port, file="crds.kubeconfig")
-        wait_for(lambda: self.kubectl("get", "--raw", "/readyz", access=direct, check=False).returncode == 0, 60)
-        # it has no discovery that kubectl of 1.20 understands
+        wait_for(lambda: self.kubectl("get", "--raw", "/readyz", kubeconfig=direct, check=False).returncode == 0, 60)
+        # kubectl 1.20 does not understand the discovery of this server, so it cannot apply the CRD.
         crd = self.directory / "crd.json"
         crd.write_text(json.dumps(yaml.safe_load(CRD.read_text())))
         definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        self.kubectl("create", "--raw", definitions, "-f", str(crd), access=direct)
-        authority = base64.b64encode(Path(self.pki("ca.crt")).read_bytes()).decode()
+        self.kubectl("create", "--raw", definitions, "-f", str(crd), kubeconfig=direct)
+        authority = base64.b64encode(Path(self.pki_file("ca.crt")).read_bytes()).decode()
         outside = "localhost" if self.host == "127.0.0.1" else self.host
         service = {
             "apiVersion": "v1",
@@ -301,29 +308,37 @@ class ControlPlane:
             },
         }
         self.kubectl("apply", "-f", "-", stdin=json.dumps(service))
-        self._group = json.dumps(group)
-        self.serve_group()
+        self._api_service = json.dumps(group)
+        self.register_api_group()
 
-    def serve_group(self) -> None:
-        """Have the API server pass RolloutJobs on to their server; return when it does."""
-        self.kubectl("apply", "-f", "-", stdin=self._group)
-        wait_for(lambda: self.kubectl("get", "rolloutjobs", check=False).returncode == 0, 60)
+    def register_api_group(self) -> None:
+        """Let the API server serve RolloutJobs, and wait until it does."""
+        self.kubectl("apply", "-f", "-", stdin=self._api_service)
+        self.wait_until_jobs_are_served()
 
-    def withdraw_group(self) -> None:
-        """The API server knows no RolloutJobs any more (404), as for a while after it has started."""
+    def wait_until_jobs_are_served(self) -> None:
+        """Wait until the API server serves RolloutJobs."""
+        wait_for(self.serves_jobs, 120, "The API server does not serve RolloutJobs.")
+
+    def serves_jobs(self) -> bool:
+        """Return whether the API server serves RolloutJobs."""
+        return self.kubectl("get", "rolloutjobs", check=False).returncode == 0
+
+    def unregister_api_group(self) -> None:
+        """Let the API server answer 404 for RolloutJobs, as it does for a moment after a restart."""
         self.kubectl("delete", "apiservice", f"{VERSION}.{GROUP}")
-        wait_for(lambda: self.kubectl("get", "rolloutjobs", check=False).returncode != 0, 60)
-        # watches that it passed on would go on
-        self.kill("crds")
-        self.spawn("crds")
+        wait_for(lambda: not self.serves_jobs(), 120, "The API server still serves RolloutJobs.")
+        # Watches that the API server forwards would otherwise continue.
+        self.kill_process("crds")
+        self.start_process("crds")
 
     def stop(self) -> None:
-        """End everything, in reverse."""
+        """Terminate all processes, the last one first."""
         for name in reversed(list(self._processes)):
-            self.end(name)
+            self.terminate_process(name)
 
     def _audit_policy(self) -> Path:
-        """Who asked for what, of service accounts: so that their rights can be compared with what they do."""
+        """Write a policy that records all requests of service accounts, to compare them with the accounts' rights."""
         path = self.directory / "audit.yaml"
         rules = [
             {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "omitStages": ["RequestReceived"]},
@@ -332,39 +347,47 @@ class ControlPlane:
         path.write_text(json.dumps({"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}))
         return path
 
-    def asked_by(self, user: str) -> list[dict[str, Any]]:
-        """The audit log's entries of a user."""
+    def audit_entries(self, user: str) -> list[dict[str, Any]]:
+        """Return the audit log's entries about a user's requests."""
         lines = (self.directory / "log" / "audit.log").read_text().splitlines()
         return [entry for line in lines if (entry := json.loads(line))["user"]["username"] == user]
 
-    def access_of(self, namespace: str, account: str) -> Path:
-        """A kubeconfig for a service account."""
+    def service_account_kubeconfig(self, namespace: str, account: str) -> Path:
+        """Write a kubeconfig for a service account, and return its path."""
         core = client.CoreV1Api(self.client())
-        found = wait_for(lambda: core.read_namespaced_service_account(account, namespace).secrets, 30)
-        data = core.read_namespaced_secret(found[0].name, namespace).data
+        secrets = wait_for(lambda: core.read_namespaced_service_account(account, namespace).secrets)
+        data = core.read_namespaced_secret(secrets[0].name, namespace).data
         access = json.loads(self.kubeconfig.read_text())
         access["users"][0]["user"] = {"token": base64.b64decode(data["token"]).decode()}
         path = self.directory / f"{namespace}-{account}.kubeconfig"
         path.write_text(json.dumps(access))
         return path
 
-    # access
+    # Clients
 
     def client(self) -> client.ApiClient:
-        """As the cluster's administrator."""
+        """Return a client with the rights of a cluster administrator."""
         return config.new_client_from_config(str(self.kubeconfig))
 
     def kubectl(
-        self, *arguments: str, stdin: str | None = None, access: Path | None = None, check: bool = True
+        self, *arguments: str, stdin: str | None = None, kubeconfig: Path | None = None, check: bool = True
     ) -> subprocess.CompletedProcess[str]:
-        command = [str(self.binaries / "bin/kubectl"), "--kubeconfig", str(access or self.kubeconfig), *arguments]
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=self.directory)
-        if check and done.returncode:
-            raise RuntimeError(f"kubectl {' '.join(arguments)}: {done.stderr}")
-        return done
+        """Run kubectl as administrator.
+
+        Args:
+            arguments: its arguments.
+            stdin: its input.
+            kubeconfig: replaces the administrator's kubeconfig.
+            check: raise RuntimeError if it fails.
+        """
+        command = [str(self.binaries / "bin/kubectl"), "--kubeconfig", str(kubeconfig or self.kubeconfig), *arguments]
+        process = subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=self.directory)
+        if check and process.returncode:
+            raise RuntimeError(f"kubectl {' '.join(arguments)}: {process.stderr}")
+        return process
 
 
-def _there(call: Callable[[], Any]) -> Any:
+def _none_if_missing(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except client.ApiException as error:

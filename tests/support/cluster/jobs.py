@@ -1,4 +1,4 @@
-"""RolloutJobs and their pods, as a test's user sees them."""
+"""The RolloutJobs of one namespace, and their pods, as a user of the API server sees them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from kubernetes import client
 from rollout_operator import names
 
 from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, VERSION
-from tests.support.cluster.control_plane import ControlPlane, wait_for
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.waiting import wait_for
 
+TIMEOUT_S = 60.0
 SPEC: dict[str, Any] = {
     "source": {"trainer": {}},
     "model": {"uri": "Qwen/Qwen3-8B"},
@@ -19,16 +21,20 @@ SPEC: dict[str, Any] = {
 }
 
 
-def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merge(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Return *base* with *changes*, which are merged recursively; a change to None removes a field."""
     result = dict(base)
     for name, value in changes.items():
-        there = result.get(name)
-        result[name] = merged(there, value) if isinstance(there, dict) and isinstance(value, dict) else value
+        old = result.get(name)
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = merge(old if isinstance(old, dict) else {}, value) if isinstance(value, dict) else value
     return result
 
 
 class Jobs:
-    """Those of one namespace."""
+    """The RolloutJobs of a new namespace."""
 
     def __init__(self, cluster: ControlPlane, namespace: str) -> None:
         api = cluster.client()
@@ -37,81 +43,119 @@ class Jobs:
         self.core.create_namespace({"metadata": {"name": namespace}})
 
     def manifest(self, name: str, **sections: Any) -> dict[str, Any]:
+        """Return the manifest of a job whose spec is a default spec with changed sections."""
         metadata = {"name": name, "namespace": self.namespace}
-        return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": merged(SPEC, sections)}
+        return {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": merge(SPEC, sections)}
 
-    def make(self, name: str, **sections: Any) -> dict[str, Any]:
-        body = self.manifest(name, **sections)
-        made: dict[str, Any] = self._custom.create_namespaced_custom_object(
-            GROUP, VERSION, self.namespace, PLURAL, body
+    def create(self, name: str, **sections: Any) -> dict[str, Any]:
+        """Create a job; see :meth:`manifest`."""
+        return self._create(self.manifest(name, **sections))
+
+    def _create(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        job: dict[str, Any] = self._custom.create_namespaced_custom_object(
+            GROUP, VERSION, self.namespace, PLURAL, manifest
         )
-        return made
+        return job
+
+    def rejection(self, manifest: dict[str, Any]) -> str:
+        """Create a job, and return the API server's message if it rejects the manifest, else an empty string."""
+        try:
+            self._create(manifest)
+        except client.ApiException as error:
+            return str(json.loads(error.body)["message"])
+        return ""
 
     def get(self, name: str) -> dict[str, Any] | None:
+        """Return a job, or None if it does not exist."""
         try:
-            found: dict[str, Any] = self._custom.get_namespaced_custom_object(
+            job: dict[str, Any] = self._custom.get_namespaced_custom_object(
                 GROUP, VERSION, self.namespace, PLURAL, name
             )
         except client.ApiException as error:
             if error.status == 404:
                 return None
             raise
-        return found
+        return job
 
     def status(self, name: str) -> dict[str, Any]:
+        """Return a job's status, which may be empty."""
         return (self.get(name) or {}).get("status") or {}
 
     def state(self, name: str) -> str:
+        """Return a job's one-word state, or an empty string."""
         return str(self.status(name).get("state", ""))
 
     def finalizers(self, name: str) -> list[str]:
-        """What holds a job that is there."""
+        """Return the finalizers of an existing job."""
         job = self.get(name)
         assert job is not None
         return list(job["metadata"].get("finalizers", ()))
 
     def condition(self, name: str, kind: str) -> tuple[str, str]:
+        """Return status and reason of a job's condition; both are empty if it is not set."""
         conditions = self.status(name).get("conditions", ())
-        return next(((one["status"], one["reason"]) for one in conditions if one["type"] == kind), ("", ""))
+        return next(((found["status"], found["reason"]) for found in conditions if found["type"] == kind), ("", ""))
 
     def patch(self, name: str, **sections: Any) -> None:
+        """Change sections of a job's spec by a merge patch."""
         self._custom.patch_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name, {"spec": sections})
 
     def delete(self, name: str) -> None:
+        """Request the deletion of a job."""
         self._custom.delete_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name)
 
     def pods(self, name: str, component: str | None = None) -> dict[str, Any]:
-        """Pods of a job by name, but those that are being deleted."""
+        """Return a job's pods by name, without those that are being deleted."""
         selector = ",".join(f"{key}={value}" for key, value in names.selector(name, component).items())
-        found = self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
-        return {pod.metadata.name: pod for pod in found if pod.metadata.deletion_timestamp is None}
+        pods = self.core.list_namespaced_pod(self.namespace, label_selector=selector).items
+        return {pod.metadata.name: pod for pod in pods if pod.metadata.deletion_timestamp is None}
 
     def running(self, name: str) -> set[str]:
-        return {pod for pod, one in self.pods(name).items() if one.status.phase == "Running"}
+        """Return the names of a job's running pods."""
+        return {pod_name for pod_name, pod in self.pods(name).items() if pod.status.phase == "Running"}
+
+    def wait_for_running(self, name: str, count: int, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until a job has exactly *count* running pods."""
+        wait_for(
+            lambda: len(self.running(name)) == count, timeout_s, lambda: f"{name}: {self.running(name)}, not {count}"
+        )
 
     def events(self, name: str) -> dict[str, str]:
-        found = self.core.list_namespaced_event(self.namespace, field_selector=f"involvedObject.name={name}").items
-        return {event.reason: event.message for event in found}
+        """Return the messages of a job's Events by reason."""
+        events = self.core.list_namespaced_event(self.namespace, field_selector=f"involvedObject.name={name}").items
+        return {event.reason: event.message for event in events}
 
-    def wait(self, condition: Callable[[], Any], seconds: float = 30) -> Any:
-        return wait_for(condition, seconds)
+    def wait_for_event(self, name: str, reason: str) -> str:
+        """Wait for an Event about a job, and return its message."""
+        message: str = self.wait(lambda: self.events(name).get(reason))
+        return message
 
-    def wait_for_state(self, name: str, state: str, seconds: float = 30) -> None:
-        wait_for(lambda: self.state(name) == state, seconds, f"{name} is {self.status(name)}, not {state}")
+    def wait(self, condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
+        """Wait until a condition returns something true, and return that."""
+        return wait_for(condition, timeout_s)
 
-    def apply(self, manifest: dict[str, Any]) -> str:
-        """What kubectl says to a manifest that it cannot apply; empty if it can."""
-        done = self.cluster.kubectl("create", "--validate=false", "-f", "-", stdin=json.dumps(manifest), check=False)
-        return done.stderr if done.returncode else ""
+    def wait_for_state(self, name: str, state: str, timeout_s: float = TIMEOUT_S) -> None:
+        """Wait until a job is in a state."""
+        wait_for(lambda: self.state(name) == state, timeout_s, lambda: f"{name} is not {state}: {self.status(name)}")
 
     def clear(self) -> None:
-        """Delete everything, with no operator's help."""
-        found = self._custom.list_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL)
-        for job in found["items"]:
+        """Delete all jobs and pods without waiting for an operator."""
+        jobs = self._custom.list_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL)["items"]
+        for job in jobs:
             name = job["metadata"]["name"]
-            body = {"metadata": {"finalizers": []}}
-            self._custom.patch_namespaced_custom_object(GROUP, VERSION, self.namespace, PLURAL, name, body)
-            if not job["metadata"].get("deletionTimestamp"):
-                self.delete(name)
+            try:
+                # An operator would add its finalizer again if the job were not being deleted yet.
+                if not job["metadata"].get("deletionTimestamp"):
+                    self.delete(name)
+                self._custom.patch_namespaced_custom_object(
+                    GROUP, VERSION, self.namespace, PLURAL, name, {"metadata": {"finalizers": []}}
+                )
+            except client.ApiException as error:
+                if error.status != 404:
+                    raise
         self.core.delete_collection_namespaced_pod(self.namespace, grace_period_seconds=0)
+
+    def close(self) -> None:
+        """Delete all jobs and pods, and the namespace."""
+        self.clear()
         self.core.delete_namespace(self.namespace)

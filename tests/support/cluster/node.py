@@ -1,4 +1,7 @@
-"""A real node on this machine: containerd, kubelet, kube-proxy, a bridge for pods, names for Services. Needs root."""
+"""A real node on this machine: containerd, kubelet, kube-proxy, a bridge for the pods, and a DNS server for Services.
+
+It requires root and cgroup v1.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +13,23 @@ import signal
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import yaml
 from kubernetes import client
 
-from tests.support.cluster.control_plane import ControlPlane, wait_for
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.waiting import wait_for
 from tests.support.ports import free_port
 
 NAME = "node1"
 ADDRESS = "10.89.0.1"
-"""Of the bridge: of the node, and of the API server as pods see it."""
+"""Address of the bridge, which is also that of the node and of the API server."""
 _NET = "10.89.0.0/24"
 _BRIDGE = "das0"
 _CGROUPS = Path("/sys/fs/cgroup")
-# the kubelet, kube-proxy and the bridge plugin change these
-_SETTINGS = (
+_SYSCTLS = (
     "vm.overcommit_memory",
     "vm.panic_on_oom",
     "kernel.panic",
@@ -35,14 +39,21 @@ _SETTINGS = (
     "net.ipv4.ip_forward",
     "net.ipv4.conf.all.route_localnet",
 )
+"""Kernel parameters that the kubelet, kube-proxy and the bridge plugin change. They are restored at the end."""
+_POD_DELETION_TIMEOUT_S = 40.0
 
 
-def make_bridge() -> None:
-    """The address must be there before the API server listens on it."""
+def create_bridge() -> None:
+    """Create the bridge, which must exist before the API server can listen on its address.
+
+    Raises:
+        PermissionError: if the caller is not root.
+        OSError: if this machine has no cgroup v1 hierarchies.
+    """
     if os.geteuid():
-        raise PermissionError("a real node needs root; or name a cluster in KUBECONFIG")
+        raise PermissionError("A real node requires root. Alternatively, set KUBECONFIG to use another cluster.")
     if not (_CGROUPS / "memory" / "cgroup.procs").exists():
-        raise OSError("Kubernetes 1.20 needs cgroup v1 hierarchies, which are not there; name a cluster in KUBECONFIG")
+        raise OSError("Kubernetes 1.20 requires cgroup v1, which this machine lacks. Set KUBECONFIG to use a cluster.")
     if subprocess.run(["ip", "link", "show", _BRIDGE], capture_output=True).returncode:
         subprocess.run(["ip", "link", "add", _BRIDGE, "type", "bridge"], check=True)
         subprocess.run(["ip", "addr", "add", f"{ADDRESS}/24", "dev", _BRIDGE], check=True)
@@ -50,18 +61,24 @@ def make_bridge() -> None:
 
 
 class Node:
-    """One node of *plane*, with the images of *archives*."""
+    """The processes of a node."""
 
-    def __init__(self, plane: ControlPlane, archives: Path) -> None:
-        self._plane, self._archives = plane, archives
-        self._root = plane.binaries / "root"
-        self._directory = plane.directory / NAME
-        self._before: dict[str, str] = {}
+    def __init__(self, control_plane: ControlPlane, archives: Path) -> None:
+        """Prepare the only node of a control plane.
+
+        Args:
+            control_plane: the control plane.
+            archives: directory with the archives of the images that pods may use.
+        """
+        self._control_plane, self._archives = control_plane, archives
+        self._root = control_plane.binaries / "root"
+        self._directory = control_plane.directory / NAME
+        self._original_sysctls: dict[str, str] = {}
         self._namespace: subprocess.Popen[bytes] | None = None
-        self._names_end = threading.Event()
-        self._path = self._environment()
+        self._stopping = threading.Event()
+        self._variables = self._environment()
 
-    # what containerd, the kubelet and kube-proxy are told
+    # Settings of containerd, kubelet and kube-proxy
 
     def _environment(self) -> dict[str, str]:
         libraries = self._root / "usr/lib/x86_64-linux-gnu"
@@ -136,11 +153,11 @@ conf_dir = "{cni}"
             "authentication": {
                 "anonymous": {"enabled": False},
                 "webhook": {"enabled": True},
-                "x509": {"clientCAFile": self._plane.pki("ca.crt")},
+                "x509": {"clientCAFile": self._control_plane.pki_file("ca.crt")},
             },
             "authorization": {"mode": "Webhook"},
-            "tlsCertFile": self._plane.pki(f"{NAME}.crt"),
-            "tlsPrivateKeyFile": self._plane.pki(f"{NAME}.key"),
+            "tlsCertFile": self._control_plane.pki_file(f"{NAME}.crt"),
+            "tlsPrivateKeyFile": self._control_plane.pki_file(f"{NAME}.key"),
             "cgroupDriver": "cgroupfs",
             "cgroupRoot": f"/{_BRIDGE}-{NAME}",
             "failSwapOn": False,
@@ -155,19 +172,19 @@ conf_dir = "{cni}"
         }
         (self._directory / "kubelet.yaml").write_text(yaml.safe_dump(kubelet))
 
-    def _make_cgroups(self) -> None:
+    def _create_cgroups(self) -> None:
         for hierarchy in _CGROUPS.iterdir():
             if (hierarchy / "cgroup.procs").exists() and hierarchy.name != "unified":
                 (hierarchy / f"{_BRIDGE}-{NAME}").mkdir(exist_ok=True)
-        for name in ("cpuset.cpus", "cpuset.mems"):  # a new group has none
+        for name in ("cpuset.cpus", "cpuset.mems"):  # A new group has none, and so could run no process.
             (_CGROUPS / "cpuset" / f"{_BRIDGE}-{NAME}" / name).write_text((_CGROUPS / "cpuset" / name).read_text())
 
     def _enter(self) -> list[str]:
         assert self._namespace is not None
         return [shutil.which("nsenter") or "nsenter", "-t", str(self._namespace.pid), "-m"]
 
-    def _make_namespace(self) -> None:
-        """Mounts of the node's own: pods' logs and network namespaces are not left on the machine."""
+    def _create_mount_namespace(self) -> None:
+        """Create a mount namespace, so that logs and network namespaces of pods do not remain on the machine."""
         logs, netns = self._directory / "logs", self._directory / "netns"
         for folder in (logs, netns, Path("/var/log/pods"), Path("/var/log/containers"), Path("/run/netns")):
             folder.mkdir(parents=True, exist_ok=True)
@@ -179,50 +196,58 @@ conf_dir = "{cni}"
         )
         assert self._namespace.stdout is not None
         if not self._namespace.stdout.readline():
-            raise OSError("this machine allows no mount namespaces")
+            raise OSError("This machine does not permit mount namespaces.")
 
-    # its life
+    # Processes
 
-    def start(self) -> None:
-        """Return when the node is Ready."""
-        for name in _SETTINGS:
-            self._before[name] = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True).stdout.strip()
-        self._plane.certify(NAME, f"/O=system:nodes/CN=system:node:{NAME}", f"IP:{ADDRESS},IP:127.0.0.1,DNS:{NAME}")
-        self._plane.certify("kube-proxy", "/CN=system:kube-proxy")
-        for name in (NAME, "kube-proxy"):
-            self._plane.write_kubeconfig(name)
+    def start_containerd(self) -> None:
+        """Start containerd, which does not need the control plane, and import the images."""
+        for name in _SYSCTLS:
+            self._original_sysctls[name] = subprocess.run(
+                ["sysctl", "-n", name], capture_output=True, text=True
+            ).stdout.strip()
         self._write_settings()
-        self._make_cgroups()
-        self._make_namespace()
-        self._plane.spawn(
+        self._create_cgroups()
+        self._create_mount_namespace()
+        self._control_plane.start_process(
             "containerd",
             *self._enter(),
             str(self._root / "usr/bin/containerd"),
             "-c",
             str(self._directory / "containerd.toml"),
-            environment=self._path,
+            environment=self._variables,
         )
-        wait_for(lambda: self.ctr("version", check=False).returncode == 0, 30, "containerd does not start")
-        for archive in sorted(self._archives.glob("*.tar")):
-            self.ctr("images", "import", str(archive))
-        self._plane.spawn(
+        wait_for(lambda: self.ctr("version", check=False).returncode == 0, 60, "containerd does not start.")
+        archives = sorted(self._archives.glob("*.tar"), key=lambda archive: archive.stat().st_size, reverse=True)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(lambda archive: self.ctr("images", "import", str(archive)), archives))
+
+    def start(self) -> None:
+        """Start the other processes of the node, and wait until it is ready."""
+        self._control_plane.create_certificate(
+            NAME, f"/O=system:nodes/CN=system:node:{NAME}", f"IP:{ADDRESS},IP:127.0.0.1,DNS:{NAME}"
+        )
+        self._control_plane.create_certificate("kube-proxy", "/CN=system:kube-proxy")
+        for name in (NAME, "kube-proxy"):
+            self._control_plane.write_kubeconfig(name)
+        self._control_plane.start_process(
             "kubelet",
             *self._enter(),
-            str(self._plane.binaries / "bin/kubelet"),
+            str(self._control_plane.binaries / "bin/kubelet"),
             f"--config={self._directory / 'kubelet.yaml'}",
-            f"--kubeconfig={self._plane.directory / NAME}.kubeconfig",
+            f"--kubeconfig={self._control_plane.directory / NAME}.kubeconfig",
             f"--hostname-override={NAME}",
             f"--node-ip={ADDRESS}",
             f"--root-dir={self._directory / 'kubelet'}",
             "--container-runtime=remote",
             f"--container-runtime-endpoint=unix://{self._socket}",
             f"--cert-dir={self._directory}",
-            environment=self._path,
+            environment=self._variables,
         )
-        self._plane.spawn(
+        self._control_plane.start_process(
             "kube-proxy",
-            str(self._plane.binaries / "bin/kube-proxy"),
-            f"--kubeconfig={self._plane.directory}/kube-proxy.kubeconfig",
+            str(self._control_plane.binaries / "bin/kube-proxy"),
+            f"--kubeconfig={self._control_plane.directory}/kube-proxy.kubeconfig",
             f"--hostname-override={NAME}",
             "--proxy-mode=iptables",
             "--cluster-cidr=10.88.0.0/14",
@@ -231,44 +256,47 @@ conf_dir = "{cni}"
             "--conntrack-tcp-timeout-close-wait=0",
             f"--healthz-bind-address=127.0.0.1:{free_port()}",
             f"--metrics-bind-address=127.0.0.1:{free_port()}",
-            environment=self._path,
+            environment=self._variables,
         )
-        self._serve_names()
+        self._start_dns_server()
         self.wait_until_ready()
 
     def wait_until_ready(self) -> None:
-        core = client.CoreV1Api(self._plane.client())
+        """Wait until the node is ready."""
+        core = client.CoreV1Api(self._control_plane.client())
 
-        def ready() -> bool:
+        def is_ready() -> bool:
             for part in ("containerd", "kubelet", "kube-proxy"):
-                if not self._plane.alive(part):
-                    raise RuntimeError((self._plane.directory / "log" / f"{part}.log").read_text()[-3000:])
+                if not self._control_plane.is_running(part):
+                    raise RuntimeError((self._control_plane.directory / "log" / f"{part}.log").read_text()[-3000:])
             nodes = [node for node in core.list_node().items if node.metadata.name == NAME]
-            conditions = [one for node in nodes for one in node.status.conditions or ()]
-            return any(one.type == "Ready" and one.status == "True" for one in conditions)
+            conditions = [condition for node in nodes for condition in node.status.conditions or ()]
+            return any(condition.type == "Ready" and condition.status == "True" for condition in conditions)
 
-        wait_for(ready, 90, "the node does not get Ready")
+        wait_for(is_ready, 120, "The node does not become ready.")
 
     def kill_kubelet(self) -> None:
-        self._plane.kill("kubelet")
+        """Kill the kubelet; the containers keep running."""
+        self._control_plane.kill_process("kubelet")
 
     def start_kubelet(self) -> None:
-        self._plane.spawn("kubelet")
+        """Start the kubelet again, and wait until the node is ready."""
+        self._control_plane.start_process("kubelet")
         self.wait_until_ready()
 
     def ctr(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """containerd's own client."""
+        """Run the client of containerd."""
         command = [str(self._root / "usr/bin/ctr"), "-a", str(self._socket), "-n", "k8s.io", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env=self._path)
-        if check and done.returncode:
-            raise RuntimeError(f"ctr {' '.join(arguments)}: {done.stderr}")
-        return done
+        process = subprocess.run(command, capture_output=True, text=True, env=self._variables)
+        if check and process.returncode:
+            raise RuntimeError(f"ctr {' '.join(arguments)}: {process.stderr}")
+        return process
 
-    def _serve_names(self) -> None:
-        """What a cluster's DNS does: every Service by its name."""
+    def _start_dns_server(self) -> None:
+        """Start dnsmasq in place of the cluster's DNS: it resolves the names of all Services."""
         hosts = self._directory / "hosts"
         hosts.touch()
-        self._plane.spawn(
+        self._control_plane.start_process(
             "dnsmasq",
             shutil.which("dnsmasq") or "dnsmasq",
             "--keep-in-foreground",
@@ -282,31 +310,27 @@ conf_dir = "{cni}"
             "--conf-file=/dev/null",
             f"--pid-file={self._directory / 'dnsmasq.pid'}",
         )
-        core = client.CoreV1Api(self._plane.client())
+        core = client.CoreV1Api(self._control_plane.client())
 
-        def keep() -> None:
-            while not self._names_end.wait(0.5):
+        def update_hosts() -> None:
+            while not self._stopping.wait(0.5):
                 try:
                     services = core.list_service_for_all_namespaces(_request_timeout=5).items
-                except Exception:  # the API server is away: tests see to that
+                except Exception:  # A test may have killed the API server.
                     continue
-                lines = [
-                    f"{one.spec.cluster_ip} {one.metadata.name}.{one.metadata.namespace}.svc.cluster.local\n"
-                    for one in services
-                    if one.spec.cluster_ip not in (None, "", "None")
-                ]
-                if "".join(lines) != hosts.read_text():
-                    hosts.write_text("".join(lines))
-                    self._plane.signal("dnsmasq", signal.SIGHUP)
+                text = "".join(map(_hosts_line, services))
+                if text != hosts.read_text():
+                    hosts.write_text(text)
+                    self._control_plane.signal_process("dnsmasq", signal.SIGHUP)
 
-        threading.Thread(target=keep, name="names", daemon=True).start()
+        threading.Thread(target=update_hosts, name="dns", daemon=True).start()
 
     def stop(self) -> None:
-        """Leave nothing on the machine."""
-        self._names_end.set()
-        with contextlib.suppress(Exception):  # a test may have left the API server dead
+        """Terminate all processes and remove everything that the node has left on this machine."""
+        self._stopping.set()
+        with contextlib.suppress(Exception):  # A test may have left the API server dead.
             self._delete_pods()
-        self._plane.end("kubelet")
+        self._control_plane.terminate_process("kubelet")
         for _ in range(10):
             tasks = self.ctr("tasks", "ls", "-q", check=False).stdout.split()
             if not tasks:
@@ -317,41 +341,47 @@ conf_dir = "{cni}"
             time.sleep(0.3)
         subprocess.run(["pkill", "-f", f"containerd-shim-runc-v2 .*-address {self._socket}"])
         for part in ("containerd", "kube-proxy", "dnsmasq"):
-            self._plane.end(part)
-        clean = [str(self._plane.binaries / "bin/kube-proxy"), "--cleanup"]
-        subprocess.run(clean, env=self._path, capture_output=True)
+            self._control_plane.terminate_process(part)
+        clean = [str(self._control_plane.binaries / "bin/kube-proxy"), "--cleanup"]
+        subprocess.run(clean, env=self._variables, capture_output=True)
         if self._namespace is not None:
             self._namespace.kill()
             self._namespace.wait()
         mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
-        for mount in sorted((one for one in mounts if one.startswith(f"{self._directory}/")), reverse=True):
+        for mount in sorted((path for path in mounts if path.startswith(f"{self._directory}/")), reverse=True):
             subprocess.run(["umount", "-l", mount])
         links = subprocess.run(["ip", "-o", "link", "show", "master", _BRIDGE], capture_output=True, text=True).stdout
         for line in links.splitlines():
             subprocess.run(["ip", "link", "del", line.split(":")[1].split("@")[0].strip()])
         subprocess.run(["ip", "link", "del", _BRIDGE])
         for group in _CGROUPS.glob(f"*/{_BRIDGE}-{NAME}"):
-            for folder in sorted((one for one in group.rglob("*") if one.is_dir()), reverse=True):
-                _remove(folder)
-            _remove(group)
-        for name, value in self._before.items():
+            for folder in sorted((path for path in group.rglob("*") if path.is_dir()), reverse=True):
+                _remove_cgroup(folder)
+            _remove_cgroup(group)
+        for name, value in self._original_sysctls.items():
             subprocess.run(["sysctl", "-q", "-w", f"{name}={value}"], capture_output=True)
         shutil.rmtree(self._directory / "containerd", ignore_errors=True)
 
     def _delete_pods(self) -> None:
-        """Let the kubelet tear down what it has set up."""
-        core, apps = client.CoreV1Api(self._plane.client()), client.AppsV1Api(self._plane.client())
-        for namespace in [one.metadata.name for one in core.list_namespace().items]:
+        """Delete all pods, so that the kubelet removes their mounts and network interfaces."""
+        core, apps = client.CoreV1Api(self._control_plane.client()), client.AppsV1Api(self._control_plane.client())
+        for namespace in [namespace.metadata.name for namespace in core.list_namespace().items]:
             apps.delete_collection_namespaced_deployment(namespace)
             apps.delete_collection_namespaced_stateful_set(namespace)
             core.delete_collection_namespaced_pod(namespace, grace_period_seconds=1)
-        deadline = time.monotonic() + 40
-        while core.list_pod_for_all_namespaces().items and time.monotonic() < deadline:
-            time.sleep(0.5)
+        wait_for(lambda: not core.list_pod_for_all_namespaces().items, _POD_DELETION_TIMEOUT_S)
 
 
-def _remove(cgroup: Path) -> None:
+def _hosts_line(service: client.V1Service) -> str:
+    """Return the line of the hosts file for a Service, or an empty string if it has no address."""
+    address, metadata = service.spec.cluster_ip, service.metadata
+    if address in (None, "", "None"):
+        return ""
+    return f"{address} {metadata.name}.{metadata.namespace}.svc.cluster.local\n"
+
+
+def _remove_cgroup(cgroup: Path) -> None:
     try:
         cgroup.rmdir()
-    except OSError:
+    except OSError:  # The kernel has not removed all processes yet.
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""A cluster whose pods really run, with the operator installed by its chart: one of our own, or that of KUBECONFIG."""
+"""A cluster whose pods run containers, with the chart installed: a cluster of our own, or that of KUBECONFIG."""
 
 from __future__ import annotations
 
@@ -12,137 +12,148 @@ import subprocess
 import threading
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import redis
+import yaml
+from kubernetes import client, config
 
-from rollout_api.manifest.rollout_job import GROUP
+from rollout_api.manifest.rollout_job import GROUP, PLURAL
 from rollout_api.manifest.rollout_job import VERSION as API_VERSION
 from rollout_api.protocol.keys import HistoryKeys
 from tests.support.cluster.chart import CHART, HELM
-from tests.support.cluster.control_plane import ControlPlane, wait_for
-from tests.support.cluster.node import ADDRESS, Node, make_bridge
-from tests.support.history_contents import ids_in
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.node import ADDRESS, Node, create_bridge
+from tests.support.cluster.waiting import wait_for
+from tests.support.history_contents import rollout_ids_in
 from tests.support.ports import accepts, free_port
 
 ROOT = Path(__file__).parents[3]
-EXAMPLES = ROOT / "examples"
-# on a cluster of somebody's, names that nobody has
-_OTHERS = "KUBECONFIG" in os.environ
-NAMESPACE = f"das-test-{secrets.token_hex(4)}" if _OTHERS else "rollouts"
-RELEASE = f"t{secrets.token_hex(4)}" if _OTHERS else "das"
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+# On somebody else's cluster, namespace and release have random names.
+_IS_SHARED = "KUBECONFIG" in os.environ
+NAMESPACE = f"das-test-{secrets.token_hex(4)}" if _IS_SHARED else "rollouts"
+RELEASE = f"t{secrets.token_hex(4)}" if _IS_SHARED else "das"
+REQUEST_TIMEOUT_S = 30
+_PATHS = {
+    "rolloutjob": f"/apis/{GROUP}/{API_VERSION}/namespaces/{NAMESPACE}/{PLURAL}",
+    "deployment": f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments",
+    "statefulset": f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets",
+    "pod": f"/api/v1/namespaces/{NAMESPACE}/pods",
+    "service": f"/api/v1/namespaces/{NAMESPACE}/services",
+    "secret": f"/api/v1/namespaces/{NAMESPACE}/secrets",
+    "event": f"/api/v1/namespaces/{NAMESPACE}/events",
+}
+
+
+def example(name: str) -> list[dict[str, Any]]:
+    """Return the manifests of an example."""
+    return list(yaml.safe_load_all((ROOT / "examples" / name).read_text()))
+
+
+def job_manifest(name: str, **spec: Any) -> dict[str, Any]:
+    """Return the manifest of a job."""
+    return {
+        "apiVersion": f"{GROUP}/{API_VERSION}",
+        "kind": "RolloutJob",
+        "metadata": {"name": name, "namespace": NAMESPACE},
+        "spec": spec,
+    }
+
+
+def is_ready(manifest: dict[str, Any]) -> bool:
+    """Return whether a pod is ready and not being deleted."""
+    conditions = manifest.get("status", {}).get("conditions", ())
+    ready = any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+    return ready and "deletionTimestamp" not in manifest["metadata"]
 
 
 class RealCluster:
     """The cluster of a kubeconfig."""
 
     def __init__(self, kubeconfig: Path, kubectl: Path, values: dict[str, str]) -> None:
-        """Use a cluster with *kubectl*; *values* are the chart's."""
+        """Use a cluster.
+
+        Args:
+            kubeconfig: how to access it as an administrator.
+            kubectl: the program.
+            values: values for the chart.
+        """
         self.kubeconfig = kubeconfig
         self._kubectl, self._values = kubectl, values
-        self._crd_is_ours = False
+        self._installed_crd = False
+        self._client: client.ApiClient | None = None
+
+    # Installation
+
+    def install(self) -> None:
+        """Install the chart with a Redis that needs no storage class, and the CRD unless it is installed already."""
+        crd_is_missing = not self._serves_jobs()
+        values = {"redis.storage": "", "crds.install": str(crd_is_missing).lower(), **self._values}
+        settings = [f"--set={name}={value}" for name, value in values.items()]
+        self.helm(
+            "upgrade", "--install", RELEASE, str(CHART), "--create-namespace", "--wait", "--timeout=5m", *settings
+        )
+        self._installed_crd = crd_is_missing
+
+    def _serves_jobs(self) -> bool:
+        # Unlike "kubectl get rolloutjobs", this does not use kubectl's cache of the discovery.
+        return bool(self.kubectl("get", "--raw", f"/apis/{GROUP}/{API_VERSION}", check=False))
+
+    def refuse_another_operator(self) -> None:
+        """Raise RuntimeError if the cluster has an operator, which would also reconcile the tests' jobs."""
+        operators = self.kubectl(
+            "get", "deployments", "--all-namespaces", "-l", "app.kubernetes.io/name=das-rollout-operator", "-o", "name"
+        )
+        if operators:
+            raise RuntimeError(f"The cluster of KUBECONFIG already has an operator: {operators.strip()}. Use another.")
+
+    def uninstall(self) -> None:
+        """Remove everything that the tests have created, and the CRD if it was installed by them and is unused."""
+        self.kubectl("delete", "rolloutjobs,jobs", "--all", "--timeout=120s", check=False)
+        self.kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
+        self.helm("uninstall", RELEASE, "--wait")
+        if self._installed_crd and not self.kubectl("get", "rolloutjobs", "--all-namespaces", "-o", "name"):
+            self.kubectl("delete", "crd", f"rolloutjobs.{GROUP}", "--ignore-not-found")
+
+    # Commands
 
     def kubectl(self, *arguments: str, check: bool = True, stdin: str | None = None) -> str:
-        """What kubectl says, within the namespace of the tests."""
-        done = subprocess.run(self._command(*arguments), capture_output=True, text=True, input=stdin)
-        if check and done.returncode:
-            raise RuntimeError(f"kubectl {' '.join(arguments)}: {done.stderr}")
-        return done.stdout
+        """Run kubectl in the namespace of the tests, and return its output."""
+        process = subprocess.run(self._command(*arguments), capture_output=True, text=True, input=stdin)
+        if check and process.returncode:
+            raise RuntimeError(f"kubectl {' '.join(arguments)}: {process.stderr}")
+        return process.stdout
 
     def _command(self, *arguments: str) -> list[str]:
         return [str(self._kubectl), "--kubeconfig", str(self.kubeconfig), "--namespace", NAMESPACE, *arguments]
 
     def helm(self, *arguments: str) -> str:
+        """Run helm in the namespace of the tests, and return its output."""
         options = ["--kubeconfig", str(self.kubeconfig), "--namespace", NAMESPACE]
-        done = subprocess.run([str(HELM), *arguments, *options], capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"helm {' '.join(arguments)}: {done.stderr}{done.stdout}")
-        return done.stdout
+        process = subprocess.run([str(HELM), *arguments, *options], capture_output=True, text=True)
+        if process.returncode:
+            raise RuntimeError(f"helm {' '.join(arguments)}: {process.stderr}{process.stdout}")
+        return process.stdout
 
-    def install(self) -> None:
-        """As a user does, with a Redis that needs no storage class; a CRD that is there already is used as it is."""
-        missing = not self._serves_jobs()
-        values = {"redis.storage": "", "crds.install": str(missing).lower(), **self._values}
-        settings = [f"--set={name}={value}" for name, value in values.items()]
-        self.helm(
-            "upgrade", "--install", RELEASE, str(CHART), "--create-namespace", "--wait", "--timeout=5m", *settings
-        )
-        self._crd_is_ours = missing  # and not before it was installed: nobody else's is ever removed
-
-    def _serves_jobs(self) -> bool:
-        # not by a discovery, which kubectl keeps for a while
-        return bool(self.kubectl("get", "--raw", f"/apis/{GROUP}/{API_VERSION}", check=False))
-
-    def refuse_another_operator(self) -> None:
-        """It would take the tests' jobs, too."""
-        there = self.kubectl(
-            "get", "deployments", "--all-namespaces", "-l", "app.kubernetes.io/name=das-rollout-operator", "-o", "name"
-        )
-        if there:
-            raise RuntimeError(f"the cluster of KUBECONFIG has an operator already: {there.strip()}; use another")
-
-    def uninstall(self) -> None:
-        """Remove what the tests have made; also the CRD, which the chart keeps, unless it was there or is in use."""
-        self.kubectl("delete", "rolloutjobs,jobs", "--all", "--timeout=120s", check=False)
-        self.kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
-        self.helm("uninstall", RELEASE, "--wait")
-        if self._crd_is_ours and not self.kubectl("get", "rolloutjobs", "--all-namespaces", "-o", "name"):
-            self.kubectl("delete", "crd", f"rolloutjobs.{GROUP}", "--ignore-not-found")
-
-    def apply_example(self, name: str) -> None:
-        """An example as a user applies it, with the worker's image of this cluster."""
-        text = (EXAMPLES / name).read_text()
+    def apply(self, *manifests: dict[str, Any]) -> None:
+        """Apply manifests; containers use the worker image of this cluster."""
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": list(manifests)})
         image = self._values.get("image.worker")
         if image is not None:
             text = text.replace(f"das-rollout-worker:{VERSION}", image)
         self.kubectl("apply", "-f", "-", stdin=text)
 
-    # what there is
-
-    def get(self, kind: str, name: str) -> dict[str, Any]:
-        """An object; empty if there is none."""
-        text = self.kubectl("get", kind, name, "-o", "json", "--ignore-not-found")
-        found: dict[str, Any] = json.loads(text) if text else {}
-        return found
-
-    def status(self, job: str) -> dict[str, Any]:
-        found: dict[str, Any] = self.get("rolloutjob", job).get("status") or {}
-        return found
-
-    def wait_for_state(self, job: str, state: str, seconds: float) -> dict[str, Any]:
-        """Wait until a job is in a state; what it and its pods say if it does not come to it."""
-
-        def reached() -> dict[str, Any]:
-            status = self.status(job)
-            now = status.get("state")
-            if now in ("Failed", "Succeeded") and now != state:
-                raise AssertionError(f"{job} is {now}\n{self.about(job)}")
-            return status if now == state else {}
-
-        try:
-            found: dict[str, Any] = wait_for(reached, seconds)
-        except TimeoutError:
-            raise AssertionError(f"{job} is not {state} after {seconds} s\n{self.about(job)}") from None
-        return found
-
-    def about(self, job: str) -> str:
-        """All that helps to see what is the matter."""
-        pods = self.kubectl("get", "pods", "-o", "wide")
-        events = self.kubectl("get", "events", "--sort-by=.lastTimestamp")[-3000:]
-        status = json.dumps(self.status(job), indent=1)
-        logs = [
-            f"== {name}\n{self.kubectl('logs', name, '--tail=40', check=False)}"
-            for name in re.findall(rf"^({job}-\S+)", pods, re.MULTILINE)
-        ]
-        operator = self.kubectl("logs", f"deployment/{RELEASE}-operator", "--tail=30", check=False)
-        return "\n".join([pods, events, status, *logs, f"== operator\n{operator}"])
+    def delete(self, kind: str, *names: str) -> None:
+        """Delete objects that may be missing, and wait for their end."""
+        self.kubectl("delete", kind, *names, "--ignore-not-found", "--timeout=180s")
 
     @contextmanager
-    def watching(self, log: Path) -> Iterator[None]:
-        """Have ``kubectl get rj -w`` write to *log*."""
+    def watch_jobs(self, log: Path) -> Iterator[None]:
+        """Write the output of ``kubectl get rj -w`` to *log* meanwhile."""
         with log.open("w") as file:
             process = subprocess.Popen(self._command("get", "rj", "-w"), stdout=file, stderr=subprocess.DEVNULL)
             try:
@@ -151,128 +162,212 @@ class RealCluster:
                 process.terminate()
                 process.wait()
 
+    # Objects
+
+    def _request(self, path: str, query: dict[str, str] | None = None) -> Any:
+        """Return the JSON response to a GET request. Unlike kubectl, this takes no process and little time."""
+        if self._client is None:
+            self._client = config.new_client_from_config(str(self.kubeconfig))
+        query_params = list((query or {}).items())
+        request = self._client.param_serialize("GET", path, query_params=query_params, auth_settings=["BearerToken"])
+        response = self._client.call_api(*request, _request_timeout=REQUEST_TIMEOUT_S)
+        body = response.read()
+        if response.status != 200:
+            raise client.ApiException(http_resp=response)
+        return json.loads(body)
+
+    def get(self, kind: str, name: str) -> dict[str, Any]:
+        """Return an object, or an empty dict if it does not exist."""
+        try:
+            found: dict[str, Any] = self._request(f"{_PATHS[kind]}/{name}")
+        except client.ApiException as error:
+            if error.status == 404:
+                return {}
+            raise
+        return found
+
+    def list_objects(self, kind: str, *, labels: str = "", fields: str = "") -> list[dict[str, Any]]:
+        """Return all objects of a kind that match the selectors."""
+        query = {"labelSelector": labels, "fieldSelector": fields}
+        items: list[dict[str, Any]] = self._request(_PATHS[kind], query)["items"]
+        return items
+
+    def status(self, job: str) -> dict[str, Any]:
+        """Return a job's status, which may be empty."""
+        found: dict[str, Any] = self.get("rolloutjob", job).get("status") or {}
+        return found
+
+    def pods(self, job: str) -> list[dict[str, Any]]:
+        """Return the pods of a job."""
+        return self.list_objects("pod", labels=f"{GROUP}/job={job}")
+
+    def events(self, job: str) -> list[tuple[str, str]]:
+        """Return reason and message of all Events about a job."""
+        events = self.list_objects("event", fields=f"involvedObject.name={job},involvedObject.kind=RolloutJob")
+        return [(event["reason"], event["message"]) for event in events]
+
+    def wait_for_state(self, job: str, state: str, timeout_s: float) -> dict[str, Any]:
+        """Wait until a job is in a state, and return its status.
+
+        Raises:
+            AssertionError: if it succeeds or fails instead, or does not reach the state in time. The error describes
+                the job and its pods.
+        """
+
+        def status_in_state() -> dict[str, Any]:
+            status = self.status(job)
+            current = status.get("state")
+            if current in ("Failed", "Succeeded") and current != state:
+                raise AssertionError(f"{job} is {current}\n{self.describe(job)}")
+            return status if current == state else {}
+
+        try:
+            found: dict[str, Any] = wait_for(status_in_state, timeout_s)
+        except TimeoutError:
+            raise AssertionError(f"{job} is not {state} after {timeout_s} s\n{self.describe(job)}") from None
+        return found
+
+    def describe(self, job: str) -> str:
+        """Return pods, Events, status and logs, for the message of a failed test."""
+        pods = self.kubectl("get", "pods", "-o", "wide", check=False)
+        events = self.kubectl("get", "events", "--sort-by=.lastTimestamp", check=False)[-3000:]
+        status = self.kubectl("get", "rolloutjob", job, "-o", "jsonpath={.status}", check=False)
+        logs = [
+            f"== {name}\n{self.kubectl('logs', name, '--tail=40', check=False)}"
+            for name in re.findall(rf"^({job}-\S+)", pods, re.MULTILINE)
+        ]
+        operator = self.kubectl("logs", f"deployment/{RELEASE}-operator", "--tail=30", check=False)
+        return "\n".join([pods, events, status, *logs, f"== operator\n{operator}"])
+
     def secret(self, name: str, key: str) -> str:
+        """Return a value of a Secret."""
         return base64.b64decode(self.get("secret", name)["data"][key]).decode()
+
+    # Redis
 
     @contextmanager
     def redis_address(self) -> Iterator[str]:
-        """Host and port of the bundled server for somebody outside the cluster."""
+        """Host and port at which the chart's Redis server can be reached from outside the cluster."""
         port = free_port()
         command = self._command("port-forward", f"service/{RELEASE}-redis", f"{port}:6379")
-        ended = threading.Event()
+        closed = threading.Event()
 
-        def forward() -> None:  # again when it ends, as it may with its pod
-            while not ended.is_set():
+        def forward() -> None:
+            # kubectl ends when the pod that it forwards to does.
+            while not closed.is_set():
                 with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-                    while process.poll() is None and not ended.wait(0.2):
+                    while process.poll() is None and not closed.wait(0.2):
                         pass
                     process.terminate()
 
         thread = threading.Thread(target=forward)
         thread.start()
         try:
-            wait_for(lambda: accepts(port), 30, f"{' '.join(command)} does not forward")
+            wait_for(lambda: accepts(port), 60, f"{' '.join(command)} does not forward.")
             yield f"127.0.0.1:{port}"
         finally:
-            ended.set()
+            closed.set()
             thread.join()
 
     def redis_url(self, address: str) -> str:
-        """The bundled server, as its administrator."""
+        """Return the URL of the chart's Redis server with the administrator's password."""
         return f"redis://:{self.secret(f'{RELEASE}-redis-admin', 'password')}@{address}/0"
 
     @contextmanager
     def redis(self) -> Iterator[redis.Redis]:
-        """A client of the bundled server."""
+        """A client of the chart's Redis server."""
         with self.redis_address() as address, redis.Redis.from_url(self.redis_url(address)) as server:
             yield server
 
-    # what dies
+    def rollouts_in_history(self, name: str) -> list[str]:
+        """Return the ids of all rollouts in a history; an id that is stored twice occurs twice."""
+        with self.redis() as server:
+            return list(rollout_ids_in(server, HistoryKeys(NAMESPACE, name)).elements())
+
+    # Failures
 
     def kill(self, pod: str) -> str:
-        """End a pod at once; its uid."""
+        """Kill a pod, and return its uid."""
         uid: str = self.get("pod", pod)["metadata"]["uid"]
         self.kubectl("delete", "pod", pod, "--force", "--grace-period=0", "--wait=false")
         return uid
 
     def kill_redis(self) -> None:
-        """End the bundled server, which keeps its data as long as it keeps its pod."""
+        """Kill the chart's Redis server, which keeps its data as long as its pod exists."""
         with self.redis() as server:
             server.shutdown(nosave=True)
 
-    def in_history(self, server: redis.Redis, name: str) -> list[str]:
-        """Ids of the rollouts in a history."""
-        return list(ids_in(server, HistoryKeys(NAMESPACE, name)).elements())
-
 
 class OwnCluster(RealCluster):
-    """One that was made for the tests, and whose parts they may kill."""
+    """A cluster that was created for the tests, so that they may kill its parts."""
 
-    def __init__(self, plane: ControlPlane, node: Node) -> None:
+    def __init__(self, control_plane: ControlPlane, node: Node) -> None:
         values = {"redis.image": f"das-rollout-base:{VERSION}"}
-        super().__init__(plane.kubeconfig, plane.binaries / "bin/kubectl", values)
-        self.plane, self.node = plane, node
+        super().__init__(control_plane.kubeconfig, control_plane.binaries / "bin/kubectl", values)
+        self.control_plane, self.node = control_plane, node
 
     @contextmanager
     def redis_address(self) -> Iterator[str]:
-        """The service itself: this machine is the cluster's node."""
+        """Address of the Service, which can be reached because this machine is the cluster's node."""
         yield f"{self.get('service', f'{RELEASE}-redis')['spec']['clusterIP']}:6379"
 
     def kill(self, pod: str) -> str:
-        """Kill a pod's container, as the kernel would for want of memory; the pod's uid."""
+        """Kill a pod's container as the kernel does when memory is exhausted, and return the pod's uid."""
         found = self.get("pod", pod)
         container = found["status"]["containerStatuses"][0]["containerID"].removeprefix("containerd://")
         self.node.ctr("tasks", "kill", "-s", "KILL", "-a", container)
         return str(found["metadata"]["uid"])
 
     def kill_redis(self) -> None:
+        """Kill the container of the chart's Redis server."""
         self.kill(f"{RELEASE}-redis-0")
 
 
 @contextmanager
 def real_cluster(directory: Path) -> Iterator[RealCluster]:
-    """With the operator installed; everything that was made is removed again."""
-    named = os.environ.get("KUBECONFIG")
-    made = _of_kubeconfig(Path(named)) if named else _own(directory)
-    with made as cluster:
-        if isinstance(cluster, OwnCluster):
-            cluster.install()
-            yield cluster
-            return
-        cluster.refuse_another_operator()
-        try:
-            cluster.install()
-            yield cluster
-        finally:
-            cluster.uninstall()
+    """A cluster with the chart installed; what was created is removed at the end."""
+    kubeconfig = os.environ.get("KUBECONFIG")
+    if kubeconfig is None:
+        with _own_cluster(directory) as own_cluster:
+            own_cluster.install()
+            yield own_cluster
+        return
+    cluster = _cluster_of_kubeconfig(Path(kubeconfig))
+    cluster.refuse_another_operator()
+    try:
+        cluster.install()
+        yield cluster
+    finally:
+        cluster.uninstall()
 
 
-@contextmanager
-def _of_kubeconfig(kubeconfig: Path) -> Iterator[RealCluster]:
+def _cluster_of_kubeconfig(kubeconfig: Path) -> RealCluster:
     settings = {"OPERATOR_IMAGE": "image.operator", "WORKER_IMAGE": "image.worker", "REDIS_IMAGE": "redis.image"}
     if missing := [name for name in ("OPERATOR_IMAGE", "WORKER_IMAGE") if name not in os.environ]:
-        raise RuntimeError(f"KUBECONFIG is set: {' and '.join(missing)} must name images that its nodes can pull")
+        raise RuntimeError(f"KUBECONFIG is set, so {' and '.join(missing)} must name images that its nodes can pull.")
     kubectl = shutil.which("kubectl")
     if kubectl is None:
-        raise RuntimeError("KUBECONFIG is set, and there is no kubectl")
+        raise RuntimeError("KUBECONFIG is set, but kubectl is not installed.")
     values = {value: os.environ[name] for name, value in settings.items() if name in os.environ}
-    yield RealCluster(kubeconfig, Path(kubectl), {**values, "operator.namespaces": f"{{{NAMESPACE}}}"})
+    return RealCluster(kubeconfig, Path(kubectl), {**values, "operator.namespaces": f"{{{NAMESPACE}}}"})
 
 
 @contextmanager
-def _own(directory: Path) -> Iterator[OwnCluster]:
-    make_bridge()
-    plane = ControlPlane(directory, host=ADDRESS)
-    archives = plane.binaries.parent / "images"
+def _own_cluster(directory: Path) -> Iterator[OwnCluster]:
+    create_bridge()
+    control_plane = ControlPlane(directory, host=ADDRESS)
+    images = control_plane.binaries.parent / "images"
     build = Path(__file__).with_name("build-images")
-    subprocess.run([str(build), str(archives), str(plane.binaries)], check=True)
+    subprocess.run([str(build), str(images), str(control_plane.binaries)], check=True)
+    node = Node(control_plane, images / "archives")
     try:
-        plane.start()
-        node = Node(plane, archives / "archives")
-        try:
-            node.start()
-            yield OwnCluster(plane, node)
-        finally:
-            node.stop()
+        # Importing the images takes longest, and needs no control plane.
+        with ThreadPoolExecutor(1) as pool:
+            imported = pool.submit(node.start_containerd)
+            control_plane.start()
+            imported.result()
+        node.start()
+        yield OwnCluster(control_plane, node)
     finally:
-        plane.stop()
+        node.stop()
+        control_plane.stop()

@@ -1,6 +1,7 @@
-"""Nodes without machines on a real API server: pods that are bound to them come up, run and end as a test says.
+"""Virtual nodes on a real API server.
 
-They have GPUs, by capacity, and so show what the scheduler makes of jobs that ask for some.
+A virtual node has a capacity, with GPUs, but no machine. Its pods run no containers; they become ready after a moment,
+and terminate when a test requires it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _now(fraction: bool = False) -> str:
 
 
 class VirtualNodes:
-    """A few nodes, and the one kubelet of all of them."""
+    """Several virtual nodes and their common kubelet."""
 
     def __init__(
         self,
@@ -35,28 +36,36 @@ class VirtualNodes:
         prefix: str = "virtual",
         address: Callable[[int], str] = lambda number: f"10.99.{number // 250}.{number % 250 + 1}",
     ) -> None:
+        """Prepare virtual nodes.
+
+        Args:
+            api: a client with an administrator's rights.
+            count: number of nodes.
+            labels: labels of the nodes.
+            capacity: resources of each node.
+            prefix: the nodes are called ``<prefix>-<number>``.
+            address: returns the IP address of a pod, by the number of pods that were started before.
+        """
         self.names = [f"{prefix}-{number}" for number in range(count)]
         self.ready_after_s = 0.1
-        self.hold: Callable[[dict[str, Any]], bool] = lambda pod: False
-        """Pods for which this is true do not come up."""
+        """Seconds from the binding of a pod until it is ready."""
         self._api, self._labels, self._capacity = api, labels or {}, capacity or CAPACITY
         self._core, self._leases = client.CoreV1Api(api), client.CoordinationV1Api(api)
         self._stopping = threading.Event()
-        self._dead: set[str] = set()
-        self._threads: list[threading.Thread] = []
+        self._lost: set[str] = set()
         self._addresses = itertools.count()
         self._address = address
 
     def start(self) -> None:
+        """Register the nodes and start the kubelet."""
         for name in self.names:
             self._register(name)
-        self._run(self._heartbeat)
-        self._run(self._follow)
+        self._start_thread(self._renew_leases)
+        self._start_thread(self._watch_pods)
 
     def stop(self) -> None:
+        """Let the kubelet's threads end within a few seconds, and delete the nodes."""
         self._stopping.set()
-        for thread in self._threads:
-            thread.join(5)
         for name in self.names:
             try:
                 self._core.delete_node(name)
@@ -65,27 +74,38 @@ class VirtualNodes:
                     raise
 
     def lose(self, name: str) -> None:
-        """A node says nothing any more, and carries nothing out."""
-        self._dead.add(name)
+        """Let a node stop responding: it renews no lease, and neither starts nor deletes pods."""
+        self._lost.add(name)
 
-    def end(self, namespace: str, name: str, code: int = 0, reason: str = "", message: str = "") -> None:
-        """A pod's containers end."""
+    def terminate_pod(self, namespace: str, name: str, exit_code: int = 0, reason: str = "", message: str = "") -> None:
+        """Let the containers of a pod terminate.
+
+        Args:
+            namespace: the pod's namespace.
+            name: the pod's name.
+            exit_code: exit code of all containers.
+            reason: reason that the kubelet gives; default: ``Error`` or ``Completed``, by the exit code.
+            message: the termination message.
+        """
         pod = self._core.read_namespaced_pod(name, namespace)
-        ended = {"exitCode": code, "reason": reason or ("Error" if code else "Completed"), "message": message}
+        terminated = {
+            "exitCode": exit_code,
+            "reason": reason or ("Error" if exit_code else "Completed"),
+            "message": message,
+            "finishedAt": _now(),
+        }
         status = {
-            "phase": "Failed" if code else "Succeeded",
+            "phase": "Failed" if exit_code else "Succeeded",
             "containerStatuses": [
-                self._container(one.name, one.image, {"terminated": ended | {"finishedAt": _now()}}, ready=False)
-                for one in pod.spec.containers
+                _container_status(container.name, container.image, {"terminated": terminated}, ready=False)
+                for container in pod.spec.containers
             ],
             "conditions": [_condition("Ready", "False", "PodCompleted")],
         }
         self._core.patch_namespaced_pod_status(name, namespace, {"status": status})
 
-    def _run(self, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _start_thread(self, work: Callable[[], None]) -> None:
+        threading.Thread(target=work, daemon=True).start()
 
     def _register(self, name: str) -> None:
         labels = {"kubernetes.io/hostname": name, **self._labels}
@@ -99,10 +119,10 @@ class VirtualNodes:
         status = {"capacity": self._capacity, "allocatable": self._capacity, "conditions": conditions}
         self._core.patch_node_status(name, {"status": status})
 
-    def _heartbeat(self) -> None:
+    def _renew_leases(self) -> None:
         while not self._stopping.wait(3):
             for name in self.names:
-                if name in self._dead:
+                if name in self._lost:
                     continue
                 spec = {"holderIdentity": name, "leaseDurationSeconds": 40, "renewTime": _now(fraction=True)}
                 lease = {"metadata": {"name": name}, "spec": spec}
@@ -111,10 +131,10 @@ class VirtualNodes:
                 except client.ApiException as error:
                     if error.status == 404:
                         self._leases.create_namespaced_lease(_LEASES, lease)
-                except Exception:
+                except Exception:  # A test may have killed the API server.
                     continue
 
-    def _follow(self) -> None:
+    def _watch_pods(self) -> None:
         started: set[str] = set()
         while not self._stopping.is_set():
             try:
@@ -123,14 +143,15 @@ class VirtualNodes:
                     if self._stopping.is_set():
                         return
                     if event["type"] != "DELETED":
-                        self._see(event["raw_object"], started)
-            except Exception:
+                        self._handle_pod(event["raw_object"], started)
+            except Exception:  # A test may have killed the API server.
                 time.sleep(0.2)
 
-    def _see(self, pod: dict[str, Any], started: set[str]) -> None:
+    def _handle_pod(self, pod: dict[str, Any], started: set[str]) -> None:
+        """Start a new pod, or delete one whose deletion was requested; *started* are the uids of started pods."""
         metadata = pod["metadata"]
         node = pod["spec"].get("nodeName")
-        if node not in self.names or node in self._dead:
+        if node not in self.names or node in self._lost:
             return
         name, namespace = metadata["name"], metadata["namespace"]
         if metadata.get("deletionTimestamp"):
@@ -139,7 +160,7 @@ class VirtualNodes:
             except client.ApiException as error:
                 if error.status not in (404, 409):
                     raise
-        elif metadata["uid"] not in started and pod["status"]["phase"] == "Pending" and not self.hold(pod):
+        elif metadata["uid"] not in started and pod["status"]["phase"] == "Pending":
             started.add(metadata["uid"])
             time.sleep(self.ready_after_s)
             running = {"running": {"startedAt": _now()}}
@@ -148,7 +169,8 @@ class VirtualNodes:
                 "startTime": _now(),
                 "podIP": self._address(next(self._addresses)),
                 "containerStatuses": [
-                    self._container(one["name"], one["image"], running, ready=True) for one in pod["spec"]["containers"]
+                    _container_status(container["name"], container["image"], running, ready=True)
+                    for container in pod["spec"]["containers"]
                 ],
                 "conditions": [
                     _condition(kind, "True") for kind in ("Initialized", "Ready", "ContainersReady", "PodScheduled")
@@ -160,9 +182,9 @@ class VirtualNodes:
                 if error.status != 404:
                     raise
 
-    @staticmethod
-    def _container(name: str, image: str, state: dict[str, Any], *, ready: bool) -> dict[str, Any]:
-        return {"name": name, "image": image, "imageID": "", "restartCount": 0, "ready": ready, "state": state}
+
+def _container_status(name: str, image: str, state: dict[str, Any], *, ready: bool) -> dict[str, Any]:
+    return {"name": name, "image": image, "imageID": "", "restartCount": 0, "ready": ready, "state": state}
 
 
 def _condition(kind: str, status: str, reason: str = "Virtual") -> dict[str, str]:

@@ -1,0 +1,15 @@
+"""What the operator knows about the cluster it runs on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ClusterInfo:
+    """API versions found by discovery when the operator starts, and namespaces from its command line."""
+
+    disruption_budget_api: str | None = "policy/v1"
+    """API version of PodDisruptionBudgets; None if the cluster serves none, in which case jobs get none."""
+    status_reader_namespaces: tuple[str, ...] = ()
+    """Namespaces whose pods may read the heads' /status and /metrics; empty means all namespaces."""

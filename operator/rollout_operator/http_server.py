@@ -1,0 +1,95 @@
+"""The operator's HTTP endpoints: ``/healthz``, ``/readyz`` and ``/metrics``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+
+from rollout_operator.kubernetes_api import KubernetesApi
+from rollout_operator.leader_election import LeaderElection
+from rollout_operator.object_cache import ObjectCache
+from rollout_operator.reconciler import Reconciler
+
+
+class MetricsCollector:
+    """The operator's metrics for Prometheus."""
+
+    def __init__(
+        self, api: KubernetesApi, cache: ObjectCache, reconciler: Reconciler, election: LeaderElection | None
+    ) -> None:
+        self._api, self._cache, self._reconciler, self._election = api, cache, reconciler, election
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families, as ``prometheus_client`` requires."""
+        leading = self._election is None or self._election.leading
+        yield GaugeMetricFamily("rollout_operator_leading", "1 if this operator is the leader.", value=float(leading))
+        jobs = GaugeMetricFamily("rollout_operator_jobs", "RolloutJobs by state.", labels=["state"])
+        for state, count in Counter(self._cache.states()).items():
+            jobs.add_metric([state], count)
+        yield jobs
+        yield GaugeMetricFamily(
+            "rollout_operator_queue_depth", "Jobs that are due now or later.", value=len(self._reconciler.queue)
+        )
+        counts = self._reconciler.counts
+        for name, text, value in (
+            ("reconciles", "Reconciles of jobs.", counts.reconciles),
+            ("reconcile_errors", "Reconciles that failed and are retried.", counts.errors),
+            ("reconcile_conflicts", "Reconciles of jobs that had changed since they were observed.", counts.conflicts),
+            ("reconcile_seconds", "Total duration of all reconciles.", counts.seconds),
+        ):
+            yield CounterMetricFamily(f"rollout_operator_{name}", text, value=value)
+        requests = CounterMetricFamily(
+            "rollout_operator_api_requests", "Requests to the API server.", labels=["verb", "kind"]
+        )
+        for labels, count in self._api.request_counts.items():
+            requests.add_metric(labels, count)
+        yield requests
+
+
+class HttpServer:
+    """Serves the endpoints from the running event loop."""
+
+    def __init__(self, collector: MetricsCollector) -> None:
+        self.ready = False
+        """Whether the API server was reached. An operator that waits to become the leader is ready, too."""
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(collector)
+        ProcessCollector(registry=self._registry)
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, port: int) -> None:
+        """Listen on *port* of all interfaces.
+
+        Raises:
+            OSError: if the port is in use.
+        """
+        application = web.Application()
+        application.add_routes(
+            [
+                web.get("/healthz", self._health),
+                web.get("/readyz", self._readiness),
+                web.get("/metrics", self._metrics),
+            ]
+        )
+        self._runner = web.AppRunner(application, access_log=None)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, None, port).start()
+
+    async def stop(self) -> None:
+        """Close all connections and stop listening."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readiness(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n" if self.ready else "starting\n", status=200 if self.ready else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

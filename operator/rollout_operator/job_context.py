@@ -1,0 +1,66 @@
+"""A validated job, as the functions that build its objects need it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+from rollout_api.manifest.field_types import SecretKey
+from rollout_api.manifest.rollout_job import API_VERSION, KIND, RolloutJob, parse_job
+from rollout_operator import names
+from rollout_operator.observed import Observed
+
+DEFAULT_REDIS_SECRET = SecretKey(name="rollout-redis", key="url")
+
+
+@dataclass(frozen=True)
+class JobContext:
+    """A job's manifest with what else determines its objects."""
+
+    job: RolloutJob
+    uid: str
+    labels: dict[str, str]
+    """Labels of the RolloutJob itself."""
+    default_image: str
+    """Image of the job's pods if the manifest names none."""
+
+    @classmethod
+    def from_observed(cls, observed: Observed) -> Self:
+        """Validate the observed job.
+
+        Raises:
+            ManifestError: if the manifest is invalid.
+        """
+        metadata = observed.metadata
+        manifest = {
+            "apiVersion": observed.job["apiVersion"],
+            "kind": observed.job["kind"],
+            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
+            "spec": observed.job.get("spec"),
+        }
+        return cls(parse_job(manifest), metadata["uid"], metadata.get("labels") or {}, observed.default_image)
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.job.metadata.name
+
+    @property
+    def owner_reference(self) -> dict[str, Any]:
+        """The owner reference of the job's objects."""
+        return names.owner_reference({"name": self.name, "uid": self.uid}, API_VERSION, KIND)
+
+    @property
+    def queue(self) -> str | None:
+        """The Kueue queue of the job, or None if it is in none."""
+        return self.labels.get(names.QUEUE_LABEL)
+
+    @property
+    def redis_secret(self) -> SecretKey | None:
+        """The Secret with the URL of the job's Redis, or None if the manifest contains the URL."""
+        redis = self.job.spec.redis
+        if redis.managed:
+            return SecretKey(name=names.redis_secret(self.name), key="url")
+        if redis.url_from is not None:
+            return redis.url_from.secret_key_ref
+        return None if redis.url is not None else DEFAULT_REDIS_SECRET

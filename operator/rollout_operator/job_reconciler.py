@@ -1,0 +1,341 @@
+"""Plans one reconcile of an accepted job that is not being deleted. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.manifest.status import ConditionType, Failure, ProgressStatus, RolloutJobStatus, WorkersStatus
+from rollout_operator import names
+from rollout_operator.actions import Apply, Create, DeleteJob, Event, Plan, PlanBuilder, SetFinalizer
+from rollout_operator.conditions import Conditions, derive_state, format_timestamp, is_true
+from rollout_operator.failures import FailureAction, backoff_delay, classify_failure
+from rollout_operator.head_status import STATUS_PERIOD_S, HeadStatus
+from rollout_operator.job_context import JobContext
+from rollout_operator.object_diff import needs_apply
+from rollout_operator.observed import Observed, PodView, parse_timestamp
+from rollout_operator.owned_objects import connection, owned_objects
+from rollout_operator.pod_reconciler import PodReconciler
+from rollout_operator.running_conditions import RunningConditions
+from rollout_operator.scaling import desired_workers
+from rollout_operator.teardown import delete_pods, run_cleanup
+
+_MAX_RECORDED_FAILURES = 10
+
+
+@dataclass
+class JobReconciler:
+    """Derives a plan from what is observed of a job."""
+
+    observed: Observed
+    context: JobContext
+    builder: PlanBuilder = field(default_factory=PlanBuilder)
+
+    def __post_init__(self) -> None:
+        observed = self.observed
+        self.job: RolloutJob = self.context.job
+        self.generation: int = observed.metadata.get("generation", 0)
+        status_fields = {name: value for name, value in observed.status.items() if name != "conditions"}
+        self.status = RolloutJobStatus.model_validate(status_fields)
+        self.conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, self.generation)
+        self.recorded_failures = {failure.uid for failure in self.status.failures}
+
+    def plan(self) -> Plan:
+        """Return what to do about the job."""
+        conditions = self.observed.status.get("conditions", ())
+        if is_true(conditions, ConditionType.SUCCEEDED):
+            self._reconcile_succeeded()
+        elif is_true(conditions, ConditionType.FAILED):
+            self._reconcile_failed()
+        else:
+            self._reconcile_active()
+        suspending = self.job.spec.lifecycle.suspend and not self.conditions.is_true(ConditionType.SUSPENDED)
+        self._update_status(
+            observed_generation=self.generation,
+            state=derive_state(self.conditions, suspending=suspending),
+            connection=connection(self.context),
+        )
+        status = self.status.model_dump(mode="json", by_alias=True, exclude_none=True)
+        status["conditions"] = [condition.model_dump(mode="json", by_alias=True) for condition in self.conditions.all()]
+        changed = status != self.observed.status
+        builder = self.builder
+        return Plan(status if changed else None, tuple(builder.events), tuple(builder.actions), builder.requeue_after)
+
+    def _update_status(self, **fields: Any) -> None:
+        self.status = self.status.model_copy(update=fields)
+
+    @property
+    def _has_finalizer(self) -> bool:
+        return names.FINALIZER in self.observed.metadata.get("finalizers", ())
+
+    # Jobs that have succeeded or failed
+
+    def _carry_over_conditions(self) -> None:
+        for kind in ConditionType:
+            self.conditions.carry_over(kind)
+
+    def _reconcile_succeeded(self) -> None:
+        """Delete the pods that still run. The terminated head is kept for its log until the job is deleted."""
+        self._carry_over_conditions()
+        delete_pods(self.builder, [pod for pod in self.observed.pods if not pod.terminated], self.observed.now)
+        if self._has_finalizer:
+            self.builder.actions.append(SetFinalizer(False))
+        self._delete_after_ttl()
+
+    def _reconcile_failed(self) -> None:
+        """Delete the head and the workers, then run the cleanup pod."""
+        self._carry_over_conditions()
+        running = [pod for pod in self.observed.pods if pod.component != names.CLEANUP]
+        if running:
+            delete_pods(self.builder, running, self.observed.now)
+            self.builder.requeue(STATUS_PERIOD_S)
+        elif self._has_finalizer:
+            conditions = self.observed.status["conditions"]
+            failed = next(condition for condition in conditions if condition["type"] == ConditionType.FAILED)
+            reason = failed.get("message", "")
+            run_cleanup(self.builder, self.observed, self.context, reason, delete_messages=False)
+        else:
+            self._delete_after_ttl()
+
+    def _delete_after_ttl(self) -> None:
+        ttl = self.job.spec.lifecycle.ttl_seconds_after_finished
+        completed = parse_timestamp(self.status.completion_time)
+        if ttl is None or completed is None:
+            return
+        remaining = completed + ttl - self.observed.now
+        if remaining <= 0:
+            self.builder.actions.append(DeleteJob())
+        else:
+            self.builder.requeue(remaining)
+
+    # Jobs that are neither succeeded nor failed
+
+    def _reconcile_active(self) -> None:
+        """Record failures, then complete, suspend or run the job."""
+        self._set_accepted()
+        failure = self._record_failures() or self._check_deadline()
+        if failure is not None:
+            self._complete(ConditionType.FAILED, *failure)
+        elif succeeded := [pod for pod in self.observed.component(names.HEAD) if pod.phase == "Succeeded"]:
+            last_status = HeadStatus.from_termination_message(succeeded[-1].message)
+            if last_status is not None:
+                self._update_status(progress=_progress(last_status), time_saved=_time_saved(last_status))
+            self._complete(
+                ConditionType.SUCCEEDED, "Completed", "The job was closed and all its requests have been answered."
+            )
+        elif self.job.spec.lifecycle.suspend:
+            self._suspend()
+        else:
+            self._run()
+
+    def _set_accepted(self) -> None:
+        self.conditions.set(ConditionType.ACCEPTED, "True", "Valid", "The manifest is valid.")
+
+    def _complete(self, kind: ConditionType, reason: str, message: str) -> None:
+        """Set the conditions and the status of a job that has just succeeded or failed."""
+        self._carry_over_conditions()
+        self._set_accepted()
+        other = ConditionType.FAILED if kind is ConditionType.SUCCEEDED else ConditionType.SUCCEEDED
+        self.conditions.set(other, "False", reason, f"The job has {kind.lower()}.")
+        for inactive in (
+            ConditionType.PROGRESSING,
+            ConditionType.ENGINE_READY,
+            ConditionType.WORKERS_READY,
+            ConditionType.SUSPENDED,
+        ):
+            self.conditions.set(inactive, "False", kind, f"The job has {kind.lower()}.")
+        self.conditions.set(kind, "True", reason, message)
+        self._update_progress()
+        self._update_status(
+            completion_time=format_timestamp(self.observed.now),
+            active_seconds=int(self._active_seconds()),
+            start_time=None,
+            workers=self._workers_status(0, []),
+        )
+        succeeded = kind is ConditionType.SUCCEEDED
+        self.builder.events.append(Event("Normal" if succeeded else "Warning", kind, f"{reason}: {message}"))
+
+    def _record_failures(self) -> tuple[str, str] | None:
+        """Add newly failed pods to the status.
+
+        Returns:
+            Reason and message if the job has to fail, else None.
+        """
+        policy = self.job.spec.lifecycle.failure_policy
+        failures = list(self.status.failures)
+        num_counted = self.status.failed_pods
+        fatal: tuple[str, str] | None = None
+        for pod in self.observed.pods:
+            if (
+                pod.component not in (names.HEAD, names.WORKER)
+                or pod.phase != "Failed"
+                or pod.deleting
+                or pod.uid in self.recorded_failures
+            ):
+                continue
+            decision = classify_failure(pod, policy)
+            counted = decision.action is FailureAction.REPLACE
+            num_counted += counted
+            failures.append(
+                Failure(
+                    pod=pod.name,
+                    uid=pod.uid,
+                    component="head" if pod.component == names.HEAD else "worker",
+                    reason=decision.reason,
+                    exit_code=pod.exit_code,
+                    message=pod.message[-1000:],
+                    time=format_timestamp(self.observed.now),
+                    counted=counted,
+                )
+            )
+            message = _describe_failure(pod, decision.reason)
+            self.builder.warn("PodFailed" if decision.reason == "Error" else decision.reason, message)
+            if decision.action is FailureAction.FAIL_JOB:
+                fatal = (decision.reason, message)
+        existing = {pod.uid for pod in self.observed.pods}
+        newest = {failure.uid for failure in failures[-_MAX_RECORDED_FAILURES:]}
+        kept = [failure for failure in failures if failure.uid in existing or failure.uid in newest]
+        self._update_status(failures=kept, failed_pods=num_counted)
+        limit = self.job.spec.lifecycle.backoff_limit
+        if fatal is None and num_counted > limit:
+            message = f"Failed pods: {num_counted}; this exceeds lifecycle.backoffLimit, which is {limit}."
+            last = next((failure for failure in reversed(kept) if failure.counted), None)
+            if last is not None:
+                message += f" The last one was {last.pod}: {last.reason}: {last.message.strip()[-500:]}"
+            fatal = ("BackoffLimitExceeded", message)
+        return fatal
+
+    def _active_seconds(self) -> float:
+        """Return for how long the job has run, without the time during which it was suspended."""
+        started = parse_timestamp(self.status.start_time)
+        return self.status.active_seconds + (self.observed.now - started if started is not None else 0.0)
+
+    def _check_deadline(self) -> tuple[str, str] | None:
+        """Return reason and message if the job has exceeded its active deadline, else None."""
+        limit = self.job.spec.lifecycle.active_deadline_seconds
+        if limit is None or self.status.start_time is None:
+            return None
+        remaining = limit - self._active_seconds()
+        if remaining <= 0:
+            return (
+                "DeadlineExceeded",
+                f"The job was active for {limit} s, which is its limit lifecycle.activeDeadlineSeconds.",
+            )
+        self.builder.requeue(remaining)
+        return None
+
+    def _suspend(self) -> None:
+        """Delete the workers, which hand over their rollouts, and then the head."""
+        workers, heads = self.observed.component(names.WORKER), self.observed.component(names.HEAD)
+        delete_pods(self.builder, workers or heads, self.observed.now)
+        for kind in (ConditionType.WORKERS_READY, ConditionType.ENGINE_READY, ConditionType.PROGRESSING):
+            self.conditions.set(kind, "False", "Suspended", "spec.lifecycle.suspend is true.")
+        self.conditions.carry_over(ConditionType.QUOTA_RESERVED)
+        for kind in (ConditionType.SUCCEEDED, ConditionType.FAILED):
+            self.conditions.set(kind, "False", "Suspended", "The job is suspended.")
+        self._update_progress()
+        self._update_status(workers=self._workers_status(0, workers))
+        if num_pods := len(workers) + len(heads):
+            self.conditions.set(
+                ConditionType.SUSPENDED,
+                "False",
+                "Draining",
+                f"Pods are handing over their rollouts and terminating; {num_pods} remain.",
+            )
+            self.builder.requeue(STATUS_PERIOD_S)
+            return
+        self.conditions.set(
+            ConditionType.SUSPENDED,
+            "True",
+            "Suspended",
+            "The job has no pods. Its unfinished rollouts are in Redis and continue from there when it resumes.",
+        )
+        if self.status.start_time is not None:
+            self._update_status(active_seconds=int(self._active_seconds()), start_time=None)
+        if self.conditions.transition(ConditionType.SUSPENDED):
+            self.builder.events.append(Event("Normal", "Suspended", "All pods of the job have terminated."))
+
+    def _run(self) -> None:
+        """Create and update everything that a running job needs."""
+        for kind in (ConditionType.SUSPENDED, ConditionType.SUCCEEDED, ConditionType.FAILED):
+            self.conditions.set(kind, "False", "Running", "The job is active.")
+        if not self._has_finalizer:
+            self.builder.actions.append(SetFinalizer(True))
+        if self.status.start_time is None:
+            self._update_status(start_time=format_timestamp(self.observed.now))
+        self._reconcile_objects()
+        failure_times = [parse_timestamp(failure.time) or 0.0 for failure in self.status.failures if failure.counted]
+        backoff = backoff_delay(failure_times, self.observed.now)
+        if backoff:
+            self.builder.requeue(backoff)
+        pods = PodReconciler(self.observed, self.context, self.builder, self.recorded_failures, backoff)
+        pods.reconcile_head()
+        previously_desired = self.status.workers.desired or None
+        desired = desired_workers(self.job.spec.workers, previously_desired, self.observed.head)
+        workers = pods.reconcile_workers(desired, self.status.workers.slots_used)
+        self._update_status(workers=self._workers_status(desired, workers))
+        self._update_progress()
+        RunningConditions(self.observed, self.context, self.builder, self.conditions).update(desired, workers)
+        self.builder.requeue(STATUS_PERIOD_S)
+
+    def _reconcile_objects(self) -> None:
+        """Create the objects that are missing, and apply those that somebody changed."""
+        for desired in owned_objects(self.context, self.observed.cluster):
+            actual = self.observed.objects.get((desired["kind"], desired["metadata"]["name"]))
+            if actual is None:
+                self.builder.actions.append(Create(desired))
+            elif needs_apply(desired, actual):
+                self.builder.actions.append(Apply(desired))
+
+    # Status
+
+    def _workers_status(self, desired: int, pods: list[PodView]) -> WorkersStatus:
+        live = [pod for pod in pods if not pod.deleting and not pod.terminated]
+        ready = sum(pod.ready for pod in live)
+        selector = names.selector(self.context.name, names.WORKER)
+        return WorkersStatus(
+            desired=desired,
+            replicas=len(live),
+            ready=ready,
+            slots_used=max([self.status.workers.slots_used, *(pod.slot + 1 for pod in pods)]),
+            summary=f"{ready}/{desired}",
+            selector=",".join(f"{name}={value}" for name, value in sorted(selector.items())),
+        )
+
+    def _update_progress(self) -> None:
+        head = self.observed.head
+        if head is None:
+            stalled = self.status.progress.model_copy(update={"tokens_per_second": 0, "seconds_left": None})
+            self._update_status(progress=stalled)
+            return
+        self._update_status(progress=_progress(head), time_saved=_time_saved(head))
+
+
+def _describe_failure(pod: PodView, reason: str) -> str:
+    node = f"node {pod.node}" if pod.node else "no node"
+    exit_code = f", exit code {pod.exit_code}" if pod.exit_code is not None else ""
+    message = f"Pod {pod.name} on {node} failed: {reason}{exit_code}."
+    if output := pod.message.strip()[-700:]:
+        message += f" Its last output: {output}"
+    return message
+
+
+def _time_saved(head: HeadStatus) -> str | None:
+    return None if head.saved is None else f"{round(100 * head.saved)}%"
+
+
+def _progress(head: HeadStatus) -> ProgressStatus:
+    accepted = f"{head.accepted_per_step:.2f}" if head.steps else None
+    return ProgressStatus(
+        done=head.done,
+        total=head.total,
+        open=head.waiting + head.assigned,
+        epoch=head.epoch,
+        weight_version=head.weight_version,
+        tokens=head.tokens,
+        tokens_per_second=round(head.tokens_per_second),
+        accepted_per_step=accepted,
+        seconds_left=None if head.seconds_left is None else round(head.seconds_left),
+        summary=str(head.done) if head.total is None else f"{head.done}/{head.total}",
+    )

@@ -1,0 +1,246 @@
+"""A small client of the Kubernetes API server that works on plain dicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, Self
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+
+from rollout_api.manifest.rollout_job import API_VERSION, KIND, PLURAL
+from rollout_operator import names
+from rollout_operator.observed import Manifest
+from rollout_operator.resource_kinds import ResourceKind, owned_kinds
+
+_TIMEOUT_S = 30.0
+_PAGE_SIZE = 500
+_WATCH_TIMEOUT_S = 300
+_MAX_CONNECTIONS = 64
+_OWN_OBJECTS = f"{names.MANAGED_BY}={names.APP}"
+
+_PLURALS = {
+    KIND: PLURAL,
+    "Event": "events",
+    "Lease": "leases",
+    "Secret": "secrets",
+    **{kind.kind: kind.plural for kind in owned_kinds("policy/v1")},
+}
+
+_JSON = "application/json"
+_JSON_MERGE_PATCH = "application/merge-patch+json"
+_APPLY_PATCH = "application/apply-patch+yaml"
+
+
+class ApiError(Exception):
+    """An error response of the API server, or its unavailability (status 0)."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        self.status, self.reason, self.message = status, reason, message
+        super().__init__(f"{status} {reason}: {message}")
+
+    @property
+    def not_found(self) -> bool:
+        """Whether the object does not exist (any more)."""
+        return self.status == 404
+
+    @property
+    def conflict(self) -> bool:
+        """Whether the object exists already, or has changed since it was read."""
+        return self.status == 409
+
+    @property
+    def transient(self) -> bool:
+        """Whether the same request may succeed later without any other change."""
+        return self.status in (0, 429) or self.status >= 500
+
+
+class KubernetesApi:
+    """A connection to the API server. Every failed request raises :class:`ApiError`."""
+
+    def __init__(self, client: ApiClient) -> None:
+        self._client = client
+        self.request_counts: Counter[tuple[str, str]] = Counter()
+        """Number of requests by verb and kind, for the metrics."""
+
+    @classmethod
+    async def connect(cls) -> Self:
+        """Connect with KUBECONFIG, else with the pod's service account, else with ~/.kube/config."""
+        configuration = Configuration()
+        if "KUBERNETES_SERVICE_HOST" in os.environ and "KUBECONFIG" not in os.environ:
+            config.load_incluster_config(client_configuration=configuration)
+        else:
+            await config.load_kube_config(client_configuration=configuration)
+        configuration.connection_pool_maxsize = _MAX_CONNECTIONS
+        return cls(ApiClient(configuration))
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.close()
+
+    async def request(
+        self,
+        verb: str,
+        path: str,
+        body: Any = None,
+        *,
+        content_type: str = _JSON,
+        query: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Send a request and return the parsed response.
+
+        Raises:
+            ApiError: if the server responds with an error; with status 0 if it does not respond.
+        """
+        pairs = list((query or {}).items())
+        headers = {"Accept": _JSON, "Content-Type": content_type}
+        try:
+            prepared = await self._client.param_serialize(
+                verb, path, query_params=pairs, header_params=headers, body=body, auth_settings=["BearerToken"]
+            )
+            response = await self._client.call_api(*prepared, _request_timeout=_TIMEOUT_S)
+            data = await response.read()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ApiError(0, "Unreachable", f"{type(error).__name__}: {error}") from error
+        try:
+            body_fields: dict[str, Any] = json.loads(data) if data else {}
+        except ValueError:
+            body_fields = {"message": data[:300].decode(errors="replace")}
+        if not 200 <= response.status < 300:
+            reason = body_fields.get("reason") or str(response.reason)
+            raise ApiError(response.status, reason, body_fields.get("message", ""))
+        return body_fields
+
+    async def create(self, manifest: Manifest) -> dict[str, Any]:
+        """Create an object. ``ApiError.conflict`` means that an object of this name exists."""
+        self._count("create", manifest["kind"])
+        return await self.request("POST", _path(manifest), manifest, query={"fieldManager": names.FIELD_MANAGER})
+
+    async def apply(self, manifest: Manifest, *, subresource: str = "") -> dict[str, Any]:
+        """Set these fields of an object, and remove fields that an earlier apply set and this one lacks.
+
+        This is server-side apply with the operator's field manager.
+        """
+        self._count("apply", manifest["kind"] + (f"/{subresource}" if subresource else ""))
+        path = _path(manifest, manifest["metadata"]["name"], subresource)
+        query = {"fieldManager": names.FIELD_MANAGER, "force": "true"}
+        return await self.request("PATCH", path, manifest, content_type=_APPLY_PATCH, query=query)
+
+    async def replace(self, manifest: Manifest) -> dict[str, Any]:
+        """Replace an object. ``ApiError.conflict`` means that it has changed since it was read."""
+        self._count("update", manifest["kind"])
+        return await self.request("PUT", _path(manifest, manifest["metadata"]["name"]), manifest)
+
+    async def patch(self, manifest: Manifest) -> dict[str, Any]:
+        """Patch an object with a JSON merge patch."""
+        self._count("patch", manifest["kind"])
+        return await self.request(
+            "PATCH", _path(manifest, manifest["metadata"]["name"]), manifest, content_type=_JSON_MERGE_PATCH
+        )
+
+    async def get(self, reference: Manifest) -> dict[str, Any]:
+        """Return the object with the kind, namespace and name of *reference*."""
+        self._count("get", reference["kind"])
+        return await self.request("GET", _path(reference, reference["metadata"]["name"]))
+
+    async def delete(self, reference: Manifest, *, uid: str, grace_period: int | None = None) -> None:
+        """Delete an object if it has this uid. An object that does not exist any more is no error."""
+        self._count("delete", reference["kind"])
+        options: dict[str, Any] = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        if grace_period is not None:
+            options["gracePeriodSeconds"] = grace_period
+        try:
+            await self.request("DELETE", _path(reference, reference["metadata"]["name"]), options)
+        except ApiError as error:
+            if not (error.not_found or error.conflict):
+                raise
+
+    async def list_page(self, kind: ResourceKind, namespace: str, continue_token: str) -> dict[str, Any]:
+        """Return one page of the list of the operator's objects of a kind; the first if the token is empty."""
+        self._count("list", kind.kind)
+        query: dict[str, Any] = {"labelSelector": _OWN_OBJECTS, "limit": _PAGE_SIZE}
+        if continue_token:
+            query["continue"] = continue_token
+        return await self.request("GET", _collection(kind, namespace), query=query)
+
+    async def watch(self, kind: ResourceKind, namespace: str, version: str) -> AsyncIterator[dict[str, Any]]:
+        """Yield changes to the operator's objects of a kind since a version, until the API server ends the stream.
+
+        Raises:
+            ApiError: if the watch cannot be started, or breaks.
+        """
+        self._count("watch", kind.kind)
+        query = [
+            ("labelSelector", _OWN_OBJECTS),
+            ("watch", "true"),
+            ("allowWatchBookmarks", "true"),
+            ("resourceVersion", version),
+            ("timeoutSeconds", random.randint(_WATCH_TIMEOUT_S, 2 * _WATCH_TIMEOUT_S)),
+        ]
+        try:
+            prepared = await self._client.param_serialize(
+                "GET",
+                _collection(kind, namespace),
+                query_params=query,
+                header_params={"Accept": _JSON},
+                auth_settings=["BearerToken"],
+            )
+            timeout = aiohttp.ClientTimeout(
+                total=None, sock_connect=_TIMEOUT_S, sock_read=2 * _WATCH_TIMEOUT_S + _TIMEOUT_S
+            )
+            response = await self._client.call_api(*prepared, _request_timeout=timeout)
+            if response.status != 200:
+                data = await response.read()
+                raise ApiError(response.status, str(response.reason), data[:300].decode(errors="replace"))
+            try:
+                rest = b""
+                async for chunk in response.response.content.iter_any():
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        yield json.loads(line)
+            finally:
+                response.response.close()
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise ApiError(0, "Unreachable", f"{type(error).__name__}: {error}") from error
+
+    async def serves(self, api_version: str, plural: str) -> bool:
+        """Return whether the API server serves a resource."""
+        root = "/api" if "/" not in api_version else "/apis"
+        try:
+            resources = await self.request("GET", f"{root}/{api_version}")
+        except ApiError as error:
+            if error.not_found:
+                return False
+            raise
+        return any(resource["name"] == plural for resource in resources.get("resources", ()))
+
+    def _count(self, verb: str, kind: str) -> None:
+        self.request_counts[verb, kind] += 1
+
+
+def _collection(kind: ResourceKind, namespace: str) -> str:
+    root = "/apis" if kind.group else "/api"
+    scope = f"/namespaces/{namespace}" if namespace else ""
+    return f"{root}/{kind.api_version}{scope}/{kind.plural}"
+
+
+def _path(manifest: Manifest, name: str = "", subresource: str = "") -> str:
+    version, metadata = manifest["apiVersion"], manifest["metadata"]
+    root = "/api" if "/" not in version else "/apis"
+    parts = [root, version, "namespaces", metadata["namespace"], _PLURALS[manifest["kind"]], name, subresource]
+    return "/".join(part for part in parts if part)
+
+
+def job_reference(namespace: str, name: str) -> dict[str, Any]:
+    """Return a reference to a RolloutJob for the methods of :class:`KubernetesApi`."""
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"namespace": namespace, "name": name}}
+
+
+def pod_reference(namespace: str, name: str) -> dict[str, Any]:
+    """Return a reference to a pod for the methods of :class:`KubernetesApi`."""
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": namespace, "name": name}}

@@ -1,0 +1,25 @@
+"""Decides whether an existing object has to be applied again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def needs_apply(desired: Any, actual: Any) -> bool:
+    """Return whether *actual* differs from *desired* in a field of *desired*.
+
+    Fields that only *actual* has were set by others or by the API server and are ignored. The API server omits empty
+    fields, so an empty desired value equals a missing one.
+    """
+    if actual is None and desired in ([], {}, "", None):
+        return False
+    if isinstance(desired, Mapping):
+        if not isinstance(actual, Mapping):
+            return True
+        return any(needs_apply(value, actual.get(name)) for name, value in desired.items())
+    if isinstance(desired, Sequence) and not isinstance(desired, str):
+        if not isinstance(actual, Sequence) or len(desired) != len(actual):
+            return True
+        return any(needs_apply(one, other) for one, other in zip(desired, actual, strict=True))
+    return bool(desired != actual)

@@ -1,0 +1,140 @@
+"""Builds the manifests of the objects that a job owns besides its pods; pure functions of the job."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from rollout_api.manifest.rollout_job import API_VERSION, KIND
+from rollout_api.manifest.status import Connection
+from rollout_api.protocol.keys import MessageKeys
+from rollout_operator import names
+from rollout_operator.cluster_info import ClusterInfo
+from rollout_operator.job_context import JobContext
+from rollout_operator.pods import MANIFEST_FILE, WEIGHTS_MOUNT
+
+
+def connection(context: JobContext) -> Connection:
+    """Return how trainers connect to the job."""
+    job = context.job
+    secret, history = context.redis_secret, job.spec.history.redis
+    history_secret = None if history.url_from is None else history.url_from.secret_key_ref
+    return Connection(
+        uid=context.uid,
+        key_prefix=MessageKeys(context.uid).prefix,
+        secret_name=secret.name if secret is not None else None,
+        secret_key=secret.key if secret is not None else None,
+        url=job.spec.redis.url if secret is None else None,
+        history_secret_name=history_secret.name if history_secret is not None else None,
+        history_secret_key=history_secret.key if history_secret is not None else None,
+        history_url=history.url,
+    )
+
+
+def owned_objects(context: JobContext, cluster: ClusterInfo) -> list[dict[str, Any]]:
+    """Return all objects besides pods, in the order in which they have to be created."""
+    objects = [
+        _service_account(context),
+        _manifest(context),
+        _connection(context),
+        _service(context),
+        _network_policy(context, cluster),
+    ]
+    if cluster.disruption_budget_api is not None:
+        objects.append(_disruption_budget(context, cluster.disruption_budget_api))
+    return objects
+
+
+def _object(context: JobContext, api_version: str, kind: str, name: str, component: str) -> dict[str, Any]:
+    return {
+        "apiVersion": api_version,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": context.job.metadata.namespace,
+            "labels": names.labels(context.name, component),
+            "ownerReferences": [context.owner_reference],
+        },
+    }
+
+
+def _service_account(context: JobContext) -> dict[str, Any]:
+    account = _object(context, "v1", "ServiceAccount", names.service_account(context.name), "pods")
+    return {**account, "automountServiceAccountToken": False}
+
+
+def _manifest(context: JobContext) -> dict[str, Any]:
+    """Return the ConfigMap with the manifest that ``rollout head`` and ``rollout worker`` read.
+
+    It lacks the fields that only concern the pods themselves.
+    """
+    job = context.job
+    spec = job.spec.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude_none=True,
+        exclude_defaults=True,
+        exclude={
+            **dict.fromkeys(("head", "image", "priority_class_name", "managed_by", "redis"), True),
+            "history": {"redis"},
+        },
+    )
+    spec.pop("lifecycle", None)
+    # The number of workers changes while the job runs. The head only needs to know how many it must wait for.
+    workers = spec.setdefault("workers", {})
+    for name in ("maxReplicas", "autoscale", "podTemplate"):
+        workers.pop(name, None)
+    workers["replicas"] = workers["minReplicas"] = job.spec.workers.effective_min
+    if job.spec.weights.persistent_volume_claim is not None:
+        weights = spec.setdefault("weights", {})
+        weights["allowedRoots"] = [*weights.get("allowedRoots", []), WEIGHTS_MOUNT]
+    manifest = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "metadata": {"name": job.metadata.name, "namespace": job.metadata.namespace},
+        "spec": spec,
+    }
+    config_map = _object(context, "v1", "ConfigMap", names.manifest_config_map(context.name), "manifest")
+    # JSON is valid YAML and, with sorted keys, has a canonical form, so that unchanged manifests compare equal.
+    return {**config_map, "data": {MANIFEST_FILE: json.dumps(manifest, indent=1, sort_keys=True)}}
+
+
+def _connection(context: JobContext) -> dict[str, Any]:
+    data = connection(context).model_dump(by_alias=True, exclude_none=True)
+    data |= {"namespace": context.job.metadata.namespace, "name": context.name}
+    config_map = _object(context, "v1", "ConfigMap", names.connection_config_map(context.name), "connection")
+    return {**config_map, "data": data}
+
+
+def _service(context: JobContext) -> dict[str, Any]:
+    service = _object(context, "v1", "Service", names.service(context.name), names.HEAD)
+    spec = {
+        "selector": names.selector(context.name, names.HEAD),
+        "ports": [{"name": "http", "port": names.HTTP_PORT, "targetPort": "http", "protocol": "TCP"}],
+    }
+    return {**service, "spec": spec}
+
+
+def _disruption_budget(context: JobContext, api_version: str) -> dict[str, Any]:
+    """Return a budget that lets drains evict one worker at a time, so that few rollouts have to move at once."""
+    budget = _object(context, api_version, "PodDisruptionBudget", names.disruption_budget(context.name), names.WORKER)
+    selector = {"matchLabels": names.selector(context.name, names.WORKER)}
+    return {**budget, "spec": {"maxUnavailable": 1, "selector": selector}}
+
+
+def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]:
+    """Return a policy that admits the job's own pods on all ports, and readers of /status and /metrics on one port.
+
+    Ray chooses its ports freely and its token does not encrypt, so no other pod may reach them. Egress is not limited,
+    because the addresses of Redis, the model hub and the trainer's weight transfers are not known here.
+    """
+    policy = _object(context, "networking.k8s.io/v1", "NetworkPolicy", names.network_policy(context.name), "pods")
+    readers: dict[str, Any] = {"ports": [{"port": names.HTTP_PORT, "protocol": "TCP"}]}
+    if cluster.status_reader_namespaces:
+        readers["from"] = [
+            {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}}
+            for namespace in cluster.status_reader_namespaces
+        ]
+    pods = {"matchLabels": names.selector(context.name)}
+    ingress = [{"from": [{"podSelector": pods}]}, readers]
+    return {**policy, "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}}

@@ -1,0 +1,84 @@
+"""Which head and worker pods to create and delete, for a job that is running. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollout_operator import names
+from rollout_operator.actions import Create, DeletePod, PlanBuilder
+from rollout_operator.head_status import STATUS_PERIOD_S
+from rollout_operator.job_context import JobContext
+from rollout_operator.observed import Observed, PodView
+from rollout_operator.pods import head_pod, worker_pod
+from rollout_operator.scaling import workers_to_remove
+from rollout_operator.teardown import delete_pods
+
+
+@dataclass(frozen=True)
+class PodReconciler:
+    """Adds the actions that bring a job's pods to their desired number."""
+
+    observed: Observed
+    context: JobContext
+    builder: PlanBuilder
+    recorded_failures: set[str]
+    """Uids of failed pods that the status already lists. Other failed pods must be recorded before they are deleted."""
+    backoff: float
+    """Seconds until pods may be replaced again after failures; 0 if they may be replaced now."""
+
+    def reconcile_head(self) -> None:
+        """Create the head pod if there is none."""
+        live, terminating = self._remove_terminated(self.observed.component(names.HEAD))
+        if not live and not terminating and not self.backoff:
+            self.builder.actions.append(Create(head_pod(self.context)))
+
+    def reconcile_workers(self, desired: int, slots_used: int) -> list[PodView]:
+        """Create or delete workers until there are *desired* ones, at most one per slot.
+
+        Args:
+            desired: the desired number of workers.
+            slots_used: number of slots that ever had a worker; a new pod in one of these is a replacement.
+
+        Returns:
+            The workers that exist now and are neither terminated nor being deleted.
+        """
+        workers = self.context.job.spec.workers
+        live, terminating = self._remove_terminated(self.observed.component(names.WORKER))
+        if len(live) > desired:
+            for pod in workers_to_remove(live, len(live) - desired, workers, self.observed.head):
+                self.builder.actions.append(DeletePod(pod.name, pod.uid))
+            return live
+        # A pod that is terminating still holds its GPUs. A terminated one does not, but its name is still taken.
+        missing = desired - len(live) - sum(not pod.terminated for pod in terminating)
+        occupied = {pod.slot for pod in (*live, *terminating)}
+        free_slots = [slot for slot in range(desired) if slot not in occupied][: max(0, missing)]
+        pending = sum(pod.replacement and pod.phase == "Pending" for pod in live)
+        for slot in free_slots:
+            replacement = slot < slots_used
+            if replacement:
+                if self.backoff or pending >= workers.max_pending_replacements:
+                    continue
+                pending += 1
+            self.builder.actions.append(Create(worker_pod(self.context, slot, replacement=replacement)))
+        return live
+
+    def _remove_terminated(self, pods: list[PodView]) -> tuple[list[PodView], list[PodView]]:
+        """Delete the terminated pods, except those whose failure has yet to be recorded.
+
+        Returns:
+            The live pods, and the pods that still exist but are terminating or terminated.
+        """
+        live = []
+        terminating = []
+        for pod in pods:
+            if pod.deleting:
+                delete_pods(self.builder, [pod], self.observed.now)
+                terminating.append(pod)
+                self.builder.requeue(STATUS_PERIOD_S)
+            elif not pod.terminated:
+                live.append(pod)
+            else:
+                if pod.phase == "Succeeded" or pod.uid in self.recorded_failures:
+                    self.builder.actions.append(DeletePod(pod.name, pod.uid))
+                terminating.append(pod)
+        return live, terminating

@@ -1,0 +1,78 @@
+"""Ending a job: its pods are deleted, Redis is informed, and the job's finalizer is removed. Pure."""
+
+from __future__ import annotations
+
+from rollout_api.manifest.rollout_job import ManifestError
+from rollout_operator import names
+from rollout_operator.actions import Create, DeletePod, Plan, PlanBuilder, SetFinalizer
+from rollout_operator.head_status import STATUS_PERIOD_S
+from rollout_operator.job_context import JobContext
+from rollout_operator.observed import Observed, PodView
+from rollout_operator.owned_objects import connection
+from rollout_operator.pods import cleanup_pod
+
+_CLEANUP_TIMEOUT_S = 120.0
+_BLOCKED_CLEANUP_TIMEOUT_S = 20.0
+_BLOCKED_REASONS = frozenset({"CreateContainerConfigError", "ErrImageNeverPull", "InvalidImageName"})
+"""Reasons for which a pod cannot start that do not resolve themselves while its job is being removed."""
+
+
+def plan_deletion(observed: Observed) -> Plan:
+    """Plan for a job that is being deleted: delete its pods, run the cleanup pod, then remove the finalizer.
+
+    Kubernetes deletes the job's other objects once the finalizer is removed.
+    """
+    if names.FINALIZER not in observed.metadata.get("finalizers", ()):
+        return Plan()
+    builder = PlanBuilder()
+    running = [pod for pod in observed.pods if pod.component != names.CLEANUP]
+    try:
+        context = JobContext.from_observed(observed)
+    except ManifestError:
+        return Plan(actions=(SetFinalizer(False),))
+    if running:
+        delete_pods(builder, running, observed.now)
+        builder.requeue(STATUS_PERIOD_S)
+    else:
+        run_cleanup(builder, observed, context, "the job was deleted", delete_messages=True)
+    return Plan(events=tuple(builder.events), actions=tuple(builder.actions), requeue_after=builder.requeue_after)
+
+
+def delete_pods(builder: PlanBuilder, pods: list[PodView], now: float) -> None:
+    """Delete pods; a pod on a lost node is deleted without waiting for the node's confirmation."""
+    for pod in pods:
+        if not pod.deleting:
+            builder.actions.append(DeletePod(pod.name, pod.uid))
+        elif pod.is_lost(now):
+            builder.actions.append(DeletePod(pod.name, pod.uid, force=True))
+
+
+def run_cleanup(
+    builder: PlanBuilder, observed: Observed, context: JobContext, reason: str, *, delete_messages: bool
+) -> None:
+    """Run the cleanup pod, and remove the job's finalizer when it has terminated or exceeded its timeout."""
+    rejections = [
+        failure for failure in observed.apply_failures if failure.target == f"Pod {names.cleanup_pod(context.name)}"
+    ]
+    pods = observed.component(names.CLEANUP)
+    if not pods and not rejections:
+        builder.actions.append(Create(cleanup_pod(context, delete_messages=delete_messages, reason=reason)))
+        builder.requeue(_CLEANUP_TIMEOUT_S)
+        return
+    waited = observed.now - min((pod.created for pod in pods), default=observed.now)
+    blocked = any(pod.reason in _BLOCKED_REASONS for pod in pods)
+    timeout = _BLOCKED_CLEANUP_TIMEOUT_S if blocked else _CLEANUP_TIMEOUT_S
+    if pods and not any(pod.terminated for pod in pods) and waited < timeout:
+        builder.requeue(timeout - waited)
+        return
+    if not any(pod.phase == "Succeeded" for pod in pods):
+        cause = next((pod.message or pod.reason for pod in pods if pod.message or pod.reason), "")
+        cause = cause or next(
+            (failure.message for failure in rejections), "the cleanup pod did not finish within its timeout"
+        )
+        builder.warn(
+            "CleanupFailed",
+            f"Redis could not be informed that the job has ended ({cause.strip()[-300:]}). Keys that begin with "
+            f"{connection(context).key_prefix} may remain in Redis, and clients may wait until they time out.",
+        )
+    builder.actions.append(SetFinalizer(False))

@@ -1,0 +1,157 @@
+"""Checks that a Redis server can be used, and explanations of its errors for people."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import redis
+import redis.sentinel
+
+from rollout_api.redis_client.address import without_password
+from rollout_api.redis_client.retry import is_out_of_memory, is_transient
+
+logger = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 120.0
+"""Seconds for which a starting head or worker waits for its server."""
+_MIN_VERSION = (7, 0)
+_POLL_INTERVAL_S = 2.0
+_LOG_INTERVAL_S = 10.0
+
+
+class RedisUnusableError(RuntimeError):
+    """Redis cannot be used. The text names the server, what is wrong, and what to do about it."""
+
+
+def check(client: redis.Redis | redis.RedisCluster, url: str) -> dict[str, Any]:
+    """Check that the server, or each primary of a cluster, answers, is new enough and never evicts keys.
+
+    Returns:
+        The server's ``INFO``; for a cluster that of a full primary, if there is one.
+
+    Raises:
+        RedisUnusableError: one of the checks failed.
+    """
+    try:
+        infos = list(_infos(client))
+    except redis.RedisError as error:
+        raise explain_error(error, url) from error
+    for info in infos:
+        _check_server(info, url)
+    return max(infos, key=_is_full)
+
+
+def wait_until_usable(client: redis.Redis | redis.RedisCluster, url: str) -> None:
+    """Run :func:`check`, and repeat it while it fails for a transient reason or the server is full.
+
+    This is for processes that are restarted when they fail.
+
+    Raises:
+        RedisUnusableError: at once for other failures, or after :data:`START_TIMEOUT_S`.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    next_log = float("-inf")
+    while True:
+        try:
+            info = check(client, url)
+            if not _is_full(info):
+                return
+            full = redis.exceptions.OutOfMemoryError(f"{info['used_memory']} bytes of {info['maxmemory']} are used")
+            raise explain_error(full, url) from full
+        except RedisUnusableError as error:
+            if not _is_temporary(error.__cause__) or time.monotonic() > deadline:
+                raise
+            if time.monotonic() > next_log:
+                next_log = time.monotonic() + _LOG_INTERVAL_S
+                logger.warning("Waiting: %s", error)
+            time.sleep(_POLL_INTERVAL_S)
+
+
+def explain_error(error: redis.RedisError, url: str) -> RedisUnusableError:
+    """Return an error that tells a person what *error* means and what to do."""
+    server = f"Redis at {without_password(url)}"
+    kept = "finished rollouts are kept, and the same command continues from there"
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return RedisUnusableError(f"{server} refused the user name or password: {error}; correct them in the URL")
+    if isinstance(error, redis.exceptions.NoPermissionError):
+        return RedisUnusableError(f"{server} denies this user a command: {error}; extend its ACL")
+    if is_out_of_memory(error):
+        return RedisUnusableError(f"{server} is out of memory: {error}; raise maxmemory or free some ({kept})")
+    if isinstance(error, redis.exceptions.ReadOnlyError):
+        return RedisUnusableError(f"{server} is a read-only replica: {error}; connect to the primary")
+    if isinstance(error, redis.exceptions.AskError):
+        return RedisUnusableError(
+            f"{server} is a node of a cluster, and the key is on another node: {error}; use the URL of the cluster "
+            "(redis+cluster://…) for a history, and a single server for a job's messages"
+        )
+    if isinstance(error, redis.exceptions.ClusterError | redis.exceptions.TryAgainError):
+        return RedisUnusableError(
+            f"{server} does not serve all slots: {error}; is a node down, or are slots being migrated? See CLUSTER "
+            f"INFO and CLUSTER SHARDS ({kept})"
+        )
+    if isinstance(error, redis.sentinel.MasterNotFoundError):
+        return RedisUnusableError(
+            f"{server} cannot be reached: {error}; are its servers and Sentinels running, and is the service name "
+            f"correct? During a failover this is temporary ({kept})"
+        )
+    if "cluster support disabled" in str(error):
+        return RedisUnusableError(f"{server} is no cluster: {error}; write redis://… or rediss://…")
+    if "MISCONF" in str(error):
+        return RedisUnusableError(
+            f"{server} cannot write to its disk: {error}; see its log, and free disk space ({kept})"
+        )
+    if isinstance(error, redis.TimeoutError):
+        return RedisUnusableError(f"{server} does not answer in time: {error}; check the network and its load ({kept})")
+    if isinstance(error, redis.exceptions.InvalidResponse):
+        return RedisUnusableError(
+            f"what answers at {without_password(url)} is not Redis: {error}; is Redis running, and is the URL correct? "
+            f"({kept})"
+        )
+    if isinstance(error, redis.ConnectionError):
+        return RedisUnusableError(
+            f"{server} cannot be reached: {error}; is it running, and is the URL correct? ({kept})"
+        )
+    return RedisUnusableError(f"{server} failed: {type(error).__name__}: {error}")
+
+
+def _is_temporary(cause: BaseException | None) -> bool:
+    return isinstance(cause, redis.RedisError) and (is_transient(cause) or is_out_of_memory(cause))
+
+
+def _infos(client: redis.Redis | redis.RedisCluster) -> Iterator[dict[str, Any]]:
+    """Yield the ``INFO`` of the server, or of each primary of a cluster that serves all slots.
+
+    Raises:
+        redis.RedisError: a server did not answer, or the cluster does not serve all slots.
+    """
+    untyped: Any = client
+    if isinstance(client, redis.Redis):
+        yield untyped.info()
+        return
+    for node in untyped.get_primaries():
+        if (state := untyped.cluster_info(target_nodes=node)["cluster_state"]) != "ok":
+            raise redis.exceptions.ClusterDownError(f"cluster_state is {state} at {node.name}")
+        yield untyped.info(target_nodes=node)
+
+
+def _check_server(info: Mapping[str, Any], url: str) -> None:
+    version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
+    if version < _MIN_VERSION:
+        raise RedisUnusableError(
+            f"Redis at {without_password(url)} is version {info['redis_version']}; 7.0 or newer (or Valkey) is needed"
+        )
+    policy = info.get("maxmemory_policy", "noeviction")
+    if policy != "noeviction" and info.get("maxmemory", 0):
+        raise RedisUnusableError(
+            f"Redis at {without_password(url)} evicts keys when it is full (maxmemory-policy {policy}), which would "
+            "silently lose rollouts; set 'maxmemory-policy noeviction'"
+        )
+
+
+def _is_full(info: Mapping[str, Any]) -> bool:
+    """Return whether a server refuses writes for lack of memory, computed like Redis' ``getMaxmemoryState``."""
+    counted = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
+    return 0 < int(info.get("maxmemory", 0)) < counted

@@ -1,0 +1,231 @@
+"""Retries of Redis commands: which errors are transient, and for how long a command is repeated.
+
+Every retried command must be idempotent, because a reply that was lost may belong to a command that was executed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, NoReturn, TypeVar
+
+import redis
+
+from rollout_api.errors import RedisAwayError, RedisRefusedError
+
+logger = logging.getLogger(__name__)
+
+MAX_OUTAGE_S = 7.0
+"""Seconds that :func:`retry` bridges: a hiccup is survived, and a user still gets an error within 10 s."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
+_SYNC_PAUSE_S = 0.2
+_LOG_INTERVAL_S = 10.0
+
+_TRANSIENT_CODES = re.compile(r"(?:.* caused error: )?(BUSY|MISCONF|NOREPLICAS) ", re.DOTALL)
+"""Error codes without a class in redis-py: a script is running, the disk is full, too few replicas are connected.
+
+Errors of a pipeline begin with the command.
+"""
+
+_Result = TypeVar("_Result")
+
+
+def is_transient(error: redis.RedisError) -> bool:
+    """Return whether *error* may go away by itself.
+
+    That is the case while the server is slow, unreachable or loading, during a failover or a migration of slots, and
+    when something else answers in the server's place (usually the proxy of a service that has no server right now).
+    """
+    if isinstance(error, redis.ResponseError) and _TRANSIENT_CODES.match(str(error)):
+        return True
+    refused = redis.AuthenticationError | redis.exceptions.AuthorizationError
+    unreachable = (
+        redis.ConnectionError | redis.TimeoutError | redis.exceptions.ReadOnlyError | redis.exceptions.InvalidResponse
+    )
+    # ClusterError means that a slot's nodes redirected to each other for too long. MOVED is not transient: it only gets
+    # here when a node of a cluster is used as if it were a single server.
+    on_cluster = redis.exceptions.ClusterError | redis.exceptions.TryAgainError
+    return isinstance(error, unreachable | on_cluster) and not isinstance(error, refused)
+
+
+def is_out_of_memory(error: redis.RedisError) -> bool:
+    """Return whether the server refused a write because it is full, which lasts until memory is freed or added."""
+    return isinstance(error, redis.exceptions.OutOfMemoryError)
+
+
+def concerns_server(error: redis.RedisError) -> bool:
+    """Return whether *error* is about the server or this user's access to it, not about the keys of one command."""
+    refused = redis.exceptions.NoPermissionError | redis.AuthenticationError | redis.exceptions.AuthorizationError
+    return is_transient(error) or is_out_of_memory(error) or isinstance(error, refused)
+
+
+class RetryPolicy:
+    """How long and how often a failing command is repeated.
+
+    Args:
+        max_outage: seconds for which transient errors are retried.
+        wait_while_full: whether to retry, without a time limit, while the server is out of memory.
+        first_pause: seconds before the first retry; the pause doubles with each further one.
+        max_pause: longest pause in seconds.
+        log: whether to log, at most every ten seconds, that a command is being retried.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_outage: float = math.inf,
+        wait_while_full: bool = True,
+        first_pause: float = _FIRST_PAUSE_S,
+        max_pause: float = _MAX_PAUSE_S,
+        log: bool = True,
+    ) -> None:
+        self._max_outage, self._wait_while_full = max_outage, wait_while_full
+        self._first_pause, self._max_pause = first_pause, max_pause
+        self._next_log = 0.0 if log else math.inf
+
+    def pauses(self) -> Iterator[float]:
+        """Yield the seconds to wait before each retry, without end."""
+        pause = self._first_pause
+        while True:
+            yield pause
+            pause = min(2 * pause, self._max_pause)
+
+    def raise_unless_retryable(self, error: redis.RedisError, failing_since: float, action: str = "") -> None:
+        """Return if the command is worth another attempt, and log that from time to time.
+
+        Args:
+            error: error with which the last attempt failed.
+            failing_since: ``time.monotonic()`` of the first attempt.
+            action: what the command does, for messages.
+
+        Raises:
+            redis.RedisError: *error*, if it is not transient or has lasted too long. A subclass may raise another
+                error in its place.
+        """
+        outage = time.monotonic() - failing_since
+        if is_out_of_memory(error):
+            retryable = self._wait_while_full
+        else:
+            retryable = is_transient(error) and outage <= self._max_outage
+        if not retryable:
+            self._raise(error, outage, action)
+        if (now := time.monotonic()) >= self._next_log:
+            self._next_log = now + _LOG_INTERVAL_S
+            self._log_retry(error, outage, action)
+
+    def _raise(self, error: redis.RedisError, outage: float, action: str) -> NoReturn:
+        raise error
+
+    def _log_retry(self, error: redis.RedisError, outage: float, action: str) -> None:
+        logger.warning("Redis: %s: %s; retrying until it is available again.", type(error).__name__, error)
+
+
+def retry(command: Callable[..., _Result], *args: Any, policy: RetryPolicy | None = None) -> _Result:
+    """Return ``command(*args)``, repeated while Redis is unreachable, by default for :data:`MAX_OUTAGE_S`.
+
+    Raises:
+        redis.RedisError: the last error, or the first one that is not transient.
+    """
+    if policy is None:
+        policy = RetryPolicy(
+            max_outage=MAX_OUTAGE_S,
+            wait_while_full=False,
+            first_pause=_SYNC_PAUSE_S,
+            max_pause=_SYNC_PAUSE_S,
+            log=False,
+        )
+    started, pauses = time.monotonic(), policy.pauses()
+    while True:
+        try:
+            return command(*args)
+        except redis.RedisError as error:
+            policy.raise_unless_retryable(error, started)
+        time.sleep(next(pauses))
+
+
+async def retry_async(
+    command: Callable[..., Awaitable[_Result]], *args: Any, policy: RetryPolicy | None = None, action: str = ""
+) -> _Result:
+    """Return ``await command(*args)``, repeated by default for as long as Redis is unreachable or full.
+
+    The processes of a job wait for their server rather than lose what they hold: a full server is back-pressure.
+
+    Raises:
+        redis.RedisError: an error that is not transient, or whatever *policy* raises.
+    """
+    policy = policy or RetryPolicy()
+    started, pauses = time.monotonic(), policy.pauses()
+    while True:
+        try:
+            return await command(*args)
+        except redis.RedisError as error:
+            policy.raise_unless_retryable(error, started, action)
+        await asyncio.sleep(next(pauses))
+
+
+class ClientRetryPolicy(RetryPolicy):
+    """The policy of a trainer's client, which raises errors that tell the user what to do.
+
+    Commands are retried while Redis is unreachable, up to a time limit, and for as long as it is full.
+
+    Args:
+        server: name of the server in messages.
+        max_outage: seconds for which Redis may be unreachable.
+    """
+
+    def __init__(self, server: str, max_outage: float) -> None:
+        super().__init__(max_outage=max_outage)
+        self._server = server
+
+    async def run(self, command: Callable[[], Awaitable[_Result]], *, action: str) -> _Result:
+        """Return the result of *command*, which performs *action*.
+
+        Raises:
+            RedisAwayError: the server was unreachable for too long.
+            RedisRefusedError: an error that is not transient.
+        """
+        return await retry_async(command, policy=self, action=action)
+
+    def _raise(self, error: redis.RedisError, outage: float, action: str) -> NoReturn:
+        if not is_transient(error):
+            raise RedisRefusedError(_explain_refusal(self._server, action, error)) from error
+        raise RedisAwayError(
+            f"{self._server} has been unreachable for {outage:.0f} s while this client tried to {action} "
+            f"({type(error).__name__}: {error}). Is it running, and is the address correct? Requests and results are "
+            "kept: open the same step again to get its results"
+        ) from error
+
+    def _log_retry(self, error: redis.RedisError, outage: float, action: str) -> None:
+        if is_out_of_memory(error):
+            logger.warning(
+                "%s is out of memory; this client waits to %s and continues once results are acknowledged or maxmemory "
+                "is raised. (%s)",
+                self._server,
+                action,
+                error,
+            )
+        else:
+            logger.warning(
+                "%s does not answer (%s: %s); retrying to %s for up to %.0f s.",
+                self._server,
+                type(error).__name__,
+                error,
+                action,
+                self._max_outage - outage,
+            )
+
+
+def _explain_refusal(server: str, action: str, error: redis.RedisError) -> str:
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        remedy = "correct the user name or password"
+    elif isinstance(error, redis.exceptions.NoPermissionError):
+        remedy = "extend the user's ACL"
+    elif isinstance(error, redis.exceptions.AskError):
+        remedy = "it is a node of a cluster, but a job's messages need a single server: use the URL of one"
+    else:
+        remedy = "docs/protocol.md lists the commands that a client needs"
+    return f"{server} refused to {action}: {type(error).__name__}: {error}; {remedy}"

@@ -1,0 +1,399 @@
+"""The commands of ``rollout``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import typer
+from redis.exceptions import RedisError
+from rich.console import Console
+from rich.markup import escape
+
+from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.errors import RolloutClientError
+from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
+from rollout_api.protocol.exit_codes import (
+    EXIT_DEADLINE,
+    EXIT_ENGINE,
+    EXIT_INTERRUPTED,
+    EXIT_MANIFEST,
+    EXIT_MODEL,
+    EXIT_REDIS,
+    EXIT_STATE,
+)
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys
+from rollout_api.redis_client.checks import RedisUnusableError, explain_error
+from rollout_worker.cli.manifest_file import read_manifest
+from rollout_worker.engine.errors import AdmissionError, EngineError
+from rollout_worker.engine.model_source import (
+    ModelError,
+    default_cache,
+    load_tokenizer,
+    resolve_model,
+    tokenizer_fingerprint,
+)
+from rollout_worker.history.metadata import HistoryMismatchError
+from rollout_worker.history_service.cli import app as history_app
+from rollout_worker.job.dataset.report import EpochMode
+
+_EXIT_CODES = (
+    f"Exit codes: 0 success; {EXIT_MANIFEST} invalid manifest; {EXIT_REDIS} Redis cannot be used; "
+    f"{EXIT_ENGINE} vLLM, Ray or the job failed; {EXIT_STATE} a file or directory cannot be used; "
+    f"{EXIT_DEADLINE} deadline exceeded; {EXIT_MODEL} model not found; {EXIT_INTERRUPTED} interrupted."
+)
+
+app = typer.Typer(
+    name="rollout",
+    help="Run RL rollouts with speculative drafts from earlier rollouts of the same problem.",
+    epilog=_EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    # A pod's last lines of output become its termination message, which should be plain text.
+    pretty_exceptions_enable=sys.stderr.isatty(),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+console = Console()
+error_console = Console(stderr=True)
+
+_Result = TypeVar("_Result")
+
+
+ManifestFile = Annotated[Path, typer.Option("-f", "--file", help="RolloutJob manifest (YAML).")]
+RedisUrl = Annotated[str, typer.Option(envvar="ROLLOUT_REDIS_URL", help="URL of the job's Redis.")]
+HistoryRedisUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--history-redis",
+        envvar="ROLLOUT_HISTORY_REDIS_URL",
+        help="URL of the Redis that keeps the history.",
+        show_default="the manifest's, else the job's Redis",
+    ),
+]
+JobUid = Annotated[
+    str, typer.Option(help="Unique id of the job, the same for its head and all its workers and after restarts.")
+]
+OwnAddress = Annotated[
+    str | None,
+    typer.Option(envvar="POD_IP", help="Address at which other machines reach this one.", show_default="found by Ray"),
+]
+ModelCache = Annotated[
+    Path | None,
+    typer.Option(help="Directory of models.", show_default="$ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models"),
+]
+app.add_typer(history_app, name="history")
+
+
+@app.command()
+def run(
+    file: ManifestFile,
+    redis: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ROLLOUT_REDIS_URL",
+            help="URL of the job's Redis.",
+            show_default="the manifest's, else a server that this command starts",
+        ),
+    ] = None,
+    history_redis: HistoryRedisUrl = None,
+    state_dir: Annotated[
+        Path, typer.Option(help="Directory for the state of jobs and the data of Redis servers started here.")
+    ] = Path(".rollout"),
+    model_cache: ModelCache = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            help="Repeat each epoch of a dataset with drafts from the rollout's own text alone, and on a second engine "
+            "without speculation, and compare the results. This takes about three times as long."
+        ),
+    ] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
+) -> None:
+    """Run a job on this machine. A job that was interrupted continues."""
+    from rollout_worker.cli.display import report_lines, report_table, show_progress
+    from rollout_worker.launch.local import RunOptions, run_local
+
+    started = time.monotonic()
+    with exit_with_message(file):
+        job = read_manifest(file)
+        if json_file is not None:
+            _check_writable(json_file)
+        options = RunOptions(
+            state=state_dir,
+            redis_url=redis,
+            history_url=_history_url(job, history_redis),
+            baselines=[EpochMode.OWN_TEXT, EpochMode.NON_SPECULATIVE] if compare else [],
+            model_cache=model_cache,
+        )
+        work = run_local(
+            job,
+            options,
+            notify=lambda text: console.print(text, markup=False, soft_wrap=True),
+            watch=lambda trainer: show_progress(trainer, console),
+        )
+        report = asyncio.run(run_until_terminated(work))
+    if report is not None:
+        if json_file is not None:
+            json_file.write_text(json.dumps(report.as_json(), indent=1))
+        console.print(report_table(report))
+        for line in report_lines(report):
+            console.print(line)
+    console.print(f"Finished after {time.monotonic() - started:.0f} s.")
+
+
+@app.command()
+def head(
+    file: ManifestFile,
+    redis: RedisUrl,
+    uid: JobUid,
+    history_redis: HistoryRedisUrl = None,
+    host: OwnAddress = None,
+    port: Annotated[int, typer.Option(help="Port on which workers find this head.")] = 6380,
+    http_port: Annotated[int, typer.Option(help="Port of /status, /metrics and /healthz.")] = 8080,
+    model_cache: ModelCache = None,
+) -> None:
+    """Run the head of a job on several machines until the job is closed. Restart the head if it fails."""
+    from rollout_api.redis_client.checks import wait_until_usable
+    from rollout_api.redis_client.connection import connect, connect_history
+    from rollout_worker.job.job_store.launcher import LauncherStore
+    from rollout_worker.launch.ray_token import ray_auth_environment, share_token
+
+    _exit_on_sigterm()
+    with exit_with_message(file, redis):
+        job = read_manifest(file)
+        cache = model_cache or default_cache()
+        server = connect(redis)
+        wait_until_usable(server, redis)
+        history_url = _history_url(job, history_redis)
+        if history_url:
+            wait_until_usable(connect_history(history_url), history_url)
+        ray_token = share_token(LauncherStore(server, MessageKeys(uid)))
+        # Ray reads its token when it is imported, which the following imports do.
+        os.environ.update(ray_auth_environment(ray_token))
+        from rollout_worker.job.dataset.source import load_dataset
+        from rollout_worker.job.setup import JobSetup
+        from rollout_worker.launch.head import run_head
+
+        model = resolve_model(job.spec.model, cache, weights=False)
+        tokenizer = load_tokenizer(model)
+        dataset = load_dataset(job, model, tokenizer, cache)
+        setup = JobSetup(
+            manifest=job.model_dump(mode="json", by_alias=True),
+            uid=uid,
+            redis_url=redis,
+            history_url=history_url,
+            vocabulary_size=len(tokenizer),
+            tokenizer=tokenizer_fingerprint(tokenizer),
+            engines_per_machine=job.spec.engines_per_worker,
+            total_rollouts=None if dataset is None else dataset.total_rollouts(job),
+            http_host="0.0.0.0",  # noqa: S104 – for the operator and Prometheus
+            http_port=http_port,
+        )
+        setup.open_history()
+        asyncio.run(run_until_terminated(run_head(setup, dataset, host=host, port=port, ray_token=ray_token)))
+
+
+@app.command()
+def worker(
+    file: ManifestFile,
+    redis: RedisUrl,
+    uid: JobUid,
+    history_redis: HistoryRedisUrl = None,
+    name: Annotated[
+        str | None,
+        typer.Option(envvar="POD_NAME", help="Name of this worker in /status.", show_default="the host name"),
+    ] = None,
+    host: OwnAddress = None,
+    http_port: Annotated[int, typer.Option(help="Port of /readyz; 0 to disable it.")] = 0,
+    model_cache: ModelCache = None,
+) -> None:
+    """Run a worker of a job on several machines until SIGTERM. Other workers then continue its running rollouts."""
+    from rollout_worker.launch.worker import run_worker
+
+    _exit_on_sigterm()
+    with exit_with_message(file, redis):
+        job = read_manifest(file)
+        resolve_model(job.spec.model, model_cache or default_cache())  # downloads it once, before several engines would
+        history_url = _history_url(job, history_redis)
+        run_worker(
+            job,
+            redis,
+            uid,
+            history_url=history_url,
+            name=name or socket.gethostname(),
+            host=host,
+            http_port=http_port,
+            model_cache=model_cache,
+        )
+
+
+@app.command()
+def end(
+    file: ManifestFile,
+    redis: RedisUrl,
+    uid: JobUid,
+    history_redis: HistoryRedisUrl = None,
+    reason: Annotated[str, typer.Option(help="Reason that the job's clients are told.")] = "it was ended",
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Delete the job's messages at once instead of after a day.")
+    ] = False,
+) -> None:
+    """End a job whose head and workers have all stopped.
+
+    Finished rollouts are moved to the job's history, and its clients are told the reason.
+    """
+    from rollout_api.redis_client.checks import check
+    from rollout_api.redis_client.connection import connect, connect_history
+    from rollout_worker.history.store import HistoryStore
+    from rollout_worker.job.ending import EndState, end_job
+
+    with exit_with_message(file, redis):
+        job = read_manifest(file)
+        server = connect(redis)
+        check(server, redis)
+        history_url = _history_url(job, history_redis) or redis
+        history = connect_history(history_url)
+        check(history, history_url)
+        store = HistoryStore(
+            history, HistoryKeys(job.metadata.namespace, job.history_name), window=job.spec.speculation.window
+        )
+        name = f"{job.metadata.namespace}/{job.metadata.name}"
+        state: EndState = "deleted" if delete else "failed"
+        moved = end_job(server, MessageKeys(uid), store, name, state=state, reason=reason)
+    console.print(f"Ended job {name} ({uid}). Moved {moved} finished rollouts to its history.", soft_wrap=True)
+
+
+@app.command()
+def check(file: ManifestFile) -> None:
+    """Check a manifest without running it."""
+    with exit_with_message(file):
+        job = read_manifest(file)
+    console.print(f"{file}: RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid.")
+
+
+@app.command("tiny-model")
+def tiny_model(
+    output: Annotated[
+        Path | None, typer.Option(help="Directory of the model.", show_default="das/tiny-qwen3 in the model cache")
+    ] = None,
+    model_cache: ModelCache = None,
+    seed: Annotated[int, typer.Option(min=0, max=1023, help="Seed of the training data and the initial weights.")] = 0,
+) -> None:
+    """Train the examples' small Qwen3 model with several checkpoints. This takes minutes on two cores.
+
+    A model that exists already is kept.
+    """
+    from rollout_worker.cli.display import train_tiny_model
+
+    directory = output or (model_cache or default_cache()) / "das" / "tiny-qwen3"
+    try:
+        train_tiny_model(directory, seed, console)
+    except OSError as error:
+        _fail(EXIT_STATE, f"cannot write {directory}: {error}")
+
+
+@contextmanager
+def exit_with_message(file: Path | None = None, redis: str = "") -> Iterator[None]:
+    """Turn expected errors into a message and an exit code; unexpected errors keep their traceback.
+
+    Args:
+        file: the manifest that messages name.
+        redis: URL of the Redis from which errors may come.
+    """
+    from rollout_worker.launch.job_state import StateError
+    from rollout_worker.launch.local import DeadlineError
+
+    prefix = f"{file}: " if file is not None else ""
+    try:
+        yield
+    except ManifestError as error:
+        _fail_manifest(file, error)
+    except ModelError as error:
+        _fail(EXIT_MODEL, f"{prefix}{error}")
+    except (RedisUnusableError, HistoryMismatchError) as error:
+        _fail(EXIT_REDIS, str(error))
+    except RedisError as error:
+        if not redis:
+            raise
+        _fail(EXIT_REDIS, str(explain_error(error, redis)))
+    except (EngineError, AdmissionError, RolloutClientError) as error:
+        _fail(EXIT_ENGINE, str(error))
+    except StateError as error:
+        _fail(EXIT_STATE, str(error))
+    except DeadlineError as error:
+        _fail(EXIT_DEADLINE, str(error))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        _fail(EXIT_INTERRUPTED, "interrupted; finished rollouts are kept, and the same command continues from there")
+
+
+async def run_until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
+    """Await *work*, and cancel it on SIGTERM as on Ctrl-C.
+
+    The cancellation is repeated if a library swallows it, because SIGTERM is sent only once.
+    """
+    task = asyncio.ensure_future(work)
+    cancelling: list[asyncio.Future[None]] = []
+    asyncio.get_running_loop().add_signal_handler(
+        signal.SIGTERM, lambda: cancelling.append(asyncio.ensure_future(cancel_and_wait(task)))
+    )
+    return await task
+
+
+def _history_url(job: RolloutJob, option: str | None) -> str:
+    """Return the URL of the Redis that keeps the job's history; empty if it is the job's own server.
+
+    Raises:
+        ManifestError: if only a Secret has the URL.
+    """
+    redis = job.spec.history.redis
+    if not option and redis.url_from is not None:
+        message = "only the operator can read Secrets; set the URL with --history-redis or ROLLOUT_HISTORY_REDIS_URL"
+        raise ManifestError([FieldError("spec.history.redis.urlFrom", message)])
+    return option or redis.url or ""
+
+
+def _exit_on_sigterm() -> None:
+    """Exit on SIGTERM until there are rollouts to hand over.
+
+    The first process of a container ignores signals without a handler.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))
+
+
+def _check_writable(file: Path) -> None:
+    """Reject a report file that cannot be written, before the job runs."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        _fail(EXIT_STATE, f"cannot write {file} (--json): {error.strerror}")
+
+
+def _fail(code: int, message: str) -> NoReturn:
+    error_console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    sys.exit(code)
+
+
+def _fail_manifest(file: Path | None, error: ManifestError) -> NoReturn:
+    count = len(error.errors)
+    error_console.print(
+        f"[bold red]error:[/] {escape(str(file))} has {count} error{'s' if count > 1 else ''}:", highlight=False
+    )
+    for field in error.errors:
+        error_console.print(f"  {field.path}: {field.message}", markup=False, soft_wrap=True, highlight=False)
+    sys.exit(EXIT_MANIFEST)
+
+
+def main() -> None:
+    """Entry point of the ``rollout`` command."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    app()

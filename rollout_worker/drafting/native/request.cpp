@@ -1,0 +1,75 @@
+#include "request.hpp"
+
+#include <utility>
+
+#include "cross_problem_pool.hpp"
+
+namespace das {
+
+namespace {
+
+// When the live texts of a problem exceed this number of tokens, new requests share new ones. Rollouts that ended
+// before are in the history by then, or will soon be.
+constexpr std::size_t kMaxLiveTokens = std::size_t{1} << 20;
+
+}  // namespace
+
+Request::Request(const std::shared_ptr<ByteCounter>& total, ProblemPin pin, std::size_t depth,
+                 const RequestOptions& options)
+    : charge(std::make_shared<ByteCounter>(total), sizeof(Request)),
+      problem(std::move(pin)),
+      sources(options.sources),
+      problem_hash(das::problem_hash(problem.id())),
+      stop_tokens(options.stop_tokens.begin(), options.stop_tokens.end(), charge.counter().get()),
+      response(depth, charge.counter().get()),
+      own_text(depth, charge.counter().get()),
+      anchors(charge.counter().get()),
+      next_anchors(charge.counter().get()),
+      positions(charge.counter().get()) {
+  const auto all = options.prompt;
+  const auto context = all.last(std::min({options.context_length, depth, all.size()}));
+  if (context.empty()) response.push(kBoundary);
+  for (const Token token : context) response.push(token);
+  if (sources.self && !all.empty()) {
+    for (const Token token : all.last(std::min(depth, all.size()))) own_text.push(token);
+    prompt = problem->index_prompt(all, depth);
+  }
+  if (sources.siblings) {
+    const std::lock_guard lock(problem->live);
+    if (!problem->live_texts || problem->live_texts->texts.tokens() > kMaxLiveTokens) {
+      problem->live_texts = std::make_shared<SharedLiveTexts>(problem->charge.counter());
+    }
+    live_texts = problem->live_texts;
+    text_id = live_texts->texts.begin(response.tokens());
+  } else if (sources.self) {
+    live_texts = std::make_shared<SharedLiveTexts>(charge.counter());
+    text_id = live_texts->texts.begin(response.tokens());
+  }
+}
+
+void Request::append(std::span<const Token> tokens) {
+  if (sources.siblings) {
+    const std::lock_guard writing(problem->live);
+    live_texts->texts.append(text_id, tokens);
+  } else if (sources.self) {
+    live_texts->texts.append(text_id, tokens);
+  }
+  response_length += tokens.size();
+  // Without new anchors the old ones remain, since there may have been no match for some time.
+  if (!next_anchors.empty()) anchors.swap(next_anchors);
+  next_anchors.clear();
+  response.push(tokens);
+  if (prompt) own_text.push(tokens);
+}
+
+void Request::close() {
+  const std::lock_guard lock(mutex);
+  is_closed = true;
+  if (!sources.siblings) return;
+  const std::lock_guard writing(problem->live);
+  live_texts.reset();
+  // If only the problem still holds the texts, no open request searches them any more.
+  if (problem->live_texts.use_count() == 1) problem->live_texts.reset();
+}
+
+}  // namespace das

@@ -1,0 +1,61 @@
+"""Rejects requests that an engine would cut off, serve incorrectly, or not serve at all."""
+
+from __future__ import annotations
+
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Partial
+from rollout_worker.engine.errors import AdmissionError
+
+
+def can_continue(sampling: Sampling) -> bool:
+    """Return whether a response may be continued from a prefix without changing its output distribution.
+
+    vLLM receives the prefix as part of the prompt. This makes no difference for temperature, top_p, top_k, min_p, logit
+    bias, allowed tokens and the repetition penalty, which counts prompts, too; ``max_tokens`` and ``min_tokens`` are
+    reduced by its length. It does make a difference for presence and frequency penalties, which do not count prompts,
+    and for stop strings, which vLLM only looks for in newly sampled text. A continued response with a seed has the same
+    distribution but a different random stream, and therefore other tokens.
+    """
+    return not (sampling.presence_penalty or sampling.frequency_penalty or sampling.stop)
+
+
+def check_admission(
+    sampling: Sampling, prompt_tokens: int, *, max_model_len: int, speculative: bool, prefix: Partial | None = None
+) -> None:
+    """Check that an engine can serve a request.
+
+    Args:
+        sampling: the request's settings.
+        prompt_tokens: length of its prompt.
+        max_model_len: ``engine.maxModelLen`` of the manifest.
+        speculative: whether the engine is configured with speculation.
+        prefix: tokens from which the response is to be continued.
+
+    Raises:
+        AdmissionError: if it cannot; the message names the setting and what to do.
+    """
+    if speculative and (unsupported := sampling.unsupported_with_drafts()):
+        raise AdmissionError(
+            f"vLLM does not support sampling.{unsupported[0]} with speculation; remove it, or run the job with "
+            "speculation.policy: off"
+        )
+    if prompt_tokens + sampling.max_tokens > max_model_len:
+        raise AdmissionError(
+            f"a prompt of {prompt_tokens} tokens and sampling.maxTokens {sampling.max_tokens} exceed "
+            f"engine.maxModelLen {max_model_len}; increase the latter or reduce one of the former"
+        )
+    if prefix is None or not prefix.token_ids:
+        return
+    if not can_continue(sampling):
+        raise AdmissionError(
+            "a response with sampling.presencePenalty, frequencyPenalty or stop cannot be continued from a prefix, "
+            "because its output distribution would change; omit the prefix to sample the response from the start"
+        )
+    if len(prefix.token_ids) > sampling.max_tokens:
+        raise AdmissionError(
+            f"a prefix of {len(prefix.token_ids)} tokens exceeds sampling.maxTokens {sampling.max_tokens}"
+        )
+    if sampling.logprobs and prefix.logprobs is None:
+        raise AdmissionError(
+            "sampling.logprobs requires log-probabilities of the prefix, but it has none; add them or omit the prefix"
+        )

@@ -1,0 +1,49 @@
+"""Reads the drafter's counts of responses that have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from rollout_worker.engine.vllm_client import VllmClient, ignore_failure
+
+
+class ResponseDraftCounts(NamedTuple):
+    """The drafter's counts of one response, in tokens."""
+
+    drafted: int = 0
+    accepted: int = 0
+    """Accepted draft tokens, including those beyond the end of the response, which vLLM cuts off."""
+    generated: int = 0
+    """Response tokens, including those beyond its end."""
+
+
+class DraftCountReader:
+    """Reads the counts; the responses that end in the same step share one round trip to the worker processes."""
+
+    def __init__(self, client: VllmClient) -> None:
+        self._client = client
+        self._ended: list[str] = []
+        self._reading: asyncio.Task[dict[str, ResponseDraftCounts]] | None = None
+
+    async def take(self, call_id: str) -> ResponseDraftCounts:
+        """Return the counts of a response that has ended; the drafter forgets it."""
+        return (await asyncio.shield(self._request(call_id))).get(call_id, ResponseDraftCounts())
+
+    def discard(self, call_id: str) -> None:
+        """Let the drafter forget a response, in the background."""
+        self._request(call_id).add_done_callback(ignore_failure)
+
+    def _request(self, call_id: str) -> asyncio.Task[dict[str, ResponseDraftCounts]]:
+        self._ended.append(call_id)
+        if self._reading is None:
+            self._reading = asyncio.ensure_future(self._read())
+        return self._reading
+
+    async def _read(self) -> dict[str, ResponseDraftCounts]:
+        await asyncio.sleep(0)  # so that the other responses that end in this step are included
+        ended, self._ended, self._reading = self._ended, [], None
+        counts: dict[str, ResponseDraftCounts] = {}
+        for rank in await self._client.collective_rpc("das_take_counts", ended):
+            counts |= {call_id: ResponseDraftCounts(*numbers) for call_id, numbers in rank.items()}
+        return counts

@@ -1,0 +1,84 @@
+"""What the drafter needs to know about a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_api.protocol.messages import DraftMode
+
+EXTRA_ARGS_KEY = "das"
+"""Key of the settings in vLLM's ``SamplingParams.extra_args``."""
+
+Integers = npt.NDArray[np.int64]
+
+SOURCES: dict[DraftMode, tuple[str, ...]] = {
+    DraftMode.HISTORY: ("history", "self", "siblings", "cross_problem"),
+    DraftMode.OWN_TEXT: ("self",),
+    # The drafter follows every rollout, because siblings draft from it. A budget of 0 prevents drafts.
+    DraftMode.OFF: ("self",),
+}
+"""The index's sources from which a request may be drafted."""
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """The drafting settings of one response, passed to the worker processes in vLLM's ``extra_args``."""
+
+    key: str
+    """Id of the response, by which its counts are read afterwards."""
+    problem: str
+    max_tokens: int
+    """Maximum number of response tokens, beyond which nothing is drafted."""
+    min_tokens: int = 0
+    """Minimum number of response tokens, which no draft may cross; see :func:`max_draft_lengths`."""
+    budget: int | None = None
+    """Maximum number of draft tokens per step; None for the job's ``maxDraftTokens``."""
+    sources: Sequence[str] = SOURCES[DraftMode.HISTORY]
+    later_turn: bool = False
+    """Whether the response continues a trajectory, so that the end of its prompt is its context."""
+    undrafted_tokens: int = 0
+    """Number of the first response tokens for which nothing is drafted."""
+    prefix_tokens: int = 0
+    """Number of tokens at the end of vLLM's prompt that belong to the response and were sampled earlier."""
+
+    def as_extra_args(self) -> dict[str, Any]:
+        """Return the value of ``SamplingParams.extra_args``."""
+        return {
+            EXTRA_ARGS_KEY: {
+                "key": self.key,
+                "problem": self.problem,
+                "max_tokens": self.max_tokens,
+                "min_tokens": self.min_tokens,
+                "budget": self.budget,
+                "sources": list(self.sources),
+                "later_turn": self.later_turn,
+                "undrafted_tokens": self.undrafted_tokens,
+                "prefix_tokens": self.prefix_tokens,
+            }
+        }
+
+    @classmethod
+    def from_extra_args(cls, extra_args: dict[str, Any] | None) -> DraftSettings | None:
+        """Return the settings in a request's ``extra_args``; None for a request that is not drafted for."""
+        if not extra_args or EXTRA_ARGS_KEY not in extra_args:
+            return None
+        return cls(**extra_args[EXTRA_ARGS_KEY])
+
+
+def max_draft_lengths(
+    generated: Integers, *, undrafted_tokens: Integers, min_tokens: Integers, max_tokens: Integers, limits: Integers
+) -> Integers:
+    """Return how many tokens may be drafted for responses of *generated* tokens; all arrays have shape (responses,).
+
+    A step also samples the token after the last draft token, so that one position is left to it. While a response is
+    shorter than ``min_tokens``, vLLM bars its end one position too far in a step with drafts, and for the token after
+    the draft regardless of its length (vllm#41768, seen in 0.32). A step that stays below ``min_tokens`` is correct.
+    """
+    ends = np.where(generated < min_tokens, min_tokens, max_tokens)
+    lengths = np.maximum(np.minimum(limits, ends - generated - 1), 0)
+    return np.asarray(np.where(generated < undrafted_tokens, 0, lengths))

@@ -1,0 +1,234 @@
+"""One vLLM engine, which runs in processes of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rollout_api.protocol.messages import Partial, RolloutRequest, UpdateMode
+from rollout_worker.engine.adapters import Adapters
+from rollout_worker.engine.checkpoint_check import BroadcastWeights
+from rollout_worker.engine.compat import engine_args
+from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
+from rollout_worker.engine.errors import EngineError
+from rollout_worker.engine.generation import PartialCallback, ResponseGenerator
+from rollout_worker.engine.limits import HISTORY_POLL_INTERVAL_S
+from rollout_worker.engine.metrics import EngineCounters
+from rollout_worker.engine.response import GenerationResult
+from rollout_worker.engine.vllm_client import VllmClient
+from rollout_worker.engine.weight_loading import WeightLoader
+from rollout_worker.engine.weight_versions import WeightVersionTracker
+
+
+class Engine:
+    """A running engine, created by :meth:`start` and stopped by :meth:`close`. Use it from one asyncio event loop."""
+
+    def __init__(self, llm: Any, config: EngineConfig, counters: EngineCounters) -> None:
+        """Wrap an ``AsyncLLM``; use :meth:`start` instead."""
+        self.counters = counters
+        self.config = config
+        self.weight_versions = WeightVersionTracker(llm, config.weight_version)
+        """Which weight version samples which tokens."""
+        self.adapters = Adapters(llm)
+        """The loaded LoRA adapters."""
+        self._client = VllmClient(llm)
+        self._generator = ResponseGenerator(self._client, config, self.weight_versions, self.adapters)
+        self._loader = WeightLoader(self._client, config, self._generator, self.weight_versions, self.adapters)
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> Engine:
+        """Start vLLM's processes and load the model.
+
+        The environment variables of :func:`engine_environment` are added to those of this process, from which vLLM's
+        processes inherit them.
+
+        Raises:
+            EngineError: if vLLM does not start. The cause is in the message and in vLLM's log.
+        """
+        os.environ.update(engine_environment(config, os.environ))
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        counters = EngineCounters()
+        try:
+            # In a thread, because it blocks while the model is loaded.
+            llm = await asyncio.to_thread(
+                AsyncLLM.from_engine_args,
+                engine_args(vllm_settings(config)),
+                stat_loggers=[counters.as_stat_logger()],
+            )
+        except (ValueError, RuntimeError, OSError, ImportError) as error:
+            raise EngineError(f"vLLM does not start with {config.model}: {error}") from error
+        engine = cls(llm, config, counters)
+        try:
+            await engine._prepare()
+        except BaseException:
+            engine.close()
+            raise
+        return engine
+
+    async def _prepare(self) -> None:
+        await self.collective_rpc("das_exit_with_host", os.getpid())
+        await self.weight_versions.change(self.config.weight_version)
+        if self.config.cpu and self.config.spec.max_lora_rank:
+            await self.collective_rpc("das_patch_adapters")
+        drafting = self.config.drafting
+        if drafting is not None and not any(await self.collective_rpc("das_start_drafting", asdict(drafting))):
+            raise EngineError("no rank of the engine drafts, because vLLM has no output rank")
+
+    @property
+    def weight_version(self) -> int:
+        """The version with which new responses are sampled."""
+        return self._loader.weight_version
+
+    @property
+    def full_weight_version(self) -> int:
+        """The version of the current full weights, regardless of an adapter."""
+        return self.weight_versions.version
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the engine was closed, has died, or could load neither new nor previous weights."""
+        return self._client.stopped
+
+    @property
+    def admission_paused(self) -> bool:
+        """Whether new responses wait until a weight update has finished."""
+        return self._generator.admission_paused
+
+    async def generate(
+        self,
+        request: RolloutRequest,
+        sample: int,
+        *,
+        prefix: Partial | None = None,
+        on_partial: PartialCallback | None = None,
+        partial_interval: int = 0,
+        stop_event: asyncio.Event | None = None,
+    ) -> GenerationResult:
+        """Generate one response of a request. Cancelling this call aborts the response.
+
+        Args:
+            request: the request.
+            sample: index of the response, less than ``sampling.n``.
+            prefix: tokens of the model from which to continue, instead of the request's own prefix; see
+                :func:`rollout_worker.engine.admission.can_continue`.
+            on_partial: receives all tokens of the response so far, after at most *partial_interval* new ones. If the
+                engine is killed, no more than these tokens and those of one verification step are lost.
+            partial_interval: maximum number of tokens between two calls of *on_partial*; 0 for no calls.
+            stop_event: once it is set, the response ends, and its tokens so far are returned.
+
+        Raises:
+            AdmissionError: if this engine cannot serve the request as it is.
+            EngineError: if the engine has died.
+        """
+        return await self._generator.generate(
+            request,
+            sample,
+            prefix=prefix,
+            on_partial=on_partial,
+            partial_interval=partial_interval,
+            stop_event=stop_event,
+        )
+
+    async def load_weights(self, directory: Path, weight_version: int, mode: UpdateMode = UpdateMode.DRAIN) -> float:
+        """Replace the weights. An update that has started is not cancelled; if it fails, the previous weights stay.
+
+        Args:
+            directory: safetensors with the same names, shapes and data types as the model's.
+            weight_version: version of the new weights.
+            mode: what happens to running responses. With DRAIN, all responses that vLLM has end first, including queued
+                ones; later ones wait. With RECOMPUTE and KEEP, running responses continue with the new weights, except
+                that those with an adapter end first. Queued responses start with the new weights; with KEEP, some of
+                them use keys and values of their prompt from the old ones.
+
+        Returns:
+            Seconds during which nothing was decoded.
+
+        Raises:
+            EngineError: if these are not weights of this model, or vLLM fails to load them. The message names the
+                version with which the engine continues.
+        """
+        return await self._loader.load_checkpoint(directory, weight_version, mode)
+
+    async def receive_weights(self, weights: BroadcastWeights, weight_version: int, mode: UpdateMode) -> float:
+        """Replace the weights by those that a trainer broadcasts; see :meth:`load_weights`.
+
+        If this fails half-way, the engine loads the weights of the last directory again. If its current weights were
+        broadcast as well, it stops.
+        """
+        return await self._loader.receive(weights, weight_version, mode)
+
+    async def load_adapter(self, directory: Path, weight_version: int) -> float:
+        """Generate new responses with a LoRA adapter; running ones keep theirs. Full weights replace the adapter.
+
+        Args:
+            directory: the adapter in PEFT's format, of a rank of at most ``engine.maxLoraRank``.
+            weight_version: version of the current full weights together with the adapter.
+
+        Returns:
+            Seconds in which the adapter was loaded and nothing was decoded.
+
+        Raises:
+            EngineError: if vLLM cannot load it. The message names the version with which the engine continues.
+        """
+        return await self._loader.load_adapter(directory, weight_version)
+
+    async def announce(
+        self,
+        problems: Sequence[str],
+        generation: int,
+        *,
+        wanted: Sequence[str] | None = None,
+        timeout_s: float = 0.0,
+    ) -> bool:
+        """Announce the problems of upcoming rollouts, so that their history is fetched in the background.
+
+        Args:
+            problems: problem ids.
+            generation: newest generation of the history.
+            wanted: those of *problems* whose rollouts are about to start; all of them by default.
+            timeout_s: how long to wait until all of their history can be drafted from.
+
+        Returns:
+            Whether all of it can be drafted from.
+        """
+        if self.config.drafting is None:
+            return True
+        wanted_list = None if wanted is None else list(wanted)
+        await self.collective_rpc("das_announce", list(problems), generation, wanted_list)
+        deadline = time.monotonic() + timeout_s
+        while not (ready := all(await self.collective_rpc("das_history_ready"))) and time.monotonic() < deadline:
+            await asyncio.sleep(HISTORY_POLL_INTERVAL_S)
+        return ready
+
+    async def set_queue(self, rollouts: int, expected_tokens: float) -> None:
+        """Tell the draft policy what is queued for this engine, since that determines which rollouts are worth drafts.
+
+        Args:
+            rollouts: number of queued rollouts.
+            expected_tokens: number of tokens that all of them together are expected to generate.
+        """
+        if self.config.drafting is not None:
+            await self.collective_rpc("das_set_queue", rollouts, expected_tokens)
+
+    async def stats(self) -> dict[str, Any]:
+        """Return the statistics of ``DraftingExtension.das_stats``; empty for an engine without speculation."""
+        ranks = await self.collective_rpc("das_stats")
+        return next((stats for stats in ranks if stats), {})
+
+    async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker extension on all ranks, and return their replies in the order of ranks.
+
+        Raises:
+            EngineError: if the method fails, or the engine has died.
+        """
+        return await self._client.collective_rpc(method, *args)
+
+    def close(self) -> None:
+        """Stop the engine's processes."""
+        self._client.close()

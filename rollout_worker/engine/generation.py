@@ -1,0 +1,259 @@
+"""Generates responses with vLLM, and returns partial rollouts while they are generated."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, RolloutRequest
+from rollout_worker.engine.adapters import Adapter, Adapters
+from rollout_worker.engine.admission import check_admission
+from rollout_worker.engine.compat import model_end_tokens
+from rollout_worker.engine.config import EngineConfig
+from rollout_worker.engine.draft_counts import DraftCountReader, ResponseDraftCounts
+from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
+from rollout_worker.engine.errors import AdmissionError, EngineError, translate_errors
+from rollout_worker.engine.limits import ABORT_RETRY_INTERVAL_S
+from rollout_worker.engine.response import GenerationResult, ResponseBuilder
+from rollout_worker.engine.sampling_params import vllm_sampling_params
+from rollout_worker.engine.vllm_client import VllmClient
+from rollout_worker.engine.weight_versions import WeightVersionTracker
+from rollout_worker.policy.canary import CANARY_TOKENS, canary_sample
+
+PartialCallback = Callable[[Partial], None]
+"""Receives all tokens of a response so far."""
+VersionStarts = list[tuple[int, int]]
+"""(weight version, index of its first token), in order."""
+
+
+class ResponseGenerator:
+    """Generates the responses of one engine."""
+
+    def __init__(
+        self, client: VllmClient, config: EngineConfig, weight_versions: WeightVersionTracker, adapters: Adapters
+    ) -> None:
+        self.last_finished = 0.0
+        """``time.monotonic()`` when the last response ended."""
+        self._client, self._config = client, config
+        self._weight_versions, self._adapters = weight_versions, adapters
+        self._draft_counts = DraftCountReader(client)
+        self._end_tokens = model_end_tokens(client.llm)
+        self._call_numbers = itertools.count()
+        self._cache_salt = 0
+        self._running: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._admitting = asyncio.Event()
+        self._admitting.set()
+
+    # Control by weight updates
+
+    @property
+    def admission_paused(self) -> bool:
+        """Whether new responses wait before they are passed to vLLM."""
+        return not self._admitting.is_set()
+
+    def pause_admission(self) -> None:
+        """Let new responses wait before they are passed to vLLM."""
+        self._admitting.clear()
+
+    def resume_admission(self) -> None:
+        """Pass new and waiting responses to vLLM."""
+        self._admitting.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until vLLM has no response, including those that it has queued or preempted."""
+        await self._idle.wait()
+
+    def ignore_cached_prompts(self) -> None:
+        """Do not let new responses use keys and values that were cached before."""
+        self._cache_salt += 1
+
+    # Generation
+
+    async def generate(
+        self,
+        request: RolloutRequest,
+        sample: int,
+        *,
+        prefix: Partial | None,
+        on_partial: PartialCallback | None,
+        partial_interval: int,
+        stop_event: asyncio.Event | None,
+    ) -> GenerationResult:
+        """See :meth:`Engine.generate`."""
+        sampling = request.sampling
+        prefix = request.prefix if prefix is None else prefix
+        check_admission(
+            sampling,
+            len(request.prompt_token_ids),
+            max_model_len=self._config.spec.max_model_len,
+            speculative=self._config.drafting is not None,
+            prefix=prefix,
+        )
+        started = time.monotonic()
+        await self._admitting.wait()
+        response = ResponseBuilder(prefix, logprobs=sampling.logprobs)
+        reason = self._end_of_prefix(response, sampling)
+        if reason is not None or (stop_event is not None and stop_event.is_set()):
+            return response.finish(reason, [], started=started, finished=started)
+        # The id of the call is unique, because the same rollout may be requested again.
+        call_id = f"{request.rollout_id(sample)}#{next(self._call_numbers)}"
+        interval = self._streaming_interval(partial_interval)
+        params = self._sampling_params(request, sample, call_id, response.prefix_tokens, interval)
+        prompt = {
+            "prompt_token_ids": request.prompt_token_ids + response.token_ids,
+            "cache_salt": str(self._cache_salt),
+        }
+        with self._adapters.use() as adapter, self._track(call_id, stop_event), translate_errors("generating"):
+            output, starts = await self._stream(
+                prompt, params, call_id, response, adapter=adapter, on_partial=on_partial, interval=interval
+            )
+            finished = self.last_finished = time.monotonic()
+            counts = ResponseDraftCounts()
+            if self._config.drafting is not None:
+                counts = await self._draft_counts.take(call_id)
+            return response.finish(
+                _finish_reason(output.outputs[0].finish_reason, stop_event),
+                starts,
+                started=started,
+                finished=finished,
+                num_draft_tokens=counts.drafted,
+                # vLLM cuts off what a step has accepted beyond the end of the response.
+                num_accepted_tokens=max(0, counts.accepted - max(0, counts.generated - len(response.token_ids))),
+                num_cached_tokens=output.num_cached_tokens or 0,
+            )
+
+    def _end_of_prefix(self, response: ResponseBuilder, sampling: Sampling) -> FinishReason | None:
+        """Return why a response has already ended with its prefix; None if it has not."""
+        if response.token_ids and response.token_ids[-1] in self._end_tokens.union(sampling.stop_token_ids):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(response.token_ids) == sampling.max_tokens else None
+
+    def _streaming_interval(self, partial_interval: int) -> int:
+        """Return after how many new tokens vLLM returns them; 0 if only at the end of the response.
+
+        A step may generate a whole draft and one more token. Together with these, no more than *partial_interval*
+        tokens may be unreported.
+        """
+        if not partial_interval:
+            return 0
+        drafting = self._config.drafting
+        return max(1, partial_interval - 1 - (drafting.max_draft_tokens if drafting is not None else 0))
+
+    def _sampling_params(
+        self, request: RolloutRequest, sample: int, call_id: str, prefix_tokens: int, interval: int
+    ) -> Any:
+        settings = self._draft_settings(request, sample, call_id, prefix_tokens)
+        # The stream's name does not contain the job's uid, so that another job with the same manifest and seed has the
+        # same results.
+        stream_name = f"{request.request_id}/{sample}"
+        try:
+            return vllm_sampling_params(
+                request.sampling, stream_name, settings, prefix_tokens=prefix_tokens, interval=interval
+            )
+        except ValueError as error:
+            raise AdmissionError(f"vLLM rejects the request: {error}") from error
+
+    def _draft_settings(
+        self, request: RolloutRequest, sample: int, call_id: str, prefix_tokens: int
+    ) -> DraftSettings | None:
+        if self._config.drafting is None:
+            return None
+        is_canary = canary_sample(request.request_id, request.sampling.n) == sample
+        return DraftSettings(
+            key=call_id,
+            problem=request.problem,
+            max_tokens=request.sampling.max_tokens,
+            min_tokens=request.sampling.min_tokens,
+            budget=0 if request.draft_mode is DraftMode.OFF else request.draft_budget,
+            sources=SOURCES[request.draft_mode],
+            later_turn=request.turn > 0,
+            undrafted_tokens=CANARY_TOKENS if is_canary else 0,
+            prefix_tokens=prefix_tokens,
+        )
+
+    async def _stream(
+        self,
+        prompt: dict[str, Any],
+        params: Any,
+        call_id: str,
+        response: ResponseBuilder,
+        *,
+        adapter: Adapter | None,
+        on_partial: PartialCallback | None,
+        interval: int,
+    ) -> tuple[Any, VersionStarts]:
+        """Append vLLM's tokens to *response*; return its last ``RequestOutput`` and the starts of weight versions."""
+        output: Any = None
+        starts: VersionStarts = []
+        reported = len(response.token_ids)
+        lora_request = None if adapter is None else adapter.lora_request
+        async with aclosing(self._outputs(prompt, params, call_id, lora_request)) as outputs:
+            async for output in outputs:
+                completion = output.outputs[0]
+                response.append(completion)
+                if adapter is None:
+                    starts = self._weight_versions.starts(call_id, completion)
+                else:
+                    starts = [(adapter.version, 0)]
+                # vLLM returns the first token at once regardless of the interval. It is not worth a partial rollout.
+                if on_partial is not None and not output.finished and len(response.token_ids) - reported >= interval:
+                    reported = len(response.token_ids)
+                    on_partial(response.partial(starts))
+        if output is None or not output.finished:
+            raise EngineError("vLLM ended a response without returning all of it")
+        return output, starts
+
+    async def _outputs(self, prompt: dict[str, Any], params: Any, call_id: str, lora: Any) -> AsyncGenerator[Any]:
+        has_started = False
+        async with aclosing(self._client.llm.generate(prompt, params, call_id, lora_request=lora)) as outputs:
+            try:
+                async for output in outputs:
+                    has_started = True
+                    yield output
+            except ValueError as error:
+                if has_started:
+                    raise
+                raise AdmissionError(f"vLLM rejects the request: {error}") from error
+
+    @contextmanager
+    def _track(self, call_id: str, stop_event: asyncio.Event | None) -> Iterator[None]:
+        """Record that vLLM has a call, and abort it once *stop_event* is set."""
+        self._running.add(call_id)
+        self._idle.clear()
+        self._weight_versions.open(call_id)
+        aborting = None if stop_event is None else asyncio.ensure_future(self._abort_when_set(stop_event, call_id))
+        try:
+            yield
+        except BaseException:
+            if self._config.drafting is not None:
+                self._draft_counts.discard(call_id)
+            raise
+        finally:
+            self._running.discard(call_id)
+            if not self._running:
+                self._idle.set()
+            self._weight_versions.close(call_id)
+            if aborting is not None and stop_event is not None and not stop_event.is_set():
+                aborting.cancel()
+
+    async def _abort_when_set(self, stop_event: asyncio.Event, call_id: str) -> None:
+        await stop_event.wait()
+        while call_id in self._running:
+            await self._client.llm.abort(call_id)
+            await asyncio.sleep(ABORT_RETRY_INTERVAL_S)
+
+
+def _finish_reason(reason: str, stop_event: asyncio.Event | None) -> FinishReason | None:
+    """Translate vLLM's finish reason; None for a response that was stopped by *stop_event*."""
+    if reason == "abort" and stop_event is not None and stop_event.is_set():
+        return None
+    if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+        raise EngineError(f"vLLM ended a response unexpectedly: {reason}")
+    return FinishReason(reason)

@@ -1,0 +1,16 @@
+"""Timeouts and limits of an engine."""
+
+from __future__ import annotations
+
+ABORT_RETRY_INTERVAL_S = 0.02
+"""Seconds after which an abort is repeated, because vLLM ignores an abort of a call that it has not received yet."""
+LIVENESS_CHECK_INTERVAL_S = 0.5
+"""Seconds between two checks that vLLM's core process is alive, while a call to it is waited for."""
+HISTORY_POLL_INTERVAL_S = 0.02
+"""Seconds between two checks whether the announced history can be drafted from."""
+CPU_KV_CACHE_BYTES = 1 << 30
+"""Size of the KV cache of a CPU engine whose manifest does not set it."""
+MAX_BATCH_ADAPTERS = 2
+"""Adapters that one batch may use: that of the responses which started before an update, and the newest."""
+MAX_CPU_ADAPTERS = 8
+"""Adapters that vLLM keeps in main memory. It reads a dropped one again from its directory, and dies if that fails."""

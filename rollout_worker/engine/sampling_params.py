@@ -1,0 +1,77 @@
+"""Translates a request's sampling settings into vLLM's."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import Any
+
+from rollout_api.manifest.spec import Sampling
+from rollout_worker.engine.compat import streaming_params, top_p_for_drafts
+from rollout_worker.engine.draft_settings import DraftSettings
+
+
+def vllm_sampling_params(
+    sampling: Sampling,
+    stream_name: str,
+    draft_settings: DraftSettings | None,
+    *,
+    prefix_tokens: int = 0,
+    interval: int = 0,
+) -> Any:
+    """Return ``vllm.SamplingParams`` for one response.
+
+    In a job with a seed, each response has its own random stream, derived from the seed and *stream_name*. The samples
+    of a group therefore differ, and a repeated response has the same tokens.
+
+    Args:
+        sampling: the request's settings.
+        stream_name: name of the response's random stream.
+        draft_settings: the response's drafting settings; None on an engine without speculation.
+        prefix_tokens: number of response tokens that were sampled earlier and are part of vLLM's prompt; less than
+            ``max_tokens``.
+        interval: number of new tokens after which they are returned; 0 to return them when the response ends.
+
+    Raises:
+        ValueError: if vLLM rejects the settings.
+    """
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        n=1,
+        temperature=sampling.temperature,
+        top_p=top_p_for_drafts(sampling.top_p, sampling.top_k) if draft_settings else sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens - prefix_tokens,
+        min_tokens=max(0, sampling.min_tokens - prefix_tokens),
+        stop=sampling.stop or None,
+        stop_token_ids=sampling.stop_token_ids or None,
+        allowed_token_ids=sampling.allowed_token_ids or None,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=sampling.logit_bias or None,
+        logprobs=0 if sampling.logprobs else None,
+        seed=_stream_seed(sampling.seed, stream_name, prefix_tokens),
+        # Only stop strings require the text of the response.
+        detokenize=bool(sampling.stop),
+        extra_args=draft_settings.as_extra_args() if draft_settings else None,
+        **streaming_params(interval),
+    )
+
+
+def _stream_seed(seed: int | None, stream_name: str, prefix_tokens: int) -> int | None:
+    if seed is None:
+        return None
+    name = f"{seed}/{stream_name}/{prefix_tokens}" if prefix_tokens else f"{seed}/{stream_name}"
+    digest = blake2b(name.encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def end_token_ids(params: Any) -> list[int]:
+    """Return the tokens that end a response, from the ``SamplingParams`` of a request that vLLM has accepted.
+
+    vLLM adds the model's own end tokens to them when it accepts the request.
+    """
+    ends = list(params.stop_token_ids or ())
+    return ends if params.eos_token_id is None else [*ends, params.eos_token_id]

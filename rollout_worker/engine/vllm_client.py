@@ -1,0 +1,81 @@
+"""Calls to vLLM's processes from the host process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from rollout_worker.engine.errors import EngineError, translate_errors
+from rollout_worker.engine.limits import LIVENESS_CHECK_INTERVAL_S
+
+_Reply = TypeVar("_Reply")
+
+
+class VllmClient:
+    """Owns one ``AsyncLLM``, checks that its core process is alive, and shuts it down."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    @property
+    def llm(self) -> Any:
+        """The ``AsyncLLM``.
+
+        Raises:
+            EngineError: if the engine was stopped.
+        """
+        if self._llm is None:
+            raise EngineError("the engine is stopped; start another one")
+        return self._llm
+
+    @property
+    def stopped(self) -> bool:
+        """Whether vLLM was shut down or has died."""
+        return self._llm is None or self._llm.errored
+
+    async def call(self, call: Coroutine[Any, Any, _Reply]) -> _Reply:
+        """Wait for vLLM's reply.
+
+        Raises:
+            EngineError: if the core process has died; vLLM itself would then never reply to a call in progress.
+        """
+        task = asyncio.ensure_future(call)
+        try:
+            while not (await asyncio.wait((task,), timeout=LIVENESS_CHECK_INTERVAL_S))[0]:
+                if self.stopped:
+                    raise EngineError("vLLM's core process has died")
+            return task.result()
+        finally:
+            task.cancel()
+
+    async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the worker extension on all ranks, and return their replies in the order of ranks.
+
+        Raises:
+            EngineError: if the method fails on any rank.
+        """
+        with translate_errors(f"calling {method}"):
+            replies: list[Any] = await self.call(self.llm.collective_rpc(method, args=args))
+        return replies
+
+    def close(self) -> None:
+        """Stop vLLM's processes."""
+        if self._llm is not None:
+            self._llm.shutdown()
+            # Its finalizer would shut it down again, and at interpreter exit fail on modules that no longer exist.
+            self._llm.shutdown = _do_nothing
+            self._llm = None
+
+
+def ignore_failure(done: asyncio.Future[Any]) -> None:
+    """Mark the exception of a background task as handled.
+
+    It means that the engine has died or was stopped, which other calls report.
+    """
+    if not done.cancelled():
+        done.exception()
+
+
+def _do_nothing() -> None:
+    pass

@@ -1,0 +1,149 @@
+"""Replaces the weights of a running engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rollout_api.protocol.messages import UpdateMode
+from rollout_worker.engine.adapters import Adapters
+from rollout_worker.engine.checkpoint_check import BroadcastWeights, check_broadcast, check_checkpoint
+from rollout_worker.engine.config import EngineConfig
+from rollout_worker.engine.errors import EngineError, translate_errors
+from rollout_worker.engine.generation import ResponseGenerator
+from rollout_worker.engine.model_source import ModelError
+from rollout_worker.engine.vllm_client import VllmClient
+from rollout_worker.engine.weight_versions import WeightVersionTracker
+
+
+@dataclass(frozen=True)
+class _NewWeights:
+    method: str
+    """Method of :class:`EngineExtension` that loads them."""
+    argument: Any
+    """Its argument."""
+    version: int
+    mode: UpdateMode
+    directory: Path | None = None
+    """Where they are stored; None if they are broadcast."""
+
+
+class WeightLoader:
+    """Loads full weights and adapters into an engine. If loading fails, the previous weights stay in use."""
+
+    def __init__(
+        self,
+        client: VllmClient,
+        config: EngineConfig,
+        generator: ResponseGenerator,
+        weight_versions: WeightVersionTracker,
+        adapters: Adapters,
+    ) -> None:
+        self._client, self._config, self._generator = client, config, generator
+        self._weight_versions, self._adapters = weight_versions, adapters
+        self._loading = asyncio.Lock()
+        self._directory: Path | None = config.model
+        """Where the current weights are stored; None if they were broadcast."""
+
+    @property
+    def weight_version(self) -> int:
+        """The version with which new responses are sampled."""
+        adapter = self._adapters.current
+        return self._weight_versions.version if adapter is None else adapter.version
+
+    async def load_checkpoint(self, directory: Path, version: int, mode: UpdateMode) -> float:
+        """See :meth:`Engine.load_weights`."""
+        try:
+            await asyncio.to_thread(check_checkpoint, directory, self._config.model)
+        except ModelError as error:
+            raise EngineError(self._still_serving(error)) from None
+        new = _NewWeights("das_load_weights", str(directory), version, mode, directory)
+        return await asyncio.shield(self._replace(new))
+
+    async def receive(self, weights: BroadcastWeights, version: int, mode: UpdateMode) -> float:
+        """See :meth:`Engine.receive_weights`."""
+        try:
+            await asyncio.to_thread(check_broadcast, weights, self._config.model)
+        except ModelError as error:
+            raise EngineError(self._still_serving(error)) from None
+        try:
+            await self._client.collective_rpc("das_join_broadcast", asdict(weights))
+        except EngineError as error:
+            raise EngineError(self._still_serving(error)) from error
+        new = _NewWeights("das_receive_weights", asdict(weights), version, mode)
+        return await asyncio.shield(self._replace(new))
+
+    async def load_adapter(self, directory: Path, version: int) -> float:
+        """See :meth:`Engine.load_adapter`."""
+        if not self._config.spec.max_lora_rank:
+            raise EngineError("the engine serves no adapters, because engine.maxLoraRank is 0")
+        async with self._loading:
+            started = time.monotonic()
+            try:
+                with translate_errors(f"loading the adapter {directory}"):
+                    await self._client.call(self._adapters.load(directory, version))
+            except EngineError as error:
+                raise EngineError(self._still_serving(error)) from error
+            return time.monotonic() - started
+
+    def _still_serving(self, error: Exception) -> str:
+        return f"{error}; the engine continues with weight version {self.weight_version}"
+
+    async def _replace(self, new: _NewWeights) -> float:
+        async with self._loading:
+            if self._adapters.current is not None or new.mode is UpdateMode.DRAIN:
+                self._generator.pause_admission()
+            try:
+                # Responses with an adapter must end first, because the adapter does not fit other full weights.
+                await self._adapters.wait_unused()
+                if new.mode is UpdateMode.DRAIN:
+                    # vLLM's own "wait" mode does not wait for preempted requests.
+                    await self._generator.wait_idle()
+                return await self._pause_and_load(new)
+            finally:
+                self._generator.resume_admission()
+
+    async def _pause_and_load(self, new: _NewWeights) -> float:
+        """Load the weights while nothing is decoded, and return for how many seconds that was."""
+        is_drained = new.mode is UpdateMode.DRAIN
+        requested = time.monotonic()
+        with translate_errors(f"loading weights from {new.directory or 'a broadcast'}"):
+            # Clearing the cache preempts running requests, so that their keys and values are computed again.
+            clear_cache = new.mode is not UpdateMode.KEEP
+            await self._client.call(
+                self._client.llm.pause_generation(mode="wait" if is_drained else "keep", clear_cache=clear_cache)
+            )
+            try:
+                await self._load_or_restore(new)
+                await self._weight_versions.change(new.version)
+                self._adapters.deactivate()
+                if not clear_cache:
+                    self._generator.ignore_cached_prompts()
+            finally:
+                if not self._client.stopped:
+                    await self._client.call(self._client.llm.resume_generation())
+        # With DRAIN, nothing was decoded since the last response ended.
+        return time.monotonic() - (max(requested, self._generator.last_finished) if is_drained else requested)
+
+    async def _load_or_restore(self, new: _NewWeights) -> None:
+        try:
+            await self._client.collective_rpc(new.method, new.argument)
+        except EngineError as error:
+            await self._restore(error)
+            raise EngineError(self._still_serving(error)) from error
+        self._directory = new.directory
+
+    async def _restore(self, error: EngineError) -> None:
+        """Load the previous weights again; stop the engine if that is impossible."""
+        try:
+            if self._directory is None:
+                raise EngineError("the previous weights were broadcast and are not stored in a directory")
+            await self._client.collective_rpc("das_load_weights", str(self._directory))
+        except EngineError as restore_error:
+            self._client.close()
+            raise EngineError(
+                f"{error}; the engine is stopped, because it cannot restore the previous weights: {restore_error}"
+            ) from restore_error

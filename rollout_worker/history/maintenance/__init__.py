@@ -1,0 +1,1 @@
+"""Maintenance of one history: compaction, trimming, eviction and expiry."""

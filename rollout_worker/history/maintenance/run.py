@@ -1,0 +1,281 @@
+"""One maintenance run: executes a plan step by step, until it is done or has to end early."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import redis
+
+from rollout_api.redis_client.retry import concerns_server
+from rollout_worker.history.catalog import StoredProblem
+from rollout_worker.history.limits import PROBLEMS_PER_ROUND_TRIP
+from rollout_worker.history.maintenance.operations import MaintenanceOperations
+from rollout_worker.history.maintenance.planner import MaintenancePlan, MaintenancePlanner
+from rollout_worker.history.store import HistoryStore
+from rollout_worker.history.window import describe_age_limit
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class MaintenanceCounts:
+    """What maintenance has done to a history."""
+
+    deleted_empty: int = 0
+    """Problems without rollouts that were deleted."""
+    trimmed: int = 0
+    """Problems of which rollouts outside the window were deleted."""
+    trimmed_to_cap: int = 0
+    """Problems of which the oldest generations were deleted because of the byte cap."""
+    evicted: int = 0
+    """Problems that were deleted because of the byte cap."""
+    evicted_bytes: int = 0
+    """Size of these problems."""
+    compacted: int = 0
+    """Problems whose logs were compacted."""
+    unreadable: int = 0
+    """Problems with a key of the wrong type, which are left alone until they change."""
+
+    def add(self, other: MaintenanceCounts) -> None:
+        """Add the counts of another run."""
+        self.deleted_empty += other.deleted_empty
+        self.trimmed += other.trimmed
+        self.trimmed_to_cap += other.trimmed_to_cap
+        self.evicted += other.evicted
+        self.evicted_bytes += other.evicted_bytes
+        self.compacted += other.compacted
+        self.unreadable += other.unreadable
+
+
+@dataclass
+class MaintenanceResult:
+    """The result of one maintenance run."""
+
+    plan: MaintenancePlan | None
+    """The plan that was executed; None if another maintainer holds the lease."""
+    counts: MaintenanceCounts = field(default_factory=MaintenanceCounts)
+    expired: bool = False
+    """Whether the history was deleted because it was unused for too long."""
+    problems: int = 0
+    """Number of remaining problems."""
+    bytes: int = 0
+    """Size of the remaining problems in Redis."""
+    complete: bool = True
+    """Whether the whole plan was executed."""
+    seconds: float = 0.0
+    """Duration of the run."""
+
+
+class MaintenanceRun:
+    """Executes one plan."""
+
+    def __init__(
+        self,
+        store: HistoryStore,
+        planner: MaintenancePlanner,
+        plan: MaintenancePlan,
+        *,
+        may_continue: Callable[[], bool],
+        clock: Callable[[], float],
+        stopping: Callable[[], bool],
+    ) -> None:
+        """Prepare a run; nothing is changed yet.
+
+        Args:
+            store: store of the history that reads all generations.
+            planner: planner of the history, which is told what was done.
+            plan: what to do.
+            may_continue: whether there is time left and the lease is still held; checked between operations.
+            clock: returns the server's time in Unix seconds.
+            stopping: whether the process is ending.
+        """
+        self.result = MaintenanceResult(plan, problems=plan.problems, bytes=plan.bytes)
+        self._store = store
+        self._operations = MaintenanceOperations(store)
+        self._planner = planner
+        self._plan = plan
+        self._may_continue = may_continue
+        self._clock = clock
+        self._stopping = stopping
+
+    def expire(self) -> None:
+        """Delete the history, unless a job has started to use it again."""
+        catalog = self._store.catalog
+        # The catalog is read again, because problems may have been used since the plan was made.
+        for batch in _batches(catalog.problems()):
+            if self._stopping():
+                return
+            catalog.delete(batch)
+        if catalog.problems():
+            return
+        self._operations.delete_history()
+        logger.info(
+            "Deleted history %s with %d problems, which was unused for %.1f days.",
+            self._plan.history,
+            self._plan.problems,
+            self._plan.unused / 86400,
+        )
+        self.result.expired, self.result.problems, self.result.bytes = True, 0, 0
+
+    def execute(self, *, records_emptiness: bool) -> None:
+        """Execute the plan of a history that has not expired.
+
+        Args:
+            records_emptiness: whether to record since when the history has been without problems.
+        """
+        if records_emptiness:
+            self._record_emptiness()
+        # What frees memory comes first, because a full server refuses everything that takes memory.
+        for step in (
+            self._delete_empty,
+            self._trim,
+            self._trim_to_cap,
+            self._evict,
+            self._compact,
+            self._update_age_limit,
+        ):
+            step()
+        if self._may_continue():
+            self._store.metadata.prune_versions()
+
+    def _record_emptiness(self) -> None:
+        """Record in Redis since when the history has been empty, because maintainers may not live long enough."""
+        if self._plan.info is None:
+            return
+        if self._plan.problems:
+            self._store.metadata.set_empty_since(None)
+        elif not self._plan.unused:
+            self._store.metadata.set_empty_since(self._clock())
+
+    def _delete_empty(self) -> None:
+        self.result.counts.deleted_empty, _ = self._delete(self._plan.empty)
+
+    def _trim(self) -> None:
+        for problem in self._plan.trim:
+            if not self._may_continue():
+                return
+            if self._trim_problem(problem):
+                self.result.counts.trimmed += 1
+
+    def _trim_to_cap(self) -> None:
+        counts = self.result.counts
+        for problem, kept in self._plan.trim_to_cap:
+            if not self._may_continue():
+                break
+            if self._trim_problem(problem, max_generations=kept):
+                counts.trimmed_to_cap += 1
+        if counts.trimmed_to_cap and self._plan.info is not None:
+            logger.info(
+                "History %s takes %d bytes, its byte cap is %s: deleted the oldest rollouts of %d of %d problems.",
+                self._plan.history,
+                self._plan.bytes,
+                self._plan.info.max_bytes,
+                counts.trimmed_to_cap,
+                self._plan.problems,
+            )
+
+    def _evict(self) -> None:
+        counts = self.result.counts
+        counts.evicted, counts.evicted_bytes = self._delete(self._plan.evict)
+        if counts.evicted and self._plan.info is not None:
+            logger.warning(
+                "History %s takes %d bytes, its byte cap is %s: evicted the %d least recently used of %d problems, "
+                "which took %d bytes. Raise spec.history.maxBytes if they are still sampled.",
+                self._plan.history,
+                self._plan.bytes,
+                self._plan.info.max_bytes,
+                counts.evicted,
+                self._plan.problems,
+                counts.evicted_bytes,
+            )
+
+    def _compact(self) -> None:
+        for problem in self._plan.compact:
+            if not self._may_continue():
+                return
+            compacted = self._unless_unreadable(problem, self._compact_whole_log)
+            if compacted is None:
+                continue
+            if self._may_continue():  # otherwise there may be more to compact
+                self._planner.note_compacted(problem)
+            self.result.counts.compacted += compacted
+
+    def _update_age_limit(self) -> None:
+        plan = self._plan
+        if plan.info is None or not self._may_continue():
+            return
+        if plan.age_limit != plan.info.age_limit:
+            self._store.metadata.set_age_limit(plan.age_limit)
+            self._store.statistics.reset_acceptance()
+            logger.info(
+                "History %s now keeps rollouts of %s instead of %s, according to the acceptance of drafts by age.",
+                plan.history,
+                describe_age_limit(plan.age_limit),
+                describe_age_limit(plan.info.age_limit),
+            )
+        elif self._planner.needs_decay(plan.info):
+            # Without decay, a change would show too late in the counts.
+            half_life = plan.age_limit or plan.info.window
+            self._store.statistics.decay_acceptance(plan.info.generation, half_life)
+            self._planner.note_decayed(plan.info)
+
+    def _delete(self, problems: Sequence[StoredProblem]) -> tuple[int, int]:
+        """Delete problems that are still unused; return their number and size."""
+        count = size = 0
+        for batch in _batches(problems):
+            if not self._may_continue():
+                break
+            deleted = self._store.catalog.delete(batch)
+            count += len(deleted)
+            size += sum(problem.bytes for problem in deleted)
+        self.result.problems -= count
+        self.result.bytes -= size
+        return count, size
+
+    def _trim_problem(self, problem: StoredProblem, max_generations: int | None = None) -> bool:
+        """Trim a problem; return whether its keys could be read."""
+        size = self._unless_unreadable(
+            problem, lambda problem_id: self._operations.trim(problem_id, max_generations=max_generations)
+        )
+        if size is None:
+            return False
+        self._planner.note_trimmed(problem)
+        self.result.bytes += size - problem.bytes
+        return True
+
+    def _compact_whole_log(self, problem_id: str) -> bool:
+        """Compact a problem's log, in parts if it is long; return whether there was anything to compact."""
+        compacted = self._operations.compact(problem_id)
+        while compacted and self._may_continue() and self._operations.compact(problem_id):
+            pass
+        return compacted
+
+    def _unless_unreadable(self, problem: StoredProblem, operation: Callable[[str], _Result]) -> _Result | None:
+        """Return the result of an operation on a problem; None if a key of the problem has the wrong type.
+
+        One unreadable problem must not end the run.
+        """
+        try:
+            return operation(problem.problem_id)
+        except redis.ResponseError as error:
+            if concerns_server(error):
+                raise
+            self.result.counts.unreadable += 1
+            self._planner.note_unreadable(problem)
+            logger.warning(
+                "Problem %r of history %s is skipped until it changes, because a key has the wrong type: %s",
+                problem.problem_id,
+                self._store.keys.full_name,
+                error,
+            )
+            return None
+
+
+def _batches(problems: Sequence[StoredProblem]) -> Iterable[Sequence[StoredProblem]]:
+    for at in range(0, len(problems), PROBLEMS_PER_ROUND_TRIP):
+        yield problems[at : at + PROBLEMS_PER_ROUND_TRIP]

@@ -1,0 +1,1 @@
+"""The history service, which maintains all histories of a Redis server, and its command line."""

@@ -1,0 +1,497 @@
+"""The commands ``rollout history`` and, where neither Ray nor vLLM is installed, ``rollout-history``."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from redis.exceptions import RedisError, ResponseError
+from rich.console import Console
+from rich.markup import escape
+from rich.text import Text
+
+from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
+from rollout_api.protocol.keys import HistoryKeys
+from rollout_api.protocol.length_entries import rollout_key
+from rollout_api.redis_client.checks import RedisUnusableError, explain_error
+from rollout_api.redis_client.connection import connect_history
+from rollout_api.redis_client.server_functions import Redis
+from rollout_worker.history.archive import ArchiveError, export_history, import_history
+from rollout_worker.history.blocks import START
+from rollout_worker.history.catalog import StoredProblem
+from rollout_worker.history.maintenance.lease import new_lease_token
+from rollout_worker.history.maintenance.maintainer import HistoryMaintainer
+from rollout_worker.history.maintenance.operations import MaintenanceOperations
+from rollout_worker.history.maintenance.planner import MaintenancePlan
+from rollout_worker.history.maintenance.run import MaintenanceCounts
+from rollout_worker.history.metadata import HistoryInfo, HistoryMismatchError, list_histories
+from rollout_worker.history.records import HistoryRecord, encode_record
+from rollout_worker.history.store import HistoryStore, UnknownHistoryError
+from rollout_worker.history.window import describe_age_limit
+from rollout_worker.history_service.formatting import (
+    console,
+    format_age,
+    format_bytes,
+    format_duration,
+    new_table,
+    print_json,
+)
+from rollout_worker.history_service.histograms import (
+    acceptance_table,
+    count_histogram,
+    length_shares,
+    share_histogram,
+)
+from rollout_worker.history_service.http import HistoryServer
+from rollout_worker.history_service.service import HistoryService
+
+app = typer.Typer(
+    name="rollout-history",
+    help="Inspect, move and maintain histories of rollouts in Redis.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    pretty_exceptions_enable=sys.stderr.isatty(),
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+errors = Console(stderr=True)
+
+_EXIT_FAILED = 1
+_STOP_TIMEOUT_S = 8.0
+"""Seconds that the service may take to end; Kubernetes waits for 20."""
+_QUANTILES = (0.1, 0.5, 0.9, 0.99)
+_MAX_LISTED_PROBLEMS = 5
+"""Maximum number of problem ids in an error message."""
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
+_UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def _parse_duration(text: str) -> float:
+    match = _DURATION.fullmatch(text)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is not a duration; write a number and s, m, h or d, as in 30d")
+    return float(match[1]) * _UNIT_SECONDS[match[2]]
+
+
+RedisUrl = Annotated[
+    str,
+    typer.Option(
+        envvar=["ROLLOUT_HISTORY_REDIS_URL", "ROLLOUT_REDIS_URL"],
+        show_envvar=True,
+        help="URL of the Redis with the histories: redis://, redis+sentinel:// or redis+cluster://; rediss… for TLS.",
+    ),
+]
+HistoryName = Annotated[
+    str, typer.Argument(metavar="HISTORY", help="NAMESPACE/NAME, or NAME for a history in namespace default.")
+]
+Retention = Annotated[
+    float,
+    typer.Option(
+        parser=_parse_duration,
+        metavar="DURATION",
+        help="Delete histories that were unused for this long, for example 90m, 12h or 30d.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command()
+def serve(
+    redis: RedisUrl,
+    port: Annotated[int, typer.Option(help="Port of /healthz, /readyz and /metrics.")] = 8080,
+    retention: Retention = "30d",  # type: ignore[assignment]  # typer parses it
+) -> None:
+    """Maintain all histories on a server until SIGTERM. If several services run, one of them does the work."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with _exit_with_message(redis):
+        connect_history(redis).close()  # fails for a malformed URL, but not if the server is unreachable for now
+        service = HistoryService(lambda: connect_history(redis), token=new_lease_token(), retention=retention)
+        asyncio.run(_serve(service, port))
+
+
+@app.command("ls")
+def ls(redis: RedisUrl, as_json: AsJson = False) -> None:
+    """List the histories on a server."""
+    with _connected(redis) as client:
+        rows = [_overview(client, keys) for keys in list_histories(client)]
+    if as_json:
+        print_json(rows)
+        return
+    output = console()
+    if not rows:
+        output.print("There are no histories on this server.")
+        return
+    table = new_table(
+        "history", "tokenizer", "model", ">problems", ">bytes", ">cap", ">generation", ">window", "last used"
+    )
+    for row in rows:
+        if "error" in row:
+            table.add_row(row["history"], Text(row["error"], style="red"))
+            continue
+        table.add_row(
+            row["history"],
+            row["tokenizer"][:12],
+            row["model"] or "–",
+            f"{row['problems']:,}",
+            format_bytes(row["bytes"]),
+            "–" if row["max_bytes"] is None else format_bytes(row["max_bytes"]),
+            f"{row['generation']:,}",
+            f"{row['window']}" if row["age_limit"] is None else f"{row['window']}, age < {row['age_limit']}",
+            format_age(row["unused_seconds"]),
+        )
+    output.print(table)
+
+
+@app.command()
+def show(
+    history: HistoryName,
+    problem: Annotated[str, typer.Argument(metavar="PROBLEM", help="Id of a problem.")],
+    redis: RedisUrl,
+    as_json: AsJson = False,
+) -> None:
+    """Show one problem's rollouts and their lengths."""
+    with _connected(redis) as client:
+        keys = _parse_history_name(history)
+        store, info = HistoryStore.open_existing(client, keys)
+        problems = store.catalog.problems()
+        found = next((one for one in problems if one.problem_id == problem), None)
+        if found is None:
+            raise UnknownHistoryError(_unknown_problem(keys, problem, problems))
+        records, rewards, num_corrupt = _read_problem(store, problem, info)
+        problem_lengths, all_lengths = store.statistics.length_stats(problem), store.statistics.length_stats(None)
+    rows = [
+        {
+            "rollout": record.rollout_id,
+            "generation": record.generation,
+            "length": len(record.tokens),
+            "finish_reason": record.finish_reason,
+            "cut_off": record.cut_off,
+            "reward": rewards.get(rollout_key(record.rollout_id)),
+            "bytes": len(encode_record(record)),
+        }
+        for record in records
+    ]
+    length_class = str(problem_lengths.length_class(all_lengths))
+    if as_json:
+        summary = {"history": keys.full_name, "problem": problem, "bytes": found.bytes, "corrupt": num_corrupt}
+        print_json({**summary, "length_class": length_class, "rollouts": rows})
+        return
+    output = console()
+    table = new_table("rollout", ">generation", ">tokens", "finish", ">reward", ">bytes")
+    for row in rows:
+        table.add_row(
+            str(row["rollout"]),
+            f"{row['generation']:,}",
+            f"{row['length']:,}",
+            Text(str(row["finish_reason"]), style="yellow" if row["cut_off"] else ""),
+            "–" if row["reward"] is None else f"{row['reward']:.3g}",
+            f"{row['bytes']:,}",
+        )
+    output.print(table)
+    output.print(
+        f"{len(rows):,} rollouts, {format_bytes(found.bytes)} in Redis (a rollout's bytes are its size when stored "
+        f"alone), {length_class} compared with other problems.",
+        highlight=False,
+    )
+    if num_corrupt:
+        output.print(f"[yellow]{num_corrupt} entries cannot be read.[/]")
+    if rows:
+        output.print(count_histogram([(len(record.tokens), record.cut_off) for record in records]))
+
+
+@app.command()
+def stats(history: HistoryName, redis: RedisUrl, as_json: AsJson = False) -> None:
+    """Show the lengths of a history's latest rollouts, and the acceptance of drafts by the age of the rollouts used."""
+    with _connected(redis) as client:
+        keys = _parse_history_name(history)
+        store, _ = HistoryStore.open_existing(client, keys)
+        lengths, acceptance = store.statistics.length_stats(None), store.statistics.acceptance_by_age()
+    quantiles = {p: lengths.quantile(p) for p in _QUANTILES} if lengths.count else {}
+    bins = length_shares(lengths)
+    if as_json:
+        print_json(
+            {
+                "history": keys.full_name,
+                "rollouts": lengths.count,
+                "weight": lengths.weight,
+                "cut_off": lengths.censored_share,
+                "mean": lengths.mean,
+                "longest": lengths.longest,
+                "quantiles": {str(p): quantile for p, quantile in quantiles.items()},
+                "histogram": [{"above": low, "to": high, "share": share} for low, high, share in bins],
+                "acceptance": [
+                    {"age": age, "drafted": drafted, "accepted": accepted}
+                    for age, (drafted, accepted) in acceptance.items()
+                ],
+            }
+        )
+        return
+    output = console()
+    if not lengths.count:
+        output.print(f"History {keys.full_name} has no rollouts.", highlight=False)
+    else:
+        output.print(
+            f"The latest {lengths.count:,} rollouts of {keys.full_name}, weighted by generation (total weight "
+            f"{lengths.weight:,.0f}): {lengths.censored_share:.1%} cut off, mean {lengths.mean:,.0f} tokens, longest "
+            f"{lengths.longest:,}.",
+            highlight=False,
+        )
+        table = new_table(*(f">{p:.0%} within" for p in quantiles))
+        table.add_row(*(f"> {lengths.longest:,}" if value is None else f"{value:,.0f}" for value in quantiles.values()))
+        output.print(table)
+        output.print(share_histogram(bins))
+    if acceptance:
+        output.print("Draft tokens by the age, in generations, of the rollouts that they came from:")
+        output.print(acceptance_table(acceptance))
+
+
+@app.command("export")
+def export_to(
+    history: HistoryName,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Archive to write, for example math.jsonl.zst.")],
+    redis: RedisUrl,
+) -> None:
+    """Write a history to a file of JSON lines, compressed with zstd."""
+    with _connected(redis) as client:
+        result = export_history(client, _parse_history_name(history), file)
+    output = console()
+    output.print(
+        f"{file}: {result.records:,} rollouts of {result.problems:,} problems, {format_bytes(result.size)}.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if result.corrupt:
+        output.print(f"[yellow]{result.corrupt} entries of the history cannot be read and are not in the file.[/]")
+
+
+@app.command("import")
+def import_from(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Archive written by the export command.")],
+    redis: RedisUrl,
+    into: Annotated[
+        str | None,
+        typer.Option("--as", metavar="HISTORY", help="History to import into [default: the one that was exported]."),
+    ] = None,
+    allow_model_mismatch: Annotated[
+        bool, typer.Option("--allow-model-mismatch", help="Accept a history of another model.")
+    ] = False,
+) -> None:
+    """Add a file's rollouts to a history, with generations and rewards. An interrupted import can be repeated."""
+    with _connected(redis) as client:
+        keys = None if into is None else _parse_history_name(into)
+        result = import_history(client, file, keys, allow_model_mismatch=allow_model_mismatch)
+    console().print(
+        f"History {result.history}: {result.new:,} rollouts added, {result.known:,} were there already, "
+        f"{result.too_old:,} have left the window; the newest generation is {result.generation:,}.",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def gc(
+    redis: RedisUrl,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done without doing it.")] = False,
+    retention: Retention = "30d",  # type: ignore[assignment]  # typer parses it
+) -> None:
+    """Run maintenance over all histories now, even if a service maintains them."""
+    output, failed = console(), False
+    with _connected(redis) as client:
+        known = list_histories(client)
+        for keys in known:
+            maintainer = HistoryMaintainer(client, keys, token=new_lease_token(), retention=retention)
+            try:
+                report = _describe_plan(maintainer.plan()) if dry_run else _maintain(maintainer)
+            except (ValueError, ResponseError) as error:
+                client.ping()  # raises if the failure is the server's and not this history's
+                failed, report = True, f"failed: {type(error).__name__}: {error}"
+            output.print(f"{keys.full_name}: {report}", markup=False, highlight=False, soft_wrap=True)
+    if not known:
+        output.print("There are no histories on this server.")
+    if failed:
+        sys.exit(_EXIT_FAILED)
+
+
+@app.command()
+def delete(
+    history: HistoryName,
+    redis: RedisUrl,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+) -> None:
+    """Delete a history with all its rollouts."""
+    output = console()
+    with _connected(redis) as client:
+        keys = _parse_history_name(history)
+        store, info = HistoryStore.open_existing(client, keys)
+        row = _overview(client, keys)
+        output.print(
+            f"History {keys.full_name}: {row['problems']:,} problems, {format_bytes(row['bytes'])}, generation "
+            f"{info.generation}, last used {format_age(row['unused_seconds'])}.",
+            highlight=False,
+            soft_wrap=True,
+        )
+        if not yes:
+            typer.confirm("Delete all of it?", abort=True)
+        MaintenanceOperations(store).delete_history()
+    output.print(f"Deleted history {keys.full_name}.", highlight=False)
+
+
+async def _serve(service: HistoryService, port: int) -> None:
+    """Run *service* in a thread of its own until this process receives a signal."""
+    stop_requested = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
+    server = HistoryServer(service.state)
+    bound_port = await server.start(None, port)
+    errors.print(f"Serving /healthz, /readyz and /metrics on port {bound_port}.", highlight=False)
+    # A daemon thread, so that a Redis that does not answer cannot delay the end of the process.
+    thread = threading.Thread(target=service.run, name="history-service", daemon=True)
+    thread.start()
+    await stop_requested.wait()
+    service.stop()
+    await asyncio.to_thread(thread.join, _STOP_TIMEOUT_S)
+    await server.stop()
+
+
+def _parse_history_name(history: str) -> HistoryKeys:
+    """Return the keys of ``namespace/name``, or of a name in namespace ``default``."""
+    return HistoryKeys.from_full_name(history if "/" in history else f"default/{history}")
+
+
+def _overview(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
+    """Return a row of ``ls``; for a history that cannot be read, the error."""
+    try:
+        plan = HistoryMaintainer(client, keys, token="", retention=None).survey()
+    except (ValueError, ResponseError) as error:
+        return {"history": keys.full_name, "error": f"{type(error).__name__}: {error}"}
+    info = {} if plan.info is None else asdict(plan.info)
+    return {
+        "history": keys.full_name,
+        "tokenizer": "",
+        "model": "",
+        "max_bytes": None,
+        "generation": 0,
+        "window": 0,
+        "age_limit": None,
+        **info,
+        "problems": plan.problems,
+        "bytes": plan.bytes,
+        "unused_seconds": plan.unused if plan.problems else None,
+    }
+
+
+def _unknown_problem(keys: HistoryKeys, problem_id: str, known: Sequence[StoredProblem]) -> str:
+    message = f"history {keys.full_name} has no problem {problem_id!r}; it has {len(known):,} problems"
+    if not known:
+        return message
+    latest = ", ".join(one.problem_id for one in known[: -_MAX_LISTED_PROBLEMS - 1 : -1])
+    return f"{message}, most recently used: {latest}"
+
+
+def _read_problem(
+    store: HistoryStore, problem_id: str, info: HistoryInfo
+) -> tuple[list[HistoryRecord], dict[bytes, float], int]:
+    """Return a problem's rollouts in the window, their rewards, and the number of entries that cannot be read."""
+    records: dict[str, HistoryRecord] = {}
+    corrupt: set[str] = set()
+    rewards: dict[bytes, float] = {}
+    cursor, has_more = START, True
+    while has_more:
+        found = store.read({problem_id: cursor}, with_lengths={problem_id} if cursor == START else ())[problem_id]
+        records |= {record.rollout_id: record for record in found.records}
+        corrupt.update(entry.entry_id for entry in found.corrupt)
+        rewards |= found.rewards or {}
+        cursor, has_more = found.cursor, found.has_more
+    oldest = info.oldest_kept(record.generation for record in records.values())
+    return [record for record in records.values() if record.generation >= oldest], rewards, len(corrupt)
+
+
+def _maintain(maintainer: HistoryMaintainer) -> str:
+    """Run maintenance until nothing is left to do; return what was done."""
+    total = MaintenanceCounts()
+    while True:
+        result = maintainer.run_once(ignore_lease=True)
+        total.add(result.counts)
+        if result.complete:
+            break
+    if result.expired and result.plan is not None:
+        return f"deleted, unused for {format_duration(result.plan.unused)}"
+    parts = [
+        f"{total.trimmed:,} problems trimmed to the window",
+        f"{total.trimmed_to_cap:,} trimmed to the byte cap",
+        f"{total.evicted:,} evicted ({format_bytes(total.evicted_bytes)})",
+        f"{total.compacted:,} compacted",
+    ]
+    if total.unreadable:
+        parts.append(f"{total.unreadable:,} skipped because a key has the wrong type")
+    return ", ".join(parts)
+
+
+def _describe_plan(plan: MaintenancePlan) -> str:
+    if plan.expired:
+        size = f"{plan.problems:,} problems, {format_bytes(plan.bytes)}"
+        return f"would be deleted, unused for {format_duration(plan.unused)}: {size}"
+    evicted_bytes = sum(problem.bytes for problem in plan.evict)
+    parts = [
+        f"{len(plan.trim):,} problems would be trimmed to the window",
+        f"{len(plan.trim_to_cap):,} trimmed to the byte cap",
+        f"{len(plan.evict):,} evicted ({format_bytes(evicted_bytes)})",
+        f"{len(plan.compact):,} compacted",
+    ]
+    if plan.info is not None and plan.age_limit != plan.info.age_limit:
+        current, planned = (describe_age_limit(limit) for limit in (plan.info.age_limit, plan.age_limit))
+        parts.append(f"rollouts of {planned} would be kept instead of {current}")
+    return ", ".join(parts)
+
+
+@contextmanager
+def _connected(url: str) -> Iterator[Redis]:
+    """Yield a client of the Redis at *url*; exit with a one-line message on errors."""
+    with _exit_with_message(url):
+        client = connect_history(url)
+        try:
+            yield client
+        finally:
+            client.close()
+
+
+@contextmanager
+def _exit_with_message(url: str) -> Iterator[None]:
+    """Exit with a one-line message and the exit code of an expected error; others keep their traceback."""
+    try:
+        yield
+    except (RedisUnusableError, HistoryMismatchError) as error:
+        _fail(EXIT_REDIS, str(error))
+    except RedisError as error:
+        _fail(EXIT_REDIS, str(explain_error(error, url)))
+    except UnknownHistoryError as error:
+        _fail(_EXIT_FAILED, str(error))
+    except ArchiveError as error:
+        _fail(EXIT_STATE, str(error))
+    except OSError as error:
+        _fail(EXIT_STATE, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except KeyboardInterrupt:
+        _fail(EXIT_INTERRUPTED, "Interrupted.")
+
+
+def _fail(code: int, message: str) -> NoReturn:
+    errors.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    sys.exit(code)
+
+
+def main() -> None:
+    """Run the ``rollout-history`` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

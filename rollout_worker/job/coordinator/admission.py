@@ -1,0 +1,126 @@
+"""Admission of requests."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.protocol.messages import CodecError, FinishReason, Refusal, RolloutRequest, decode
+from rollout_api.redis_client.retry import retry_async
+from rollout_worker.engine.errors import AdmissionError
+from rollout_worker.history.length_lookup import LengthLookup
+from rollout_worker.job.coordinator.answers import Answers
+from rollout_worker.job.coordinator.cancellations import Cancellations
+from rollout_worker.job.coordinator.dead_letters import DeadLetters
+from rollout_worker.job.coordinator.open_request import OpenRequest
+from rollout_worker.job.coordinator.request_checks import check_request
+from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
+from rollout_worker.job.job_store import Admission, Entry, JobStore, Stream, arrival_time
+from rollout_worker.job.job_store.assignments import RolloutKey
+
+logger = logging.getLogger(__name__)
+
+_REJECTED = {
+    Admission.ANSWERED: "it was answered before; to sample it again, send it with another request id",
+    Admission.CONFLICT: (
+        "a request with this id is open and asks for another number of samples; send it with another request id"
+    ),
+}
+"""Outcome of an admission → reason that the client is told."""
+
+
+class RequestAdmission:
+    """Admits requests, refuses those that the job cannot serve, and drops repetitions."""
+
+    def __init__(
+        self,
+        job: RolloutJob,
+        job_store: JobStore,
+        lengths: LengthLookup,
+        *,
+        vocabulary: int,
+        tracker: RolloutTracker,
+        cancellations: Cancellations,
+        answers: Answers,
+        dead_letters: DeadLetters,
+    ) -> None:
+        self._job, self._job_store, self._lengths, self._vocabulary = job, job_store, lengths, vocabulary
+        self._tracker, self._cancellations = tracker, cancellations
+        self._answers, self._dead_letters = answers, dead_letters
+        self._num_arrivals = 0
+
+    async def admit(self, entries: Iterable[Entry], held: Mapping[RolloutKey, str] | None = None) -> None:
+        """Open the requests in entries of the request stream.
+
+        Args:
+            entries: the entries.
+            held: request id and sample → engine that already has the assignment.
+        """
+        admitted = []
+        for entry in entries:
+            request = await self._check(entry)
+            if request is not None and await self._register(entry, request):
+                admitted.append((entry.entry_id, request))
+        if admitted:
+            await self._open(admitted, held or {})
+
+    async def _check(self, entry: Entry) -> RolloutRequest | None:
+        """Return the request of an entry; None if it was moved to the dead letters."""
+        try:
+            message = decode(entry.data)
+            if not isinstance(message, RolloutRequest):
+                raise CodecError(f"a {message.kind} in place of a request")
+        except CodecError as error:
+            await self._dead_letters.add(Stream.REQUESTS, entry, str(error))
+            return None
+        try:
+            return check_request(
+                message, len(entry.data), self._job, uid=self._job_store.keys.uid, vocabulary=self._vocabulary
+            )
+        except AdmissionError as error:
+            logger.warning("Refused request %s of client %s: %s", message.request_id, message.reply_to, error)
+            refusal = Refusal(request_id=message.request_id, reason=str(error))
+            await retry_async(self._job_store.results.send, message.reply_to, refusal)
+            await self._dead_letters.add(Stream.REQUESTS, entry, str(error))
+            return None
+
+    async def _register(self, entry: Entry, request: RolloutRequest) -> bool:
+        """Open the ledger of a request; return False if the request is a repetition."""
+        admission = await retry_async(self._job_store.requests.admit, entry.entry_id, request)
+        if admission in _REJECTED:
+            refusal = Refusal(
+                request_id=request.request_id,
+                reason=_REJECTED[admission],
+                already_answered=admission is Admission.ANSWERED,
+            )
+            await retry_async(self._job_store.results.send, request.reply_to, refusal)
+        return admission is Admission.ADMITTED
+
+    async def _open(self, admitted: list[tuple[str, RolloutRequest]], held: Mapping[RolloutKey, str]) -> None:
+        requests = [request for _, request in admitted]
+        progress = await retry_async(self._job_store.requests.progress, [request.request_id for request in requests])
+        lengths = await self._lengths.fetch(request.problem for request in requests)
+        preferred_engines = await retry_async(self._job_store.requests.trajectory_engines, requests)
+        cancelled_early: list[str] = []
+        for (entry_id, request), (done, cancelled), preferred_engine in zip(
+            admitted, progress, preferred_engines, strict=True
+        ):
+            self._num_arrivals += 1
+            if self._cancellations.is_cancelled_early(request.request_id, entry_id):
+                cancelled_early.append(request.request_id)
+                cancelled = True
+            opened = OpenRequest(
+                entry_id,
+                request,
+                self._num_arrivals,
+                arrival_time(entry_id) + request.deadline_seconds if request.deadline_seconds else None,
+                lengths[request.problem],
+                set(done),
+                cancelled=cancelled,
+            )
+            self._tracker.open(opened, held, preferred_engine)
+            if cancelled:
+                self._answers.end_waiting(opened, FinishReason.CANCELLED)
+        if cancelled_early:
+            await retry_async(self._job_store.requests.mark_cancelled, cancelled_early)

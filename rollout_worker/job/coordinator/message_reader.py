@@ -1,0 +1,68 @@
+"""Reads what clients and engines send to the coordinator."""
+
+from __future__ import annotations
+
+from rollout_api.redis_client.retry import retry_async
+from rollout_worker.job.coordinator.admission import RequestAdmission
+from rollout_worker.job.coordinator.cancellations import Cancellations
+from rollout_worker.job.coordinator.control import ControlProcessor
+from rollout_worker.job.coordinator.engine_tracker import EngineTracker
+from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
+from rollout_worker.job.job_store import Entry, JobStore, RolloutEvent, Stream
+from rollout_worker.job.limits import CoordinatorLimits
+
+
+class MessageReader:
+    """Reads the request, control and event streams from where it left off."""
+
+    def __init__(
+        self,
+        job_store: JobStore,
+        *,
+        tracker: RolloutTracker,
+        engines: EngineTracker,
+        admission: RequestAdmission,
+        cancellations: Cancellations,
+        control: ControlProcessor,
+        max_rollouts: int,
+        limits: CoordinatorLimits,
+    ) -> None:
+        self._job_store, self._limits, self._max_rollouts = job_store, limits, max_rollouts
+        self._tracker, self._engines = tracker, engines
+        self._admission, self._cancellations, self._control = admission, cancellations, control
+        self._cursors: dict[Stream, str] = {}
+
+    async def reset(self) -> None:
+        """Read requests and control messages from the beginning, and events from now on."""
+        last_event = await retry_async(self._job_store.incoming.last_id, Stream.EVENTS)
+        self._cursors = {Stream.REQUESTS: "0", Stream.CONTROL: "0", Stream.EVENTS: last_event}
+
+    def skip_requests(self, last_id: str) -> None:
+        """Continue to read requests after *last_id*."""
+        self._cursors[Stream.REQUESTS] = last_id
+
+    async def read(self) -> None:
+        """Process new messages; wait a moment for them if there are none.
+
+        While the queue is full, no requests are read.
+        """
+        cursors = dict(self._cursors)
+        if self._tracker.num_rollouts >= self._max_rollouts:
+            del cursors[Stream.REQUESTS]
+
+        async def read_streams() -> dict[Stream, list[Entry]]:
+            return await self._job_store.incoming.read(
+                cursors, timeout_s=self._limits.read_timeout_s, max_entries=self._limits.read_batch
+            )
+
+        found = await retry_async(read_streams)
+        for stream, entries in found.items():
+            self._cursors[stream] = entries[-1].entry_id
+        for entry in found.get(Stream.EVENTS, []):
+            self._engines.apply_event(RolloutEvent.read(entry.fields))
+        requests = found.get(Stream.REQUESTS, [])
+        await self._admission.admit(requests)
+        for entry in found.get(Stream.CONTROL, []):
+            await self._control.process(entry)
+        if Stream.REQUESTS in cursors and len(requests) < self._limits.read_batch:
+            await self._cancellations.forget_early()

@@ -1,0 +1,79 @@
+"""A request that is admitted and not fully answered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rollout_api.length_stats import LengthStats
+from rollout_api.protocol.messages import RolloutRequest
+from rollout_worker.history.length_lookup import NO_LENGTH_STATS
+from rollout_worker.job.limits import RUNNING_LENGTH_STEP
+from rollout_worker.policy.remaining_length import SimilarRollouts
+
+_HISTORY_WEIGHT = 2
+"""Weight of the history's mean length in a prediction, in rollouts of the group itself."""
+
+
+@dataclass
+class OpenRequest:
+    """A request that is admitted and not fully answered, and the state of its samples."""
+
+    entry_id: str
+    """Id of the request's entry in the request stream."""
+    request: RolloutRequest
+    arrival: int
+    """Position of the request in the order of arrival."""
+    deadline: float | None
+    """Unix time by Redis' clock; None if there is none."""
+    history: LengthStats = NO_LENGTH_STATS
+    """Lengths of earlier rollouts of the problem."""
+    done: set[int] = field(default_factory=set)
+    """Samples that have ended."""
+    assigned: dict[int, str] = field(default_factory=dict)
+    """Sample → id of the engine that produces it."""
+    assigned_at: dict[int, float] = field(default_factory=dict)
+    """Sample → ``time.monotonic()`` of its assignment."""
+    lengths: list[int] = field(default_factory=list)
+    """Lengths of samples that have ended, in tokens."""
+    cancelled: bool = False
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    def rollout_id(self, sample: int) -> str:
+        """Return the id of a sample's rollout."""
+        return str(self.request.rollout_id(sample))
+
+    @property
+    def predicted_length(self) -> float:
+        """Expected length of a sample in tokens: the history's mean, corrected by the samples that have ended."""
+        prior = _HISTORY_WEIGHT if self.history.count else 0
+        count = prior + len(self.lengths)
+        return (prior * self.history.mean + sum(self.lengths)) / count if count else 0.0
+
+    def estimated_tokens(self, sample: int, rate: float, now: float) -> int:
+        """Estimate how many tokens a running sample has, at *rate* tokens per second since its assignment."""
+        elapsed = now - self.assigned_at.get(sample, now)
+        estimate = round(rate * elapsed / RUNNING_LENGTH_STEP) * RUNNING_LENGTH_STEP
+        return min(self.request.sampling.max_tokens - 1, estimate)
+
+    def remaining_work(self, rate: float, now: float) -> Iterator[SimilarRollouts]:
+        """Yield the samples that have not ended, in groups of equal estimated length; waiting samples come first."""
+        waiting = self.request.sampling.n - len(self.done) - len(self.assigned)
+        yield self._samples_at(0, waiting)
+        for length, count in Counter(self.estimated_tokens(sample, rate, now) for sample in self.assigned).items():
+            yield self._samples_at(length, count)
+
+    def remaining_work_of(self, sample: int, rate: float, now: float) -> SimilarRollouts:
+        """Return what a running sample still has to generate."""
+        return self._samples_at(self.estimated_tokens(sample, rate, now), 1)
+
+    def _samples_at(self, length: int, count: int) -> SimilarRollouts:
+        stats = self.history
+        if len(self.lengths) > 1 or not stats.count:
+            stats = LengthStats.from_lengths((0, length, False) for length in self.lengths)
+        return SimilarRollouts(stats, length, self.request.sampling.max_tokens, count)

@@ -1,0 +1,85 @@
+"""Placement of rollouts on engines."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+
+from rollout_worker.job.coordinator.engine_tracker import EngineTracker
+from rollout_worker.job.coordinator.fenced_orders import FencedOrders
+from rollout_worker.job.coordinator.migration import plan_migrations
+from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
+from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
+from rollout_worker.job.coordinator.scheduler import EngineLoad
+from rollout_worker.job.job_store import Assignment, Order
+
+logger = logging.getLogger(__name__)
+
+
+class RolloutPlacer:
+    """Assigns waiting rollouts to engines, and migrates running ones to idle engines at the end of a training step."""
+
+    def __init__(
+        self, orders: FencedOrders, tracker: RolloutTracker, queue: RolloutQueue, engines: EngineTracker
+    ) -> None:
+        self.num_migrated = 0
+        """Number of rollouts that this coordinator has migrated."""
+        self._orders, self._tracker, self._queue, self._engines = orders, tracker, queue, engines
+
+    async def assign_waiting(self, slow_clients: frozenset[str]) -> None:
+        """Assign the waiting rollouts that can start now, except those of slow clients."""
+        loads = [
+            EngineLoad(
+                engine,
+                report.slots,
+                len(self._tracker.assigned[engine]),
+                report.upcoming_version,
+                report.non_speculative,
+            )
+            for engine, report in self._engines.engines.items()
+            if not report.draining
+        ]
+        if not loads or not self._queue.num_waiting:
+            return
+        by_engine: defaultdict[str, list[Assignment]] = defaultdict(list)
+        for placed in self._queue.place(loads, slow_clients, self._tracker.requests):
+            request = self._tracker.requests[placed.request_id]
+            resumed = self._queue.may_have_partial(request.rollout_id(placed.sample))
+            assignment = Assignment(placed.request_id, placed.sample, request.entry_id, resumed=resumed)
+            by_engine[placed.engine].append(assignment)
+        for engine, assignments in by_engine.items():
+            sent = await self._orders.send(engine, [Order.sample(assignment) for assignment in assignments])
+            for assignment in assignments:
+                if sent:
+                    self._tracker.assign(assignment.key, engine)
+                else:
+                    self._queue.add(self._tracker.requests[assignment.request_id], [assignment.sample])
+            if not sent:
+                self._engines.remove(engine)
+
+    async def migrate(self, *, tokens_per_second: float, accepted_per_step: float) -> None:
+        """Migrate rollouts from busy engines to idle ones, if none are waiting.
+
+        Args:
+            tokens_per_second: speed of one running rollout.
+            accepted_per_step: accepted draft tokens per decoding step.
+        """
+        if self._queue.num_waiting:
+            return
+        requests = self._tracker.requests
+        running = {
+            engine: [(requests[request_id], sample) for request_id, sample in keys]
+            for engine, keys in self._tracker.assigned.items()
+        }
+        moves = plan_migrations(
+            self._engines.engines,
+            running,
+            tokens_per_second=tokens_per_second,
+            tokens_per_step=1.0 + accepted_per_step,
+        )
+        for move in moves:
+            request_id, sample = move.rollout
+            request = requests[request_id]
+            logger.info("Rollout %s is migrated from engine %s.", request.rollout_id(sample), move.source)
+            order = Order.migrate(Assignment(request_id, sample, request.entry_id))
+            self.num_migrated += await self._orders.send(move.source, [order])

@@ -1,0 +1,303 @@
+"""The coordinator's status of its job, as a JSON document."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypedDict
+
+from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_worker.job.job_store import EngineReport
+from rollout_worker.job.limits import MIN_VERIFIED_TOKENS, THROUGHPUT_WINDOW_S
+from rollout_worker.policy.canary import DriftTest
+from rollout_worker.policy.remaining_length import RemainingWork
+
+
+class EngineEntry(TypedDict):
+    """One engine in the coordinator's status, according to its last report."""
+
+    id: str
+    name: str
+    worker: str
+    """Name of its worker."""
+    version: int
+    """Weight version that it serves."""
+    non_speculative: bool
+    """Whether it runs without speculation for requests that want no drafts."""
+    speculation_disabled: bool
+    """Whether it runs without speculation because drafting did not pay."""
+    draining: bool
+    slots: int
+    assigned: int
+    """Number of assigned rollouts."""
+    idle_seconds: float
+    """Seconds since it last had a rollout."""
+    failed: dict[str, str]
+    """Weight versions that it could not load, with the reasons."""
+    counters: dict[str, float]
+
+
+class CoordinatorStatus(TypedDict):
+    """The coordinator's status of its job; also the body of ``GET /status``."""
+
+    job: str
+    """``namespace/name`` of the job."""
+    uid: str
+    coordinator: int
+    """Number of the coordinator; each one that takes over has a higher number."""
+    state: str
+    """``running`` or ``closing``."""
+    weight_version: int
+    """Weight version that the engines should serve."""
+    requests: int
+    """Number of open requests."""
+    waiting: int
+    """Rollouts that are not assigned to an engine."""
+    assigned: int
+    """Rollouts that are assigned to an engine and have not ended."""
+    done: int
+    """Rollouts that have ended."""
+    total: int | None
+    """Number of rollouts in all epochs of a dataset source; None for a job that serves trainers."""
+    epoch: int | None
+    """Current epoch of a dataset source."""
+    tokens: int
+    """Response tokens of all rollouts that have ended."""
+    steps: int
+    """Decoding steps of these rollouts, as counted by the engines that finished them."""
+    drafted: int
+    """Draft tokens of these rollouts, counted likewise."""
+    accepted: int
+    """Accepted draft tokens of these rollouts, counted likewise."""
+    accepted_per_step: float
+    saved: float | None
+    """Fraction of the decoding time that drafting has saved, by the engines' cost models; None if it is unknown."""
+    canaries: int
+    """Canaries that were compared with their siblings."""
+    drift_e_value: float
+    """Evidence that drafting changes the output distribution. It is not expected to grow from 1 while it does not."""
+    distribution_drift: bool
+    """Whether that evidence has ever reached the alarm threshold."""
+    unverified: list[str]
+    """Engines on which vLLM does not verify the drafts that are proposed."""
+    tokens_per_second: float
+    seconds_left: float | None
+    """Estimated seconds until all open requests are answered, at the current speed; None if it is unknown."""
+    work_seconds: float | None
+    """The same estimate, if all engines were busy until the end."""
+    tail_seconds: float | None
+    """Estimated seconds until the longest open rollout ends if it runs from now on; more engines do not shorten it."""
+    engines: list[EngineEntry]
+    engine_errors: dict[str, str]
+    """Engines that cannot start, with the reasons."""
+    engines_lost: int
+    """Engines that this coordinator has lost."""
+    migrated: int
+    """Rollouts that this coordinator has migrated to idle engines."""
+    dead_letters: int
+    """Messages that this coordinator has moved to the dead letters."""
+    unread: dict[str, int]
+    """Number of unread results of each client."""
+    slow_clients: list[str]
+    """Clients with too many unread results."""
+
+
+@dataclass(frozen=True)
+class StatusInput:
+    """What the coordinator knows when it makes a status."""
+
+    uid: str
+    coordinator: int
+    requests: int
+    waiting: int
+    assigned: Mapping[str, int]
+    """Engine id → number of assigned rollouts."""
+    totals: Mapping[str, int]
+    engines: Mapping[str, EngineReport]
+    """Reports of the live engines by id."""
+    engines_lost: int
+    migrated: int
+    dead_letters: int
+    weight_version: int
+    unread: dict[str, int]
+    slow_clients: list[str]
+    remaining: RemainingWork
+    """Tokens that the open requests are expected to take."""
+    drift: DriftTest
+    closing: bool
+
+
+class StatusBoard:
+    """Makes the coordinator's status and keeps the last one, together with the measurements over time that it needs."""
+
+    def __init__(
+        self,
+        job: RolloutJob,
+        *,
+        total_rollouts: int | None = None,
+        engine_errors: Mapping[str, str] | None = None,
+    ) -> None:
+        """Create a board without a status.
+
+        Args:
+            job: the manifest.
+            total_rollouts: number of rollouts in all epochs of a dataset source; None for a job that serves trainers.
+            engine_errors: engines that cannot start, with the reasons; may change over time.
+        """
+        self.last: CoordinatorStatus | None = None
+        """The last status; None before the first one."""
+        self._job = f"{job.metadata.namespace}/{job.metadata.name}"
+        self._total_rollouts, self._engine_errors = total_rollouts, engine_errors if engine_errors is not None else {}
+        self._throughput, self._savings = _Throughput(), _TimeSavings()
+        self._busy_at: dict[str, float] = {}
+        """Engine → ``time.monotonic()`` when it last had a rollout, or was discovered."""
+        self._updated_at = 0.0
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since the last status was made. The age grows while the coordinator waits for Redis."""
+        return time.monotonic() - self._updated_at
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second that all engines have sampled over the last seconds."""
+        return self._throughput.tokens_per_second
+
+    @property
+    def accepted_per_step(self) -> float:
+        """Accepted draft tokens per decoding step, from the last status."""
+        return 0.0 if self.last is None else self.last["accepted_per_step"]
+
+    def update(self, current: StatusInput) -> CoordinatorStatus:
+        """Make the status."""
+        self._updated_at = now = time.monotonic()
+        self._throughput.update(current.engines)
+        self._savings.update(current.engines)
+        self._busy_at = {
+            engine: now if current.assigned.get(engine) else self._busy_at.get(engine, now)
+            for engine in current.engines
+        }
+        assigned = sum(current.assigned.values())
+        work, tail = self._estimate_seconds(current, assigned)
+        totals = current.totals
+        steps, accepted = totals.get("steps", 0), totals.get("accepted", 0)
+        status: CoordinatorStatus = {
+            "job": self._job,
+            "uid": current.uid,
+            "coordinator": current.coordinator,
+            "state": "closing" if current.closing else "running",
+            "weight_version": current.weight_version,
+            "requests": current.requests,
+            "waiting": current.waiting,
+            "assigned": assigned,
+            "done": totals.get("rollouts", 0),
+            "total": self._total_rollouts,
+            "epoch": None if self._total_rollouts is None else current.weight_version,
+            "tokens": totals.get("tokens", 0),
+            "steps": steps,
+            "drafted": totals.get("drafted", 0),
+            "accepted": accepted,
+            "accepted_per_step": accepted / steps if steps else 0.0,
+            "saved": self._savings.fraction,
+            "canaries": current.drift.canaries,
+            "drift_e_value": current.drift.e_value,
+            "distribution_drift": current.drift.drifted,
+            "unverified": [report.name for report in current.engines.values() if _drafts_unverified(report.counters)],
+            "tokens_per_second": self.tokens_per_second,
+            "seconds_left": None if work is None or tail is None else max(work, tail),
+            "work_seconds": work,
+            "tail_seconds": tail,
+            "engines": [self._engine_entry(engine, current, now) for engine in current.engines],
+            "engine_errors": dict(self._engine_errors),
+            "engines_lost": current.engines_lost,
+            "migrated": current.migrated,
+            "dead_letters": current.dead_letters,
+            "unread": current.unread,
+            "slow_clients": current.slow_clients,
+        }
+        self.last = status
+        return status
+
+    def _estimate_seconds(self, current: StatusInput, assigned: int) -> tuple[float | None, float | None]:
+        """Estimate the seconds until all work is done, and until the longest rollout ends; None if unknown."""
+        if not current.requests:
+            return 0.0, 0.0
+        if not self.tokens_per_second or not assigned:
+            return None, None
+        work = current.remaining.total_tokens / self.tokens_per_second
+        return work, current.remaining.longest_tokens * assigned / self.tokens_per_second
+
+    def _engine_entry(self, engine: str, current: StatusInput, now: float) -> EngineEntry:
+        report = current.engines[engine]
+        return {
+            "id": engine,
+            "name": report.name,
+            "worker": report.worker.partition("/")[0],
+            "version": report.version,
+            "non_speculative": report.non_speculative,
+            "speculation_disabled": report.speculation_disabled,
+            "draining": report.draining,
+            "slots": report.slots,
+            "assigned": current.assigned.get(engine, 0),
+            "idle_seconds": now - self._busy_at[engine],
+            "failed": {str(version): reason for version, reason in report.failed.items()},
+            "counters": report.counters,
+        }
+
+
+class _Throughput:
+    """Measures how many tokens per second all engines sample, averaged over the last seconds."""
+
+    def __init__(self) -> None:
+        self.tokens_per_second = 0.0
+        self._sampled: dict[str, float] = {}
+        """Engine → tokens that it had sampled at its last report."""
+        self._total = 0.0
+        self._marks: deque[tuple[float, float]] = deque()
+        """Time and total of each update within the window."""
+
+    def update(self, engines: Mapping[str, EngineReport]) -> None:
+        now = time.monotonic()
+        for engine, report in engines.items():
+            sampled = report.counters.get("tokens", 0.0)
+            self._total += max(0.0, sampled - self._sampled.get(engine, sampled))
+            self._sampled[engine] = sampled
+        self._marks.append((now, self._total))
+        while len(self._marks) > 2 and now - self._marks[0][0] > THROUGHPUT_WINDOW_S:
+            self._marks.popleft()
+        seconds = now - self._marks[0][0]
+        self.tokens_per_second = (self._total - self._marks[0][1]) / seconds if seconds else 0.0
+
+
+class _TimeSavings:
+    """Compares the decoding time of all engines with what it would have been without drafts."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, tuple[float, float]] = {}
+        """Engine → seconds of its timed steps, and what they would have taken without drafts."""
+
+    @property
+    def fraction(self) -> float | None:
+        """Fraction of the decoding time that drafting has saved; negative if it cost time, None if unknown."""
+        if not self._seconds:
+            return None
+        actual, without_drafts = (sum(seconds) for seconds in zip(*self._seconds.values(), strict=True))
+        return 1 - actual / without_drafts if without_drafts else None
+
+    def update(self, engines: Mapping[str, EngineReport]) -> None:
+        for engine, report in engines.items():
+            if "timed_seconds" in report.counters:
+                without_drafts = report.counters["timed_seconds_without_drafts"]
+                self._seconds[engine] = report.counters["timed_seconds"], without_drafts
+
+
+def _drafts_unverified(counters: Mapping[str, float]) -> bool:
+    """Return whether vLLM verifies other drafts than those that are proposed: none of them, or different ones."""
+    if "proposed_tokens" not in counters or counters.get("tokens", 0.0) < MIN_VERIFIED_TOKENS:
+        return False
+    if not counters["steps"]:
+        return True
+    proposed, verified = counters["proposed_tokens"], counters["drafted"]
+    return abs(proposed - verified) > MIN_VERIFIED_TOKENS + 0.5 * max(proposed, verified)

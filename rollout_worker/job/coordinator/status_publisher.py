@@ -1,0 +1,104 @@
+"""Publishes the coordinator's status."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from rollout_api.redis_client.retry import retry_async
+from rollout_worker.job.canaries import CanaryTest
+from rollout_worker.job.coordinator.control import ControlProcessor
+from rollout_worker.job.coordinator.dead_letters import DeadLetters
+from rollout_worker.job.coordinator.engine_tracker import EngineTracker
+from rollout_worker.job.coordinator.fenced_orders import FencedOrders
+from rollout_worker.job.coordinator.rollout_placer import RolloutPlacer
+from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
+from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
+from rollout_worker.job.coordinator.slow_clients import SlowClients
+from rollout_worker.job.coordinator.status import CoordinatorStatus, StatusBoard, StatusInput
+from rollout_worker.job.coordinator.weights import WeightAnnouncer
+from rollout_worker.job.job_store import JobStore
+from rollout_worker.job.job_store.job_record import ExpectedLoad
+from rollout_worker.policy.remaining_length import estimate_remaining_work
+
+
+class StatusPublisher:
+    """Publishes the status for clients, the expected load for engines, and the canary test for later coordinators."""
+
+    def __init__(
+        self,
+        board: StatusBoard,
+        job_store: JobStore,
+        *,
+        orders: FencedOrders,
+        tracker: RolloutTracker,
+        queue: RolloutQueue,
+        engines: EngineTracker,
+        weights: WeightAnnouncer,
+        placer: RolloutPlacer,
+        slow_clients: SlowClients,
+        control: ControlProcessor,
+        dead_letters: DeadLetters,
+        canaries: CanaryTest,
+    ) -> None:
+        self._board, self._job_store, self._orders = board, job_store, orders
+        self._tracker, self._queue, self._engines, self._weights = tracker, queue, engines, weights
+        self._placer, self._slow_clients, self._control = placer, slow_clients, control
+        self._dead_letters, self._canaries = dead_letters, canaries
+        self._stored_canaries = 0
+        """Number of canaries in the state that was last stored."""
+
+    async def restore(self) -> None:
+        """Continue the canary test of an earlier coordinator."""
+        if (state := await retry_async(self._job_store.job.canaries)) is not None:
+            self._canaries.load_json(state)
+            self._stored_canaries = self._canaries.drift.canaries
+
+    @property
+    def rollout_speed(self) -> float:
+        """Tokens per second of one running rollout."""
+        running = self._tracker.num_assigned
+        return self._board.tokens_per_second / running if running else 0.0
+
+    async def publish(self) -> None:
+        """Publish the current state."""
+        totals = await retry_async(self._job_store.rollouts.totals)
+        status = self._board.update(self._input(totals))
+        await self._write(status)
+
+    def _input(self, totals: dict[str, int]) -> StatusInput:
+        now, speed = time.monotonic(), self.rollout_speed
+        requests = self._tracker.requests.values()
+        remaining = (rollouts for request in requests for rollouts in request.remaining_work(speed, now))
+        return StatusInput(
+            uid=self._job_store.keys.uid,
+            coordinator=self._orders.coordinator,
+            requests=len(requests),
+            waiting=self._queue.num_waiting,
+            assigned={engine: len(keys) for engine, keys in self._tracker.assigned.items()},
+            totals=totals,
+            engines=self._engines.engines,
+            engines_lost=self._engines.num_lost,
+            migrated=self._placer.num_migrated,
+            dead_letters=self._dead_letters.count,
+            weight_version=self._weights.desired_version or 0,
+            unread=self._slow_clients.unread,
+            slow_clients=sorted(self._slow_clients.names),
+            remaining=estimate_remaining_work(remaining),
+            drift=self._canaries.drift,
+            closing=self._control.closing,
+        )
+
+    async def _write(self, status: CoordinatorStatus) -> None:
+        await retry_async(self._job_store.job.set_status, json.dumps(status).encode())
+        if self._canaries.drift.canaries != self._stored_canaries:
+            self._stored_canaries = self._canaries.drift.canaries
+            await retry_async(self._job_store.job.set_canaries, self._canaries.to_json())
+        await retry_async(self._job_store.job.set_expected_load, self._expected_load())
+
+    def _expected_load(self) -> ExpectedLoad:
+        """Return the waiting rollouts and their expected tokens per engine."""
+        engines = max(1, len(self._engines.engines))
+        groups = [(len(group.samples), group.predicted_length) for group in self._queue.groups()]
+        rollouts = sum(count for count, _ in groups)
+        return ExpectedLoad(round(rollouts / engines), sum(count * length for count, length in groups) / engines)

@@ -1,0 +1,32 @@
+"""The coordinator's HTTP server: ``/status``, ``/metrics`` and ``/healthz``."""
+
+from __future__ import annotations
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+
+from rollout_worker.job.coordinator.metrics import StatusMetrics
+from rollout_worker.job.coordinator.status import StatusBoard
+from rollout_worker.job.limits import STALE_STATUS_S
+from rollout_worker.runtime.http_server import HttpServer
+
+
+class StatusServer(HttpServer):
+    """Serves the last status of a :class:`StatusBoard`."""
+
+    def __init__(self, board: StatusBoard) -> None:
+        self._board = board
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(StatusMetrics(board))
+        super().__init__(registry, {"/status": self._status, "/healthz": self._health})
+
+    async def _status(self, _: web.Request) -> web.Response:
+        if self._board.last is None:
+            return web.json_response({"error": "the coordinator is still reading the job's state"}, status=503)
+        redis_error = None
+        if self._board.age_s > STALE_STATUS_S:
+            redis_error = f"Redis has not answered the coordinator for {self._board.age_s:.0f} s"
+        return web.json_response({**self._board.last, "redis_error": redis_error})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")

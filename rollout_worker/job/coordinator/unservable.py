@@ -1,0 +1,75 @@
+"""Requests that cannot be served any more: past their deadline, or pinned to a version that no engine serves."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rollout_api.protocol.messages import FinishReason
+from rollout_api.redis_client.retry import retry_async
+from rollout_worker.job.coordinator.answers import Answers
+from rollout_worker.job.coordinator.engine_tracker import EngineTracker
+from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
+from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
+from rollout_worker.job.coordinator.weights import WeightAnnouncer
+from rollout_worker.job.job_store import JobStore
+from rollout_worker.job.limits import CoordinatorLimits
+
+logger = logging.getLogger(__name__)
+
+
+class UnservableRequests:
+    """Ends the waiting samples of requests that no engine can serve any more."""
+
+    def __init__(
+        self,
+        job_store: JobStore,
+        *,
+        tracker: RolloutTracker,
+        queue: RolloutQueue,
+        engines: EngineTracker,
+        weights: WeightAnnouncer,
+        answers: Answers,
+        limits: CoordinatorLimits,
+    ) -> None:
+        self._job_store, self._tracker, self._queue, self._engines = job_store, tracker, queue, engines
+        self._weights, self._answers, self._limits = weights, answers, limits
+        self._next_log: dict[int, float] = {}
+        """Weight version that rollouts wait for → ``time.monotonic()`` of the next log message about it."""
+
+    async def end_overdue(self) -> None:
+        """End the waiting samples of requests whose deadline has passed. Engines end their own samples."""
+        requests = [request for request in self._tracker.requests.values() if request.deadline is not None]
+        if not requests:
+            return
+        now = await retry_async(self._job_store.clock)
+        for request in requests:
+            if request.deadline is not None and request.deadline <= now:
+                self._answers.end_waiting(request, FinishReason.DEADLINE)
+
+    def fail_unserved_versions(self) -> None:
+        """Fail waiting samples that are pinned to a weight version which no engine serves or will serve."""
+        reports = list(self._engines.engines.values())
+        pinned = {group.pinned_version for group in self._queue.groups() if group.pinned_version is not None}
+        unserved = pinned - {report.upcoming_version for report in reports}
+        if not unserved or not reports:
+            return
+        desired = self._weights.desired_version
+        for request in list(self._tracker.requests.values()):
+            version = request.request.weight_version
+            if version is None or version not in unserved:
+                continue
+            reasons = [report.failed[version] for report in reports if version in report.failed]
+            if version == desired and len(reasons) == len(reports):
+                self._answers.fail_waiting(request, f"no engine can load weight version {version}: {reasons[0]}")
+            elif desired is not None and version < desired:
+                detail = f"no engine serves weight version {version} any more; the newest is {desired}"
+                self._answers.fail_waiting(request, detail)
+            else:
+                self._log_waiting(version)
+
+    def _log_waiting(self, version: int) -> None:
+        now = time.monotonic()
+        if now >= self._next_log.setdefault(version, now + self._limits.unserved_version_log_delay_s):
+            self._next_log[version] = now + self._limits.unserved_version_log_interval_s
+            logger.warning("Rollouts wait for weight version %d, which no engine serves or loads.", version)

@@ -1,0 +1,40 @@
+"""The weights that the engines should serve."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollout_api.protocol.messages import WeightUpdate
+from rollout_api.redis_client.retry import retry_async
+from rollout_worker.job.coordinator.fenced_orders import FencedOrders
+from rollout_worker.job.job_store import EngineReport, JobStore, Order
+
+
+class WeightAnnouncer:
+    """Records published weights and orders the engines to load them."""
+
+    def __init__(self, job_store: JobStore, orders: FencedOrders) -> None:
+        self._job_store, self._orders = job_store, orders
+        self._updates: list[WeightUpdate] = []
+
+    @property
+    def desired_version(self) -> int | None:
+        """Weight version that the engines should serve; None if none was published."""
+        return self._updates[-1].weight_version if self._updates else None
+
+    async def restore(self) -> None:
+        """Read the published weights from Redis."""
+        self._updates = await retry_async(self._job_store.job.weights)
+
+    async def publish(self, update: WeightUpdate, engines: Iterable[str]) -> None:
+        """Record an update and order *engines* to load it."""
+        await retry_async(self._job_store.job.set_weights, update)
+        await self.restore()
+        for engine in engines:
+            await self._orders.send(engine, [Order.update_weights()])
+
+    async def notify_new_engine(self, engine: str, report: EngineReport) -> None:
+        """Order an engine that has just been discovered to load the weights, if it neither serves nor loads them."""
+        desired = self.desired_version
+        if desired is not None and report.upcoming_version != desired and desired not in report.failed:
+            await self._orders.send(engine, [Order.update_weights()])

@@ -1,0 +1,1 @@
+"""Dataset sources: their problems, the trainer that samples them, and the report of the results."""

@@ -1,0 +1,136 @@
+"""A dataset source: its problems, the weights of its epochs, and the trainer that samples them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+from pydantic.alias_generators import to_camel
+
+from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.client.async_client import AsyncRolloutClient
+from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
+from rollout_api.protocol.keys import MessageKeys
+from rollout_api.redis_client.retry import retry
+from rollout_worker.engine.model_source import resolve_checkpoint
+from rollout_worker.job.dataset.problems import DatasetProblem, load_problems
+from rollout_worker.job.dataset.report import EpochMode, JobReport
+from rollout_worker.job.dataset.trainer import DatasetTrainer
+from rollout_worker.job.ledger import count_finished_rollouts
+from rollout_worker.job.setup import JobSetup
+
+_CLIENT_NAME = "dataset"
+"""Name of the client that samples the job's own rollouts, the same in every run of the job."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """The loaded dataset source of a manifest."""
+
+    problems: Sequence[DatasetProblem]
+    checkpoints: Sequence[str]
+    """Address of each epoch's weights."""
+    tokenizer: Any
+
+    def total_rollouts(self, job: RolloutJob) -> int:
+        """Return the number of rollouts in all epochs."""
+        return len(self.problems) * job.spec.sampling.n * len(self.checkpoints)
+
+
+def load_dataset(job: RolloutJob, model: Path, tokenizer: Any, cache: Path) -> Dataset | None:
+    """Load and check the dataset source of a job; return None for a job that serves trainers.
+
+    Args:
+        job: the manifest.
+        model: directory of the job's model.
+        tokenizer: the model's tokenizer.
+        cache: the model cache, for checkpoints.
+
+    Raises:
+        ManifestError: naming each field with a value that cannot be used.
+        ModelError: if a checkpoint cannot be found.
+    """
+    source = job.spec.source.dataset
+    if source is None:
+        return None
+    for uri in source.checkpoints:
+        resolve_checkpoint(uri, cache, model, job.spec.weights.allowed_roots)
+    problems = load_problems(source, tokenizer)
+    _check_requests(job, problems, len(tokenizer))
+    return Dataset(problems, list(source.checkpoints) or [job.spec.model.uri] * source.epochs, tokenizer)
+
+
+def count_finished(server: redis.Redis, keys: MessageKeys) -> int:
+    """Count the dataset's rollouts that earlier runs of the job have finished."""
+    return retry(count_finished_rollouts, server, keys, _CLIENT_NAME)
+
+
+async def run_dataset(
+    setup: JobSetup,
+    dataset: Dataset,
+    server: redis.Redis,
+    *,
+    finished_before: int,
+    baselines: Sequence[EpochMode] = (),
+    watch: Callable[[DatasetTrainer], Awaitable[None]] | None = None,
+) -> JobReport:
+    """Sample the rollouts that are not finished yet, and close the job.
+
+    Args:
+        setup: the job, which is running.
+        dataset: the problems to sample.
+        server: the job's Redis.
+        finished_before: number of rollouts that earlier runs have finished.
+        baselines: modes in which each epoch is repeated for comparison.
+        watch: runs concurrently to show the progress; cancelled at the end.
+
+    Raises:
+        RolloutClientError: if the job rejects a request.
+        redis.RedisError: if Redis is unavailable for long. Finished rollouts are kept, and the call can be repeated.
+    """
+    comparison = f"compare-{secrets.token_hex(4)}"
+    async with (
+        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=_CLIENT_NAME) as client,
+        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=comparison) as comparison_client,
+    ):
+        trainer = DatasetTrainer(
+            setup.job,
+            problems=dataset.problems,
+            checkpoints=dataset.checkpoints,
+            tokenizer=dataset.tokenizer,
+            client=client,
+            comparison_client=comparison_client,
+            server=server,
+            keys=setup.keys,
+            store=setup.history_store(),
+            baselines=baselines,
+            finished_before=finished_before,
+        )
+        watching = [asyncio.ensure_future(watch(trainer))] if watch is not None else []
+        try:
+            return await trainer.run()
+        finally:
+            await cancel_and_wait(*watching)
+
+
+def _check_requests(job: RolloutJob, problems: Sequence[DatasetProblem], vocabulary_size: int) -> None:
+    """Reject requests that the engines would reject, before any engine is started."""
+    sampling, limit = job.spec.sampling, job.spec.engine.max_model_len
+    errors = []
+    longest = max(len(problem.prompt_token_ids) for problem in problems)
+    if longest + sampling.max_tokens > limit:
+        message = (
+            f"{sampling.max_tokens} tokens after the longest prompt, which has {longest}, exceed "
+            f"engine.maxModelLen ({limit})"
+        )
+        errors.append(FieldError("spec.sampling.maxTokens", message))
+    for setting, token in sampling.tokens_outside(vocabulary_size).items():
+        message = f"token id {token} is outside of the model's vocabulary, which has {vocabulary_size} tokens"
+        errors.append(FieldError(f"spec.sampling.{to_camel(setting)}", message))
+    if errors:
+        raise ManifestError(errors)

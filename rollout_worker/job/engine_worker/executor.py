@@ -1,0 +1,203 @@
+"""Produces the rollouts that are assigned to this engine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from rollout_api.protocol.messages import FinishReason, Partial, Rollout, RolloutRequest
+from rollout_api.redis_client.retry import retry_async
+from rollout_worker.engine.admission import can_continue
+from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.errors import AdmissionError
+from rollout_worker.engine.response import GenerationResult
+from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
+from rollout_worker.job.engine_worker.checkpoints import CheckpointWriter
+from rollout_worker.job.engine_worker.lease import EngineLease
+from rollout_worker.job.engine_worker.requests import RequestCache
+from rollout_worker.job.engine_worker.running import RunningRollout, RunningRollouts
+from rollout_worker.job.engine_worker.weight_updater import WeightUpdater
+from rollout_worker.job.job_store import Assignment, JobStore, Order, arrival_time
+
+
+class RolloutExecutor:
+    """Runs one task for each assigned rollout, from reading its request to recording its result."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        job_store: JobStore,
+        *,
+        lease: EngineLease,
+        running: RunningRollouts,
+        requests: RequestCache,
+        checkpoints: CheckpointWriter,
+        announcer: HistoryAnnouncer,
+        weights: WeightUpdater,
+        checkpoint_tokens: int,
+    ) -> None:
+        self._engine, self._job_store, self._lease = engine, job_store, lease
+        self._running, self._requests, self._checkpoints = running, requests, checkpoints
+        self._announcer, self._weights, self._checkpoint_tokens = announcer, weights, checkpoint_tokens
+        self._failed = asyncio.Event()
+        self._error: Exception | None = None
+        self._clock_offset = 0.0
+
+    async def synchronize_clock(self) -> None:
+        """Measure how far Redis' clock, by which deadlines are counted, is ahead of this machine's."""
+        self._clock_offset = await retry_async(self._job_store.clock) - time.time()
+
+    async def run(self) -> None:
+        """Wait until a rollout fails because of the engine, and raise its error.
+
+        Raises:
+            EngineError: if the engine has died.
+        """
+        await self._failed.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def start(self, order: Order, assignment: Assignment) -> None:
+        """Start an assigned rollout; an assignment that was delivered twice is dropped."""
+        running = RunningRollout(order, assignment)
+        if running.key in self._running:
+            await self._acknowledge(running, self._lease.engine_id)
+            return
+        self._running.add(running)
+        running.task = asyncio.ensure_future(self._run_to_end(running))
+
+    async def _run_to_end(self, running: RunningRollout) -> None:
+        engine_id = self._lease.engine_id
+        try:
+            await self._execute(running, engine_id)
+        except Exception as error:
+            if self._error is None:
+                self._error = error
+            self._failed.set()
+        finally:
+            if running.deadline is not None:
+                running.deadline.cancel()
+            self._running.discard(running)
+            self._checkpoints.discard(running.key)
+
+    async def _execute(self, running: RunningRollout, engine_id: str) -> None:
+        assignment = running.assignment
+        request = await self._requests.get(assignment.entry_id)
+        if request is None:  # it was answered in the meantime
+            await self._acknowledge(running, engine_id)
+            return
+        if self._lease.report.draining:
+            await self._return(running, engine_id, "draining")
+            return
+        started_at = time.time()
+        done, cancelled, prefix = await retry_async(
+            lambda: self._job_store.rollouts.start_state(request, assignment.sample, with_partial=assignment.resumed)
+        )
+        if done:
+            await self._acknowledge(running, engine_id)
+            return
+        if prefix is not None and not can_continue(request.sampling):
+            prefix = None
+        if cancelled:
+            running.stop(FinishReason.CANCELLED)
+        self._start_deadline(running, request)
+        if not await self._prepare(running, request):
+            await self._return(running, engine_id, f"weight version {request.weight_version} is not served")
+            return
+        await self._produce(running, request, prefix or request.prefix, engine_id, started_at)
+
+    def _start_deadline(self, running: RunningRollout, request: RolloutRequest) -> None:
+        if request.deadline_seconds is None:
+            return
+        now = time.time() + self._clock_offset
+        remaining = arrival_time(running.assignment.entry_id) + request.deadline_seconds - now
+        loop = asyncio.get_running_loop()
+        running.deadline = loop.call_later(max(0.0, remaining), running.stop, FinishReason.DEADLINE)
+
+    async def _prepare(self, running: RunningRollout, request: RolloutRequest) -> bool:
+        """Wait for the problem's history; False if the weight version that the request is pinned to is not served."""
+        pinned = request.weight_version
+        served = pinned is None or await self._weights.serves(pinned)
+        # Set only now, because a weight update waits for all pinned rollouts.
+        running.pinned_version = pinned if served else None
+        if served and not running.stopped.is_set():
+            with self._announcer.in_use(request.problem):
+                await self._announcer.wait_ready(request.problem)
+            # Loading an adapter does not wait for pinned rollouts.
+            served = pinned is None or self._engine.weight_version == pinned
+        return served
+
+    async def _produce(
+        self,
+        running: RunningRollout,
+        request: RolloutRequest,
+        prefix: Partial | None,
+        engine_id: str,
+        started_at: float,
+    ) -> None:
+        """Sample the rollout, then record it, or checkpoint it if another engine continues it."""
+        sample = running.assignment.sample
+        generated: GenerationResult | None = None
+        reason: FinishReason | None
+        try:
+            with self._announcer.in_use(request.problem):
+                generated = await self._generate(running, request, prefix)
+            reason, detail = generated.finish_reason or running.finish_reason, ""
+        except AdmissionError as error:
+            reason, detail = FinishReason.FAILED, str(error)
+        partial = None
+        if generated is not None:
+            partial = Partial(
+                token_ids=generated.token_ids, logprobs=generated.logprobs, weight_spans=generated.weight_spans
+            )
+        if reason is None:  # another engine continues the rollout
+            if partial is not None:
+                await retry_async(self._job_store.rollouts.checkpoint, request, sample, partial)
+            if running.migrating:
+                await self._return(running, engine_id, "migrated")
+            return
+        rollout = Rollout.from_request(
+            request,
+            sample,
+            partial,
+            reason,
+            detail=detail,
+            num_decoding_steps=generated.num_decoding_steps if generated else 0,
+            num_draft_tokens=generated.num_draft_tokens if generated else 0,
+            num_accepted_tokens=generated.num_accepted_tokens if generated else 0,
+            engine=engine_id,
+            num_cached_tokens=generated.num_cached_tokens if generated else 0,
+            started_at=started_at,
+            finished_at=time.time(),
+        )
+        order_id = running.order.order_id
+        await retry_async(lambda: self._job_store.rollouts.finish(request, rollout, engine=engine_id, order=order_id))
+
+    async def _generate(
+        self, running: RunningRollout, request: RolloutRequest, prefix: Partial | None
+    ) -> GenerationResult:
+        return await self._engine.generate(
+            request,
+            running.assignment.sample,
+            prefix=prefix,
+            on_partial=lambda partial: self._checkpoints.add(running.key, request, partial),
+            partial_interval=self._checkpoint_tokens,
+            stop_event=running.stopped,
+        )
+
+    async def _acknowledge(self, running: RunningRollout, engine_id: str) -> None:
+        """Remove an assignment that needs no work from the inbox."""
+        await retry_async(self._job_store.assignments.acknowledge, engine_id, running.order.order_id)
+
+    async def _return(self, running: RunningRollout, engine_id: str, reason: str) -> None:
+        """Return an assignment to the coordinator."""
+        # First, because the coordinator may assign the rollout to this engine again at once, and that assignment must
+        # not be taken for a repetition.
+        self._running.discard(running)
+        await retry_async(
+            self._job_store.assignments.return_assignment,
+            engine_id,
+            running.order.order_id,
+            running.assignment,
+            reason,
+        )

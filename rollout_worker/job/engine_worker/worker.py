@@ -1,0 +1,196 @@
+"""One engine's part of a job. It needs Redis to continue, but no coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.manifest.spec import Sampling
+from rollout_api.redis_client.retry import retry_async
+from rollout_worker.engine.engine import Engine
+from rollout_worker.history.store import HistoryStore
+from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
+from rollout_worker.job.engine_worker.checkpoints import CheckpointWriter
+from rollout_worker.job.engine_worker.executor import RolloutExecutor
+from rollout_worker.job.engine_worker.inbox import InboxReader
+from rollout_worker.job.engine_worker.lease import EngineLease
+from rollout_worker.job.engine_worker.monitor import EngineMonitor
+from rollout_worker.job.engine_worker.requests import RequestCache
+from rollout_worker.job.engine_worker.running import RunningRollouts
+from rollout_worker.job.engine_worker.weight_updater import WeightUpdater
+from rollout_worker.job.job_store import EngineReport, JobStore
+from rollout_worker.job.job_store.assignments import RolloutKey
+from rollout_worker.job.limits import HANDOVER_TIMEOUT_S, HEARTBEAT_INTERVAL_S
+from rollout_worker.job.weight_transport import WeightTransport
+from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
+
+logger = logging.getLogger(__name__)
+
+
+class EngineWorker:
+    """Connects one engine to a job.
+
+    The worker renews its own lease, checkpoints its rollouts, answers clients and loads new weights by itself; only
+    new work needs the coordinator. This class starts and stops the parts that do so, each of which owns its state:
+
+    - :class:`InboxReader` reads the coordinator's orders,
+    - :class:`RolloutExecutor` produces the assigned rollouts,
+    - :class:`CheckpointWriter` writes their partials,
+    - :class:`WeightUpdater` loads published weights,
+    - :class:`HistoryAnnouncer` tells the drafter which histories it needs,
+    - :class:`EngineMonitor` reads the engine's statistics, and
+    - :class:`EngineLease` publishes the engine's report and renews its lease.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        job_store: JobStore,
+        store: HistoryStore,
+        *,
+        name: str,
+        worker: str,
+        slots: int,
+        checkpoint_tokens: int,
+        sampling: Sampling,
+        transport: WeightTransport,
+        broadcast: bool = False,
+        speculation_disabled: bool = False,
+        speculation_cutoff: SpeculationCutoff | None = None,
+    ) -> None:
+        """Create a worker; :meth:`run` starts it.
+
+        Args:
+            engine: a started engine, which the caller closes.
+            job_store: the job's state in Redis.
+            store: the job's history.
+            name: name of the engine, which stays the same over its restarts.
+            worker: id of the worker process on this machine that may tell the engine to leave; '' if there is none.
+            slots: number of rollouts that the engine decodes at the same time.
+            checkpoint_tokens: maximum number of tokens of a rollout that are lost with this engine.
+            sampling: the job's sampling settings, which a request may override.
+            transport: how published weights are brought into the engine.
+            broadcast: whether weights may be broadcast from a trainer's memory.
+            speculation_disabled: whether the engine has no speculation because drafting did not pay.
+            speculation_cutoff: decides when drafting has not paid for too long.
+        """
+        non_speculative = engine.config.drafting is None and not speculation_disabled
+        report = EngineReport(
+            name, worker, os.getpid(), slots, non_speculative, speculation_disabled, engine.weight_version
+        )
+        if broadcast:
+            report.broadcast, report.ranks = engine.config.broadcast_backend, engine.config.ranks
+        self.speculation_cut_off = False
+        """Whether the worker has ended so that an engine without speculation can take its place."""
+        self._engine, self._job_store = engine, job_store
+        self._running = RunningRollouts()
+        self._checkpoints = CheckpointWriter(job_store)
+        self._announcer = HistoryAnnouncer(engine, store, job_store.keys.uid)
+        self._lease = EngineLease(engine, job_store, report, self._running, self._checkpoints)
+        self._weights = WeightUpdater(engine, job_store, transport, self._lease, self._running, self._announcer)
+        self._executor = RolloutExecutor(
+            engine,
+            job_store,
+            lease=self._lease,
+            running=self._running,
+            requests=RequestCache(job_store, sampling),
+            checkpoints=self._checkpoints,
+            announcer=self._announcer,
+            weights=self._weights,
+            checkpoint_tokens=checkpoint_tokens,
+        )
+        self._inbox = InboxReader(job_store, self._lease, self._running, self._executor, self._weights)
+        self._monitor = EngineMonitor(engine, report, self._running, speculation_cutoff or SpeculationCutoff())
+        self._ray_head = ""
+        self._draining: asyncio.Task[None] | None = None
+        self._drained = asyncio.Event()
+
+    @property
+    def engine_id(self) -> str:
+        """Id of the engine's current registration; '' before it is registered."""
+        return self._lease.engine_id
+
+    @property
+    def report(self) -> EngineReport:
+        """What the engine reports with its heartbeats."""
+        return self._lease.report
+
+    @property
+    def running(self) -> frozenset[RolloutKey]:
+        """Request id and sample of the rollouts that the engine is producing."""
+        return self._running.keys
+
+    async def run(self, on_serving: Callable[[], None] = lambda: None) -> None:
+        """Serve until :meth:`drain` has completed.
+
+        Args:
+            on_serving: called once the engine is registered and can be given work.
+
+        Raises:
+            EngineError: if the engine has died; its rollouts continue on other engines.
+        """
+        await self._executor.synchronize_clock()
+        self._ray_head = await retry_async(self._job_store.engines.head)
+        await self._weights.update()  # before the engine takes any work
+        await self._lease.register()
+        on_serving()
+        loops = [
+            asyncio.ensure_future(loop)
+            for loop in (
+                self._inbox.run(),
+                self._executor.run(),
+                self._checkpoints.run(),
+                self._weights.run(),
+                self._announcer.run(),
+                self._monitor.run(),
+                self._send_heartbeats(),
+                self._leave_at_speculation_cutoff(),
+                self._drained.wait(),
+            )
+        ]
+        try:
+            await asyncio.wait(loops, return_when=asyncio.FIRST_COMPLETED)
+            for loop in loops:
+                if loop.done():
+                    loop.result()
+        finally:
+            await cancel_and_wait(*loops, *self._running.tasks)
+            await self._lease.release()
+
+    async def drain(self, grace: float) -> None:
+        """Take no more work, hand over what has not finished after *grace* seconds, and end :meth:`run`."""
+        await self._lease.start_draining()
+        await self._running.hand_over(grace=grace, checkpoint_timeout=HANDOVER_TIMEOUT_S)
+        self._drained.set()
+
+    async def _send_heartbeats(self) -> None:
+        expected_load = (0, 0.0)
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            await self._lease.renew()
+            if (load := await retry_async(self._job_store.job.expected_load)) != expected_load:
+                await self._engine.set_queue(*load)
+                expected_load = load
+            if not self._lease.report.draining and (grace := await self._shutdown_grace()) is not None:
+                self._draining = asyncio.ensure_future(self.drain(grace))
+
+    async def _shutdown_grace(self) -> float | None:
+        """Return the seconds within which this engine has to leave the job; None if it stays."""
+        grace: float | None = await retry_async(self._job_store.engines.shutdown_grace, self._lease.report.worker)
+        if grace is not None:
+            return grace
+        head = await retry_async(self._job_store.engines.head)  # '' if Redis has lost its data
+        self._ray_head = self._ray_head or head
+        return 0.0 if head and head != self._ray_head else None  # another head is another Ray cluster
+
+    async def _leave_at_speculation_cutoff(self) -> None:
+        await self._monitor.cutoff_reached.wait()
+        logger.warning(
+            "Drafting has not paid on engine %s for long; an engine without speculation takes its place.",
+            self._lease.engine_id,
+        )
+        self.speculation_cut_off = True
+        await self.drain(0.0)

@@ -1,0 +1,26 @@
+"""A job's state in Redis, as its coordinator, engines, relay and launchers read and write it.
+
+Only the classes of this package touch the Redis keys of a job. They decide nothing. Each method is idempotent, so that
+it can be repeated when a reply was lost, and raises :class:`redis.RedisError` if Redis fails.
+"""
+
+from rollout_worker.job.job_store.assignments import Assignment, Order, OrderKind, StaleCoordinatorError
+from rollout_worker.job.job_store.engines import EngineReport
+from rollout_worker.job.job_store.events import RolloutEvent
+from rollout_worker.job.job_store.incoming import Entry, Stream, arrival_time
+from rollout_worker.job.job_store.requests import Admission
+from rollout_worker.job.job_store.store import JobStore
+
+__all__ = [
+    "Admission",
+    "Assignment",
+    "EngineReport",
+    "Entry",
+    "JobStore",
+    "Order",
+    "OrderKind",
+    "RolloutEvent",
+    "StaleCoordinatorError",
+    "Stream",
+    "arrival_time",
+]

@@ -1,0 +1,116 @@
+"""The registry of engines: their leases and reports."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, NamedTuple
+
+import msgpack
+import redis.asyncio
+
+from rollout_api.protocol.keys import MessageKeys
+from rollout_api.redis_client.server_functions import async_function
+from rollout_worker.job.job_store.encoding import as_text
+from rollout_worker.job.limits import ENGINE_LEASE_S
+
+
+@dataclass
+class EngineReport:
+    """An engine's state, which it publishes with each heartbeat."""
+
+    name: str
+    """Name of the engine, which stays the same over its restarts; the engine's id does not."""
+    worker: str = ""
+    """Id of the worker process that the engine belongs to."""
+    pid: int = 0
+    """Process id of the engine's actor."""
+    slots: int = 1
+    """Number of rollouts that are decoded at the same time."""
+    non_speculative: bool = False
+    """Whether vLLM runs without speculation in order to serve requests that want no drafts."""
+    speculation_disabled: bool = False
+    """Whether vLLM runs without speculation because drafting did not pay; the engine serves all requests."""
+    version: int = 0
+    """Weight version that the engine serves."""
+    weights: str = ""
+    """Identity of those weights (``WeightUpdate.identity``); '' for the weights that the job began with."""
+    loading: int | None = None
+    """Weight version that is being loaded."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Weight versions that could not be loaded, with the reasons."""
+    loads: int = 0
+    """Number of attempts to load weights."""
+    pinned: int = 0
+    """Number of running rollouts that are pinned to a weight version."""
+    draining: bool = False
+    """Whether the engine is leaving the job and takes no new rollouts."""
+    broadcast: str = ""
+    """Backend with which the engine receives broadcast weights: nccl, gloo, or '' if it receives none."""
+    ranks: int = 1
+    """Number of the engine's worker processes, each of which takes part in a broadcast."""
+    counters: dict[str, float] = field(default_factory=dict)
+    """Statistics of the engine and its drafter by name."""
+
+    @classmethod
+    def read(cls, data: Any) -> EngineReport:
+        """Decode a report; fields that only a later release knows are ignored."""
+        known = {one.name for one in fields(cls)}
+        report: dict[str, Any] = msgpack.unpackb(data, strict_map_key=False)
+        return cls(**{name: value for name, value in report.items() if name in known})
+
+    def pack(self) -> bytes:
+        """Encode the report."""
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
+
+    @property
+    def upcoming_version(self) -> int:
+        """Weight version with which new rollouts are sampled: the one being loaded, if there is one."""
+        return self.version if self.loading is None else self.loading
+
+
+class RegisteredEngine(NamedTuple):
+    """An engine that has not been removed."""
+
+    report: EngineReport
+    alive: bool
+    """Whether its lease is valid."""
+
+
+class EngineRegistry:
+    """Renews and reads the leases and reports of engines."""
+
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, package: str) -> None:
+        self._client, self._keys = client, keys
+        self._heartbeat = async_function(client, package, "heartbeat")
+
+    async def heartbeat(self, engine: str, report: EngineReport, *, register: bool = False) -> bool:
+        """Publish a report and renew the engine's lease, or create it; return False if the lease had expired."""
+        renewed = await self._heartbeat(
+            keys=[self._keys.lease(engine), self._keys.engines],
+            args=[engine, report.pack(), int(ENGINE_LEASE_S * 1000), 1 if register else 0],
+        )
+        return bool(renewed)
+
+    async def release(self, engine: str) -> None:
+        """End an engine's lease, so that the coordinator reassigns its rollouts at once."""
+        await self._client.delete(self._keys.lease(engine))
+
+    async def engines(self) -> dict[str, RegisteredEngine]:
+        """Return all engines by id. Those whose lease has expired stay until the coordinator reclaims their inbox."""
+        reports = await self._client.hgetall(self._keys.engines)
+        ids = [as_text(engine) for engine in reports]
+        leases = await self._client.mget([self._keys.lease(engine) for engine in ids]) if ids else []
+        return {
+            engine: RegisteredEngine(EngineReport.read(report), lease is not None)
+            for engine, report, lease in zip(ids, reports.values(), leases, strict=True)
+        }
+
+    async def shutdown_grace(self, worker: str) -> float | None:
+        """Return the seconds within which the engines of a worker must leave the job; None if they stay."""
+        seconds = await self._client.get(self._keys.shutdown_grace(worker))
+        return None if seconds is None else float(seconds)
+
+    async def head(self) -> str:
+        """Return the id of the Ray head that runs the job; '' if none is published."""
+        return as_text(await self._client.get(self._keys.head) or "")

@@ -1,0 +1,114 @@
+"""What is known about the job as a whole: its description, status, weights and canary test."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import redis.asyncio
+
+from rollout_api.protocol.keys import MessageKeys, job_uid_key
+from rollout_api.protocol.messages import SCHEMA_VERSION, WeightsKind, WeightUpdate, decode, encode
+from rollout_worker.job.job_store.encoding import as_text
+from rollout_worker.job.limits import JOB_RETENTION_S, KEYS_PER_SCAN, STATUS_EXPIRY_S
+
+
+@dataclass(frozen=True)
+class JobDescription:
+    """What a client must know about a job before its first request; docs/protocol.md lists the fields."""
+
+    model: str
+    vocabulary: int
+    sampling: str
+    """The job's sampling settings as JSON."""
+    max_model_len: int
+    max_request_bytes: int
+    max_rollouts: int
+    history: str
+    """Full name of the history."""
+    history_redis: str
+    """``own`` if the history has a Redis server of its own, else ''."""
+    version: int = SCHEMA_VERSION
+
+
+class ExpectedLoad(NamedTuple):
+    """What each engine still has to expect."""
+
+    rollouts: int
+    """Waiting rollouts per engine."""
+    tokens: float
+    """Expected tokens of those rollouts."""
+
+
+class JobRecord:
+    """Reads and writes what belongs to the whole job."""
+
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
+        self._client, self._keys = client, keys
+
+    async def publish(self, name: str, description: JobDescription) -> None:
+        """Publish the job ``namespace/name``, so that clients find it."""
+        fields: Any = asdict(description)
+        await self._client.hset(self._keys.job, mapping=fields)
+        await self._client.hsetnx(self._keys.job, "state", "running")
+        await self._client.set(job_uid_key(name), self._keys.uid)
+
+    async def is_closing(self) -> bool:
+        """Return whether a client has closed the job."""
+        return bool(await self._client.hget(self._keys.job, "closing") == b"1")
+
+    async def set_closing(self) -> None:
+        """Record that a client has closed the job."""
+        await self._client.hset(self._keys.job, "closing", "1")
+
+    async def set_closed(self) -> None:
+        """Record that all requests of a closed job are answered, and let the job's keys expire.
+
+        Clients can still read their results for :data:`~rollout_worker.job.limits.JOB_RETENTION_S`.
+        """
+        await self._client.hset(self._keys.job, "state", "closed")
+        batch = self._client.pipeline(transaction=False)
+        async for key in self._client.scan_iter(self._keys.pattern(), count=KEYS_PER_SCAN):
+            batch.expire(key, JOB_RETENTION_S, lt=True)  # keys that expire earlier, such as leases, still do
+            if len(batch) >= KEYS_PER_SCAN:
+                await batch.execute()
+        await batch.execute()
+
+    async def set_status(self, status: bytes) -> None:
+        """Publish the coordinator's status, which expires if it is not renewed."""
+        await self._client.set(self._keys.status, status, ex=STATUS_EXPIRY_S)
+
+    async def set_expected_load(self, load: ExpectedLoad) -> None:
+        """Publish the load that engines have to expect, which expires if it is not renewed."""
+        batch = self._client.pipeline(transaction=False)
+        batch.hset(self._keys.expected_load, mapping={"rollouts": load.rollouts, "tokens": load.tokens})
+        batch.expire(self._keys.expected_load, STATUS_EXPIRY_S)
+        await batch.execute()
+
+    async def expected_load(self) -> ExpectedLoad:
+        """Return the published load; zero if none is published."""
+        rollouts, tokens = await self._client.hmget(self._keys.expected_load, "rollouts", "tokens")
+        return ExpectedLoad(int(rollouts or 0), float(tokens or 0))
+
+    async def set_canaries(self, state: str) -> None:
+        """Store the state of the canary test."""
+        await self._client.set(self._keys.canaries, state)
+
+    async def canaries(self) -> str | None:
+        """Return the stored state of the canary test; None if there is none."""
+        state = await self._client.get(self._keys.canaries)
+        return None if state is None else as_text(state)
+
+    async def set_weights(self, update: WeightUpdate) -> None:
+        """Store the weights that engines should serve. Full weights replace an earlier adapter."""
+        async with self._client.pipeline(transaction=True) as pipeline:
+            pipeline.hset(self._keys.weights, update.weights_kind.value, encode(update))
+            if update.weights_kind is WeightsKind.FULL:
+                pipeline.hdel(self._keys.weights, WeightsKind.LORA.value)
+            await pipeline.execute()
+
+    async def weights(self) -> list[WeightUpdate]:
+        """Return the weights to serve: full weights, if any were published, and an adapter published after them."""
+        stored = await self._client.hmget(self._keys.weights, [WeightsKind.FULL.value, WeightsKind.LORA.value])
+        updates = [decode(data) for data in stored if isinstance(data, bytes)]
+        return [update for update in updates if isinstance(update, WeightUpdate)]

@@ -1,0 +1,124 @@
+"""What the processes that launch, watch and end a job read and write. Synchronous."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+import redis
+
+from rollout_api.protocol.keys import MessageKeys, job_uid_key
+from rollout_worker.job.job_store.encoding import as_text
+from rollout_worker.job.job_store.engines import EngineReport
+from rollout_worker.job.limits import (
+    DELETED_JOB_NOTICE_S,
+    JOB_RETENTION_S,
+    KEYS_PER_SCAN,
+    SHUTDOWN_REQUEST_EXPIRY_S,
+)
+
+_TOKEN_BYTES = 32
+
+
+class LauncherStore:
+    """The part of a job's state that its head, its workers and the command line use directly."""
+
+    def __init__(self, client: redis.Redis, keys: MessageKeys) -> None:
+        self._client, self._keys = client, keys
+
+    # The head
+
+    def publish_head(self, head: str) -> None:
+        """Publish the id of the Ray head that runs the job. The id begins with the head's address and a space."""
+        self._client.set(self._keys.head, head)
+
+    def restore_head(self, head: str, ray_token: str) -> None:
+        """Publish the head and its token again, unless they are published: Redis may have lost its data."""
+        self._client.set(self._keys.head, head, nx=True)
+        self._client.set(self._keys.ray_token, ray_token, nx=True)
+
+    def head(self) -> str:
+        """Return the id of the Ray head that runs the job; '' if none is published."""
+        found: Any = self._client.get(self._keys.head)
+        return as_text(found or "")
+
+    def ray_token(self) -> str:
+        """Return the token of the job's Ray cluster; create it if there is none."""
+        stored: Any = self._client.get(self._keys.ray_token)
+        if stored is None:  # an existing token is not written again, because a full server accepts no writes
+            self._client.set(self._keys.ray_token, secrets.token_hex(_TOKEN_BYTES), nx=True)
+            stored = self._client.get(self._keys.ray_token)
+        return as_text(stored)
+
+    # Workers
+
+    def engines_of(self, worker: str) -> list[EngineReport]:
+        """Return the last reports of a worker's engines."""
+        reports: Any = self._client.hvals(self._keys.engines)
+        return [report for report in map(EngineReport.read, reports) if report.worker == worker]
+
+    def request_shutdown(self, worker: str, grace_s: float) -> None:
+        """Tell the engines of a worker to leave the job within *grace_s* seconds."""
+        self._client.set(self._keys.shutdown_grace(worker), grace_s, ex=SHUTDOWN_REQUEST_EXPIRY_S)
+
+    # The job as a whole
+
+    def status(self) -> dict[str, Any] | None:
+        """Return the coordinator's last status; None if it has expired.
+
+        Raises:
+            ValueError: if it cannot be decoded.
+        """
+        found: Any = self._client.get(self._keys.status)
+        status: dict[str, Any] | None = None if found is None else json.loads(found)
+        return status
+
+    def has_ended(self) -> bool:
+        """Return whether the job was closed or has failed."""
+        return self._client.hget(self._keys.job, "state") in (b"closed", b"failed")
+
+    def outbox_length(self) -> int:
+        """Return the number of finished rollouts that are not in the history yet."""
+        return int(self._client.xlen(self._keys.outbox))
+
+    def num_dead_letters(self) -> int:
+        """Return the number of dead letters."""
+        return int(self._client.xlen(self._keys.dead_letters))
+
+    def set_failed(self, reason: str) -> None:
+        """Record for clients that the job has failed, if it was ever published."""
+        if self._client.exists(self._keys.job):
+            self._client.hset(self._keys.job, mapping={"state": "failed", "reason": reason})
+
+    def expire_keys(self) -> None:
+        """Let all keys of the job expire; until then, clients can read their results."""
+        for keys in self._key_batches():
+            pipeline = self._client.pipeline(transaction=False)
+            for key in keys:
+                pipeline.expire(key, JOB_RETENTION_S, lt=True)  # keys that expire earlier, such as leases, still do
+            pipeline.execute()
+
+    def delete_keys(self, *, keep_notice: bool) -> None:
+        """Delete all keys of the job.
+
+        Args:
+            keep_notice: whether clients can still read for a while why the job has ended.
+        """
+        for keys in self._key_batches():
+            pipeline = self._client.pipeline(transaction=False)
+            for key in keys:
+                if keep_notice and key == self._keys.job.encode():
+                    pipeline.expire(key, DELETED_JOB_NOTICE_S)
+                else:
+                    pipeline.unlink(key)
+            pipeline.execute()
+
+    def release_name(self, name: str) -> None:
+        """Delete the entry by which clients find the job ``namespace/name``, unless another job has taken the name."""
+        if self._client.get(job_uid_key(name)) == self._keys.uid.encode():
+            self._client.delete(job_uid_key(name))
+
+    def _key_batches(self) -> list[list[bytes]]:
+        keys = list(self._client.scan_iter(self._keys.pattern(), count=KEYS_PER_SCAN))
+        return [keys[start : start + KEYS_PER_SCAN] for start in range(0, len(keys), KEYS_PER_SCAN)]

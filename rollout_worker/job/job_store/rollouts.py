@@ -1,0 +1,146 @@
+"""Rollouts: their partials while they run, and their results once they have ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import redis.asyncio
+
+from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.messages import (
+    Partial,
+    Purpose,
+    Rollout,
+    RolloutId,
+    RolloutRequest,
+    decode,
+    encode,
+    pack_tokens,
+)
+from rollout_api.redis_client.server_functions import async_function
+from rollout_worker.history.records import CONTEXT_TOKENS
+from rollout_worker.job.canaries import measure
+from rollout_worker.job.job_store.encoding import as_text
+from rollout_worker.job.ledger import LedgerEntry
+from rollout_worker.job.limits import LEDGER_RETENTION_S, MAX_EVENTS, TRAJECTORY_RETENTION_S
+
+
+class StartState(NamedTuple):
+    """What an engine must know before it starts a rollout."""
+
+    ended: bool
+    """Whether the rollout is already in the ledger."""
+    cancelled: bool
+    """Whether its request was cancelled."""
+    partial: Partial | None
+    """The partial rollout to continue from, if there is one."""
+
+
+class RolloutStore:
+    """Checkpoints running rollouts and records finished ones."""
+
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, package: str) -> None:
+        self._client, self._keys = client, keys
+        self._finish_function = async_function(client, package, "finish")
+        self._checkpoint_function = async_function(client, package, "checkpoint")
+
+    async def finish(self, request: RolloutRequest, rollout: Rollout, *, engine: str = "", order: str = "") -> bool:
+        """Record an ended rollout, send it to the client and queue it for the history, in one atomic operation.
+
+        Args:
+            request: the request that the rollout belongs to.
+            rollout: the ended rollout.
+            engine: id of the engine that produced it; '' if none did.
+            order: id of the engine's order, which is deleted from its inbox.
+
+        Returns:
+            False, without any effect, if the rollout was recorded before or its request is unknown.
+        """
+        return bool(await self._finish(request, rollout, engine, order, self._client) == 1)
+
+    async def finish_all(self, ended: Sequence[tuple[RolloutRequest, Rollout]]) -> None:
+        """Record several rollouts that no engine produced, each in an atomic operation of its own."""
+        pipeline = self._client.pipeline(transaction=False)
+        for request, rollout in ended:
+            await self._finish(request, rollout, "", "", pipeline)
+        await pipeline.execute()
+
+    async def _finish(
+        self, request: RolloutRequest, rollout: Rollout, engine: str, order: str, client: redis.asyncio.Redis
+    ) -> Any:
+        keys, rollout_id = self._keys, RolloutId.parse(rollout.rollout_id)
+        for_history = rollout.purpose is Purpose.TRAIN and bool(rollout.token_ids)
+        context = request.prompt_token_ids[-CONTEXT_TOKENS:] if request.turn else []
+        return await self._finish_function(
+            keys=[
+                keys.ledger(request.request_id),
+                keys.requests,
+                keys.results(request.reply_to),
+                keys.outbox,
+                keys.partials,
+                keys.attempts,
+                keys.events,
+                keys.inbox(engine),
+                keys.trajectory(request.trajectory_id or ""),
+                keys.totals,
+            ],
+            args=[
+                rollout.rollout_id,
+                rollout_id.sample,
+                LedgerEntry.of(rollout).pack(),
+                encode(rollout, half_logprobs=request.half_logprobs),
+                encode(rollout.model_copy(update={"logprobs": None})) if for_history else b"",
+                order,
+                engine,
+                request.request_id,
+                LEDGER_RETENTION_S,
+                TRAJECTORY_RETENTION_S if request.trajectory_id else 0,
+                MAX_EVENTS,
+                len(rollout.token_ids),
+                rollout.num_decoding_steps,
+                rollout.num_draft_tokens,
+                rollout.num_accepted_tokens,
+                pack_tokens(context),
+                measure(request, rollout, rollout_id.sample),
+            ],
+            client=client,
+        )
+
+    async def totals(self) -> dict[str, int]:
+        """Return the job's totals: rollouts, tokens, steps, drafted, accepted."""
+        return {as_text(key): int(value) for key, value in (await self._client.hgetall(self._keys.totals)).items()}
+
+    async def checkpoint(self, request: RolloutRequest, sample: int, partial: Partial) -> bool:
+        """Store the partial of a running rollout; return False if the rollout has ended."""
+        stored = await self._checkpoint_function(
+            keys=[self._keys.ledger(request.request_id), self._keys.partials, self._keys.attempts],
+            args=[str(request.rollout_id(sample)), sample, encode(partial)],
+        )
+        return bool(stored)
+
+    async def partials(self, samples: Sequence[tuple[RolloutRequest, int]]) -> list[Partial | None]:
+        """Return the last partial of each sample."""
+        ids = [str(request.rollout_id(sample)) for request, sample in samples]
+        found: Any = await self._client.hmget(self._keys.partials, ids)
+        return [_decode_partial(data) for data in found]
+
+    async def partial_ids(self) -> set[str]:
+        """Return the ids of all rollouts that have a partial."""
+        return {as_text(key) for key in await self._client.hkeys(self._keys.partials)}
+
+    async def start_state(self, request: RolloutRequest, sample: int, *, with_partial: bool) -> StartState:
+        """Return what an engine must know before it starts a rollout; the partial only if it is asked for."""
+        pipeline = self._client.pipeline(transaction=False)
+        ledger = self._keys.ledger(request.request_id)
+        pipeline.hexists(ledger, str(sample))
+        pipeline.hget(ledger, "cancelled")
+        if with_partial:
+            pipeline.hget(self._keys.partials, str(request.rollout_id(sample)))
+        ended, cancelled, *partial = await pipeline.execute()
+        return StartState(bool(ended), cancelled == b"1", _decode_partial(partial[0]) if partial else None)
+
+
+def _decode_partial(data: bytes | None) -> Partial | None:
+    message = None if data is None else decode(data)
+    return message if isinstance(message, Partial) else None

@@ -1,0 +1,55 @@
+"""The parts of a job's state in Redis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis.asyncio
+
+from rollout_api.protocol.keys import MessageKeys
+from rollout_api.redis_client.connection import connect_async
+from rollout_worker.job.job_store.assignments import AssignmentStore
+from rollout_worker.job.job_store.engines import EngineRegistry
+from rollout_worker.job.job_store.incoming import IncomingStreams
+from rollout_worker.job.job_store.job_record import JobRecord
+from rollout_worker.job.job_store.requests import RequestStore
+from rollout_worker.job.job_store.results import ResultStore
+from rollout_worker.job.job_store.rollouts import RolloutStore
+from rollout_worker.job.limits import MAX_BLOCKING_READ_S
+
+_FUNCTIONS_PACKAGE = "rollout_worker.job"
+"""Package with the Lua functions."""
+
+
+class JobStore:
+    """The state of one job in Redis. Each attribute stores one part of it."""
+
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
+        self.keys = keys
+        self.job = JobRecord(client, keys)
+        self.incoming = IncomingStreams(client, keys)
+        self.requests = RequestStore(client, keys, _FUNCTIONS_PACKAGE)
+        self.rollouts = RolloutStore(client, keys, _FUNCTIONS_PACKAGE)
+        self.results = ResultStore(client, keys)
+        self.assignments = AssignmentStore(client, keys, _FUNCTIONS_PACKAGE)
+        self.engines = EngineRegistry(client, keys, _FUNCTIONS_PACKAGE)
+        self._client = client
+
+    @classmethod
+    def connect(cls, url: str, keys: MessageKeys) -> JobStore:
+        """Open the state of a job for the caller's asyncio event loop."""
+        return cls(connect_async(url, block=MAX_BLOCKING_READ_S), keys)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    async def server_run_id(self) -> str:
+        """Return the id of the server's process, which changes with a restart or a failover."""
+        info: dict[str, Any] = await self._client.info("server")
+        return str(info["run_id"])
+
+    async def clock(self) -> float:
+        """Return the Unix time of the server, by which deadlines are counted."""
+        seconds, micros = await self._client.time()
+        return float(seconds) + micros / 1e6

@@ -1,0 +1,124 @@
+"""How published weights are brought into an engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from rollout_api.protocol.messages import WeightsKind, WeightUpdate
+from rollout_api.weights.broadcast import BACKENDS
+from rollout_api.weights.checksum import checksum
+from rollout_worker.engine.checkpoint_check import BroadcastWeights
+from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.model_source import ModelError, resolve_adapter, resolve_checkpoint
+
+Load = Callable[[Engine], Awaitable[float]]
+"""Loads weights into an engine and returns for how many seconds decoding was paused; raises EngineError."""
+
+
+class WeightsError(RuntimeError):
+    """Published weights cannot be used. The text says which ones, and why."""
+
+
+class WeightTransport(Protocol):
+    """A way to bring weights from a trainer into an engine."""
+
+    async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
+        """Do everything that is possible while the engine continues decoding, such as verifying a checksum.
+
+        Args:
+            update: the published weights.
+            engine_id: id of the engine that loads them.
+
+        Returns:
+            A function that loads the weights.
+
+        Raises:
+            WeightsError: if the weights do not exist, are not allowed, or differ from what was published.
+        """
+        ...
+
+
+class DirectoryTransport:
+    """Loads weights from a directory that the trainer and the workers share."""
+
+    def __init__(self, model: Path, cache: Path, allowed_roots: Sequence[str], *, model_uri: str = "") -> None:
+        """Allow weights in the model's directory, in the model cache and below certain directories.
+
+        Args:
+            model: the model's directory.
+            cache: the model cache.
+            allowed_roots: directories below which trainers may publish weights.
+            model_uri: the model's address in the manifest, which means the model's directory.
+        """
+        self._model, self._cache, self._allowed_roots = model, cache, list(allowed_roots)
+        self._model_uri = model_uri
+
+    async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
+        """Verify the files; see :class:`WeightTransport`. This takes as long as reading them."""
+        directory = await asyncio.to_thread(self._locate, update)
+        if update.weights_kind is WeightsKind.LORA:
+            return lambda engine: engine.load_adapter(directory, update.weight_version)
+        return lambda engine: engine.load_weights(directory, update.weight_version, update.mode)
+
+    def _locate(self, update: WeightUpdate) -> Path:
+        resolve = resolve_adapter if update.weights_kind is WeightsKind.LORA else resolve_checkpoint
+        uri = str(self._model) if update.uri == self._model_uri else update.uri
+        try:
+            directory = resolve(uri, self._cache, self._model, self._allowed_roots)
+            found = checksum(directory) if update.sha256 is not None else None
+        except (ModelError, OSError) as error:
+            raise WeightsError(str(error)) from error
+        if found != update.sha256:
+            raise WeightsError(
+                f"{directory} has the checksum {found}, but weight version {update.weight_version} was published with "
+                f"{update.sha256}: the files were changed, or are still being written"
+            )
+        return directory
+
+
+class BroadcastTransport:
+    """Receives weights that a trainer broadcasts. An engine that joins after the broadcast cannot receive them."""
+
+    async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
+        """Check the description of the broadcast; see :class:`WeightTransport`."""
+        broadcast = update.broadcast
+        try:
+            address = urlsplit(update.uri)
+            backend, host, port = address.scheme, address.hostname, address.port
+        except ValueError:  # not a valid port
+            backend, host, port = "", None, None
+        full = update.weights_kind is WeightsKind.FULL
+        if broadcast is None or not full or backend not in BACKENDS or host is None or port is None:
+            raise WeightsError(
+                f"cannot receive {update.weights_kind} weights from {update.uri}: a broadcast must contain full "
+                "weights and come from nccl://host:port or gloo://host:port"
+            )
+        if engine_id not in broadcast.ranks:
+            raise WeightsError(
+                f"weight version {update.weight_version} was broadcast before this engine joined; the engine loads the "
+                "next version, or these weights when they are published from a directory under a later version"
+            )
+        tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in broadcast.tensors]
+        incoming = BroadcastWeights(
+            backend, host, port, broadcast.group, broadcast.ranks[engine_id], broadcast.world_size, tensors
+        )
+        return lambda engine: engine.receive_weights(incoming, update.weight_version, update.mode)
+
+
+class CombinedTransport:
+    """Receives broadcast weights, if the job allows broadcasts, and loads all others from directories."""
+
+    def __init__(self, directories: DirectoryTransport, broadcasts: BroadcastTransport | None) -> None:
+        self._directories, self._broadcasts = directories, broadcasts
+
+    async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
+        """Use the transport that fits the update; see :class:`WeightTransport`."""
+        if update.broadcast is None:
+            return await self._directories.prepare(update, engine_id)
+        if self._broadcasts is None:
+            raise WeightsError("this job does not accept broadcast weights: spec.weights.broadcast is false")
+        return await self._broadcasts.prepare(update, engine_id)

@@ -1,0 +1,259 @@
+"""Runs a job on this machine: its state directory, Redis, Ray and engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+
+from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
+from rollout_api.redis_client.address import without_password
+from rollout_api.redis_client.checks import check, explain_error
+from rollout_api.redis_client.connection import connect, connect_history
+from rollout_api.redis_client.retry import retry
+from rollout_worker.engine.model_source import default_cache, load_tokenizer, resolve_model, tokenizer_fingerprint
+from rollout_worker.job.dataset.report import EpochMode, JobReport
+from rollout_worker.job.dataset.source import Dataset, count_finished, load_dataset, run_dataset
+from rollout_worker.job.dataset.trainer import DatasetTrainer
+from rollout_worker.job.ray_job import RayJob, start_local_ray, stop_local_ray
+from rollout_worker.job.setup import JobSetup
+from rollout_worker.launch.job_state import JobState, lock_state_directory
+from rollout_worker.launch.limits import (
+    END_POLL_INTERVAL_S,
+    REDIS_CHECK_INTERVAL_S,
+    SHARED_GPU_MEMORY_UTILIZATION,
+)
+from rollout_worker.runtime.child_process import Reaper
+from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+
+_Result = TypeVar("_Result")
+
+
+class DeadlineError(RuntimeError):
+    """The job has exceeded ``lifecycle.activeDeadlineSeconds``."""
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What the user chooses in addition to the manifest."""
+
+    state: Path
+    """Directory in which all jobs keep their state."""
+    redis_url: str | None
+    """URL of the job's Redis; None to use the manifest's, or else an embedded server."""
+    history_url: str
+    """URL of the Redis that keeps the history; empty if it is the job's own server."""
+    baselines: Sequence[EpochMode]
+    """Modes in which each epoch of a dataset is repeated for comparison."""
+    model_cache: Path | None = None
+    """Directory of models; None for the default."""
+
+
+async def run_local(
+    job: RolloutJob,
+    options: RunOptions,
+    *,
+    notify: Callable[[str], None],
+    watch: Callable[[DatasetTrainer], Awaitable[None]],
+) -> JobReport | None:
+    """Run *job* to its end. A job that was interrupted continues.
+
+    Args:
+        job: the manifest.
+        options: the user's options.
+        notify: receives messages for the user.
+        watch: runs concurrently with a dataset job to show its progress; cancelled at the end.
+
+    Returns:
+        The report of a dataset job; None for a job that served trainers.
+
+    Raises:
+        ManifestError, ModelError, StateError, RedisUnusableError, HistoryMismatchError, EngineError, DeadlineError:
+            each with a text that tells the user what to do.
+    """
+    _check_machine(job, options)
+    directory = options.state / job.metadata.namespace / job.metadata.name
+    cache = options.model_cache or default_cache()
+    with lock_state_directory(directory) as lock:
+        model = resolve_model(job.spec.model, cache)
+        with _redis_url(job, options, directory, lock, notify) as url:
+            # Redis is checked before anything that takes long.
+            server = connect(url)
+            check(server, url)
+            history = connect_history(options.history_url or url)
+            check(history, options.history_url or url)
+            tokenizer = load_tokenizer(model)
+            dataset = load_dataset(job, model, tokenizer, cache)
+            state = JobState.open(directory / "job.json", job, notify)
+            setup = JobSetup(
+                manifest=job.model_dump(mode="json", by_alias=True),
+                uid=state.uid,
+                redis_url=url,
+                history_url=options.history_url,
+                model_cache=str(cache.absolute()),
+                vocabulary_size=len(tokenizer),
+                tokenizer=tokenizer_fingerprint(tokenizer),
+                engines_per_machine=job.spec.workers.replicas * job.spec.engines_per_worker,
+                total_rollouts=None if dataset is None else dataset.total_rollouts(job),
+                non_speculative_engines=int(dataset is not None and EpochMode.NON_SPECULATIVE in options.baselines),
+                overrides=_engine_overrides(job, options),
+            )
+            try:
+                state.clean_up_previous_jobs(server, history, job)
+                # Counted before there are engines, which continue the requests that were left open.
+                finished = count_finished(server, setup.keys) if state.resumed else 0
+                if finished:
+                    notify(f"Continuing job {state.uid}: {finished} rollouts are finished.")
+                setup.open_history()
+                work = _run_on_ray(setup, dataset, options, server, finished, notify, watch)
+                report = await _stop_if_redis_fails(work, server, url, notify)
+                state.mark_finished()
+            except redis.RedisError as error:
+                raise explain_error(error, url) from error
+    return report
+
+
+async def _run_on_ray(
+    setup: JobSetup,
+    dataset: Dataset | None,
+    options: RunOptions,
+    server: redis.Redis,
+    finished: int,
+    notify: Callable[[str], None],
+    watch: Callable[[DatasetTrainer], Awaitable[None]],
+) -> JobReport | None:
+    job = setup.job
+    notify(f"Starting vLLM with {job.spec.model.uri} …")
+    engines = job.spec.workers.replicas * job.spec.engines_per_worker + setup.non_speculative_engines
+    reaper = Reaper()
+    try:
+        start_local_ray(engines)
+        reaper.track_descendants()
+        ray_job = RayJob(setup)
+        ray_job.start()
+        job_store = setup.job_store()
+        await ray_job.wait_engines_ready(job_store, engines)
+        reaper.track_descendants()
+        deadline = job.spec.lifecycle.active_deadline_seconds
+        baselines = _baselines(job, options)
+        work: asyncio.Future[JobReport | None] = asyncio.ensure_future(
+            _serve(setup, ray_job, notify)
+            if dataset is None
+            else run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
+        )
+        try:
+            # asyncio.timeout would cancel the work only once, and a library may swallow that cancellation.
+            await asyncio.wait({work}, timeout=deadline)
+            if work.done():
+                return work.result()
+            raise DeadlineError(
+                f"the job was stopped after {deadline} s (spec.lifecycle.activeDeadlineSeconds); "
+                "finished rollouts are kept"
+            )
+        finally:
+            await cancel_and_wait(work)
+    finally:
+        # These calls block on purpose: with threads, a second cancellation could end Redis before the engines.
+        stop_local_ray()
+        reaper.close()
+
+
+async def _serve(setup: JobSetup, ray_job: RayJob, notify: Callable[[str], None]) -> JobReport | None:
+    """Serve trainers until one of them closes the job."""
+    name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
+    notify(f'Serving trainers. Connect with RolloutClient.connect("{without_password(setup.redis_url)}", "{name}").')
+    notify(f"Status: http://{setup.http_host}:{await ray_job.status_port()}/status")
+    while not await ray_job.ended():
+        await asyncio.sleep(END_POLL_INTERVAL_S)
+    return None
+
+
+async def _stop_if_redis_fails(
+    work: Coroutine[Any, Any, _Result], server: redis.Redis, url: str, notify: Callable[[str], None]
+) -> _Result:
+    """Await *work*, but stop it when Redis rejects a write or is unavailable for more than a moment.
+
+    A job waits for Redis forever, which is right for a cluster. Here it is better to tell the user at once.
+    """
+    task, checks = asyncio.ensure_future(work), asyncio.ensure_future(_check_redis(server))
+    try:
+        await asyncio.wait({task, checks}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            try:
+                await checks
+            except redis.RedisError as error:
+                notify(f"Stopping the job: {explain_error(error, url)}")
+                raise
+        return await task
+    finally:
+        await cancel_and_wait(task, checks)
+
+
+async def _check_redis(server: redis.Redis) -> None:
+    while True:
+        await asyncio.to_thread(retry, _write, server)
+        await asyncio.sleep(REDIS_CHECK_INTERVAL_S)
+
+
+def _write(server: redis.Redis) -> None:
+    server.set("rollout:probe", "1", ex=60)
+
+
+def _baselines(job: RolloutJob, options: RunOptions) -> list[EpochMode]:
+    return [
+        mode for mode in options.baselines if mode is not EpochMode.OWN_TEXT or job.spec.speculation.policy != "off"
+    ]
+
+
+def _engine_overrides(job: RolloutJob, options: RunOptions) -> dict[str, Any]:
+    if job.spec.workers.gpus_per_worker and EpochMode.NON_SPECULATIVE in options.baselines:
+        return {"gpu_memory_utilization": SHARED_GPU_MEMORY_UTILIZATION}
+    return {}
+
+
+def _check_machine(job: RolloutJob, options: RunOptions) -> None:
+    """Reject a worker that is larger than this machine, and settings that only a cluster can fulfil."""
+    requested = job.spec.workers.resources
+    cores = len(os.sched_getaffinity(0))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    errors = []
+    for field, is_set in (("urlFrom", job.spec.redis.url_from is not None), ("managed", job.spec.redis.managed)):
+        if is_set and options.redis_url is None:
+            message = "only the operator can use this; set the URL with --redis or ROLLOUT_REDIS_URL"
+            errors.append(FieldError(f"spec.redis.{field}", message))
+    if job.spec.lifecycle.suspend:
+        message = "the job is suspended; set this to false to run it here"
+        errors.append(FieldError("spec.lifecycle.suspend", message))
+    if requested.cpu and parse_quantity(requested.cpu) > cores:
+        message = f"{requested.cpu} cores are requested, but this machine has {cores}"
+        errors.append(FieldError("spec.workers.resources.cpu", message))
+    if requested.memory and parse_quantity(requested.memory) > memory:
+        message = f"{requested.memory} is requested, but this machine has {memory / 2**30:.1f}Gi"
+        errors.append(FieldError("spec.workers.resources.memory", message))
+    if errors:
+        raise ManifestError(errors)
+
+
+@contextmanager
+def _redis_url(
+    job: RolloutJob, options: RunOptions, directory: Path, lock: int, notify: Callable[[str], None]
+) -> Iterator[str]:
+    """Provide the URL of the job's Redis; start an embedded server if neither options nor manifest name one."""
+    url = options.redis_url or job.spec.redis.url
+    if url:
+        yield url
+        return
+    server = EmbeddedRedis(directory / "redis", keep_open=lock)
+    notify(f"Starting redis-server on a free port. Its data is kept in {directory / 'redis'}.")
+    try:
+        yield server.start()
+    finally:
+        server.stop()

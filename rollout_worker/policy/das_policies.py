@@ -1,0 +1,127 @@
+"""The two policies of DAS (arXiv 2511.13841): length classes, and optimal budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+from rollout_api.length_stats import LengthClass, LengthStats
+from rollout_worker.policy.acceptance_curve import AcceptanceCurve, DasAcceptance
+from rollout_worker.policy.das_optimal import optimal_budgets
+from rollout_worker.policy.draft_policy import (
+    EMPTY_QUEUE,
+    BoundedPolicy,
+    DraftBudgets,
+    DraftLimits,
+    QueueState,
+    ReplanSchedule,
+)
+from rollout_worker.policy.rollout_table import Column, Integers, LengthLookup
+from rollout_worker.policy.step_cost import StepCost
+
+
+class DasClasses(BoundedPolicy):
+    """``das-classes``: the full draft length for long rollouts, half of it for medium ones, and none for short ones."""
+
+    _SHARES: ClassVar = {LengthClass.LONG: 1.0, LengthClass.MEDIUM: 0.5, LengthClass.SHORT: 0.0}
+    """Share of the draft length by length class."""
+    _RECLASSIFY_TOKENS = 64
+    """Number of generated tokens after which a rollout is classified again."""
+
+    def __init__(self, limits: DraftLimits, lengths: LengthLookup, overall_lengths: Callable[[], LengthStats]) -> None:
+        """Create a policy; *overall_lengths* returns the lengths of all problems' rollouts."""
+        super().__init__(limits, lengths)
+        self._overall_lengths, self._lengths = overall_lengths, lengths
+        self._share, self._reclassify_at = Column(), Column()
+
+    def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
+        """See :meth:`DraftPolicy.open`."""
+        row = super().open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
+        self._share.initialize(row, 0.0)
+        self._reclassify_at.initialize(row, 0.0)
+        return row
+
+    def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+        """See :meth:`DraftPolicy.compute_budgets`."""
+        generated = self._rollouts.generated[rows]
+        for place in np.flatnonzero(generated >= self._reclassify_at[rows]):
+            row = int(rows[place])
+            stats = self._lengths(self._rollouts.problem(row))
+            length_class = stats.length_class(self._overall_lengths(), so_far=int(generated[place]))
+            self._share.initialize(row, self._SHARES[length_class])
+            self._reclassify_at.initialize(row, float(generated[place] + self._RECLASSIFY_TOKENS))
+        shares = self._share[rows]
+        tokens = np.ceil(self._max_useful(rows) * shares).astype(np.int64)
+        return self._without_thresholds(rows, cost, self._limit_step(tokens, shares))
+
+
+class DasOptimal(BoundedPolicy):
+    """``das-optimal``: DAS's optimal budgets for the expected lengths; see :mod:`rollout_worker.policy.das_optimal`.
+
+    The draft tokens p_i of a rollout are spread evenly over the N steps until the batch ends. k_i and α_i are fitted to
+    the drafts of its problem.
+    """
+
+    def __init__(self, limits: DraftLimits, lengths: LengthLookup) -> None:
+        super().__init__(limits, lengths)
+        self._overall_curve = AcceptanceCurve(limits.per_rollout)
+        self._problem_curves: dict[str, tuple[int, AcceptanceCurve]] = {}
+        """Problem id → the number of its running rollouts, and their acceptance."""
+        self._schedule = ReplanSchedule()
+        self._tokens_per_step, self._unspent_tokens = Column(), Column()
+
+    def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
+        """See :meth:`DraftPolicy.open`."""
+        row = super().open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
+        running, curve = self._problem_curves.get(problem) or (
+            0,
+            AcceptanceCurve(self._limits.per_rollout, prior=self._overall_curve),
+        )
+        self._problem_curves[problem] = (running + 1, curve)
+        self._tokens_per_step.initialize(row, 0.0)
+        self._unspent_tokens.initialize(row, 0.0)
+        self._schedule.mark_changed()
+        return row
+
+    def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
+        """See :meth:`DraftPolicy.advance`."""
+        super().advance(rows, tokens, drafted)
+        self._unspent_tokens[rows] -= drafted
+        for row, generated, verified in zip(rows.tolist(), tokens.tolist(), drafted.tolist(), strict=True):
+            if verified:
+                accepted = min(generated - 1, verified)
+                self._overall_curve.observe(verified, accepted)
+                self._problem_curves[self._rollouts.problem(row)][1].observe(verified, accepted)
+
+    def close(self, row: int) -> None:
+        """See :meth:`DraftPolicy.close`."""
+        problem = self._rollouts.problem(row)
+        super().close(row)
+        running, curve = self._problem_curves.pop(problem)
+        if running > 1:
+            self._problem_curves[problem] = (running - 1, curve)
+        self._schedule.mark_changed()
+
+    def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+        """See :meth:`DraftPolicy.compute_budgets`."""
+        if self._schedule.is_due():
+            self._plan(rows, cost)
+        unspent = self._unspent_tokens[rows] + self._tokens_per_step[rows]
+        self._unspent_tokens[rows] = np.minimum(unspent, 2.0 * self._limits.per_rollout)
+        tokens = np.maximum(self._unspent_tokens[rows], 0.0).astype(np.int64)
+        return self._without_thresholds(rows, cost, self._limit_step(np.minimum(tokens, self._max_useful(rows))))
+
+    def _plan(self, rows: Integers, cost: StepCost) -> None:
+        problems = [self._rollouts.problem(row) for row in rows.tolist()]
+        fits: dict[str, DasAcceptance] = {
+            problem: self._problem_curves[problem][1].fit_das() for problem in set(problems)
+        }
+        optimum = optimal_budgets(
+            self._rollouts.remaining_quantiles(rows).mean(axis=1),
+            np.array([fits[problem].capacity for problem in problems]),
+            np.array([fits[problem].efficiency for problem in problems]),
+            cost,
+        )
+        self._tokens_per_step[rows] = optimum.draft_tokens / max(optimum.steps, 1.0)

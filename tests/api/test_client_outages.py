@@ -1,0 +1,197 @@
+"""Lost replies, lost data and unreachable servers."""
+
+from __future__ import annotations
+
+import os
+import socketserver
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+import redis.asyncio
+
+from rollout_api import (
+    FinishReason,
+    RedisAwayError,
+    RolloutClient,
+)
+from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from tests.support.client_tests import PROMPTS
+from tests.support.fake_job import FakeJob, wait_until
+
+
+def test_request_whose_reply_was_lost_is_sampled_once(
+    client: RolloutClient, job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection breaks after Redis has executed the command."""
+    execute = redis.asyncio.client.Pipeline.execute
+    broken: list[int] = []
+
+    async def break_once(self: Any, raise_on_error: bool = True) -> list[Any]:
+        sends = any(args[0][0] == "XADD" for args in self.command_stack)
+        replies = await execute(self, raise_on_error)
+        if sends and not broken:
+            broken.append(1)
+            raise redis.ConnectionError("the reply was lost")
+        return replies
+
+    monkeypatch.setattr(redis.asyncio.client.Pipeline, "execute", break_once)
+    with client.step(0, PROMPTS) as step:
+        wait_until(lambda: len(job.requests()) == 6)
+        with job.serving():
+            assert 6 == len(list(step))
+    assert 6 == len(job.sampled)
+
+
+def test_delivery_whose_reply_was_lost_is_read_again(
+    client: RolloutClient, job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = redis.asyncio.Redis.xreadgroup
+    broken: list[int] = []
+
+    async def break_once(self: Any, *args: Any, **kwargs: Any) -> Any:
+        reply = await read(self, *args, **kwargs)
+        if reply and not broken:
+            broken.append(len(reply[0][1]))
+            raise redis.ConnectionError("the reply was lost")
+        return reply
+
+    monkeypatch.setattr(redis.asyncio.Redis, "xreadgroup", break_once)
+    with job.serving():
+        assert [2, 2, 2] == [len(group) for group in client.generate(PROMPTS, step=0)]
+    assert broken[0] > 0
+
+
+@pytest.fixture
+def stoppable_redis(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
+    """URL of a Redis that the test may stop, and its process in a list of one."""
+    lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
+    embedded = EmbeddedRedis(tmp_path, keep_open=lock)
+    url = embedded.start()
+    embedded.stop()
+    processes = [start_redis(tmp_path)]
+    wait_until(lambda: is_available(url))
+    yield url, processes
+    processes[0].kill()
+    processes[0].wait()
+    os.close(lock)
+
+
+def start_redis(directory: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["redis-server", str(directory / "redis.conf"), "--appendfsync", "always"])
+
+
+def is_available(url: str) -> bool:
+    try:
+        return bool(redis.Redis.from_url(url).ping())
+    except redis.ConnectionError:
+        return False
+
+
+@contextmanager
+def http_server(url: str) -> Iterator[None]:
+    """Run an HTTP server at the address of a Redis that is down, as a proxy for a service without servers does."""
+    received: list[bytes] = []
+
+    class BadRequestHandler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            received.append(self.rfile.readline())
+            self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
+
+    class Server(socketserver.ThreadingTCPServer):
+        allow_reuse_address = True
+
+    with Server((urlsplit(url).hostname or "", urlsplit(url).port or 0), BadRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        yield
+        wait_until(lambda: bool(received))
+        server.shutdown()
+
+
+@pytest.mark.parametrize("during_outage", [lambda _: nullcontext(), http_server])
+def test_client_waits_for_a_restart_of_redis(
+    stoppable_redis: tuple[str, list[subprocess.Popen[bytes]]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    during_outage: Callable[[str], AbstractContextManager[None]],
+) -> None:
+    url, processes = stoppable_redis
+    job = FakeJob(url)
+    with RolloutClient.connect(url, job.name, reconnect_timeout=20) as client, client.step(3, PROMPTS) as step:
+        requests = job.wait_for_requests(3)
+        job.answer(requests[0])
+        rollouts = [next(iter(step))]
+        processes[0].kill()
+        processes[0].wait()
+        with during_outage(url):
+            wait_until(lambda: "does not answer" in caplog.text)
+        processes[0] = start_redis(tmp_path)
+        with job.serving():
+            rollouts += step
+    assert 6 == len({rollout.rollout_id for rollout in rollouts}) == len(rollouts)
+    assert 6 == len(job.sampled)
+
+
+def test_requests_that_redis_lost_are_sent_again(
+    stoppable_redis: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path
+) -> None:
+    """An append-only file that is synced once a second may lose the last requests."""
+    url, processes = stoppable_redis
+    job = FakeJob(url)
+    with RolloutClient.connect(url, job.name, reconnect_timeout=20) as client, client.step(3, PROMPTS) as step:
+        job.wait_for_requests(3)
+        job.redis.delete(job.keys.requests)
+        processes[0].kill()
+        processes[0].wait()
+        processes[0] = start_redis(tmp_path)
+        with job.serving():
+            assert 6 == len(list(step))
+
+
+def test_lost_requests_are_sent_again_to_a_job_at_capacity(redis_url: str) -> None:
+    job = FakeJob(redis_url, max_rollouts=6)
+    with RolloutClient.connect(redis_url, job.name) as client, client.step(3, PROMPTS) as step:
+        job.wait_for_requests(3)
+        job.redis.delete(job.keys.requests)
+        job.break_connections()
+        job.wait_for_requests(3)
+        with job.serving():
+            assert 6 == len(list(step))
+
+
+def test_lost_requests_of_a_cancelled_step_are_sent_again(client: RolloutClient, job: FakeJob) -> None:
+    """The job could not cancel requests that it does not know, and would never answer."""
+    with client.step(3, PROMPTS) as step:
+        job.wait_for_requests(3)
+        step.cancel()
+        job.redis.delete(job.keys.requests, job.keys.control)
+        job.break_connections()
+        job.wait_for_requests(3)
+        with job.serving(lambda request: None):
+            assert {FinishReason.CANCELLED} == {rollout.finish_reason for rollout in step}
+
+
+def test_long_outage_is_an_error_and_the_step_can_be_opened_again(
+    stoppable_redis: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path
+) -> None:
+    url, processes = stoppable_redis
+    job = FakeJob(url)
+    with RolloutClient.connect(url, job.name, reconnect_timeout=1.0) as client:
+        with (
+            pytest.raises(RedisAwayError, match=r"has been unreachable for .* Is it running"),
+            client.step(3, PROMPTS) as step,
+        ):
+            job.wait_for_requests(3)
+            processes[0].kill()
+            processes[0].wait()
+            list(step)
+        processes[0] = start_redis(tmp_path)
+        wait_until(lambda: is_available(url))
+        with job.serving():
+            assert [2, 2, 2] == [len(group) for group in client.generate(PROMPTS, step=3)]

@@ -1,0 +1,307 @@
+"""Restarted trainers receive unacknowledged rollouts again, and acknowledged ones are sampled again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from rollout_api import (
+    AsyncRolloutClient,
+    ClientLimits,
+    InvalidRequestError,
+    NameInUseError,
+    RequestRefusedError,
+    Rollout,
+    RolloutClient,
+)
+from tests.support.client_tests import PROMPTS, num_pending, receive_without_acknowledging, result_entries, run
+from tests.support.fake_job import FakeJob, wait_until
+
+KILLED_TRAINER = """
+import os, signal, sys
+from rollout_api import RolloutClient
+client = RolloutClient.connect(sys.argv[1], "default/math")
+with client.step(5, [[1, 2, 3], [4, 5], [6]]) as step:
+    for number, rollout in enumerate(step):
+        print(rollout.rollout_id, flush=True)
+        if number == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_restarted_trainer_receives_the_same_rollouts(redis_url: str, job: FakeJob) -> None:
+    killed = subprocess.Popen([sys.executable, "-c", KILLED_TRAINER, redis_url], stdout=subprocess.PIPE, text=True)
+    requests = job.wait_for_requests(3)
+    job.answer(requests[0])
+    job.answer(requests[1])
+    output, _ = killed.communicate(timeout=30)
+    assert -signal.SIGKILL == killed.returncode
+    assert 3 == len(output.split())
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        groups = client.generate(PROMPTS, step=5)
+    received = [rollout.rollout_id for group in groups for rollout in group]
+    assert set(output.split()) < set(received)
+    assert sorted(job.sampled) == sorted(received)
+    assert 6 == len(set(received)) == len(job.sampled)
+    assert [] == result_entries(job)
+
+
+def test_step_left_by_an_exception_keeps_its_rollouts(client: RolloutClient, job: FakeJob) -> None:
+    first: list[Rollout] = []
+    with job.serving():
+        with pytest.raises(ZeroDivisionError), client.step(1, PROMPTS) as step:
+            for rollout in step:
+                first.append(rollout)
+                if len(first) == 2:
+                    raise ZeroDivisionError
+        again = client.generate(PROMPTS, step=1)
+    assert 6 == len(job.sampled)
+    assert all(rollout in [r for group in again for r in group] for rollout in first)
+
+
+def test_step_object_can_be_opened_again(redis_url: str, job: FakeJob) -> None:
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            step = client.step(1, PROMPTS)
+            with pytest.raises(ZeroDivisionError):
+                async with step:
+                    await step.turn([step.trajectory([7])])
+                    await anext(aiter(step))
+                    raise ZeroDivisionError
+            async with step:
+                await step.turn([step.trajectory([7])])
+                rollouts = [rollout async for rollout in step]
+                assert {0, 1, 2} == {step.prompt_index(rollout) for rollout in rollouts}
+            assert (6, 7, 7) == (len(rollouts), step.progress.done, step.progress.total)
+            assert 0 == client.num_awaited
+
+    with job.serving():
+        run(trainer())
+    assert 7 == len(job.sampled)
+    assert [] == result_entries(job)
+
+
+def test_cancelled_step_can_be_opened_again(client: RolloutClient, job: FakeJob) -> None:
+    step = client.step(1, PROMPTS)
+    with job.serving(lambda request: None), pytest.raises(ZeroDivisionError), step:
+        job.wait_for_requests(3)
+        step.cancel()
+        next(iter(step))
+        raise ZeroDivisionError
+    with job.serving(), step:
+        assert 6 == len(list(step))
+
+
+def test_results_are_held_when_a_step_ends_that_was_opened_before_theirs_was_left(redis_url: str, job: FakeJob) -> None:
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            other = await client.step(6, PROMPTS).start()
+            with pytest.raises(ZeroDivisionError):
+                async with client.step(5, PROMPTS) as step:
+                    await anext(aiter(step))
+                    raise ZeroDivisionError
+            assert 6 == len([rollout async for rollout in other])
+            await other.end()
+            async with client.step(5, PROMPTS) as step:
+                assert 6 == len([rollout async for rollout in step])
+
+    with job.serving():
+        run(trainer())
+    assert 12 == len(job.sampled)
+    assert [] == result_entries(job)
+
+
+def test_results_are_dropped_when_a_step_ends_that_was_opened_after_theirs_was_left(
+    redis_url: str, job: FakeJob
+) -> None:
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            with pytest.raises(ZeroDivisionError):
+                async with client.step(5, PROMPTS) as step:
+                    await anext(aiter(step))
+                    raise ZeroDivisionError
+            await client.generate(PROMPTS, step=4)
+            await asyncio.to_thread(wait_until, lambda: num_pending(job) == 6)
+            await client.generate(PROMPTS, step=6)
+
+    with job.serving():
+        run(trainer())
+    assert [] == result_entries(job)
+
+
+def test_two_open_steps_survive_a_restart(redis_url: str, job: FakeJob) -> None:
+    receive_without_acknowledging(redis_url, job, 1, 2)
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        client.generate(PROMPTS, step=1)
+        assert 6 == num_pending(job)
+        client.generate(PROMPTS, step=2)
+    assert 12 == len(job.sampled)
+    assert [] == result_entries(job)
+
+
+def test_results_of_a_step_that_is_not_opened_again_are_dropped(
+    redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    with RolloutClient.connect(redis_url, job.name) as client:
+        client.step(1, PROMPTS).start()
+        for request in job.wait_for_requests(3):
+            job.answer(request)
+    with caplog.at_level(logging.INFO), job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        client.generate(PROMPTS, step=2)
+    assert [] == result_entries(job)
+    assert "which no step requests any more" in caplog.text
+
+
+def test_restarted_step_with_other_prompts_does_not_receive_old_rollouts(redis_url: str, job: FakeJob) -> None:
+    receive_without_acknowledging(redis_url, job, 1)
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        [group] = client.generate([[9, 9]], step=1, n=4)
+    assert 4 == len(group)
+    assert 10 == len(job.sampled)
+
+
+def test_second_process_with_the_same_name_is_rejected(redis_url: str, job: FakeJob, client: RolloutClient) -> None:
+    limits = ClientLimits(name_timeout_s=1.0)
+    with pytest.raises(NameInUseError, match=r"'trainer'.*each trainer rank a name of its own"):
+        RolloutClient.connect(redis_url, job.name, limits=limits)
+
+
+def test_process_that_lost_its_name_stops_reading(client: RolloutClient, job: FakeJob) -> None:
+    """The process was suspended for longer than its lease, and another process took the name."""
+    with pytest.raises(NameInUseError, match="host/process elsewhere/1"), client.step(0, PROMPTS) as step:
+        requests = job.wait_for_requests(3)
+        job.redis.set(job.keys.client("trainer"), "elsewhere/1/token")
+        job.publish_status(waiting=1)
+        wait_until(lambda: client.status.get("waiting") == 1)  # it has seen the other process at the same time
+        wait_until(lambda: job.redis.info("clients")["blocked_clients"] == 0)  # its last read has ended
+        job.answer(requests[0])
+        list(step)
+    assert 0 == num_pending(job)
+
+
+def test_step_that_an_earlier_trainer_acknowledged_is_sampled_again(
+    redis_url: str, job: FakeJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    suffixes = []
+    for _ in range(3):
+        with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+            groups = client.generate(PROMPTS, step=0)
+            with pytest.raises(InvalidRequestError, match="has ended"):
+                client.generate(PROMPTS, step=0)
+        ids = [rollout.rollout_id.split("/")[1] for group in groups for rollout in group]
+        assert [f"trainer:0:{index}" for index in (0, 0, 1, 1, 2, 2)] == [one.partition("-")[0] for one in ids]
+        suffixes.append({one.partition(".")[2] for one in ids})
+    assert [{""}, {"r1"}, {"r2"}] == suffixes
+    assert 18 == len(set(job.sampled)) == len(job.sampled)
+    assert [] == result_entries(job)
+    assert 2 == caplog.text.count("an earlier trainer with this name has received")
+    assert "refused" not in caplog.text
+
+
+def test_restart_within_a_resubmitted_step_receives_the_same_rollouts(redis_url: str, job: FakeJob) -> None:
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        client.generate(PROMPTS, step=5)
+    with job.serving():
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED_TRAINER, redis_url],
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    assert -signal.SIGKILL == killed.returncode
+    job.redis.delete(job.keys.client("trainer"))  # the killed process' lease need not expire here
+    wait_until(lambda: len(result_entries(job)) == 6)
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client, client.step(5, PROMPTS) as step:
+        assert [2, 2, 2] == step.group_sizes
+        rollouts = list(step)
+        assert [0, 0, 1, 1, 2, 2] == sorted(step.prompt_index(rollout) for rollout in rollouts)
+    assert set(killed.stdout.split()) < {rollout.rollout_id for rollout in rollouts}
+    assert 6 == len({rollout.rollout_id for rollout in rollouts})
+    assert 12 == len(job.sampled)
+    assert [] == result_entries(job)
+
+
+def test_only_acknowledged_requests_are_resubmitted(redis_url: str, job: FakeJob) -> None:
+    stream = job.keys.results("trainer")
+    receive_without_acknowledging(redis_url, job, 1)
+    job.redis.xdel(stream, *result_entries(job)[:2])  # both results of the first request
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        groups = client.generate(PROMPTS, step=1)
+    ids = [rollout.rollout_id for group in groups for rollout in group]
+    assert [True, True, False, False, False, False] == [".r1/" in one for one in ids]
+    assert 8 == len(job.sampled)
+
+
+def test_partly_available_request_is_not_resubmitted(redis_url: str, job: FakeJob) -> None:
+    receive_without_acknowledging(redis_url, job, 1)
+    job.redis.xdel(job.keys.results("trainer"), result_entries(job)[0])
+    rollouts: list[Rollout] = []
+    with (
+        job.serving(),
+        RolloutClient.connect(redis_url, job.name) as client,
+        pytest.raises(RequestRefusedError, match=r"refused 1 request: trainer:1:0-\w+: it was answered before"),
+        client.step(1, PROMPTS) as step,
+    ):
+        rollouts.extend(step)
+    assert 5 == len(rollouts)
+    assert 6 == len(job.sampled)
+
+
+def test_turns_that_an_earlier_trainer_acknowledged_are_sampled_again(redis_url: str, job: FakeJob) -> None:
+    for attempt in range(3):
+        with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+            step = client.step(0).start()
+            one = step.trajectory([1, 2])
+            [first] = step.turn([one])
+            one.observe([9])
+            step.turn([one])
+            assert (".r1/" in first.rollout_id) is (attempt > 0)
+            assert 8 == len(one.context) - 1
+            step.end(acknowledge=attempt != 1)
+    assert 4 == len(job.sampled)
+    assert [] == result_entries(job)
+
+
+def test_cancelled_step_resubmits_nothing(redis_url: str, job: FakeJob) -> None:
+    with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+        client.generate(PROMPTS, step=0)
+    with RolloutClient.connect(redis_url, job.name) as client, client.step(0, PROMPTS) as step:
+        job.wait_for_requests(3)
+        step.cancel()
+        with job.serving():
+            assert [] == list(step)
+    assert 6 == len(job.sampled)
+    assert [] == job.requests()
+
+
+def test_awaited_rollouts_are_counted_through_errors_cancellations_and_resubmissions(
+    redis_url: str, job: FakeJob
+) -> None:
+    async def trainer() -> None:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            with pytest.raises(ZeroDivisionError):
+                async with client.step(0, PROMPTS):
+                    await asyncio.to_thread(job.wait_for_requests, 3)
+                    await asyncio.to_thread(wait_until, lambda: client.num_awaited == 6)
+                    raise ZeroDivisionError
+            assert 0 == client.num_awaited
+            with job.serving():
+                await client.generate(PROMPTS, step=0)
+            assert 0 == client.num_awaited
+            async with client.step(1, PROMPTS) as step:
+                await asyncio.to_thread(job.wait_for_requests, 3)
+                await step.cancel()
+                assert 6 == client.num_awaited
+            assert 0 == client.num_awaited
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            with job.serving():
+                await client.generate(PROMPTS, step=0)
+            assert 0 == client.num_awaited
+
+    run(trainer())

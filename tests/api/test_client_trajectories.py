@@ -1,0 +1,85 @@
+"""Multi-turn trajectories."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout_api import (
+    InvalidRequestError,
+    Refusal,
+    RequestRefusedError,
+    RolloutClient,
+    RolloutClientError,
+    RolloutRequest,
+)
+from tests.support.client_tests import result_entries
+from tests.support.fake_job import VOCABULARY, FakeJob
+
+
+def test_trajectory_masks_the_environments_tokens(client: RolloutClient, job: FakeJob) -> None:
+    with job.serving(), client.step(0) as step:
+        both = [step.trajectory([1, 2], problem_id="maze"), step.trajectory([1, 2], problem_id="maze")]
+        first = step.turn(both, sampling={"logprobs": True})
+        both[0].observe([50, 51])
+        [second] = step.turn([both[0]])
+        sent = {(rollout.problem_id, rollout.rollout_id.rsplit("/", 1)[1]) for rollout in [*first, second]}
+    assert {("maze", "0"), ("maze", "1")} == sent
+    one = both[0]
+    assert [1, 1, 1, 50, 51, 1, 1, 1] == one.response_token_ids
+    assert [1, 1, 1, 0, 0, 1, 1, 1] == one.mask
+    assert [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3 == one.logprobs
+    assert [1, 2, *one.response_token_ids] == one.context
+    assert 3 == len(job.sampled)
+    assert [] == result_entries(job)
+
+
+def test_turns_name_their_trajectory(client: RolloutClient, job: FakeJob) -> None:
+    seen: list[RolloutRequest] = []
+
+    def answer(request: RolloutRequest) -> None:
+        seen.append(request)
+        job.answer(request)
+
+    with job.serving(answer), client.step(2) as step:
+        one = step.trajectory([1, 2])
+        step.turn([one])
+        one.observe([9])
+        step.turn([one])
+    assert ["trainer:2:t0"] * 2 == [request.trajectory_id for request in seen]
+    assert [0, 1] == [request.turn for request in seen]
+    assert [[1, 2], [1, 2, 1, 1, 1, 9]] == [request.prompt_token_ids for request in seen]
+    assert seen[0].problem == seen[1].problem
+    assert [1, 1] == [request.sampling.n for request in seen]
+
+
+def test_turns_answered_before_a_restart_are_not_sampled_again(redis_url: str, job: FakeJob) -> None:
+    for attempt in range(2):
+        with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
+            step = client.step(0).start()
+            one = step.trajectory([1, 2])
+            step.turn([one])
+            one.observe([9])
+            step.turn([one])
+            assert 8 == len(one.context) - 1
+            if attempt:
+                step.end()
+    assert 2 == len(job.sampled)
+    assert [] == result_entries(job)
+
+
+def test_refused_turn_is_an_error(client: RolloutClient, job: FakeJob) -> None:
+    def refuse(request: RolloutRequest) -> None:
+        job.reply(request.reply_to, Refusal(request_id=request.request_id, reason="no"))
+        job.redis.delete(job.keys.requests)
+
+    with job.serving(refuse), client.step(0) as step, pytest.raises(RequestRefusedError, match="no"):
+        step.turn([step.trajectory([1])])
+    with client.step(1) as step, pytest.raises(InvalidRequestError, match="trajectory trainer:1:t0, turn 0"):
+        step.turn([step.trajectory([VOCABULARY])])
+
+
+def test_turn_of_a_cancelled_step_is_not_awaited(client: RolloutClient, job: FakeJob) -> None:
+    with client.step(0) as step:
+        step.cancel()
+        with pytest.raises(RolloutClientError, match="was cancelled before this turn was sent"):
+            step.turn([step.trajectory([1])])

@@ -1,0 +1,98 @@
+"""Publishing weights and reporting rewards."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout_api import (
+    InvalidRequestError,
+    Rewards,
+    RolloutClient,
+    WeightsError,
+    WeightUpdate,
+    decode,
+)
+from tests.support.fake_job import FakeJob, wait_until
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    return tmp_path
+
+
+def test_publishing_waits_for_all_engines(client: RolloutClient, job: FakeJob, weights: Path) -> None:
+    job.report_engine("a", version=3)
+    job.report_engine("b", version=3)
+    job.report_engine("leaving", version=3, draining=True)
+    job.redis.hset(job.keys.engines, "lost", b"\x80")
+
+    def load() -> None:
+        wait_until(lambda: bool(job.control_messages()))
+        job.serve_once()
+        job.report_engine("a", version=4)
+        time.sleep(0.5)  # the client sees that one engine is still loading
+        job.report_engine("b", version=3, failed={4: "no space left"})
+
+    loading = threading.Thread(target=load)
+    loading.start()
+    published = client.publish_weights(4, weights)
+    loading.join()
+    assert (4, ["a"], {"b": "no space left"}) == (published.version, published.loaded, published.failed)
+    with pytest.raises(WeightsError, match=r"no engine could load weight version 5.*truncated") as error:
+        job.report_engine("a", version=4, failed={5: "truncated"})
+        job.report_engine("b", version=3, failed={5: "truncated"})
+        with job.serving():
+            client.publish_weights(5, weights)
+    assert {"a": "truncated", "b": "truncated"} == error.value.failed
+
+
+def test_weight_update_contains_uri_kind_mode_and_checksum(client: RolloutClient, job: FakeJob, weights: Path) -> None:
+    client.publish_weights(1, weights, wait=False)
+    client.publish_weights(2, "hf://x/y", kind="lora", mode="drain", sha256=None, wait=False)
+    first, second = job.control_messages()
+    assert isinstance(first, WeightUpdate)
+    assert isinstance(second, WeightUpdate)
+    assert (str(weights), 64) == (first.uri, len(first.sha256 or ""))
+    assert ("lora", "drain", None) == (second.weights_kind, second.mode, second.sha256)
+
+
+def test_invalid_weights_are_rejected(client: RolloutClient, job: FakeJob, weights: Path, tmp_path: Path) -> None:
+    job.report_engine("a", version=7)
+    with pytest.raises(InvalidRequestError, match=r"older than 7.*publish restored weights as 8"):
+        client.publish_weights(6, weights)
+    with pytest.raises(WeightsError, match=r"is not a directory.*sha256 in hex, or None"):
+        client.publish_weights(8, "/nowhere")
+    with pytest.raises(InvalidRequestError, match="only be computed for a local directory"):
+        client.publish_weights(8, "hf://x/y")
+    with pytest.raises(InvalidRequestError, match="64 hexadecimal digits"):
+        client.publish_weights(8, weights, sha256="abc")
+    with pytest.raises(InvalidRequestError, match="'sideways' is not one of drain, recompute, keep"):
+        client.publish_weights(8, weights, mode="sideways")
+    assert [] == job.control_messages()
+    with pytest.raises(WeightsError, match="not served after 1 s: no coordinator has adopted it"):
+        client.publish_weights(8, weights, timeout=1)
+
+
+def test_rewards_are_validated_and_sent(client: RolloutClient, job: FakeJob) -> None:
+    rewards = {f"{job.uid}/trainer:0:{i}/0/0": i / 2 for i in range(1500)}
+    client.report_rewards(rewards)
+    sent: dict[str, float] = {}
+    for _, fields in job.redis.xrange(job.keys.rewards):
+        message = decode(fields[b"d"])
+        assert isinstance(message, Rewards)
+        sent |= message.rewards
+    assert rewards == sent
+    assert 2 == job.redis.xlen(job.keys.rewards)
+    wrong = [
+        ({f"{job.uid}/r/0/0": float("nan")}, "finite"),
+        ({"x/r/0/0": 1.0}, "is not a rollout of job"),
+        ({"?": 1.0}, "not a rollout id"),
+    ]
+    for mapping, expected_error in wrong:
+        with pytest.raises(InvalidRequestError, match=expected_error):
+            client.report_rewards(mapping)

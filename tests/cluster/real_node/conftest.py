@@ -1,0 +1,27 @@
+"""A cluster whose pods run containers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.cluster.example_jobs import ExampleJobs
+from tests.support.cluster.real_cluster import RealCluster, real_cluster
+
+
+@pytest.fixture(scope="package")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
+    """A cluster with the chart installed."""
+    with real_cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="package")
+def examples(cluster: RealCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExampleJobs]:
+    """Jobs that start together, because an engine that starts or samples does not occupy a whole machine."""
+    jobs = ExampleJobs(cluster, tmp_path_factory.mktemp("examples") / "watch.log")
+    with cluster.watch_jobs(jobs.watch_log):
+        jobs.start()
+        yield jobs
+    jobs.delete()

@@ -1,0 +1,74 @@
+"""Failures of real pods: an Event and a condition state the cause with the message of the component that knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.cluster.real_cluster import RealCluster, job_manifest
+from tests.support.cluster.waiting import wait_for
+
+FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("no-image", {"image": {"name": "nowhere.invalid/none:1"}}, "ErrImagePull", "nowhere.invalid/none:1"),
+    (
+        "no-model",
+        {"model": {"uri": "no/such-model"}, "lifecycle": {"backoffLimit": 0}},
+        "ModelNotFound",
+        "'no/such-model'",
+    ),
+    (
+        "no-password",
+        {
+            "redis": {"urlFrom": {"secretKeyRef": {"name": "wrong-password", "key": "url"}}},
+            "lifecycle": {"backoffLimit": 0},
+        },
+        "RedisUnreachable",
+        "refused the user name or password",
+    ),
+    ("no-secret", {"redis": {"managed": True}}, "CreateContainerConfigError", 'secret "no-secret-redis" not found'),
+    (
+        "no-memory",
+        {"workers": {"resources": {"memory": "48Mi"}}, "lifecycle": {"backoffLimit": 0}},
+        "OOMKilled",
+        "no-memory-worker-0",
+    ),
+]
+"""Name of the job, the fault in its spec, the reason of the expected Event, and a part of its message."""
+
+
+@pytest.fixture(scope="module")
+def faulty_jobs(cluster: RealCluster) -> Iterator[RealCluster]:
+    """All jobs with a fault; they start together."""
+    url = cluster.secret("rollout-redis", "url").replace("redis://:", "redis://:not-")
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "wrong-password"}, "stringData": {"url": url}}
+    manifests = []
+    for name, fault, _, _ in FAULTS:
+        spec = {"source": {"trainer": {}}, "model": {"uri": "das/tiny-qwen3/step-0450"}, **fault}
+        spec["workers"] = {"gpusPerWorker": 0, **spec.get("workers", {})}
+        manifests.append(job_manifest(name, **spec))
+    cluster.apply(secret, *manifests)
+    yield cluster
+    cluster.delete("rolloutjob", *(name for name, *_ in FAULTS))
+    cluster.delete("secret", "wrong-password")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "message"), [(name, reason, message) for name, _, reason, message in FAULTS]
+)
+def test_the_cause_of_a_failure_is_reported(faulty_jobs: RealCluster, name: str, reason: str, message: str) -> None:
+    def is_reported() -> bool:
+        return any(posted == reason and message in text for posted, text in faulty_jobs.events(name))
+
+    try:
+        wait_for(is_reported, 240)
+    except TimeoutError:
+        pytest.fail(f"{faulty_jobs.events(name)}\n{faulty_jobs.describe(name)}")
+    if reason in ("ErrImagePull", "CreateContainerConfigError"):
+        conditions = {condition["type"]: condition for condition in faulty_jobs.status(name)["conditions"]}
+        assert "False" == conditions["WorkersReady"]["status"]
+    else:
+        status = faulty_jobs.wait_for_state(name, "Failed", 120)
+        failed = next(condition for condition in status["conditions"] if condition["type"] == "Failed")
+        assert message in failed["message"]

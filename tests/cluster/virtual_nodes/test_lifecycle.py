@@ -1,0 +1,228 @@
+"""The life of a job, from its creation to its deletion, with a real API server, scheduler and controllers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from rollout_operator import names
+from rollout_operator.head_status import STATUS_PERIOD_S
+
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.jobs import Jobs
+from tests.support.cluster.operator_process import OperatorProcess, running_operator
+from tests.support.cluster.virtual_nodes import CAPACITY, VirtualNodes
+from tests.support.cluster.waiting import wait_for
+
+GARBAGE_COLLECTION_TIMEOUT_S = 120.0
+"""The garbage collector discovers a new kind of owner only after half a minute."""
+
+
+@pytest.fixture
+def jobs(operated_jobs: Jobs) -> Jobs:
+    """A namespace with an operator."""
+    return operated_jobs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def job_on_lost_node(cluster: ControlPlane, nodes: VirtualNodes) -> Iterator[Jobs]:
+    """A namespace with a job whose worker is replaced while the other tests run, because its node is lost.
+
+    The replacement takes most of a minute, although taint tolerations and grace period are shorter than by default.
+    """
+    labels = {"test": "node-loss"}
+    # There is room for the job's worker only, so that no pod of another test is lost.
+    lost = VirtualNodes(cluster.client(), 1, labels=labels, capacity={**CAPACITY, "pods": "1"}, prefix="lost")
+    other = VirtualNodes(cluster.client(), 1, labels=labels, prefix="other")
+    tolerations = [
+        {
+            "key": f"node.kubernetes.io/{taint}",
+            "operator": "Exists",
+            "effect": "NoExecute",
+            "tolerationSeconds": 0,
+        }
+        for taint in ("not-ready", "unreachable")
+    ]
+    jobs = Jobs(cluster, "node-loss")
+    with running_operator(cluster, jobs.namespace):
+        lost.start()
+        jobs.create(
+            "math",
+            lifecycle={"backoffLimit": 0},
+            head={"nodeSelector": {"kubernetes.io/hostname": "cpu-0"}},
+            workers={
+                "replicas": 1,
+                "accelerator": None,
+                "nodeSelector": labels,
+                "tolerations": tolerations,
+                "podTemplate": {"spec": {"terminationGracePeriodSeconds": 1}},
+            },
+        )
+        jobs.wait_for_running("math", 2)
+        other.start()
+        lost.lose("lost-0")
+        yield jobs
+    jobs.close()
+    lost.stop()
+    other.stop()
+
+
+def test_a_job_gets_pods_on_h100_nodes_and_its_objects(jobs: Jobs, nodes: VirtualNodes) -> None:
+    jobs.create("math", workers={"replicas": 3, "gpusPerWorker": 4})
+    jobs.wait_for_running("math", 4)
+    pods = jobs.pods("math")
+    assert {"math-head", "math-worker-0", "math-worker-1", "math-worker-2"} == set(pods)
+    workers = [pod for name, pod in pods.items() if "worker" in name]
+    assert {pod.spec.node_name for pod in workers} <= set(nodes.names)
+    assert all("4" == pod.spec.containers[0].resources.limits["nvidia.com/gpu"] for pod in workers)
+    assert jobs.core.read_namespaced_service("math-head", jobs.namespace)
+    connection = jobs.core.read_namespaced_config_map("math-connection", jobs.namespace).data
+    jobs.wait(lambda: jobs.status("math")["workers"]["summary"] == "3/3")
+    job = jobs.get("math")
+    assert job is not None
+    assert job["metadata"]["uid"] == connection["uid"] == job["status"]["connection"]["uid"]
+    assert {"secretName": "rollout-redis", "secretKey": "url"}.items() <= connection.items()
+    assert "Starting" == job["status"]["state"]
+
+
+def test_a_job_that_needs_too_many_gpus_reports_the_message_of_the_scheduler(jobs: Jobs, nodes: VirtualNodes) -> None:
+    jobs.create("large", workers={"replicas": 5, "gpusPerWorker": 8})
+    jobs.wait(lambda: jobs.condition("large", "WorkersReady") == ("False", "Unschedulable"))
+    assert "Insufficient nvidia.com/gpu" in jobs.wait_for_event("large", "Unschedulable")
+
+
+def test_a_job_succeeds_with_its_head_and_is_deleted_after_its_ttl(jobs: Jobs, nodes: VirtualNodes) -> None:
+    jobs.create("closed", lifecycle={"ttlSecondsAfterFinished": 3})
+    jobs.wait_for_running("closed", 3)
+    nodes.terminate_pod(jobs.namespace, "closed-head")
+    jobs.wait_for_state("closed", "Succeeded")
+    jobs.wait(lambda: set(jobs.pods("closed")) <= {"closed-head"})
+    jobs.wait(lambda: jobs.get("closed") is None)
+
+
+def test_a_failed_worker_is_replaced_and_reported(jobs: Jobs, nodes: VirtualNodes) -> None:
+    jobs.create("failing")
+    jobs.wait_for_running("failing", 3)
+    failed = jobs.pods("failing")["failing-worker-1"].metadata.uid
+    nodes.terminate_pod(jobs.namespace, "failing-worker-1", 137, "OOMKilled")
+    jobs.wait(
+        lambda: (
+            (worker := jobs.pods("failing").get("failing-worker-1")) is not None
+            and worker.metadata.uid != failed
+            and len(jobs.running("failing")) == 3
+        )
+    )
+    assert 1 == jobs.status("failing")["failedPods"]
+    assert "OOMKilled" in jobs.events("failing")
+
+
+def test_a_job_beyond_its_backoff_limit_fails_with_the_last_output(jobs: Jobs, nodes: VirtualNodes) -> None:
+    jobs.create("failed", lifecycle={"backoffLimit": 0})
+    jobs.wait_for_running("failed", 3)
+    nodes.terminate_pod(jobs.namespace, "failed-head", 1, message="Traceback\nRuntimeError: no luck\n")
+    jobs.wait_for_state("failed", "Failed")
+    assert "no luck" in str(jobs.status("failed")["failures"])
+    jobs.wait(lambda: set(jobs.running("failed")) == {"failed-cleanup"} == set(jobs.pods("failed")))
+    nodes.terminate_pod(jobs.namespace, "failed-cleanup")
+    jobs.wait(lambda: not jobs.finalizers("failed"))
+
+
+def test_a_suspended_job_has_no_pods_and_can_be_resumed(jobs: Jobs, nodes: VirtualNodes) -> None:
+    jobs.create("suspended")
+    jobs.wait_for_running("suspended", 3)
+    jobs.patch("suspended", lifecycle={"suspend": True})
+    jobs.wait_for_state("suspended", "Suspended")
+    assert not jobs.pods("suspended")
+    jobs.patch("suspended", lifecycle={"suspend": False})
+    jobs.wait_for_running("suspended", 3)
+
+
+def test_workers_follow_the_scale_subresource(jobs: Jobs, nodes: VirtualNodes) -> None:
+    jobs.create("scaled")
+    jobs.wait_for_running("scaled", 3)
+    jobs.cluster.kubectl("-n", jobs.namespace, "scale", "rj/scaled", "--replicas=4")
+    jobs.wait_for_running("scaled", 5)
+    jobs.cluster.kubectl("-n", jobs.namespace, "scale", "rj/scaled", "--replicas=1")
+    jobs.wait(lambda: len(jobs.pods("scaled")) == 2)
+    jobs.wait(lambda: jobs.status("scaled")["workers"]["replicas"] == 1)
+
+
+def test_deleting_a_job_deletes_its_objects(jobs: Jobs, nodes: VirtualNodes) -> None:
+    jobs.create("deleted")
+    jobs.wait_for_running("deleted", 3)
+    jobs.delete("deleted")
+    jobs.wait(lambda: jobs.running("deleted") == {"deleted-cleanup"})
+    nodes.terminate_pod(jobs.namespace, "deleted-cleanup")
+    jobs.wait(lambda: jobs.get("deleted") is None)
+    selector = f"{names.JOB_LABEL}=deleted"
+    lists = (jobs.core.list_namespaced_config_map, jobs.core.list_namespaced_service)
+    jobs.wait(
+        lambda: not any(list_objects(jobs.namespace, label_selector=selector).items for list_objects in lists),
+        GARBAGE_COLLECTION_TIMEOUT_S,
+    )
+
+
+def test_an_object_that_belongs_to_somebody_else_is_left_alone(jobs: Jobs, nodes: VirtualNodes) -> None:
+    jobs.core.create_namespaced_config_map(
+        jobs.namespace, {"metadata": {"name": "conflicting-manifest"}, "data": {"mine": "yes"}}
+    )
+    jobs.create("conflicting")
+    assert "conflicting-manifest" in jobs.wait_for_event("conflicting", "NameConflict")
+    assert {"mine": "yes"} == jobs.core.read_namespaced_config_map("conflicting-manifest", jobs.namespace).data
+
+
+class ReconcileObserver:
+    """Observes the operator's counters of reconciles and API requests."""
+
+    def __init__(self, operator: OperatorProcess) -> None:
+        self._operator = operator
+        self.reconciles, self.requests = 0.0, 0.0
+        self._changed = time.monotonic()
+
+    def wait_for_pause(self, min_pause_s: float) -> tuple[float, float]:
+        """Wait until nothing was reconciled for a while and then something is.
+
+        Returns:
+            The numbers of reconciles and API requests that ended the pause.
+        """
+        found: tuple[float, float] = wait_for(
+            lambda: self._end_of_pause(min_pause_s), 120, f"The operator never pauses for {min_pause_s} s."
+        )
+        return found
+
+    def _end_of_pause(self, min_pause_s: float) -> tuple[float, float] | None:
+        reconciles = self._operator.metric("rollout_operator_reconciles_total")
+        requests = self._operator.metric("rollout_operator_api_requests_total")
+        if reconciles == self.reconciles:
+            return None
+        new = reconciles - self.reconciles, requests - self.requests
+        pause = time.monotonic() - self._changed
+        self.reconciles, self.requests, self._changed = reconciles, requests, time.monotonic()
+        return new if pause >= min_pause_s else None
+
+
+def test_idle_jobs_are_not_reconciled_and_unchanged_ones_cause_no_requests(
+    cluster: ControlPlane, nodes: VirtualNodes
+) -> None:
+    jobs = Jobs(cluster, "idle")
+    with running_operator(cluster, jobs.namespace) as operator:
+        idle = [f"idle-{number}" for number in range(5)]
+        for name in idle:
+            jobs.create(name, lifecycle={"suspend": True})
+        for name in idle:
+            jobs.wait_for_state(name, "Suspended")
+        jobs.create("running")
+        jobs.wait_for_running("running", 3)
+        # The running job is reconciled once per status period. If the idle ones were reconciled, too, there would be
+        # no pause of that length, or it would end with six reconciles.
+        reconciles, requests = ReconcileObserver(operator).wait_for_pause(0.9 * STATUS_PERIOD_S)
+        assert reconciles <= 2
+        assert 0 == requests
+    jobs.close()
+
+
+def test_a_worker_on_a_lost_node_is_replaced_and_not_counted(job_on_lost_node: Jobs) -> None:
+    jobs = job_on_lost_node
+    jobs.wait(lambda: (worker := jobs.pods("math").get("math-worker-0")) and worker.spec.node_name == "other-0", 180)
+    assert 0 == jobs.status("math").get("failedPods", 0)

@@ -1,0 +1,107 @@
+"""The operator with the permissions that the chart grants it: they are sufficient, and all of them are needed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from kubernetes import client
+from rollout_operator import names
+
+from tests.support.cluster.chart import render_chart
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.jobs import Jobs
+from tests.support.cluster.operator_process import OperatorProcess
+from tests.support.cluster.virtual_nodes import VirtualNodes
+
+KINDS = ["serviceaccounts", "configmaps", "services", "networkpolicies", "poddisruptionbudgets"]
+UNUSED_PERMISSIONS = {
+    # Required only on clusters with the admission plugin OwnerReferencesPermissionEnforcement.
+    ("update", "das.rollout.dev", "rolloutjobs/finalizers"),
+}
+
+
+def granted_permissions(objects: list[dict[str, Any]]) -> set[tuple[str, str, str]]:
+    """Return verb, group and resource of everything that the chart's roles permit."""
+    return {
+        (verb, group, resource)
+        for manifest in objects
+        if manifest["kind"] in ("Role", "ClusterRole")
+        for rule in manifest["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def used_permissions(cluster: ControlPlane, user: str) -> set[tuple[str, str, str]]:
+    """Return verb, group and resource of a user's requests, without discovery, which every user may do."""
+    used = set()
+    for entry in cluster.audit_entries(user):
+        target = entry.get("objectRef")
+        if target is not None and target.get("resource"):
+            resource = target["resource"] + (f"/{target['subresource']}" if target.get("subresource") else "")
+            used.add((entry["verb"], target.get("apiGroup", ""), resource))
+    return used
+
+
+def test_the_operator_needs_exactly_the_permissions_of_the_chart(
+    cluster: ControlPlane, jobs: Jobs, nodes: VirtualNodes
+) -> None:
+    objects = render_chart(jobs.namespace, operator={"namespaces": [jobs.namespace]}, redis={"bundled": False})
+    rights = [manifest for manifest in objects if manifest["kind"] in ("ServiceAccount", "Role", "RoleBinding")]
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": rights}))
+    kubeconfig = cluster.service_account_kubeconfig(jobs.namespace, "das-operator")
+    log = cluster.directory / "log" / "operator-rights.log"
+    lease = f"--lease={jobs.namespace}/das-operator"
+    operator = OperatorProcess(kubeconfig, log, f"--namespace={jobs.namespace}", lease, "--log-format=text")
+    operator.start()
+    operator.wait_until_ready()
+    try:
+        # Objects that do not belong to the job but have the names of the job's objects. The operator has to read them.
+        for name in ("taken-manifest", "taken-connection"):
+            jobs.core.create_namespaced_config_map(jobs.namespace, {"metadata": {"name": name}})
+        jobs.core.create_namespaced_service_account(jobs.namespace, {"metadata": {"name": "taken-rollout"}})
+        port = {"port": 1, "protocol": "TCP"}
+        jobs.core.create_namespaced_service(
+            jobs.namespace, {"metadata": {"name": "taken-head"}, "spec": {"ports": [port]}}
+        )
+        jobs.core.create_namespaced_pod(
+            jobs.namespace,
+            {"metadata": {"name": "taken-head"}, "spec": {"containers": [{"name": "c", "image": "c"}]}},
+        )
+        api = cluster.client()
+        client.NetworkingV1Api(api).create_namespaced_network_policy(
+            jobs.namespace, {"metadata": {"name": "taken-rollout"}, "spec": {"podSelector": {}}}
+        )
+        budget = {
+            "apiVersion": "policy/v1beta1",
+            "kind": "PodDisruptionBudget",
+            "metadata": {"name": "taken-workers", "namespace": jobs.namespace},
+            "spec": {"maxUnavailable": 1},
+        }
+        cluster.kubectl("apply", "-f", "-", stdin=json.dumps(budget))
+        jobs.create("taken")
+        jobs.wait_for_event("taken", "NameConflict")
+
+        jobs.create("math", lifecycle={"ttlSecondsAfterFinished": 1})
+        jobs.wait_for_running("math", 3)
+        label = f"{names.COMPONENT_LABEL}=changed"
+        selector = f"{names.JOB_LABEL}=math"
+        cluster.kubectl("-n", jobs.namespace, "label", "--overwrite", ",".join(KINDS), "-l", selector, label)
+        jobs.wait(
+            lambda: (
+                not jobs.core.list_namespaced_config_map(
+                    jobs.namespace, label_selector=f"{names.COMPONENT_LABEL}=changed"
+                ).items
+            )
+        )
+        nodes.terminate_pod(jobs.namespace, "math-worker-0", 1)
+        jobs.wait(lambda: jobs.status("math").get("failedPods") == 1 and len(jobs.running("math")) == 3)
+        nodes.terminate_pod(jobs.namespace, "math-head")
+        jobs.wait(lambda: jobs.get("math") is None)
+    finally:
+        operator.terminate()
+    assert "Forbidden" not in log.read_text()
+    user = f"system:serviceaccount:{jobs.namespace}:das-operator"
+    assert granted_permissions(objects) - UNUSED_PERMISSIONS == used_permissions(cluster, user)

@@ -1,0 +1,169 @@
+"""The process that creates a Redis user for each job. A user reaches the keys of its own job only."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from rollout_operator.names import redis_secret
+from rollout_operator.redis_users import user_prefix
+
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
+from tests.support.cluster.chart import render_chart
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.jobs import Jobs
+from tests.support.cluster.waiting import wait_for
+from tests.support.ports import free_port
+
+PASSWORD, KEY = "admin-password", "k" * 40
+PREFIX = user_prefix(KEY.encode())
+GARBAGE_COLLECTION_TIMEOUT_S = 120.0
+
+
+class RedisUsersProcess:
+    """The process under test, and a Redis server that forgets its users when it is restarted."""
+
+    def __init__(self, directory: Path, kubeconfig: Path, namespace: str) -> None:
+        self._directory, self._port = directory, free_port()
+        url = f"redis://:{PASSWORD}@127.0.0.1:{self._port}/0"
+        self.admin = redis.Redis.from_url(url)
+        self.start_server()
+        command = [sys.executable, "-m", "rollout_operator.redis_users", f"--namespace={namespace}"]
+        variables = {"KUBECONFIG": str(kubeconfig), "ROLLOUT_REDIS_ADMIN_URL": url, "ROLLOUT_REDIS_USER_KEY": KEY}
+        with (directory / "users.log").open("ab") as log:
+            self._process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log)
+
+    def start_server(self) -> None:
+        """Start the Redis server."""
+        command = ["redis-server", "--port", str(self._port), "--requirepass", PASSWORD, "--save", ""]
+        self._server = subprocess.Popen(command, cwd=self._directory, stdout=subprocess.DEVNULL)
+
+    def kill_server(self) -> None:
+        """Kill the Redis server."""
+        self._server.kill()
+        self._server.wait()
+
+    def log(self) -> str:
+        """Return the log of the process."""
+        return (self._directory / "users.log").read_text()
+
+    def users(self) -> set[str]:
+        """Return the names of the users that the process has created."""
+        try:
+            return {name for name in self.admin.acl_users() if name.startswith(PREFIX)}
+        except redis.ConnectionError:
+            return set()
+
+    def close(self) -> None:
+        """End the process and the server."""
+        self._process.terminate()
+        self._process.wait(20)
+        self.kill_server()
+
+
+@pytest.fixture
+def redis_users(cluster: ControlPlane, jobs: Jobs, tmp_path: Path) -> Iterator[RedisUsersProcess]:
+    """The process, with the permissions that the chart grants it."""
+    objects = render_chart(jobs.namespace, operator={"namespaces": [jobs.namespace]}, redis={"users": True})
+    for manifest in objects:
+        is_for_users = manifest["metadata"]["name"].endswith("-redis-users")
+        if is_for_users and manifest["kind"] in ("ServiceAccount", "Role", "RoleBinding"):
+            cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
+    kubeconfig = cluster.service_account_kubeconfig(jobs.namespace, "das-redis-users")
+    process = RedisUsersProcess(tmp_path, kubeconfig, jobs.namespace)
+    yield process
+    process.close()
+
+
+def secret_exists(jobs: Jobs, job: str) -> bool:
+    """Return whether the Secret of a job's user exists."""
+    secrets = jobs.core.list_namespaced_secret(jobs.namespace).items
+    return any(secret.metadata.name == redis_secret(job) for secret in secrets)
+
+
+def connect(jobs: Jobs, job: str) -> redis.Redis:
+    """Return a client with the URL of a job's Secret, for which this function waits."""
+    jobs.wait(lambda: secret_exists(jobs, job))
+    url = jobs.core.read_namespaced_secret(redis_secret(job), jobs.namespace).data["url"]
+    return redis.Redis.from_url(base64.b64decode(url).decode())
+
+
+def can_read(server: redis.Redis, keys: MessageKeys) -> bool:
+    """Return whether a client can read a job's messages."""
+    try:
+        server.xlen(keys.requests)
+    except redis.RedisError:
+        return False
+    return True
+
+
+def test_each_job_has_a_user_that_reaches_its_own_keys_only(
+    cluster: ControlPlane, jobs: Jobs, redis_users: RedisUsersProcess
+) -> None:
+    uids = {}
+    for name in ("math", "code"):
+        uids[name] = jobs.create(name, redis={"managed": True}, history={"name": name})["metadata"]["uid"]
+    jobs.create("unmanaged")
+    math, code = connect(jobs, "math"), connect(jobs, "code")
+    wait_for(lambda: {f"{PREFIX}{uid}" for uid in uids.values()} == redis_users.users(), 60, redis_users.log)
+
+    # A user may access the keys of its own job and history.
+    keys, history = MessageKeys(uids["math"]), HistoryKeys(jobs.namespace, "math")
+    math.xadd(keys.results("rank-0"), {"d": b"1"})
+    math.xadd(history.log("p"), {"d": b"1"})
+    math.hset(history.meta, "generation", 1)
+    math.set(job_uid_key(f"{jobs.namespace}/math"), uids["math"])
+    math.info("server")
+
+    # It may neither access those of others nor administer the server.
+    denied = [
+        lambda: code.xrange(keys.results("rank-0")),
+        lambda: code.xadd(keys.requests, {"d": b"1"}),
+        lambda: code.xrange(history.log("p")),
+        lambda: code.hgetall(history.meta),
+        lambda: code.eval("return redis.call('XRANGE', KEYS[1], '-', '+')", 1, keys.results("rank-0")),
+        lambda: code.set(job_uid_key(f"{jobs.namespace}/math"), uids["code"]),
+        lambda: code.execute_command("FUNCTION", "FLUSH"),
+        code.script_flush,
+        lambda: code.xrange(HistoryKeys("elsewhere", "code").log("p")),
+        lambda: code.keys("*"),
+        code.flushall,
+        lambda: code.config_set("maxmemory", 1),
+        code.acl_list,
+        lambda: code.execute_command("MONITOR"),
+    ]
+    for number, call in enumerate(denied):
+        with pytest.raises((redis.exceptions.NoPermissionError, redis.exceptions.ResponseError)):
+            call()
+            pytest.fail(f"Call {number} was permitted.")
+
+    # The users are created again after a restart of the server, which has forgotten them.
+    redis_users.kill_server()
+    redis_users.start_server()
+    wait_for(lambda: can_read(math, keys), 60, redis_users.log)
+
+    # The user of a deleted job is removed, but not that of another installation on the same server. At the same time,
+    # a Secret that somebody has deleted is created again.
+    redis_users.admin.acl_setuser("rollout-other-uid", enabled=True)
+    jobs.core.delete_namespaced_secret(redis_secret("math"), jobs.namespace)
+    jobs.delete("code")
+    wait_for(lambda: {f"{PREFIX}{uids['math']}"} == redis_users.users(), 90, redis_users.log)
+    assert "rollout-other-uid" in redis_users.admin.acl_users()
+    wait_for(lambda: secret_exists(jobs, "math"), 90, redis_users.log)
+    wait_for(lambda: not secret_exists(jobs, "code"), GARBAGE_COLLECTION_TIMEOUT_S, "The Secret outlives its job.")
+
+    for text in (redis_users.log(), json.dumps(jobs.get("math"))):
+        assert KEY not in text
+        assert PASSWORD not in text
+    user = f"system:serviceaccount:{jobs.namespace}:das-redis-users"
+    entries = [entry for entry in cluster.audit_entries(user) if "objectRef" in entry]
+    requests = {(entry["verb"], entry["objectRef"]["resource"]) for entry in entries}
+    assert ("create", "secrets") in requests
+    assert requests <= {("list", "rolloutjobs"), ("watch", "rolloutjobs"), ("create", "secrets")}

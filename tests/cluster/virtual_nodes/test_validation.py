@@ -1,0 +1,205 @@
+"""Invalid manifests: the API server rejects most of them, and the operator reports the others.
+
+Both name the field, and ``rollout check`` rejects the same manifests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kubernetes.client import ApiException
+
+from rollout_api import ManifestError, parse_job
+from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.jobs import Jobs
+
+TOO_LONG = "a" * 46
+"""A name that leaves no room for the suffixes of pod names."""
+
+REJECTED: list[tuple[dict[str, Any], str]] = [
+    ({"source": None}, "spec.source"),
+    ({"source": {"dataset": {"tasks": [{"name": "a", "generator": "chain_sum"}]}}}, "dataset or trainer"),
+    ({"source": {"trainer": None, "dataset": {"tasks": []}}}, "spec.source.dataset.tasks"),
+    ({"source": {"trainer": None, "dataset": {"tasks": [{"name": "A!", "generator": "x"}]}}}, "tasks[0].name"),
+    (
+        {"source": {"trainer": None, "dataset": {"tasks": [{"name": "a", "generator": "x"}] * 2}}},
+        "spec.source.dataset.tasks",
+    ),
+    (
+        {"source": {"trainer": None, "dataset": {"tasks": [{"name": "a", "generator": "x", "config": {"seed": 1}}]}}},
+        "spec.source.dataset.tasks[0].config",
+    ),
+    (
+        {
+            "source": {
+                "trainer": None,
+                "dataset": {"tasks": [{"name": "a", "generator": "x"}], "epochs": 2, "checkpoints": ["a"]},
+            }
+        },
+        "checkpoints",
+    ),
+    ({"model": {"uri": ""}}, "spec.model.uri"),
+    ({"model": {"uri": 7}}, "spec.model.uri"),
+    ({"model": {"tokenSecretRef": {"name": "hf"}}}, "spec.model.tokenSecretRef.key"),
+    ({"engine": {"dtype": "int8"}}, "spec.engine.dtype"),
+    ({"engine": {"maxModelLen": 8}}, "spec.engine.maxModelLen"),
+    ({"engine": {"kvCacheMemory": "4Zi"}}, "spec.engine.kvCacheMemory"),
+    ({"engine": {"kvCacheMemory": "0"}}, "spec.engine.kvCacheMemory"),
+    ({"engine": {"tensorParallelSize": 2}}, "gpusPerWorker"),
+    ({"engine": {"tensorParallelSize": 2}, "workers": {"gpusPerWorker": 3}}, "gpusPerWorker"),
+    ({"engine": {"pipelineParallelSize": 2}, "workers": {"gpusPerWorker": 0}}, "pipelineParallelSize"),
+    (
+        {
+            "engine": {"kvCacheMemory": "8Gi"},
+            "workers": {"gpusPerWorker": 0, "accelerator": None, "resources": {"memory": "4Gi"}},
+        },
+        "kvCacheMemory",
+    ),
+    ({"sampling": {"topP": 1.5}}, "spec.sampling.topP"),
+    ({"sampling": {"topP": 0}}, "spec.sampling.topP"),
+    ({"sampling": {"temperature": -1}}, "spec.sampling.temperature"),
+    ({"sampling": {"n": 0}}, "spec.sampling.n"),
+    ({"sampling": {"minTokens": 5000}}, "minTokens"),
+    ({"sampling": {"maxTokens": 4096}}, "maxTokens"),
+    ({"sampling": {"minP": 0.1}}, "minP"),
+    ({"sampling": {"logitBias": {"3": 1.0}}}, "logitBias"),
+    ({"workers": {"replicas": 0}}, "spec.workers.replicas"),
+    ({"workers": {"minReplicas": 3}}, "minReplicas"),
+    ({"workers": {"maxReplicas": 1}}, "maxReplicas"),
+    ({"workers": {"gpusPerWorker": -1}}, "spec.workers.gpusPerWorker"),
+    ({"workers": {"accelerator": "tpu"}}, "spec.workers.accelerator"),
+    ({"workers": {"tolerations": [{"operator": "Maybe"}]}}, "spec.workers.tolerations[0].operator"),
+    ({"speculation": {"policy": "magic"}}, "spec.speculation.policy"),
+    ({"speculation": {"maxDraftTokens": 65}}, "spec.speculation.maxDraftTokens"),
+    ({"history": {"name": "UPPER"}}, "spec.history.name"),
+    ({"history": {"maxBytes": "1000k"}}, "at least 1Mi"),
+    ({"history": {"maxBytes": "64GB"}}, "spec.history.maxBytes"),
+    ({"history": {"redis": {"url": "http://redis"}}}, "spec.history.redis.url"),
+    ({"history": {"redis": {"url": "redis+cluster://:secret@redis"}}}, "spec.history.redis.url"),
+    (
+        {"history": {"redis": {"url": "redis+sentinel://redis/mymaster?sentinel_password=secret"}}},
+        "spec.history.redis.url",
+    ),
+    (
+        {"history": {"redis": {"url": "redis://a", "urlFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}}},
+        "url or urlFrom",
+    ),
+    (
+        {"history": {"redis": {"urlFrom": {"secretKeyRef": {"name": "a"}}}}},
+        "spec.history.redis.urlFrom.secretKeyRef.key",
+    ),
+    ({"redis": {"url": "redis+cluster://redis"}}, "spec.redis.url"),
+    ({"redis": {"url": "http://redis"}}, "spec.redis.url"),
+    ({"redis": {"url": "redis://:secret@redis"}}, "spec.redis.url"),
+    ({"redis": {"url": "redis://redis/0?password=secret"}}, "spec.redis.url"),
+    ({"redis": {"url": "redis://a", "urlFrom": {"secretKeyRef": {"name": "a", "key": "b"}}}}, "url or urlFrom"),
+    ({"weights": {"allowedRoots": ["models"]}}, "spec.weights.allowedRoots"),
+    ({"lifecycle": {"activeDeadlineSeconds": 0}}, "spec.lifecycle.activeDeadlineSeconds"),
+    ({"lifecycle": {"failurePolicy": {"rules": [{"action": "Ignore"}]}}}, "onExitCodes or onReasons"),
+    (
+        {"lifecycle": {"failurePolicy": {"rules": [{"action": "Panic", "onReasons": ["A"]}]}}},
+        "spec.lifecycle.failurePolicy.rules[0].action",
+    ),
+    ({"priorityClassName": "High!"}, "spec.priorityClassName"),
+    ({"speculation": {"indexBytes": "1000k"}}, "at least 1Mi"),
+]
+
+REPORTED: list[tuple[str, dict[str, Any], str]] = [
+    ("redis-url", {"redis": {"url": "unix:///run/redis.sock"}}, "spec.redis.url"),
+    ("history-url", {"history": {"redis": {"url": "unix:///run/redis.sock"}}}, "spec.history.redis.url"),
+    (
+        "worker-template",
+        {"workers": {"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}},
+        "spec.workers.podTemplate",
+    ),
+    ("head-template", {"head": {"podTemplate": {"spec": {"volumes": ["x"]}}}}, "spec.head.podTemplate"),
+]
+
+
+@pytest.fixture(scope="module")
+def unwatched_jobs(cluster: ControlPlane) -> Iterator[Jobs]:
+    """A namespace without an operator."""
+    jobs = Jobs(cluster, "validation")
+    yield jobs
+    jobs.close()
+
+
+@pytest.fixture(scope="module")
+def existing(unwatched_jobs: Jobs) -> str:
+    """The name of a valid job."""
+    unwatched_jobs.create("existing")
+    return "existing"
+
+
+@pytest.mark.parametrize(("sections", "message"), REJECTED, ids=[str(sections)[:80] for sections, _ in REJECTED])
+def test_the_api_server_rejects_what_rollout_check_rejects(
+    unwatched_jobs: Jobs, sections: dict[str, Any], message: str
+) -> None:
+    manifest = unwatched_jobs.manifest("invalid", **sections)
+    assert message in unwatched_jobs.rejection(manifest)
+    assert unwatched_jobs.get("invalid") is None
+    with pytest.raises(ManifestError):
+        parse_job(manifest)
+
+
+@pytest.mark.parametrize("name", ["1st", "Upper", TOO_LONG])
+def test_names_from_which_no_pod_names_can_be_formed_are_rejected(unwatched_jobs: Jobs, name: str) -> None:
+    manifest = unwatched_jobs.manifest(name)
+    assert "metadata.name" in unwatched_jobs.rejection(manifest)
+    with pytest.raises(ManifestError):
+        parse_job(manifest)
+
+
+@pytest.mark.parametrize(("name", "sections", "field"), REPORTED)
+def test_the_operator_reports_what_the_api_server_cannot_check(
+    operated_jobs: Jobs, name: str, sections: dict[str, Any], field: str
+) -> None:
+    operated_jobs.create(name, **sections)
+    operated_jobs.wait(lambda: operated_jobs.condition(name, "Accepted") == ("False", "Invalid"))
+    assert field in operated_jobs.wait_for_event(name, "Invalid")
+    assert not operated_jobs.pods(name)
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"model": {"uri": "other"}}, "model cannot be changed"),
+        ({"source": {"dataset": {"tasks": [{"name": "a", "generator": "b"}]}, "trainer": None}}, "source cannot be"),
+        ({"engine": {"maxModelLen": 100_000}}, "engine cannot be changed"),
+        ({"sampling": {"n": 2}}, "sampling cannot be changed"),
+        ({"history": {"name": "other"}}, "history cannot be changed"),
+        ({"redis": {"url": "redis://other"}}, "redis cannot be changed"),
+        ({"managedBy": "someone"}, "managedBy cannot be changed"),
+    ],
+)
+def test_immutable_fields_cannot_be_changed(
+    unwatched_jobs: Jobs, existing: str, sections: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ApiException, match=message):
+        unwatched_jobs.patch(existing, **sections)
+
+
+def test_the_shortest_manifest_gets_all_defaults(unwatched_jobs: Jobs) -> None:
+    manifest = unwatched_jobs.manifest("short")
+    manifest["spec"] = {"source": {"trainer": {}}, "model": {"uri": "Qwen/Qwen3-8B"}}
+    assert "" == unwatched_jobs.rejection(manifest)
+    job = unwatched_jobs.get("short")
+    assert job is not None
+    assert parse_job(manifest).spec == parse_job({**manifest, "spec": job["spec"]}).spec
+    assert (1, 4096, "marginal") == (
+        job["spec"]["workers"]["replicas"],
+        job["spec"]["engine"]["maxModelLen"],
+        job["spec"]["speculation"]["policy"],
+    )
+
+
+def test_jobs_have_a_scale_subresource_and_printed_columns(unwatched_jobs: Jobs, existing: str) -> None:
+    kubectl = unwatched_jobs.cluster.kubectl
+    kubectl("-n", unwatched_jobs.namespace, "scale", f"rj/{existing}", "--replicas=5")
+    job = unwatched_jobs.get(existing)
+    assert job is not None
+    assert 5 == job["spec"]["workers"]["replicas"]
+    header = kubectl("-n", unwatched_jobs.namespace, "get", "rj").stdout.splitlines()[0].split()
+    assert ["NAME", "STATE", "WORKERS", "PROGRESS", "TOK/S", "ACCEPTED", "SAVED", "AGE"] == header

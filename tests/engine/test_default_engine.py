@@ -1,0 +1,50 @@
+"""An engine with the default settings of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollout_api.manifest.spec import Sampling
+from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.engine import Engine
+from rollout_worker.history.store import HistoryStore
+from tests.support.engines import EngineHarness, engine_config
+from tests.support.reference_model import LoopThread
+
+PROMPT = [4, 4, 2, 17]
+REPETITIVE = Sampling(n=8, max_tokens=200, allowed_token_ids=[1, 2], temperature=0)
+
+
+@pytest.fixture(scope="module")
+def default_engine(
+    model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
+) -> Iterator[EngineHarness]:
+    """An engine with the ``marginal`` policy and the model's data type, for which CPUs use bfloat16 kernels."""
+    config = engine_config(model, replace(drafting_config, policy="marginal", governed=True))
+    config = replace(config, spec=config.spec.model_copy(update={"dtype": "auto"}))
+    engine = loop.run(Engine.start(config))
+    yield EngineHarness(engine, loop, history_store)
+    engine.close()
+
+
+def test_the_cost_model_is_fitted_and_drafts_that_pay_are_verified(default_engine: EngineHarness) -> None:
+    results = default_engine.sample([PROMPT], REPETITIVE, "loop")
+    stats = default_engine.loop.run(default_engine.engine.stats())
+    # Most steps decode only and are measured; the time in which the engine waits is not.
+    assert 0.5 * stats["steps"] < stats["timed_seconds"] / stats["cost_base_seconds"]
+    assert 0 < stats["cost_error_ratio"] < 0.5
+    duration = max(result.finished - result.started for result in results)
+    assert 0 < stats["timed_seconds"] <= duration
+    assert stats["timed_seconds_without_drafts"] > stats["timed_seconds"]
+    assert sum(result.num_accepted_tokens for result in results) > 0.5 * 8 * 200
+    assert 0 == stats["drafting_stops"]
+
+
+def test_the_policy_accepts_the_state_of_the_queue(default_engine: EngineHarness) -> None:
+    default_engine.loop.run(default_engine.engine.set_queue(100, 1e5))
+    assert 8 == len(default_engine.sample([PROMPT], REPETITIVE, "queue"))
+    default_engine.loop.run(default_engine.engine.set_queue(0, 0.0))

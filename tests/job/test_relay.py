@@ -1,0 +1,125 @@
+"""The relay moves finished rollouts and their rewards to the history exactly once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import redis
+
+from rollout_api.protocol.keys import MESSAGE_FIELD
+from rollout_api.protocol.length_entries import rollout_key
+from rollout_api.protocol.messages import Message, Purpose, Rewards, RolloutRequest, encode
+from rollout_api.redis_client.connection import connect
+from rollout_worker.history.blocks import START
+from rollout_worker.history.records import HistoryRecord
+from rollout_worker.history.store import HistoryStore
+from rollout_worker.job.job_store import JobStore
+from rollout_worker.job.relay import Relay
+from tests.support.job_messages import HISTORY, JOB, request, rollout
+from tests.support.redis_servers import Server
+
+
+class RelayHarness:
+    """A job with a relay, whose rollouts the test finishes."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.redis = url, connect(url)
+        self.history = HistoryStore(self.redis, HISTORY, window=4)
+        self.relay = Relay(self.redis, JOB, self.history)
+
+    def finish(self, *requests: RolloutRequest) -> None:
+        """Finish all samples of requests."""
+
+        async def finish_all() -> None:
+            job_store = JobStore.connect(self.url, JOB)
+            for asked in requests:
+                entry_id: Any = self.redis.xadd(JOB.requests, {MESSAGE_FIELD: encode(asked)})
+                await job_store.requests.admit(entry_id.decode(), asked)
+                for sample in range(asked.sampling.n):
+                    await job_store.rollouts.finish(asked, rollout(asked, sample))
+            await job_store.close()
+
+        asyncio.run(finish_all())
+
+    def send(self, stream: str, message: Message) -> None:
+        self.redis.xadd(stream, {MESSAGE_FIELD: encode(message)})
+
+    def records(self) -> list[HistoryRecord]:
+        return self.history.read({"p": START})["p"].records
+
+    def stored(self) -> list[str]:
+        return [record.rollout_id for record in self.records()]
+
+
+@pytest.fixture
+def harness(redis_url: str) -> RelayHarness:
+    return RelayHarness(redis_url)
+
+
+def test_training_rollouts_and_their_rewards_reach_the_history_once(harness: RelayHarness) -> None:
+    harness.finish(request(), request("e", n=1, purpose=Purpose.EVAL))
+    rewards = Rewards(rewards={"uid/r/1/0": 0.25, "uid/unknown/0/0": 1.0})
+    harness.send(JOB.rewards, rewards)
+    entries: Any = harness.redis.xrange(JOB.outbox)
+    for _ in range(2):
+        harness.relay.drain()
+        assert ["uid/r/0/0", "uid/r/1/0"] == harness.stored()
+        assert {rollout_key("uid/r/1/0"): 0.25} == harness.history.statistics.rewards("p")
+        assert 0 == harness.redis.xlen(JOB.outbox) == harness.redis.xlen(JOB.rewards)
+        # As if the relay had been killed between storing the entries and deleting them.
+        harness.redis.xadd(JOB.outbox, entries[0][1])
+        harness.send(JOB.rewards, rewards)
+
+
+def test_the_end_of_a_later_turns_prompt_reaches_the_history_but_not_the_client(harness: RelayHarness) -> None:
+    prompt = list(range(1000, 1100))
+    turns = [
+        request(f"t{turn}", n=1, prompt_token_ids=prompt[:length], trajectory_id="t", turn=turn)
+        for turn, length in enumerate((90, 100, 3))
+    ]
+    harness.finish(*turns)
+    sent: Any = [fields for _, fields in harness.redis.xrange(JOB.results("trainer"))]
+    assert [{b"d": encode(rollout(asked, 0))} for asked in turns] == sent
+    harness.relay.drain()
+    assert [[], prompt[-64:], prompt[:3]] == [record.context.tolist() for record in harness.records()]
+
+
+@pytest.mark.parametrize("stream", [JOB.outbox, JOB.rewards])
+@pytest.mark.parametrize("data", [b"garbage", b"", encode(request())])
+def test_an_entry_that_cannot_be_decoded_becomes_a_dead_letter(harness: RelayHarness, stream: str, data: bytes) -> None:
+    harness.redis.xadd(stream, {MESSAGE_FIELD: data})
+    harness.finish(request(n=1))
+    harness.relay.drain()
+    assert ["uid/r/0/0"] == harness.stored()
+    letters: Any = harness.redis.xrange(JOB.dead_letters)
+    ((_, letter),) = letters
+    assert (data, stream.encode()) == (letter[b"d"], letter[b"stream"])
+    assert letter[b"reason"]
+
+
+def test_a_reward_with_an_invalid_ledger_entry_becomes_a_dead_letter(harness: RelayHarness) -> None:
+    harness.redis.hset(JOB.ledger("r"), "0", msgpack.packb(("p", 5)))
+    harness.send(JOB.rewards, Rewards(rewards={"uid/r/0/0": 1.0}))
+    harness.relay.drain()
+    [(_, letter)] = harness.redis.xrange(JOB.dead_letters)
+    assert b"not a ledger entry" in letter[b"reason"]
+
+
+def test_a_reward_waits_for_a_failover_of_the_history(harness: RelayHarness, tmp_path: Path) -> None:
+    harness.finish(request())
+    with Server(tmp_path) as server:
+        history = HistoryStore(connect(server.url), HISTORY, window=2)
+        relay = Relay(harness.redis, JOB, history)
+        relay.drain()
+        harness.send(JOB.rewards, Rewards(rewards={"uid/r/0/0": 0.25}))
+        server.client().replicaof("127.0.0.1", 1)  # the server that was the primary is a replica now
+        with pytest.raises(redis.exceptions.ReadOnlyError):
+            relay.drain()
+        server.client().replicaof("no", "one")
+        relay.drain()
+        assert {rollout_key("uid/r/0/0"): 0.25} == history.statistics.rewards("p")
+    assert 0 == harness.redis.xlen(JOB.dead_letters)

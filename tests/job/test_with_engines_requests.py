@@ -1,0 +1,264 @@
+"""Requests of a job with two real engines, from the client to the history."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import psutil
+
+from rollout_api import AsyncRolloutClient, FinishReason, Prompt, Rollout, RolloutId, encode
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Refusal, RolloutRequest, WeightUpdate, decode
+from rollout_worker.engine.engine import Engine
+from tests.support.in_process_job import LiveJob, manifest
+from tests.support.live_job_harness import (
+    ENDLESS,
+    JobHarness,
+    assert_delivered_once,
+    gather,
+    prompt_index,
+    prompts,
+    wait_for_status,
+)
+from tests.support.reference_model import EOS, VOCABULARY, ReferenceDistribution
+
+
+def test_both_engines_answer_a_step_and_its_rollouts_reach_the_history(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        rollouts = await gather(client, 1, prompts(12))
+        assert_delivered_once(running, rollouts, 48)
+        assert 2 == len({rollout.engine for rollout in rollouts})
+        assert {"stop", "length"} >= {str(rollout.finish_reason) for rollout in rollouts}
+        assert all(0 < rollout.started_at <= rollout.finished_at for rollout in rollouts)
+        status = await wait_for_status(
+            client,
+            lambda status: (48, 0, 0, 0) == tuple(status[name] for name in ("done", "waiting", "assigned", "requests")),
+        )
+        assert {"engine-0", "engine-1"} == {engine["name"] for engine in status["engines"]}
+
+    job_harness.run(scenario)
+
+
+def test_engines_on_one_machine_may_run_on_all_cores(engines: dict[str, Engine]) -> None:
+    workers = [process for process in psutil.Process().children(recursive=True) if process.name() == "VLLM::Worker"]
+    assert len(workers) >= len(engines)  # other tests may have engines as well
+    for worker in workers:
+        # All threads of a process inherit the affinity of its main thread.
+        assert os.sched_getaffinity(0) == set(worker.cpu_affinity())
+
+
+def test_cancelled_and_overdue_rollouts_return_their_partial_output(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        sampling = Sampling(n=8, max_tokens=480, allowed_token_ids=ENDLESS, logprobs=True)
+        asked = prompts(20, sampling=sampling)
+        async with client.step(1, asked) as step:
+            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 8)
+            await step.cancel()
+            started = time.monotonic()
+            rollouts = [rollout async for rollout in step]
+        assert time.monotonic() - started < 5
+        assert_delivered_once(running, rollouts, 160)
+        assert FinishReason.CANCELLED in {rollout.finish_reason for rollout in rollouts}
+        partial = [rollout for rollout in rollouts if rollout.token_ids and not rollout.finish_reason.complete]
+        assert partial
+        assert all(rollout.logprobs and rollout.weight_spans for rollout in partial)
+        # A partial rollout can be continued in the next step.
+        chosen = partial[0]
+        prompt = asked[prompt_index(chosen)]
+        (whole,) = await gather(client, 2, [prompt.continue_from(chosen)])
+        assert chosen.token_ids == whole.token_ids[: len(chosen.token_ids)]
+        assert 480 == len(whole.token_ids)
+        assert whole.logprobs is not None
+        reference = ReferenceDistribution(job_harness.models / "0")
+        assert reference.max_error(list(prompt.token_ids), whole.token_ids, whole.logprobs, sampling) < 1e-3
+
+        late = [Prompt(one.token_ids, one.problem_id, sampling, deadline_seconds=0.7) for one in asked]
+        rollouts = await gather(client, 3, late)
+        assert 160 == len({rollout.rollout_id for rollout in rollouts})
+        assert FinishReason.DEADLINE in {rollout.finish_reason for rollout in rollouts}
+
+    job_harness.run(scenario)
+
+
+def test_invalid_requests_are_refused_with_a_reason_and_others_are_served(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        keys = running.keys
+
+        def request(name: str, tokens: list[int], **more: Any) -> RolloutRequest:
+            return RolloutRequest(
+                job_uid=more.pop("uid", running.uid), request_id=name, prompt_token_ids=tokens, **more
+            )
+
+        invalid = [
+            request("long", [1] * 500),
+            request("megabyte", [1] * 260_000),
+            request("unknown token", [VOCABULARY]),
+            request("another job", [1], uid="another"),
+            request("unsupported with drafts", [1], sampling=Sampling(min_p=0.5)),
+        ]
+        for each in invalid:
+            running.redis.xadd(keys.requests, {"d": encode(each)})
+        for garbage in (b"garbage", encode(WeightUpdate(weight_version=1, uri="/x"))):
+            running.redis.xadd(keys.requests, {"d": garbage})
+            running.redis.xadd(keys.control, {"d": garbage[:5]})
+        assert 4 == len(await gather(client, 1, prompts(1)))
+        await running.until(lambda: running.redis.xlen(keys.control) == 0)
+        letters: Any = running.redis.xrange(keys.dead_letters)
+        reasons = [letter[b"reason"].decode() for _, letter in letters]
+        for words in (
+            "engine.maxModelLen",
+            "spec.queue.maxRequestBytes",
+            f"{VOCABULARY} is not a token of the model",
+            "the request is for job another",
+            "sampling.minP",
+            "msgpack",
+            "a weights in place of a request",
+        ):
+            assert any(words in reason for reason in reasons), (words, reasons)
+        assert len(invalid) + 4 == len(letters)
+
+    job_harness.run(scenario)
+
+
+def test_requests_are_identified_by_their_id(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        assert 4 == len(await gather(client, 1, prompts(1)))
+        # The same prompt from another client is another request.
+        async with AsyncRolloutClient.connect(job_harness.url, uid=running.uid, name="other") as other:
+            assert 4 == len(await gather(other, 1, prompts(1)))
+        # The same id with other settings is refused, and the first request continues.
+        sampling = Sampling(n=2, max_tokens=300, allowed_token_ids=ENDLESS)
+        first = RolloutRequest(
+            job_uid=running.uid, request_id="twice", reply_to="nobody", prompt_token_ids=[1], sampling=sampling
+        )
+        second = first.model_copy(update={"sampling": sampling.model_copy(update={"n": 5})})
+        for request in (first, second):
+            running.redis.xadd(running.keys.requests, {"d": encode(request)})
+        results = running.keys.results(first.reply_to)
+        await running.until(lambda: running.redis.xlen(results) == 3)
+        answers: Any = running.redis.xrange(results)
+        refusal, *rollouts = [decode(fields[b"d"]) for _, fields in answers]
+        assert isinstance(refusal, Refusal)
+        assert "asks for another number of samples" in refusal.reason
+        assert all(isinstance(rollout, Rollout) and rollout.finish_reason.complete for rollout in rollouts)
+        await client.close()
+        async with AsyncRolloutClient.connect(job_harness.url, uid=running.uid) as again:
+            # A trainer that was reset to an earlier checkpoint repeats an answered request under another id.
+            rollouts = await gather(again, 1, prompts(1))
+        assert {".r1"} == {RolloutId.parse(rollout.rollout_id).request_id[-3:] for rollout in rollouts}
+        assert {0, 1, 2, 3} == {RolloutId.parse(rollout.rollout_id).sample for rollout in rollouts}
+
+    job_harness.run(scenario)
+
+
+def test_turns_run_on_the_engine_that_has_their_prefix_cached(job_harness: JobHarness) -> None:
+    observation = [3, 1, 4, 1, 5, 9, 2, 6]
+
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        async with client.step(1) as step:
+            starts = [[(number + place) % EOS for place in range(280)] for number in range(6)]
+            chats = [step.trajectory(start, problem_id=f"t{number}") for number, start in enumerate(starts)]
+            engines: list[set[str]] = [set() for _ in chats]
+            cached = []
+            for turn in range(4):
+                responses = await step.turn(chats, sampling={"max_tokens": 40, "allowed_token_ids": ENDLESS})
+                for number, rollout in enumerate(responses):
+                    engines[number].add(rollout.engine)
+                    if turn:
+                        cached.append(rollout.num_cached_tokens)
+                for chat in chats:
+                    chat.observe(observation)
+        assert [1] * 6 == [len(names) for names in engines]
+        assert 2 == len(set().union(*engines))
+        assert min(cached) >= 128  # the block size of a CPU engine
+        # Text of the environment is context, and does not count as sampled by the model.
+        running.relay.drain()
+        records = running.store.read({"t0": "-"})["t0"].records
+        assert [40] * 4 == [len(record.tokens) for record in records]
+        before, contexts = starts[0], [[]]
+        for record in records[:-1]:
+            before = [*before, *record.tokens.tolist(), *observation]
+            contexts.append(before[-64:])
+        assert contexts == [record.context.tolist() for record in records]
+
+    job_harness.run(scenario)
+
+
+def test_a_client_that_does_not_read_delays_only_itself(job_harness: JobHarness) -> None:
+    job = manifest(queue={"maxUnreadResults": "32Ki"})
+    total = 320
+
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        sampling = Sampling(n=16, max_tokens=100, allowed_token_ids=ENDLESS)
+        keys, slow = running.keys, "slow"
+        for index, prompt in enumerate(prompts(total // 16, sampling=sampling)):
+            request = RolloutRequest(
+                job_uid=running.uid,
+                request_id=f"slow-{index}",
+                reply_to=slow,
+                prompt_token_ids=list(prompt.token_ids),
+                sampling=sampling,
+            )
+            running.redis.xadd(keys.requests, {"d": encode(request)})
+        await wait_for_status(client, lambda status: status["slow_clients"] == [slow] and not status["assigned"])
+        stopped_at = running.redis.xlen(keys.results(slow))
+        assert 8 == len(await gather(client, 1, prompts(2)))
+        assert stopped_at == running.redis.xlen(keys.results(slow)) < total
+        assert running.redis.memory_usage(keys.results(slow)) < 400_000
+        async with AsyncRolloutClient.connect(job_harness.url, uid=running.uid, name=slow):
+            received = 0
+            async with asyncio.timeout(60):
+                while received < total:
+                    entries: Any = running.redis.xreadgroup("trainer", slow, {keys.results(slow): ">"}, count=640)
+                    received += sum(len(found) for _, found in entries)
+                    await asyncio.sleep(0.05)
+
+    job_harness.run(scenario, job=job)
+
+
+def test_thousands_of_rollouts_that_end_at_once_leave_nothing_open(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        async with client.step(1, prompts(200, sampling=Sampling(n=16, max_tokens=400))) as step:
+            await running.until(lambda: running.redis.xlen(running.keys.requests) == 200)
+            await step.cancel()
+            assert 3200 == len([rollout async for rollout in step])
+        await asyncio.wait_for(client.close_job(), 10)
+        await running.until_nothing_is_open()
+
+    job_harness.run(scenario)
+
+
+def test_thousands_of_short_requests_are_all_answered(job_harness: JobHarness) -> None:
+    job = manifest(engine=manifest().spec.engine.model_dump(by_alias=True, mode="json") | {"maxNumSeqs": 64})
+
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        asked = [
+            Prompt([index % EOS, index // EOS % EOS, index // EOS**2], sampling={"n": 1, "max_tokens": 4})
+            for index in range(2000)
+        ]
+        rollouts = await gather(client, 1, asked)
+        assert 2000 == len({rollout.rollout_id for rollout in rollouts})
+        assert 0 == running.redis.xlen(running.keys.results("trainer"))
+
+    job_harness.run(scenario, job=job)
+
+
+def test_the_job_ends_when_it_is_closed_and_the_history_contains_its_rollouts(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        async with client.step(1, prompts(8)) as step:
+            received = 0
+            async for _ in step:
+                received += 1
+                if received == 4:
+                    await client.close_job()
+        assert 32 == received
+        await wait_for_status(client, lambda status: (status["state"], status["requests"]) == ("closing", 0))
+        assert not running.tasks["coordinator"].done()  # the relay, which still has work, must not end
+        running.relay.drain()
+        await asyncio.wait_for(running.tasks["coordinator"], 10)
+        assert b"closed" == running.redis.hget(running.keys.job, "state")
+
+    job_harness.run(scenario)

@@ -1,0 +1,106 @@
+"""The object cache keeps what the watches deliver, by job."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollout_operator import names
+from rollout_operator.object_cache import ObjectCache
+
+from rollout_api.manifest.rollout_job import API_VERSION, KIND
+
+
+def owned(name: str, uid: str, owner: str = "job-uid", **more: Any) -> dict[str, Any]:
+    return {
+        "metadata": {
+            "name": name,
+            "namespace": "rl",
+            "uid": uid,
+            "creationTimestamp": "2026-01-01T00:00:00Z",
+            "labels": {names.COMPONENT_LABEL: names.WORKER, names.SLOT_LABEL: "0"},
+            "ownerReferences": [names.owner_reference({"name": "math", "uid": owner}, API_VERSION, KIND)],
+            "managedFields": [{"manager": "kubectl"}],
+        },
+        **more,
+    }
+
+
+KEY = ("rl", "math")
+
+
+def test_pods_belong_to_the_job_with_the_owner_uid_not_to_another_of_the_same_name() -> None:
+    cache = ObjectCache()
+    assert KEY == cache.update(owned("w", "1"), "Pod")
+    assert KEY == cache.update(owned("v", "2", owner="uid-of-an-earlier-job"), "Pod")
+    assert ["w"] == [pod.name for pod in cache.pods(KEY, "job-uid")]
+
+
+def test_an_unchanged_object_causes_no_reconcile() -> None:
+    cache = ObjectCache()
+    assert KEY == cache.update(owned("c", "1", data={"a": "1"}), "ConfigMap")
+    assert cache.update(owned("c", "1", data={"a": "1"}), "ConfigMap") is None
+    assert KEY == cache.update(owned("c", "1", data={"a": "2"}), "ConfigMap")
+
+
+def test_objects_of_other_owners_are_ignored() -> None:
+    cache = ObjectCache()
+    other = owned("c", "1")
+    other["metadata"]["ownerReferences"][0]["kind"] = "Deployment"
+    assert cache.update(other, "ConfigMap") is None
+    assert {} == cache.objects(KEY, "job-uid")
+
+
+def test_a_late_deletion_event_does_not_remove_a_newer_pod_of_the_same_name() -> None:
+    cache = ObjectCache()
+    cache.update(owned("w", "1"), "Pod")
+    cache.update(owned("w", "2"), "Pod")
+    cache.remove(owned("w", "1"), "Pod")
+    assert ["2"] == [pod.uid for pod in cache.pods(KEY, "job-uid")]
+    cache.remove(owned("w", "2"), "Pod")
+    assert () == cache.pods(KEY, "job-uid")
+
+
+def test_uids_by_namespace_and_removal_by_uid() -> None:
+    cache = ObjectCache()
+    cache.update(owned("w", "1"), "Pod")
+    cache.update(owned("c", "2"), "ConfigMap")
+    assert ({"1"}, {"2"}) == (cache.uids("Pod", ""), cache.uids("ConfigMap", "rl"))
+    assert set() == cache.uids("Pod", "other")
+    assert KEY == cache.remove_uid("ConfigMap", "2")
+    assert set() == cache.uids("ConfigMap", "")
+
+
+def versioned(name: str, uid: str, version: int, **more: Any) -> dict[str, Any]:
+    body = owned(name, uid, **more)
+    body["metadata"]["resourceVersion"] = str(version)
+    return body
+
+
+def test_a_response_older_than_the_watch_changes_nothing() -> None:
+    cache = ObjectCache()
+    running = versioned("w", "1", 7, status={"phase": "Running"})
+    cache.update(running, "Pod")
+    cache.update_from_response(versioned("w", "1", 5), "Pod")
+    assert ["Running"] == [pod.phase for pod in cache.pods(KEY, "job-uid")]
+    cache.remove(running, "Pod")
+    cache.update_from_response(versioned("w", "1", 6), "Pod")
+    assert () == cache.pods(KEY, "job-uid")
+    cache.update_from_response(versioned("w", "2", 8), "Pod")
+    assert ["2"] == [pod.uid for pod in cache.pods(KEY, "job-uid")]
+
+
+def test_a_response_about_a_job_is_used_if_it_is_newer() -> None:
+    cache = ObjectCache()
+
+    def job(version: int, state: str) -> dict[str, Any]:
+        metadata = {"namespace": "rl", "name": "math", "uid": "job-uid", "resourceVersion": str(version)}
+        return {"metadata": metadata, "status": {"state": state}}
+
+    cache.update_job(job(5, "Running"))
+    cache.update_job_from_response(job(4, "Starting"))
+    assert ["Running"] == cache.states()
+    cache.update_job_from_response(job(9, "Suspended"))
+    assert ["Suspended"] == cache.states()
+    cache.remove_job(job(9, "Suspended"))
+    cache.update_job_from_response(job(10, "Failed"))
+    assert [] == cache.states()

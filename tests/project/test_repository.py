@@ -1,0 +1,65 @@
+"""Facts that are stated in several files of the repository agree, and links between its pages lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+def tracked(*patterns: str) -> list[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return sorted(name for name in listed if (ROOT / name).exists())
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub generates them."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    texts = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("page", tracked("*.md"))
+def test_links_lead_to_files_and_headings(page: str) -> None:
+    file = ROOT / page
+    broken = []
+    for link in LINK.findall(FENCE.sub("", file.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (file.parent / path).resolve() if path else file
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
+            broken.append(link)
+    assert [] == broken
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    chart = yaml.safe_load((ROOT / "charts" / "das-rollout" / "Chart.yaml").read_text())
+    assert VERSION == chart["version"]
+    assert VERSION == chart["appVersion"]
+
+
+@pytest.mark.parametrize("name", ["das-rollout-operator", "das-rollout-worker"])
+def test_image_tags_have_the_version_of_the_package(name: str) -> None:
+    tag = re.compile(rf"\b{name}(?:-cpu)?:(\d+\.\d+\.\d+\S*?)(?=[\s`\"']|$)")
+    for file in tracked("*.md", "*.yaml", "*/Dockerfile"):
+        for found in tag.findall((ROOT / file).read_text()):
+            assert VERSION == found, f"{file} names {name}:{found}"
+
+
+def test_every_page_of_the_documentation_is_in_its_index() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    for page in tracked("docs/*.md"):
+        if page != "docs/README.md":
+            name = page.removeprefix("docs/")
+            assert f"({name})" in index, f"docs/README.md does not link to {name}"

@@ -1,0 +1,253 @@
+"""A job's side of the protocol in plain Redis commands, written from docs/protocol.md instead of shared code."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import redis
+
+from rollout_api import (
+    Cancel,
+    FinishReason,
+    Refusal,
+    Rollout,
+    RolloutRequest,
+    Sampling,
+    WeightSpan,
+    WeightUpdate,
+    decode,
+    encode,
+)
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
+from rollout_api.protocol.length_entries import pack_entry, pack_recent
+from rollout_api.protocol.messages import Message
+
+VOCABULARY = 1000
+"""Number of token ids of the fake job's model."""
+HISTORY = HistoryKeys("default", "math-history")
+"""Keys of the fake job's history."""
+
+
+class FakeJob:
+    """A job that exists in Redis. Its requests are answered by the test, or by a thread within :meth:`serving`.
+
+    Args:
+        url: URL of Redis.
+        uid: uid of the job.
+        name: ``namespace/name`` of the job.
+        max_rollouts: number of rollouts that may be open at once.
+    """
+
+    def __init__(
+        self, url: str, *, uid: str = "uid-1", name: str = "default/math", max_rollouts: int = 100_000
+    ) -> None:
+        self.redis = redis.Redis.from_url(url, socket_timeout=5)
+        self.keys = MessageKeys(uid)
+        self.uid, self.name = uid, name
+        self.sampled: list[str] = []
+        """Rollout ids in the order in which the rollouts were produced."""
+        self.answered: dict[str, int] = {}
+        """Request id → number of rollouts that were produced for it."""
+        self.cancelled: set[str] = set()
+        """Ids of requests that were cancelled."""
+        self._entries: dict[str, list[bytes]] = {}
+        description = {
+            "version": 1,
+            "model": "das/tiny",
+            "vocabulary": VOCABULARY,
+            "sampling": Sampling(n=2, max_tokens=64).model_dump_json(),
+            "max_model_len": 256,
+            "max_request_bytes": 4096,
+            "max_rollouts": max_rollouts,
+            "history": HISTORY.full_name,
+            "state": "running",
+        }
+        self.redis.hset(self.keys.job, mapping=description)
+        self.redis.set(job_uid_key(name), uid)
+
+    # What the job reads.
+
+    def entries(self) -> list[tuple[bytes, RolloutRequest]]:
+        """Return the requests in the stream, each with the id of its entry."""
+        found = []
+        for entry, fields in self.redis.xrange(self.keys.requests):
+            message = decode(fields[b"d"])
+            assert isinstance(message, RolloutRequest)
+            found.append((entry, message))
+            self._entries.setdefault(message.request_id, []).append(entry)
+        return found
+
+    def requests(self) -> list[RolloutRequest]:
+        """Return the requests in the stream."""
+        return [request for _, request in self.entries()]
+
+    def control_messages(self) -> list[Message]:
+        """Return the messages in the control stream."""
+        return [decode(fields[b"d"]) for _, fields in self.redis.xrange(self.keys.control)]
+
+    def wait_for_requests(self, count: int) -> list[RolloutRequest]:
+        """Wait until there are at least *count* requests in the stream, and return them."""
+        wait_until(lambda: len(self.requests()) >= count)
+        return self.requests()
+
+    # What the job writes.
+
+    def make_rollout(
+        self,
+        request: RolloutRequest,
+        sample: int,
+        *,
+        length: int = 3,
+        finish_reason: FinishReason = FinishReason.STOP,
+    ) -> Rollout:
+        """Return a rollout whose token ids depend on the sample."""
+        tokens = [sample + 1] * length
+        return Rollout(
+            rollout_id=str(request.rollout_id(sample)),
+            problem_id=request.problem,
+            purpose=request.purpose,
+            token_ids=tokens,
+            logprobs=[-0.5] * length,
+            weight_spans=[WeightSpan(start=0, weight_version=0)] if tokens else [],
+            finish_reason=finish_reason,
+        )
+
+    def reply(self, client: str, message: Message) -> None:
+        """Append a message to a client's result stream."""
+        self.redis.xadd(self.keys.results(client), {"d": encode(message)})
+
+    def answer(self, request: RolloutRequest, samples: list[int] | None = None, **options: Any) -> None:
+        """Produce some samples of a request (default: all), and delete the request with the last of them."""
+        n = self.num_samples(request)
+        for sample in range(n) if samples is None else samples:
+            rollout = self.make_rollout(request, sample, **options)
+            self.sampled.append(rollout.rollout_id)
+            self.answered[request.request_id] = self.answered.get(request.request_id, 0) + 1
+            self.reply(request.reply_to, rollout)
+        if self.answered[request.request_id] >= n:
+            self.delete_request(request)
+
+    def delete_request(self, request: RolloutRequest) -> None:
+        """Delete a request's entries."""
+        self.redis.xdel(self.keys.requests, *self._entries.get(request.request_id, ["0-0"]))
+
+    @staticmethod
+    def num_samples(request: RolloutRequest) -> int:
+        """Return how many samples a request asks for."""
+        return request.sampling.n if "n" in request.sampling.model_fields_set else 2
+
+    def adopt_update(self, update: WeightUpdate, entry: bytes) -> None:
+        """Record an update as the weights to serve, and delete its entry."""
+        pipeline = self.redis.pipeline(transaction=True)
+        pipeline.hset(self.keys.weights, update.weights_kind.value, encode(update))
+        pipeline.xdel(self.keys.control, entry)
+        pipeline.execute()
+
+    def publish_status(self, **status: object) -> None:
+        """Publish a status, as a coordinator does once a second."""
+        self.redis.set(self.keys.status, json.dumps({"waiting": 0, "assigned": 0, **status}), ex=10)
+
+    @contextmanager
+    def out_of_memory(self) -> Iterator[None]:
+        """Make Redis run out of memory until the block ends."""
+        self.redis.config_set("maxmemory", 1)
+        try:
+            yield
+        finally:
+            self.redis.config_set("maxmemory", 0)
+
+    def break_connections(self) -> None:
+        """Close all other connections, so that readers find that Redis was unreachable and may have lost data."""
+        self.redis.client_kill_filter(_type="normal", skipme=True)
+
+    def set_state(self, state: str = "closed", reason: str = "") -> None:
+        """Record that the job has ended."""
+        self.redis.hset(self.keys.job, mapping={"state": state, "reason": reason})
+
+    def report_engine(
+        self, engine: str, *, version: int, failed: dict[int, str] | None = None, draining: bool = False
+    ) -> None:
+        """Write an engine's report and its lease."""
+        report = {"version": version, "failed": failed or {}, "draining": draining}
+        self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
+        self.redis.set(self.keys.lease(engine), "1", px=60_000)
+
+    # Serving.
+
+    def serve_once(self, answer: Callable[[RolloutRequest], None] | None = None) -> None:
+        """Process all messages: repeated requests are refused, and cancelled ones answered with partial output."""
+        for entry, fields in self.redis.xrange(self.keys.control):
+            message = decode(fields[b"d"])
+            if isinstance(message, Cancel):
+                self.cancelled.update(message.request_ids)
+                self.redis.xdel(self.keys.control, entry)
+            if isinstance(message, WeightUpdate):
+                self.adopt_update(message, entry)
+        for entry, request in self.entries():
+            if self.answered.get(request.request_id, 0) >= self.num_samples(request):
+                self.redis.xdel(self.keys.requests, entry)
+                reason = "it was answered before; to sample it again, use another request id"
+                self.reply(
+                    request.reply_to, Refusal(request_id=request.request_id, reason=reason, already_answered=True)
+                )
+            elif request.request_id in self.cancelled:
+                num_answered = self.answered.get(request.request_id, 0)
+                rest = list(range(num_answered, self.num_samples(request)))
+                self.answer(request, rest, length=1, finish_reason=FinishReason.CANCELLED)
+            elif answer is not None:
+                answer(request)
+            else:
+                self.answer(request)
+
+    @contextmanager
+    def serving(self, answer: Callable[[RolloutRequest], None] | None = None) -> Iterator[FakeJob]:
+        """Answer requests in a thread until the block ends.
+
+        Args:
+            answer: answers one request; default: produce all its samples.
+        """
+        stopping = threading.Event()
+        failures: list[Exception] = []
+
+        def run() -> None:
+            while not stopping.is_set():
+                try:
+                    self.publish_status()
+                    self.serve_once(answer)
+                except redis.ConnectionError:
+                    pass  # the test restarts Redis
+                except Exception as error:
+                    failures.append(error)
+                    return
+                stopping.wait(0.02)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            stopping.set()
+            thread.join(timeout=10)
+            assert failures == []
+
+
+def record_lengths(server: redis.Redis, problem: str, generation: int, lengths: list[tuple[int, bool]]) -> None:
+    """Write lengths of rollouts, each with whether it was cut off, to the history as the relay of a job does."""
+    entries = [pack_entry(f"{problem}/{index}", *one) for index, one in enumerate(lengths)]
+    server.hset(HISTORY.lengths(problem), str(generation), b"".join(entries))
+    server.lpush(HISTORY.recent_lengths(HISTORY.shard_of(problem)), *(pack_recent(generation, *one) for one in lengths))
+    server.hset(HISTORY.meta, "generation", generation)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    """Wait until *condition* is true; fail after *seconds*."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true in time"
+        time.sleep(0.01)

@@ -5,6 +5,9 @@ CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/das-rollout
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/project \
 	$(addprefix tests/history/,test_eviction.py test_records.py test_window.py)
+ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model tests/trainers
+# Each process runs whole files, so that the tests of a file share servers and engines.
+PARALLEL := --dist loadfile --numprocesses
 
 help:  ## Show this help.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"
@@ -12,15 +15,18 @@ help:  ## Show this help.
 env:  ## Create or update .venv; install missing system packages if permitted.
 	@scripts/setup-env
 
-demo: env  ## Train the tiny policy (once) and run the quickstart job.
+tiny-model: env  ## Train the tiny policy that examples and tests use, once.
 	$(VENV)/rollout tiny-model
+
+demo: tiny-model  ## Train the tiny policy (once) and run the quickstart job.
 	$(VENV)/rollout run -f examples/quickstart.yaml --json .rollout/quickstart.json
 
-test: env lint  ## Run lint, type checks, import contracts and the test suite.
-	$(VENV)/pytest
+test: tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
+	$(VENV)/pytest $(PARALLEL) 4 $(addprefix --ignore=,$(ENGINE_TESTS))
+	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS)
 
 test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
-	$(VENV)/pytest $(FAST_TESTS)
+	$(VENV)/pytest $(PARALLEL) 4 $(FAST_TESTS)
 
 test-chaos: env  ## Kill parts of a job on several Ray nodes (CHAOS_SEED, CHAOS_SECONDS).
 	$(VENV)/pytest tests/chaos -s
@@ -69,5 +75,5 @@ docker-images:  ## Build the operator's image and the GPU worker's image with Do
 clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist .rollout
 
-.PHONY: help env demo test test-fast test-chaos kubernetes images test-cluster test-native lint format generate wheels \
+.PHONY: help env tiny-model demo test test-fast test-chaos kubernetes images test-cluster test-native lint format generate wheels \
 	chart docker-images clean

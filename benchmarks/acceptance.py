@@ -88,7 +88,7 @@ def settings(scope: Scope, budgets: Sequence[int]) -> list[Setting]:
 def frontier(outcomes: Sequence[Outcome]) -> list[tuple[float, float]]:
     """Return the upper convex hull of (drafted, accepted) tokens per step that settings or mixtures of them reach."""
     hull: list[tuple[float, float]] = []
-    for x, y in sorted([(0.0, 0.0), *((one.drafted_per_step, one.accepted_per_step) for one in outcomes)]):
+    for x, y in sorted([(0.0, 0.0), *((outcome.drafted_per_step, outcome.accepted_per_step) for outcome in outcomes)]):
         while len(hull) > 1 and (hull[-1][0] - hull[-2][0]) * (y - hull[-2][1]) >= (hull[-1][1] - hull[-2][1]) * (
             x - hull[-2][0]
         ):
@@ -142,7 +142,7 @@ def compare(scope: Scope, outcomes: dict[Setting, Outcome], *, multi_turn: bool)
             {"problem": 0.90 if multi_turn else 0.80}.get(scope),
         )
     )
-    nearest = min(index.values(), key=lambda one: abs(one.accepted_per_step - default.accepted_per_step))
+    nearest = min(index.values(), key=lambda outcome: abs(outcome.accepted_per_step - default.accepted_per_step))
     for name, outcome, peer, has_target in (
         ("", nearest, "", scope == "problem"),
         (f" of {PEER}", default, PEER, False),
@@ -187,7 +187,7 @@ def row(setting: Setting, outcome: Outcome) -> dict[str, Any]:
         "acceptance_rate": outcome.accepted / max(1, outcome.drafted),
         "brier": calibration.brier,
         "base_brier": calibration.base_brier,
-        "reliability": [one._asdict() for one in calibration.deciles],
+        "reliability": [decile._asdict() for decile in calibration.deciles],
     }
 
 
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--scope", default="problem", help="comma-separated: problem, cross_problem, self, all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    budgets = [int(one) for one in options.budget.split(",")]
+    budgets = [int(budget) for budget in options.budget.split(",")]
     scopes: list[Scope] = options.scope.split(",")
     if unknown := set(scopes) - set(get_args(Scope)):
         parser.error(f"--scope must be some of {', '.join(get_args(Scope))}; got {', '.join(sorted(unknown))}")
@@ -210,12 +210,12 @@ def main() -> None:
     multi_turn = any(
         not segment.generated
         for problem in _problems
-        for one in (*problem.history, *problem.evaluated)
-        for segment in one.segments
+        for trajectory in (*problem.history, *problem.evaluated)
+        for segment in trajectory.segments
     )
-    wanted = [setting for scope in scopes for setting in settings(scope, budgets)]
+    all_settings = [setting for scope in scopes for setting in settings(scope, budgets)]
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        outcomes = dict(zip(wanted, pool.imap(run, wanted), strict=True))
+        outcomes = dict(zip(all_settings, pool.imap(run, all_settings), strict=True))
     figures = [
         figure
         for scope in scopes
@@ -231,7 +231,7 @@ def main() -> None:
         trace=options.trace.name,
         problems=len(_problems),
         rollouts=sum(len(problem.evaluated) for problem in _problems),
-        tokens=sum(one.generated for problem in _problems for one in problem.evaluated),
+        tokens=sum(trajectory.generated for problem in _problems for trajectory in problem.evaluated),
         history_rollouts=sum(len(problem.history) for problem in _problems),
         settings=[row(setting, outcome) for setting, outcome in outcomes.items()],
     )

@@ -1,4 +1,4 @@
-"""Measure the history: appends, bytes in Redis, and how soon new rollouts are in a worker's index.
+"""Measures the history: appends, bytes in Redis, and how soon new rollouts are in a worker's index.
 
     python -m benchmarks.history --json FILE [--trace TRACE … --tokenizer TOKENIZER] [--scale]
 
@@ -482,7 +482,7 @@ def scale(rng: np.random.Generator) -> dict[str, Any]:
                     for first in range(0, len(rollouts), APPEND_BATCH):
                         store.append_all(rollouts[first : first + APPEND_BATCH], newest=generation)
                     appending += time.perf_counter() - started
-                    tokens += sum(len(one.tokens) for _, one in rollouts)
+                    tokens += sum(len(record.tokens) for _, record in rollouts)
                     rollouts = []
             started = time.perf_counter()
             operations = MaintenanceOperations(store)
@@ -589,10 +589,10 @@ def _measure_cold_sync(problems: Problems, rounds: int, details: dict[str, Any])
     peer = [build_peer_trees(problems) for _ in range(rounds)]
     details |= {"cold sync": compacted, "cold sync, not compacted": logs, "seconds of the peer's trees": peer}
     size = f"{PROBLEMS} problems x {ROLLOUTS} rollouts x {LENGTH} tokens"
-    rates = [one["decode and build, tokens/s"] for one in compacted]
-    ratios = [one["seconds"] / peer_seconds for one, peer_seconds in zip(compacted, peer, strict=True)]
+    rates = [row["decode and build, tokens/s"] for row in compacted]
+    ratios = [row["seconds"] / peer_seconds for row, peer_seconds in zip(compacted, peer, strict=True)]
     return [
-        Figure(f"cold sync, {size}", spread([one["seconds"] for one in compacted])["median"], "s", "", "<=", 1.5),
+        Figure(f"cold sync, {size}", spread([row["seconds"] for row in compacted])["median"], "s", "", "<=", 1.5),
         Figure("decode and build", spread(rates)["median"], "tokens/s", "", ">=", 10e6),
         Figure(
             "cold sync, relative to building trees from memory",
@@ -602,7 +602,7 @@ def _measure_cold_sync(problems: Problems, rounds: int, details: dict[str, Any])
             "<=",
             None,
         ),
-        Figure("cold sync, not compacted", spread([one["seconds"] for one in logs])["median"], "s", "", "<=", None),
+        Figure("cold sync, not compacted", spread([row["seconds"] for row in logs])["median"], "s", "", "<=", None),
     ]
 
 

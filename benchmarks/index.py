@@ -95,10 +95,10 @@ def recorded(groups: list[Problem], tokens: int) -> Iterator[Problem]:
 @contextmanager
 def running_in_background(work: Callable[[], None]) -> Iterator[None]:
     """Repeat *work* in another thread until the block ends."""
-    done = threading.Event()
+    stopping = threading.Event()
 
     def run() -> None:
-        while not done.is_set():
+        while not stopping.is_set():
             work()
 
     thread = threading.Thread(target=run)
@@ -106,7 +106,7 @@ def running_in_background(work: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        done.set()
+        stopping.set()
         thread.join()
 
 
@@ -272,7 +272,7 @@ class Costs:
     """Median seconds of a batch, by its size."""
 
 
-Found = dict[str, list[Costs]]
+CostsByStructure = dict[str, list[Costs]]
 """The costs of each structure, by name, one for each round."""
 
 
@@ -349,7 +349,7 @@ def in_own_process(work: Callable[[], Costs]) -> Costs:
     return costs
 
 
-def compare(problems: Callable[[], Iterator[Problem]], *, build_only: bool, rounds: int) -> Found:
+def compare(problems: Callable[[], Iterator[Problem]], *, build_only: bool, rounds: int) -> CostsByStructure:
     """Measure all structures alternately, in several rounds; return the costs by name."""
     structures: dict[str, Callable[[], MeasuredIndex | MeasuredTree]] = {
         MeasuredIndex.name: MeasuredIndex,
@@ -358,13 +358,13 @@ def compare(problems: Callable[[], Iterator[Problem]], *, build_only: bool, roun
     if not build_only:
         structures[THREADED] = partial(MeasuredIndex, threads=2)
         structures[EngineIndex.name] = EngineIndex
-    found: Found = {name: [] for name in structures}
-    for turn in range(rounds):
-        for name in list(structures)[:: 1 if turn % 2 else -1]:
-            found[name].append(
+    costs: CostsByStructure = {name: [] for name in structures}
+    for number in range(rounds):
+        for name in list(structures)[:: 1 if number % 2 else -1]:
+            costs[name].append(
                 in_own_process(lambda create=structures[name]: measure(create(), problems(), build_only=build_only))
             )
-    return found
+    return costs
 
 
 class Results:
@@ -381,61 +381,75 @@ class Results:
         self.figures.append(Figure(name, value, unit, "", op, target))
 
     def add_ratio(
-        self, name: str, found: Found, cost: Callable[[Costs], float], op: Literal[">=", "<="], target: float | None
+        self,
+        name: str,
+        costs_by_structure: CostsByStructure,
+        cost: Callable[[Costs], float],
+        op: Literal[">=", "<="],
+        target: float | None,
     ) -> None:
         """Add the ratio of a cost of the index to that of the peer, with its spread over the rounds."""
-        values = {kind: [cost(costs) for costs in found[kind]] for kind in (MeasuredIndex.name, MeasuredTree.name)}
+        values = {
+            kind: [cost(costs) for costs in costs_by_structure[kind]]
+            for kind in (MeasuredIndex.name, MeasuredTree.name)
+        }
         ratios = spread([index / peer for index, peer in zip(*values.values(), strict=True)])
         self.figures.append(Figure(name, ratios["median"], "times the peer", PEER, op, target))
         self.ratios[name] = {**ratios, **values}
 
-    def add_all(self, found: Found, about: str, *, has_targets: bool) -> None:
-        """Add all figures of one data set, described by *about*."""
+    def add_all(self, costs_by_structure: CostsByStructure, data_name: str, *, has_targets: bool) -> None:
+        """Add all figures of one data set, described by *data_name*."""
 
         def target(value: float) -> float | None:
             return value if has_targets else None
 
-        index = found[MeasuredIndex.name][-1]
-        self.add_ratio(f"bulk build, {about}", found, lambda one: one.build, ">=", target(12))
-        self.add(f"bytes per token, {about}", index.bytes, "B", "<=", target(10))
-        self.add(f"resident bytes per token, {about}", index.resident, "B", "<=")
-        self.add_ratio(f"bytes, {about}", found, lambda one: one.bytes, "<=", None)
+        index = costs_by_structure[MeasuredIndex.name][-1]
+        self.add_ratio(f"bulk build, {data_name}", costs_by_structure, lambda costs: costs.build, ">=", target(12))
+        self.add(f"bytes per token, {data_name}", index.bytes, "B", "<=", target(10))
+        self.add(f"resident bytes per token, {data_name}", index.resident, "B", "<=")
+        self.add_ratio(f"bytes, {data_name}", costs_by_structure, lambda costs: costs.bytes, "<=", None)
         for share, limit in ((0.5, 1 / 4), (0.99, 1 / 10)):
-            name = f"draft of {BUDGET}, p{share * 100:g}, {about}"
-            self.add_ratio(name, found, lambda one, share=share: quantile(one.drafts, share), "<=", target(limit))
-        self.add_ratio(f"append, {about}", found, lambda one: one.append, "<=", target(1 / 10))
-        live_bytes = median(found[MeasuredIndex.name], lambda one: one.live_bytes)
-        self.add(f"bytes per token of running rollouts, {about}", live_bytes, "B", "<=")
-        name = f"removing the oldest rollout, p50, {about}"
-        self.add_ratio(name, found, lambda one: quantile(one.removals, 0.5), "<=", None)
-        self._add_batches(found, about, target(0.5))
-        self._add_engine_figures(found[EngineIndex.name], about)
-        drop_ms = 1000 * quantile([one for costs in found[MeasuredIndex.name] for one in costs.removals], 0.99)
-        self.add(f"dropping a generation of a problem, p99, {about}", drop_ms, "ms", "<=", target(1))
+            name = f"draft of {BUDGET}, p{share * 100:g}, {data_name}"
+            self.add_ratio(
+                name, costs_by_structure, lambda costs, share=share: quantile(costs.drafts, share), "<=", target(limit)
+            )
+        self.add_ratio(f"append, {data_name}", costs_by_structure, lambda costs: costs.append, "<=", target(1 / 10))
+        live_bytes = median(costs_by_structure[MeasuredIndex.name], lambda costs: costs.live_bytes)
+        self.add(f"bytes per token of running rollouts, {data_name}", live_bytes, "B", "<=")
+        name = f"removing the oldest rollout, p50, {data_name}"
+        self.add_ratio(name, costs_by_structure, lambda costs: quantile(costs.removals, 0.5), "<=", None)
+        self._add_batches(costs_by_structure, data_name, target(0.5))
+        self._add_engine_figures(costs_by_structure[EngineIndex.name], data_name)
+        drop_ms = 1000 * quantile(
+            [seconds for costs in costs_by_structure[MeasuredIndex.name] for seconds in costs.removals], 0.99
+        )
+        self.add(f"dropping a generation of a problem, p99, {data_name}", drop_ms, "ms", "<=", target(1))
 
-    def _add_batches(self, found: Found, about: str, target: float | None) -> None:
+    def _add_batches(self, costs_by_structure: CostsByStructure, data_name: str, target: float | None) -> None:
         for structure, threads in ((MeasuredIndex.name, 1), (THREADED, 2)):
             for size in BATCHES:
-                index_ms = 1000 * median(found[structure], lambda one, size=size: one.batches[size])
-                peer_ms = 1000 * median(found[MeasuredTree.name], lambda one, size=size: one.batches[size])
-                self.batches_ms[f"{size}, {threads} threads, {about}"] = [index_ms, peer_ms]
-            name = f"batch of {BATCHES[-1]}, {threads} thread{'s' * (threads > 1)}, {about}"
+                index_ms = 1000 * median(costs_by_structure[structure], lambda costs, size=size: costs.batches[size])
+                peer_ms = 1000 * median(
+                    costs_by_structure[MeasuredTree.name], lambda costs, size=size: costs.batches[size]
+                )
+                self.batches_ms[f"{size}, {threads} threads, {data_name}"] = [index_ms, peer_ms]
+            name = f"batch of {BATCHES[-1]}, {threads} thread{'s' * (threads > 1)}, {data_name}"
             self.add(name, index_ms, "ms", "<=", target if threads == 2 else None)
 
-    def _add_engine_figures(self, costs: list[Costs], about: str) -> None:
-        removals = [one for each in costs for one in each.removals]
-        build = median(costs, lambda one: one.build) / 1e6
-        batch_ms = 1000 * median(costs, lambda one: one.batches[BATCHES[-1]])
+    def _add_engine_figures(self, costs: list[Costs], data_name: str) -> None:
+        removals = [seconds for round_costs in costs for seconds in round_costs.removals]
+        build = median(costs, lambda round_costs: round_costs.build) / 1e6
+        batch_ms = 1000 * median(costs, lambda round_costs: round_costs.batches[BATCHES[-1]])
         drop_ms = 1000 * quantile(removals, 0.99)
-        self.add(f"as in engines: bulk build, {about}", build, "M tokens/s", ">=")
-        self.add(f"as in engines: batch and append of {BATCHES[-1]}, {about}", batch_ms, "ms", "<=")
-        self.add(f"as in engines: bytes per token, {about}", costs[-1].bytes, "B", "<=")
-        self.add(f"as in engines: dropping a generation of a problem, p99, {about}", drop_ms, "ms", "<=")
+        self.add(f"as in engines: bulk build, {data_name}", build, "M tokens/s", ">=")
+        self.add(f"as in engines: batch and append of {BATCHES[-1]}, {data_name}", batch_ms, "ms", "<=")
+        self.add(f"as in engines: bytes per token, {data_name}", costs[-1].bytes, "B", "<=")
+        self.add(f"as in engines: dropping a generation of a problem, p99, {data_name}", drop_ms, "ms", "<=")
 
 
 def median(costs: list[Costs], cost: Callable[[Costs], float]) -> float:
     """Return the median of a cost over the rounds."""
-    return spread([cost(one) for one in costs])["median"]
+    return spread([cost(round_costs) for round_costs in costs])["median"]
 
 
 def main() -> None:
@@ -449,25 +463,25 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, possibly compressed with gzip")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    sizes = [int(one) for one in options.tokens.split(",")]
+    sizes = [int(size) for size in options.tokens.split(",")]
     data: dict[str, Callable[[int], Iterator[Problem]]] = {"synthetic": lambda size: synthetic(templated, size)}
     if options.trace is not None:
         trajectories = read_trace(options.trace, load_tokenizer(options.tokenizer))
         groups = [
-            [segment.tokens for one in group for segment in one.segments if segment.generated]
+            [segment.tokens for trajectory in group for segment in trajectory.segments if segment.generated]
             for group in by_problem(trajectories).values()
         ]
         data["recorded"] = lambda size: recorded(groups, size)
     results = Results()
     for size in sizes:
         for name, problems in data.items():
-            found = compare(
+            costs = compare(
                 lambda problems=problems, size=size: problems(size), build_only=False, rounds=options.rounds
             )
-            results.add_all(found, f"{name}, {size / 1e6:g}M tokens", has_targets=size == sizes[-1])
+            results.add_all(costs, f"{name}, {size / 1e6:g}M tokens", has_targets=size == sizes[-1])
     for name, make in WORST_CASES.items():
-        found = compare(lambda make=make: synthetic(make, sizes[0]), build_only=True, rounds=options.rounds)
-        results.add_ratio(f"bulk build, {name}", found, lambda one: one.build, ">=", 5)
+        costs = compare(lambda make=make: synthetic(make, sizes[0]), build_only=True, rounds=options.rounds)
+        results.add_ratio(f"bulk build, {name}", costs, lambda round_costs: round_costs.build, ">=", 5)
     report(options.json, results.figures, ratios=results.ratios, batches_ms=results.batches_ms)
 
 

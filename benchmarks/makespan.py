@@ -1,4 +1,4 @@
-"""Simulate the makespan of a training step under each way to draft, on recorded rollouts.
+"""Simulates the makespan of a training step under each way to draft, on recorded rollouts.
 
     python -m benchmarks.makespan --trace FILE --tokenizer FILE --cost-model h100-7b --workers 1 --batch 128 --json FILE
 
@@ -40,14 +40,12 @@ FIT = "fit"
 HARDWARE = {"h100-7b": Hardware(H100_7B, kv_tokens=1_000_000)}
 PLOT_POINTS = 200
 """Points in time, from 0 to the makespan, at which the number of unfinished rollouts is recorded."""
-
-
 MIN_TOKEN_PROB = 0.1
 """The survival below which arctic-inference ends a draft, by default in vLLM."""
 
 
 class _Inputs(NamedTuple):
-    """What all simulations have in common; the simulating processes inherit it from the main process."""
+    """The common inputs of all simulations; the simulating processes inherit it from the main process."""
 
     problems: Sequence[Problem]
     hardware: Hardware

@@ -1,4 +1,4 @@
-"""Measure multi-turn trajectories whose turns run on the engine that has their context cached.
+"""Measures multi-turn trajectories whose turns run on the engine that has their context cached.
 
     python -m benchmarks.multi_turn --trace FILE --tokenizer FILE --json FILE
 
@@ -52,7 +52,7 @@ class RecordedTrajectory:
 
 @dataclass
 class LoadResult:
-    """What was measured while the whole load ran once."""
+    """The measurements of one run of the whole load."""
 
     seconds: float
     """The makespan."""
@@ -77,13 +77,13 @@ def fitting_trajectories(trajectories: Sequence[Trajectory], count: int) -> list
     Raises:
         ValueError: if there is none.
     """
-    fitting = [one for one in map(_recorded, trajectories) if one.turns and one.length < CONTEXT]
+    fitting = [recorded for recorded in map(_record_of, trajectories) if recorded.turns and recorded.length < CONTEXT]
     if not fitting:
         raise ValueError(f"the trace has no trajectory that fits into {CONTEXT} tokens")
     return fitting[:count]
 
 
-def _recorded(trajectory: Trajectory) -> RecordedTrajectory:
+def _record_of(trajectory: Trajectory) -> RecordedTrajectory:
     prompt, turns = map_to_vocabulary(trajectory.prompt), []
     sampled = 0
     for segment in trajectory.segments:
@@ -204,11 +204,11 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="multi-turn-") as directory,
         run_job(manifest, Path(directory) / "job") as url,
     ):
-        ours, without_ids = asyncio.run(measure(url, trace, options.pairs))
+        with_ids, without_ids = asyncio.run(measure(url, trace, options.pairs))
         unsampled = unsampled_tokens_in_history(url, trace, 2 * options.pairs)
-    ratios = [one.seconds / other.seconds for one, other in zip(ours, without_ids, strict=True)]
-    cached = [statistics.median(result.cached_share for result in results) for results in (ours, without_ids)]
-    turn_seconds = [seconds for result in ours for seconds in result.turn_seconds]
+    ratios = [result.seconds / peer_result.seconds for result, peer_result in zip(with_ids, without_ids, strict=True)]
+    cached = [statistics.median(result.cached_share for result in results) for results in (with_ids, without_ids)]
+    turn_seconds = [seconds for result in with_ids for seconds in result.turn_seconds]
     peer = "the same requests without trajectory ids"
     figures = [
         Figure("cached context of later turns", 100 * cached[0], "%", "", ">=", None),
@@ -223,11 +223,11 @@ def main() -> None:
         figures,
         trajectories=len(trace),
         turns=sum(len(recorded.turns) for recorded in trace),
-        tokens=ours[0].sampled,
+        tokens=with_ids[0].sampled,
         ratio=spread(ratios),
         loads={
-            "seconds": [result.seconds for result in ours],
-            "cached_share": [result.cached_share for result in ours],
+            "seconds": [result.seconds for result in with_ids],
+            "cached_share": [result.cached_share for result in with_ids],
             "seconds_without_ids": [result.seconds for result in without_ids],
             "cached_share_without_ids": [result.cached_share for result in without_ids],
         },

@@ -1,4 +1,4 @@
-"""Measure the operator with many jobs.
+"""Measures the operator with many jobs.
 
     python -m benchmarks.operator --jobs 1000 --json FILE
 
@@ -142,7 +142,7 @@ class OperatorBenchmark:
 
         began = time.monotonic()
         self.for_each(self.names, create)
-        applied = time.monotonic() - began
+        apply_s = time.monotonic() - began
         wait_for(lambda: len(self.jobs.core.list_namespaced_pod("bench").items) >= 2 * count, 600, "pods are missing")
         all_created = time.monotonic() - began
         latencies = self.seconds_to_pods()
@@ -156,7 +156,7 @@ class OperatorBenchmark:
         wait_for(lambda: self.states().get("Running", 0) == len(running), 600, f"{self.states()}")
         time.sleep(SETTLE_S)
         reads, calls = HeadHandler.reads, self.api_calls()
-        busy = self.cpu(MEASURED_S)
+        busy_cpu = self.cpu(MEASURED_S)
         busy_reads = (HeadHandler.reads - reads) / MEASURED_S
         busy_calls = (self.api_calls() - calls) / MEASURED_S
 
@@ -164,7 +164,7 @@ class OperatorBenchmark:
         wait_for(lambda: not self.states().get("Running", 0), 600, f"{self.states()}")
         self.wait_idle()
         rss = self.process().memory_info().rss
-        resting = self.cpu(MEASURED_S)
+        idle_cpu = self.cpu(MEASURED_S)
 
         self.operator.terminate()
         began = time.monotonic()
@@ -181,13 +181,13 @@ class OperatorBenchmark:
             Figure("apply to all pods created, p99", quantile(latencies, 0.99), "s", "", "<=", None),
             Figure("API calls per job until it runs", created_calls, "calls", "", "<=", None),
             Figure("memory with all jobs", rss / 2**20, "MiB", "", "<=", 200.0),
-            Figure("CPU with all jobs suspended or succeeded", 100 * resting, "% of a core", "", "<=", 5.0),
-            Figure(f"CPU with {len(running)} jobs running", 100 * busy, "% of a core", "", "<=", None),
+            Figure("CPU with all jobs suspended or succeeded", 100 * idle_cpu, "% of a core", "", "<=", 5.0),
+            Figure(f"CPU with {len(running)} jobs running", 100 * busy_cpu, "% of a core", "", "<=", None),
             Figure("full resync after a restart", resync, "s", "", "<=", 60.0),
         ]
         details = {
             "jobs": count,
-            "seconds to apply": applied,
+            "seconds to apply": apply_s,
             "seconds until all pods were created": all_created,
             "status reads per second": busy_reads,
             "API calls per second with running jobs": busy_calls,

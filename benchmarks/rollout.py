@@ -1,4 +1,4 @@
-"""Measure real engines on the same rollouts: plain vLLM, vLLM's own speculation, and this project's.
+"""Measures real engines on the same rollouts: plain vLLM, vLLM's own speculation, and this project's.
 
     python -m benchmarks.rollout --modes none,none-v1-sync,ngram,suffix,das --batch 1,4,8,32,64 --json FILE
 
@@ -133,7 +133,11 @@ def figures_of(
     by_key = {measurement.key: measurement for measurement in measurements}
     figures = []
     for batch in batches:
-        sets = [one.key[1:] for one in measurements if one.mode == modes[0] and one.batch == batch]
+        sets = [
+            measurement.key[1:]
+            for measurement in measurements
+            if measurement.mode == modes[0] and measurement.batch == batch
+        ]
         sets = [key for key in sets if all((mode, *key) in by_key for mode in modes)]
         if sets:
             by_mode = {mode: [by_key[mode, *key] for key in sets] for mode in modes}
@@ -143,17 +147,19 @@ def figures_of(
 
 def _figures_of_batch(by_mode: dict[str, list[Measurement]], batch: int, *, claim_267m: bool) -> list[Figure]:
     figures = []
-    seconds = {mode: np.array([one.seconds for one in of_mode]) for mode, of_mode in by_mode.items()}
+    seconds = {mode: np.array([measurement.seconds for measurement in of_mode]) for mode, of_mode in by_mode.items()}
     for mode, of_mode in by_mode.items():
-        where = f"{mode}, batch {batch}"
-        accepted = sum(one.accepted for one in of_mode)
-        rollout_steps = max(1, sum(one.tokens - one.accepted for one in of_mode))
-        throughput = float(np.median([one.tokens / one.seconds for one in of_mode]))
-        shim = sum(one.shim_seconds for one in of_mode) / sum(one.seconds for one in of_mode)
+        case = f"{mode}, batch {batch}"
+        accepted = sum(measurement.accepted for measurement in of_mode)
+        rollout_steps = max(1, sum(measurement.tokens - measurement.accepted for measurement in of_mode))
+        throughput = float(np.median([measurement.tokens / measurement.seconds for measurement in of_mode]))
+        shim = sum(measurement.shim_seconds for measurement in of_mode) / sum(
+            measurement.seconds for measurement in of_mode
+        )
         figures += [
-            Figure(f"accepted per step (replayed), {where}", accepted / rollout_steps, "tokens", "", ">=", None),
-            Figure(f"throughput, {where}", throughput, "tokens/s", "", ">=", None),
-            Figure(f"shim's share of the time, {where}", shim, "", "", "<=", None),
+            Figure(f"accepted per step (replayed), {case}", accepted / rollout_steps, "tokens", "", ">=", None),
+            Figure(f"throughput, {case}", throughput, "tokens/s", "", ">=", None),
+            Figure(f"shim's share of the time, {case}", shim, "", "", "<=", None),
         ]
         if "none" not in by_mode or mode == "none":
             continue
@@ -163,7 +169,7 @@ def _figures_of_batch(by_mode: dict[str, list[Measurement]], batch: int, *, clai
             target, bound_target = MIN_SPEED, MIN_SPEED_LOWER_BOUND
             if claim_267m:
                 target = MIN_SPEED_267M.get(batch, target)
-        name = f"speed of {where}"
+        name = f"speed of {case}"
         figures += [
             Figure(f"{name}, median of {len(ratios)} pairs", float(np.median(ratios)), "x", "none", ">=", target),
             Figure(f"{name}, lower bound", lower_bound(ratios), "x", "none", ">=", bound_target),
@@ -184,14 +190,14 @@ def _figures_of_das(by_mode: dict[str, list[Measurement]], seconds: dict[str, np
             Figure(f"{name}, lower bound", lower_bound(ratios), "x", peer, ">=", None),
         ]
     das = by_mode["das"]
-    drafting = sum(one.drafting_seconds for one in das)
-    share = drafting / sum(one.seconds for one in das)
-    per_step = 1e6 * drafting / sum(one.steps for one in das)
+    drafting = sum(measurement.drafting_seconds for measurement in das)
+    share = drafting / sum(measurement.seconds for measurement in das)
+    per_step = 1e6 * drafting / sum(measurement.steps for measurement in das)
     figures += [
         Figure(f"drafter's share of the time, batch {batch}", share, "", "", "<=", MAX_DRAFTER_SHARE),
         Figure(f"drafter's time per step, batch {batch}", per_step, "us", "", "<=", None),
     ]
-    if fitted := [one.base_tokens for one in das if one.base_tokens is not None]:
+    if fitted := [measurement.base_tokens for measurement in das if measurement.base_tokens is not None]:
         figures.append(
             Figure(f"fitted c_base / c_tok, batch {batch}", float(np.median(fitted)), "tokens", "", ">=", None)
         )

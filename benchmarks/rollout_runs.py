@@ -1,4 +1,4 @@
-"""Produce the same recorded rollouts on engines of several modes; used by :mod:`benchmarks.rollout`."""
+"""Produces the same recorded rollouts on engines of several modes; used by :mod:`benchmarks.rollout`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ UNGOVERNED = "das-ungoverned"
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one mode needed for one set of rollouts."""
+    """The costs of one set of rollouts in one mode."""
 
     mode: str
     batch: int
@@ -143,7 +143,7 @@ class RecordedEpochs:
         for number in range(groups):
             repetition, index = divmod(round_ * groups + number, len(problems))
             name, group = problems[index]
-            rollouts = [group.rollouts[(repetition * size + place) % len(group.rollouts)] for place in range(size)]
+            rollouts = [group.rollouts[(repetition * size + sample) % len(group.rollouts)] for sample in range(size)]
             problem = f"{_set_name(batch, epoch, round_)}/{name}"
             selected += [RecordedRollout(problem, group, tokens) for tokens in rollouts]
         return selected

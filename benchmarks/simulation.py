@@ -363,9 +363,9 @@ class Simulation:
         }
         rollouts = {str(rollout.key): rollout for engine in self._engines for rollout in engine.running}
         movable = {(key, 0) for key, rollout in rollouts.items() if len(rollout.trajectory.segments) == 1}
-        for move in plan_rebalancing(running, self._hardware.cost, movable=movable):
-            rollout = rollouts[move.rollout[0]]
-            source, target = (self._engines[int(number)] for number in (move.source, move.target))
+        for migration in plan_rebalancing(running, self._hardware.cost, movable=movable):
+            rollout = rollouts[migration.rollout[0]]
+            source, target = (self._engines[int(number)] for number in (migration.source, migration.target))
             source.running.remove(rollout)
             target.running.append(rollout)
             target.clock = max(target.clock, now + HANDOVER_S)
@@ -431,7 +431,7 @@ class Simulation:
             accepted = count_accepted(draft, rollout)
             if self._mode.knows_lengths and not self._mode.knows_acceptance and self._measured is None:
                 self._step.survivals += accumulate(draft.probabilities, mul)
-                self._step.survived += [place < accepted for place in range(len(draft.tokens))]
+                self._step.survived += [position < accepted for position in range(len(draft.tokens))]
             tokens[rollout.key] = draft.tokens[:accepted] if self._mode.knows_acceptance else draft.tokens
         return tokens
 
@@ -443,12 +443,12 @@ class Simulation:
             share = len(engine.running) / sum(len(other.running) for other in self._engines)
             queue = QueueState(max(1, round(len(self._queue) * share)), self._queue.expected_tokens() * share)
         rows = np.array([rollout.row for rollout in drafting])
-        allowance = policy.compute_budgets(rows, self._hardware.cost, queue)
-        survivals = allowance.min_survivals
+        budgets = policy.compute_budgets(rows, self._hardware.cost, queue)
+        survivals = budgets.min_survivals
         if self._measured is not None:
             survivals = self._measured.thresholds(survivals)
         keys = [rollout.key for rollout in drafting]
-        return engine.drafter.draft(keys, allowance.tokens.tolist(), survivals.tolist())
+        return engine.drafter.draft(keys, budgets.tokens.tolist(), survivals.tolist())
 
     def _sample(self, engine: _Engine, rollout: _Rollout, accepted: int, drafted: int) -> None:
         """Advance a rollout by its accepted draft tokens and one more token."""

@@ -1,4 +1,4 @@
-"""Measure the cost of verification steps on this machine and fit a cost model to it.
+"""Measures the cost of verification steps on this machine and fits a cost model to it.
 
     python -m benchmarks.step_times --json FILE
 
@@ -40,13 +40,13 @@ async def _decode(engine: Engine, batch: int, budget: int, prompt: int) -> None:
             job_uid="step-times",
             request_id=f"{name}-{number}",
             problem_id=name,
-            prompt_token_ids=[(place * 31 + number) % VOCABULARY for place in range(prompt)],
+            prompt_token_ids=[(position * 31 + number) % VOCABULARY for position in range(prompt)],
             sampling=Sampling(n=1, max_tokens=length),
             draft_budget=budget,
         )
         for number in range(batch)
     ]
-    tokens = [(place % _PERIOD) * 17 + 5 for place in range(length)]
+    tokens = [(position % _PERIOD) * 17 + 5 for position in range(length)]
     await set_rollouts(engine, {str(request.rollout_id(0)): tokens for request in requests})
     await asyncio.gather(*(engine.generate(request, 0) for request in requests))
 

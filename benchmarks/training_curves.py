@@ -1,4 +1,4 @@
-"""Compare training with and without drafts: the minimal GRPO loop, on paired seeds.
+"""Compares training with and without drafts: the minimal GRPO loop, on paired seeds.
 
     .venv/bin/python -m benchmarks.training_curves --json docs/training_curves.json --plot docs/training_curves.svg
 
@@ -259,8 +259,8 @@ def main() -> int:
 
     known = load_runs(options.json)
     runs: dict[str, list[Run]] = {arm: [] for arm in ARMS}
-    wanted = options.pairs or options.min_pairs
-    while (seed := len(runs["drafts"])) < wanted:
+    num_pairs = options.pairs or options.min_pairs
+    while (seed := len(runs["drafts"])) < num_pairs:
         for arm in list(ARMS) if seed % 2 else list(reversed(ARMS)):  # Neither arm is always the first of a pair.
             settings = run_settings(arm, seed, options.steps, options.batch)
             run = next((run for run in known if run.settings == settings), None)
@@ -272,9 +272,11 @@ def main() -> int:
             runs[arm].append(run)
         if options.pairs is None and seed + 1 >= options.min_pairs:
             differences = differences_of(runs)
-            wanted = pairs_needed(differences, MARGIN, max_pairs=options.max_pairs)
+            num_pairs = pairs_needed(differences, MARGIN, max_pairs=options.max_pairs)
             deviation = stdev(differences)
-            print_progress(f"{wanted} pairs are needed: {seed + 1} pairs have a standard deviation of {deviation:.4f}")
+            print_progress(
+                f"{num_pairs} pairs are needed: {seed + 1} pairs have a standard deviation of {deviation:.4f}"
+            )
     figures = figures_of(runs)
     report(options.json, figures, runs=[asdict(run) for run in known])
     if options.plot:

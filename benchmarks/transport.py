@@ -1,4 +1,4 @@
-"""Measure the cost of Redis and the coordinator, compared with using the same engine directly.
+"""Measures the cost of Redis and the coordinator, compared with using the same engine directly.
 
     python -m benchmarks.transport --json FILE
 
@@ -63,7 +63,7 @@ JOB = parse_job(
 def prompts(measurement: int) -> list[list[int]]:
     """Return prompts that no other measurement uses, so that none profits from a cached prefix."""
     return [
-        [(measurement * 9973 + index * 131 + place) % VOCABULARY for place in range(PROMPT)]
+        [(measurement * 9973 + index * 131 + position) % VOCABULARY for position in range(PROMPT)]
         for index in range(ROLLOUTS)
     ]
 

@@ -14,9 +14,9 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
     If this coroutine is cancelled itself, it raises ``CancelledError`` only after the tasks have ended.
 
     One cancellation is not always enough. In Python 3.11, ``asyncio.wait_for`` loses a cancellation that arrives
-    together with the result that it waits for (python/cpython#81839); redis-py uses it. And redis-py 8.1 turns a
-    cancellation that arrives while it connects into an ordinary error. So the cancellation is repeated, after pauses
-    that grow so that a task's cleanup is not interrupted again and again.
+    together with the result that it waits for (python/cpython#81839); redis-py uses it. redis-py 8.1 turns a
+    cancellation that arrives while it connects into an ordinary error. The cancellation is therefore repeated. The
+    pauses grow, so that a task's cleanup is not interrupted repeatedly.
     """
     timeout = _FIRST_TIMEOUT_S
     pending = {task for task in tasks if not task.done()}

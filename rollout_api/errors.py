@@ -59,8 +59,8 @@ class UnreadableResultError(RolloutClientError):
         self.unreadable = dict(unreadable)
         """Reason for each result, by rollout id or stream entry."""
         super().__init__(
-            f"{_count(unreadable, 'result')} could not be read and moved to the dead letters: {_list(unreadable)}; do "
-            "trainer and job run the same version of das-rollout?"
+            f"{_count(unreadable, 'result')} could not be read (see the dead letters): {_list(unreadable)}. "
+            "Do trainer and job run the same version of das-rollout?"
         )
 
 
@@ -78,8 +78,8 @@ class WeightsError(RolloutClientError):
         super().__init__(f"{text}: {_list(self.failed)}" if self.failed else text)
 
 
-class RedisAwayError(RolloutClientError):
-    """Redis was unreachable for longer than the client's ``reconnect_timeout``."""
+class RedisUnreachableError(RolloutClientError):
+    """Redis was unreachable for longer than the client's ``reconnect_timeout``; nothing that was sent is lost."""
 
 
 class RedisRefusedError(RolloutClientError):

@@ -35,9 +35,10 @@ class LengthStats:
 
     It is a Kaplan–Meier estimate: a rollout that was cut off is censored, that is, it only shows that its full length
     would have been greater. A rollout has the weight 0.5 ** (age / 4), where its age is the number of newer generations
-    that have rollouts in these statistics. A problem that is sampled in every hundredth generation is therefore
-    described by its last rounds. Where nothing is known, because no rollout was as long or there are none, a rollout is
-    expected to continue, because it costs less to mistake a short rollout for a long one than the reverse.
+    that have rollouts in these statistics. A problem that is sampled only in every hundredth generation is
+    therefore described by the last generations in which it was sampled. Where nothing is known, because no rollout was
+    as long or there are none, a rollout is expected to continue: taking a short rollout for a long one costs less than
+    the reverse.
     """
 
     count: int
@@ -135,8 +136,8 @@ class LengthStats:
 
         DAS (arXiv 2511.13841) assigns a request to one of three classes by the lengths of its problem's earlier
         rollouts, reassigns it as it grows, and gives Long the largest draft budget, Medium a smaller one and Short
-        none. Here, the limits of the classes are the terciles of all rollouts, which is this project's choice; if many
-        rollouts have the same length, it counts as the middle of their ranks. If two classes are equally probable, the
+        none. Here, the classes are separated by the terciles of all rollouts, which is this project's choice; a length
+        that many rollouts have counts as the middle of their ranks. If two classes are equally probable, the
         longer one is returned. A rollout that is longer than all in *overall* is Long, and so is a problem without
         rollouts.
 

@@ -58,13 +58,17 @@ def purpose(name: str) -> str:
 
 
 def _top_comment(text: str, prefix: str) -> str:
+    """Return the first paragraph of the comment at the top of a file, up to an indented command."""
     lines = []
     for line in text.splitlines():
         if line.startswith("#!") or (prefix == "--" and line.startswith("#")):
             continue
         if not line.startswith(prefix) or not line.removeprefix(prefix).strip():
             break
-        lines.append(line.removeprefix(prefix).strip())
+        text_of_line = line.removeprefix(prefix)
+        if text_of_line.startswith("  "):  # an indented command
+            break
+        lines.append(text_of_line.strip())
     return " ".join(lines)
 
 

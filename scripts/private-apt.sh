@@ -1,4 +1,4 @@
-# Defines private_apt, for bash scripts that extract packages. It uses its own package sources, whose signatures are
+# Defines the function private_apt, which bash scripts use to extract packages without installing them. It uses its own package sources, whose signatures are
 # checked, and does not change the system's apt. $target must be a working directory.
 mirror=$(sed -n 's/^URIs: *\([^ ]*\).*/\1/p' /etc/apt/sources.list.d/*.sources 2>/dev/null | head -1)
 [ -n "$mirror" ] || mirror=$(sed -n 's/^deb \(\[[^]]*\] \)\?\([^ ]*\) bookworm main.*/\2/p' /etc/apt/sources.list 2>/dev/null | head -1)

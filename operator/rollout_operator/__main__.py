@@ -35,7 +35,7 @@ def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespa
         description="Run the operator for RolloutJobs. It connects to the cluster of KUBECONFIG, else to the cluster "
         "that it runs in, else to that of ~/.kube/config.",
     )
-    parser.add_argument("--worker-image", required=True, help="image of heads and workers whose job names none")
+    parser.add_argument("--worker-image", required=True, help="image of the heads and workers of jobs that set none")
     parser.add_argument(
         "--namespace", action="append", default=[], help="namespace to watch; may be repeated; default: all namespaces"
     )
@@ -121,7 +121,7 @@ async def _lead(
     error = next((task.exception() for task in done if not task.cancelled() and task.exception() is not None), None)
     if isinstance(error, LostLeaseError):
         logger.error("%s The process ends at once.", error)
-        # Requests that are under way could contradict those of the new leader, so nothing is awaited.
+        # Requests in flight could contradict those of the new leader, so nothing is awaited.
         logging.shutdown()
         os._exit(1)
     await cancel_and_wait(*tasks)

@@ -1,6 +1,6 @@
 """The result of planning: a status, Events and actions.
 
-Every action is idempotent: executed twice, or by two operators at once, it has the same effect as once.
+Every action is idempotent: it may be executed twice, or by two operators at once, with the same effect.
 """
 
 from __future__ import annotations

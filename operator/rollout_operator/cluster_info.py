@@ -1,4 +1,4 @@
-"""What the operator knows about the cluster it runs on."""
+"""Facts about the cluster that the operator runs on."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ class Conditions:
 
     @classmethod
     def following(cls, previous: Iterable[Mapping[str, Any]], now: float, generation: int) -> Conditions:
-        """Start without any condition set; a condition that keeps its status also keeps its transition time."""
+        """Return conditions of which none is set yet. One that keeps its previous status keeps its transition time."""
         return cls({condition["type"]: condition for condition in previous}, now, generation)
 
     def set(self, kind: ConditionType, status: ConditionStatus, reason: str, message: str = "") -> None:

@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 STATUS_PERIOD_S = 10.0
-"""How often the status of a running job's head is read."""
+"""Seconds between two reads of the status of a running job's head."""
 
 
 class EngineStatus(BaseModel):
@@ -18,7 +18,7 @@ class EngineStatus(BaseModel):
     worker: str = ""
     """Name of the worker pod."""
     slots: int = 0
-    """How many rollouts the engine runs at a time."""
+    """Maximum number of rollouts that the engine runs at once."""
     assigned: int = 0
     """Number of rollouts assigned to the engine."""
     idle_seconds: float = 0.0

@@ -14,9 +14,9 @@ from rollout_operator.observed import PodView
 _TIMEOUT = aiohttp.ClientTimeout(total=3.0)
 _MAX_RESPONSE_BYTES = 8 << 20
 _RETRY_AFTER_S = 2.0
-"""How soon a head that did not answer is asked again."""
+"""Seconds after which a head that did not answer is asked again."""
 _MAX_CACHED = 64
-"""Number of cached statuses from which on outdated ones are dropped."""
+"""Number of cached statuses above which outdated ones are dropped."""
 
 
 class HeadStatusReader:

@@ -91,5 +91,5 @@ class Informer:
 
 
 async def _pause() -> None:
-    """Wait for a random time, so that not all informers return at once when the API server is back."""
+    """Wait for a random time, so that informers do not all reconnect at the same moment."""
     await asyncio.sleep(_RETRY_DELAY_S * random.uniform(0.5, 1.5))

@@ -26,7 +26,7 @@ _MAX_RECORDED_FAILURES = 10
 
 @dataclass
 class JobReconciler:
-    """Derives a plan from what is observed of a job."""
+    """Derives a plan from the observed state of a job."""
 
     observed: Observed
     context: JobContext
@@ -109,7 +109,7 @@ class JobReconciler:
         else:
             self.builder.requeue(remaining)
 
-    # Jobs that are neither succeeded nor failed
+    # Jobs that have neither succeeded nor failed
 
     def _reconcile_active(self) -> None:
         """Record failures, then complete, suspend or run the job."""
@@ -280,7 +280,7 @@ class JobReconciler:
         self.builder.requeue(STATUS_PERIOD_S)
 
     def _reconcile_objects(self) -> None:
-        """Create the objects that are missing, and apply those that somebody changed."""
+        """Create the objects that are missing, and apply those that differ from the desired ones."""
         for desired in owned_objects(self.context, self.observed.cluster):
             actual = self.observed.objects.get((desired["kind"], desired["metadata"]["name"]))
             if actual is None:

@@ -46,7 +46,7 @@ class ApiError(Exception):
 
     @property
     def not_found(self) -> bool:
-        """Whether the object does not exist (any more)."""
+        """Whether the object does not exist."""
         return self.status == 404
 
     @property
@@ -149,7 +149,7 @@ class KubernetesApi:
         return await self.request("GET", _path(reference, reference["metadata"]["name"]))
 
     async def delete(self, reference: Manifest, *, uid: str, grace_period: int | None = None) -> None:
-        """Delete an object if it has this uid. An object that does not exist any more is no error."""
+        """Delete an object if it has this uid. It is no error if the object no longer exists."""
         self._count("delete", reference["kind"])
         options: dict[str, Any] = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
         if grace_period is not None:

@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 LEASE_DURATION_S = 15
 _RENEW_INTERVAL_S = 2.0
 _RENEW_DEADLINE_S = 10.0
-"""A leader that could not renew for this long ends, before another operator may take the Lease."""
+"""Seconds without a successful renewal after which a leader ends, before another operator may take the Lease."""
 
 
 class LostLeaseError(Exception):
-    """This operator is no longer the leader and must not write anything any more."""
+    """This operator is no longer the leader and must write nothing."""
 
 
 class LeaderElection:

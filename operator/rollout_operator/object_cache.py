@@ -28,8 +28,8 @@ def owner_of(body: Manifest) -> tuple[JobKey, str] | None:
 class ObjectCache:
     """Jobs, pods and other objects by job.
 
-    Objects other than pods are kept as JSON text, which takes a fifth of the memory that dicts take; pods are reduced
-    to a :class:`PodView`. So thousands of jobs fit into little memory.
+    To save memory with thousands of jobs, pods are reduced to a :class:`PodView`, and all other objects are kept as
+    JSON text, which takes a fifth of the memory of dicts.
     """
 
     def __init__(self) -> None:

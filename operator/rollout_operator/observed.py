@@ -15,7 +15,7 @@ Manifest = Mapping[str, Any]
 """A Kubernetes object as the API server returns it."""
 
 _LOST_AFTER_S = 30.0
-"""Time after a pod's deletion deadline from which on its node is considered lost."""
+"""Seconds after a pod's deletion deadline after which its node is considered lost."""
 
 
 def parse_timestamp(timestamp: str | None) -> float | None:

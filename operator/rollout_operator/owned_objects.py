@@ -1,4 +1,4 @@
-"""Builds the manifests of the objects that a job owns besides its pods; pure functions of the job."""
+"""Builds the manifests of the objects that a job owns, except for its pods; pure functions of the job."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def connection(context: JobContext) -> Connection:
 
 
 def owned_objects(context: JobContext, cluster: ClusterInfo) -> list[dict[str, Any]]:
-    """Return all objects besides pods, in the order in which they have to be created."""
+    """Return all objects except for pods, in the order in which they have to be created."""
     objects = [
         _service_account(context),
         _manifest(context),
@@ -116,7 +116,7 @@ def _service(context: JobContext) -> dict[str, Any]:
 
 
 def _disruption_budget(context: JobContext, api_version: str) -> dict[str, Any]:
-    """Return a budget that lets drains evict one worker at a time, so that few rollouts have to move at once."""
+    """Return a budget that lets drains evict one worker at a time, so that the others can take over its rollouts."""
     budget = _object(context, api_version, "PodDisruptionBudget", names.disruption_budget(context.name), names.WORKER)
     selector = {"matchLabels": names.selector(context.name, names.WORKER)}
     return {**budget, "spec": {"maxUnavailable": 1, "selector": selector}}

@@ -1,4 +1,4 @@
-"""What to do about one job, as a pure function of what is observed of it.
+"""Plans one reconcile of a job, as a pure function of the observed state.
 
 Every reconcile plans from the whole observed state. The only memory between reconciles is the job's status, so a
 reconcile may be interrupted anywhere, repeated, or done by another operator. Facts that would be lost together with a

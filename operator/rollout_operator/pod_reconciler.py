@@ -1,4 +1,4 @@
-"""Which head and worker pods to create and delete, for a job that is running. Pure."""
+"""Decides which head and worker pods to create and delete, for a job that is running. Pure."""
 
 from __future__ import annotations
 

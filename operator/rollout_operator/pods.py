@@ -14,10 +14,11 @@ from rollout_operator.strategic_merge import strategic_merge
 
 MANIFEST_FILE = "job.yaml"
 WORKER_GRACE_S = 45
-"""A worker lets its rollouts finish for 25 s and then hands over the unfinished ones."""
+"""Termination grace period of a worker. Its rollouts have 25 s to finish; then the unfinished ones are handed over."""
 HEAD_GRACE_S = 30
+"""Termination grace period of the head."""
 CLEANUP_DEADLINE_S = 60
-"""How long the cleanup pod may run, most of which it may wait for Redis."""
+"""Seconds that the cleanup pod may run, including its wait for Redis."""
 
 _UNREACHABLE_TOLERATION_S = 30
 _USER = 1000
@@ -146,8 +147,7 @@ def _pod(
     spec = context.job.spec
     container |= {
         "image": spec.image.name or context.default_image,
-        # Copy the end of the log into the pod's status: it outlives the log, and reading it needs no permission to
-        # read logs.
+        # Copies the end of the log into the pod's status, which can be read without the permission to read logs.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {
             "allowPrivilegeEscalation": False,
@@ -173,7 +173,7 @@ def _pod(
         },
         "tolerations": [
             *(toleration.model_dump(by_alias=True, exclude_none=True) for toleration in tolerations),
-            # Replace the pods of a lost node sooner than after Kubernetes' default of five minutes.
+            # The pods of a lost node are replaced sooner than after Kubernetes' default of five minutes.
             *(
                 {
                     "key": f"node.kubernetes.io/{taint}",

@@ -25,7 +25,7 @@ from rollout_operator.work_queue import WorkQueue
 logger = logging.getLogger(__name__)
 
 _CONCURRENCY = 16
-"""How many jobs are reconciled at the same time."""
+"""Number of jobs that are reconciled at the same time."""
 _RETRY_REJECTED_S = 10.0
 """Time until an action that the API server rejected is tried again."""
 _FORGET_FAILURE_S = 2.5 * _RETRY_REJECTED_S

@@ -1,9 +1,9 @@
-"""Creates a Redis user for each job with ``redis.managed``. This is a process apart from the operator.
+"""Creates a Redis user for each job with ``redis.managed``, in a separate process from the operator.
 
-Each such job has a user on the server with the rights of
+Each such job has a user on the server with the rules of
 :func:`rollout_api.redis_client.access_rules.access_rules`, and a Secret ``<job>-redis`` with the URL, which is deleted
-together with the job. Passwords are derived from a key and the job's uid (HMAC-SHA256), so that nothing has to be read
-back: this process needs no right on Secrets but to create them, and the operator needs no password.
+together with the job. Passwords are derived from a key and the job's uid (HMAC-SHA256), so that they never have to be
+read: the only permission on Secrets that this process needs is to create them, and the operator needs no password.
 """
 
 from __future__ import annotations
@@ -103,14 +103,14 @@ def user_secret(user: JobUser, admin_url: str, key: bytes) -> dict[str, Any]:
 
 
 class RedisUserManager:
-    """Creates and removes users. It is level-triggered: each pass creates what is missing."""
+    """Creates and removes users. It is level-triggered: each pass compares the existing users with the jobs."""
 
     def __init__(self, api: KubernetesApi, server: redis.asyncio.Redis, url: str, key: bytes) -> None:
         """Create a manager.
 
         Args:
             api: for the Secrets, and to list the jobs.
-            server: a connection with the right to use ACL commands.
+            server: a connection of a user that may use ACL commands.
             url: the URL of *server*, from which the users' URLs are derived.
             key: the key from which passwords are derived.
         """
@@ -121,7 +121,7 @@ class RedisUserManager:
         self._created: set[JobUser] = set()
         """Users that exist on the server."""
         self._with_secret: set[str] = set()
-        """Uids of jobs whose Secret exists, or is retried only after the next cleanup."""
+        """Uids of jobs whose Secret exists, or is tried again only after the next cleanup."""
         self._run_id = ""
         self._last_cleanup = float("-inf")
         self._changed = asyncio.Event()
@@ -184,7 +184,7 @@ class RedisUserManager:
         except ApiError as error:
             if error.transient:
                 raise
-            # Exceeded quotas and namespaces that are being deleted must not hold other jobs up.
+            # Exceeded quotas and namespaces that are being deleted must not delay other jobs.
             if not (error.conflict or error.not_found):
                 secret = f"{user.namespace}/{names.redis_secret(user.job)}"
                 logger.warning("Secret %s could not be created: %s", secret, error)

@@ -14,7 +14,7 @@ from rollout_operator.observed import Observed, PodView
 
 _MAX_MESSAGE = 1000
 _MIN_CANARIES = 20
-"""Number of compared canaries from which on their agreement means that drafting is healthy."""
+"""Number of compared canaries that are needed before DraftsHealthy can become True."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How many workers a job should have, and which to remove. Pure."""
+"""Decides how many workers a job should have, and which to remove. Pure."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _WORKER_START_S = 60.0
 def desired_workers(workers: Workers, previous: int | None, head: HeadStatus | None) -> int:
     """Return the desired number of workers.
 
-    Without autoscaling it is ``replicas``. With autoscaling it grows while rollouts wait: to the number of workers
-    whose engines have a slot for every open rollout, unless the open work ends before a new worker would have started,
-    and to no more than shorten the work, whose duration is at least that of its longest rollout. While nothing waits,
-    it shrinks by the workers that have been idle for ``idleSeconds``.
+    Without autoscaling it is ``replicas``. With autoscaling it grows while rollouts wait, up to the number of workers
+    that can run all open rollouts at once. It does not grow if the open work will end before a new worker has started,
+    nor beyond the number of workers that shorten the work, which takes at least as long as its longest rollout. While
+    no rollout waits, it shrinks by the workers that have been idle for ``idleSeconds``.
 
     Args:
         workers: the manifest's section.
         previous: the desired number until now.
-        head: the head's last status.
+        head: the head's last status; None if it does not answer.
     """
     if not workers.autoscale:
         return workers.replicas

@@ -1,4 +1,4 @@
-"""Ending a job: its pods are deleted, Redis is informed, and the job's finalizer is removed. Pure."""
+"""Plans the end of a job: delete its pods, inform Redis, and remove the job's finalizer. Pure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from rollout_operator.owned_objects import connection
 from rollout_operator.pods import cleanup_pod
 
 _CLEANUP_TIMEOUT_S = 120.0
+"""Seconds after which the finalizer is removed even if the cleanup pod has not terminated."""
 _BLOCKED_CLEANUP_TIMEOUT_S = 20.0
+"""The same for a cleanup pod that cannot start."""
 _BLOCKED_REASONS = frozenset({"CreateContainerConfigError", "ErrImageNeverPull", "InvalidImageName"})
 """Reasons for which a pod cannot start that do not resolve themselves while its job is being removed."""
 

@@ -64,8 +64,8 @@ class AsyncRolloutClient:
     The client reads results in a task on the running event loop, so other work must not block the loop for long. A
     trainer that does not use asyncio uses :class:`rollout_api.RolloutClient`.
 
-    Calls go one way: the client opens an :class:`~rollout_api.client.step.AsyncStep`, which sends requests with the
-    :class:`~rollout_api.client.request_sender.RequestSender` and gets rollouts from the
+    Calls go in one direction: the client opens an :class:`~rollout_api.client.step.AsyncStep`, which sends requests
+    with the :class:`~rollout_api.client.request_sender.RequestSender` and gets rollouts from the
     :class:`~rollout_api.client.result_receiver.ResultReceiver`. The receiver reads the
     :class:`~rollout_api.client.result_stream.ResultStream` and puts each result into the
     :class:`~rollout_api.client.step_state.StepState` of its step, from which the step takes it. Nothing calls back.
@@ -122,7 +122,7 @@ class AsyncRolloutClient:
             redis: URL of the job's Redis, or a ``redis.Redis`` or ``redis.asyncio.Redis`` whose settings are copied.
             job: ``namespace/name`` of the job.
             uid: uid of the job, instead of *job*.
-            name: name of this client. Each trainer rank needs a name of its own and keeps it across restarts.
+            name: name of this client. Each trainer rank needs its own name and keeps it across restarts.
             timeout: seconds to wait for the job to appear.
             reconnect_timeout: seconds for which Redis may be unreachable before an error is raised.
             history_redis: Redis of the job's history if that is separate (``spec.history.redis``): as *redis*, or the
@@ -143,8 +143,8 @@ class AsyncRolloutClient:
             JobEndedError: the job has ended, and no other job with its name appeared in time.
             VersionMismatchError: the job uses another version of the protocol.
             NameInUseError: another process is connected under this name.
-            RedisAwayError: Redis cannot be reached.
-            RedisRefusedError: the password is wrong, or the user lacks rights.
+            RedisUnreachableError: Redis cannot be reached.
+            RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
         try:
             self._session = await self._open_session()
@@ -241,8 +241,8 @@ class AsyncRolloutClient:
         """Return a step, which yields the rollouts of *prompts* as they finish.
 
         See :class:`~rollout_api.client.step.AsyncStep`. Several steps may be open at once; their results are routed and
-        acknowledged separately. A trainer that returns to an earlier checkpoint opens the steps from there again;
-        rollouts of them that were acknowledged before are sampled again.
+        acknowledged separately. A trainer that returns to an earlier checkpoint opens the steps after it again; their
+        rollouts that were acknowledged before are sampled again.
 
         Args:
             step: number of the training step. Numbers increase; an evaluation may use the number of a training step.
@@ -294,7 +294,7 @@ class AsyncRolloutClient:
             RequestRefusedError: the job refused some requests.
             JobEndedError: the job has ended.
             JobChangedError: the job was replaced by another one with the same name.
-            RedisAwayError: Redis was unreachable for too long.
+            RedisUnreachableError: Redis was unreachable for too long.
         """
         made = make_prompts(
             prompts, problem_ids, sampling, overrides, purpose, priority, deadline_seconds, weight_version, draft_mode
@@ -400,24 +400,24 @@ class AsyncRolloutClient:
             The statistics. Their ``count`` is 0 if there are no rollouts.
 
         Raises:
-            InvalidRequestError: the history has a Redis of its own that was not passed to :meth:`connect`.
+            InvalidRequestError: the history is on a separate Redis server that was not passed to :meth:`connect`.
             VersionMismatchError: the job is of an older version, which does not report its history.
-            RedisAwayError: Redis was unreachable for too long.
-            RedisRefusedError: the password is wrong, or the user lacks rights.
+            RedisUnreachableError: Redis was unreachable for too long.
+            RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
         job = self.job
         client: HistoryClient = self._redis
         policy = self._policy
         if not job.history:
             raise VersionMismatchError(
-                f"job {job.name} does not report its history, as is usual for older versions; upgrade the job's image "
+                f"job {job.name} does not report its history, because its version is too old; upgrade the job's image "
                 "to read length statistics"
             )
-        if job.own_history_redis:
+        if job.has_separate_history_redis:
             if self._history is None:
                 raise InvalidRequestError(
-                    f"the history {job.history} of job {job.name} has a Redis of its own; pass that server to "
-                    "connect(…, history_redis=…) to read length statistics"
+                    f"the history {job.history} of job {job.name} is on a separate Redis server; pass "
+                    "that server to connect(…, history_redis=…) to read length statistics"
                 )
             client, policy = self._history
         keys = HistoryKeys.from_full_name(job.history)

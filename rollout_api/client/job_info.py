@@ -1,4 +1,4 @@
-"""What a client knows about its job: looked up by name, and used to validate requests before they are sent."""
+"""The description of a job, which a client looks up by name and validates requests against before sending them."""
 
 from __future__ import annotations
 
@@ -47,21 +47,21 @@ class JobInfo:
     name: str
     """``namespace/name``, or the uid if the client connected by uid."""
     model: str
-    """Uri of the model."""
+    """URI of the model."""
     vocabulary: int
     """Number of token ids."""
     max_model_len: int
-    """Largest number of tokens of a prompt and its response together."""
+    """Maximum number of tokens of a prompt and its response together."""
     max_request_bytes: int
-    """Largest size of an encoded request."""
+    """Maximum size of an encoded request, in bytes."""
     max_rollouts: int
-    """Largest number of rollouts that may be open at once."""
+    """Maximum number of open rollouts of all clients."""
     sampling: Mapping[str, Any]
     """The job's defaults for :class:`Sampling`."""
     history: str = ""
     """``namespace/name`` of the job's history; empty if the job is of a version that does not report it."""
-    own_history_redis: bool = False
-    """Whether the history has a Redis of its own instead of using the job's."""
+    has_separate_history_redis: bool = False
+    """Whether the history is on a separate Redis server instead of the job's."""
 
     @classmethod
     def parse(cls, uid: str, name: str, description: Mapping[str, str]) -> Self:
@@ -89,7 +89,7 @@ class JobInfo:
                 max_rollouts=int(description["max_rollouts"]),
                 sampling=Sampling.model_validate_json(description["sampling"]).model_dump(),
                 history=description.get("history", ""),
-                own_history_redis=description.get("history_redis") == "own",
+                has_separate_history_redis=description.get("history_redis") == "own",
             )
         except (KeyError, ValueError) as error:
             raise VersionMismatchError(
@@ -130,7 +130,7 @@ class JobInfo:
         self._check_tokens(tokens, sampling, prompt.prefix, where)
         if sampling.n > self.max_rollouts:
             raise InvalidRequestError(
-                f"{where}: n = {sampling.n}, but the job takes at most {self.max_rollouts} rollouts at once "
+                f"{where}: n = {sampling.n}, but the job allows at most {self.max_rollouts} open rollouts "
                 "(spec.queue.maxRollouts); reduce n"
             )
         # Fields on which the rollouts depend are part of the hash; the others are not.
@@ -161,7 +161,7 @@ class JobInfo:
         data = encode(request)
         if len(data) > self.max_request_bytes:
             raise InvalidRequestError(
-                f"{where}: the encoded request has {len(data)} bytes, but the job takes at most "
+                f"{where}: the encoded request has {len(data)} bytes, but the job allows at most "
                 f"{self.max_request_bytes} (spec.queue.maxRequestBytes); shorten the prompt or raise the limit"
             )
         return PreparedRequest(request_id, sampling.n, data)
@@ -228,7 +228,7 @@ async def find_job(
         JobNotFoundError: the job did not appear in time.
         JobEndedError: only a job that has ended was found.
         VersionMismatchError: the job uses another version of the protocol.
-        RedisAwayError: Redis cannot be reached.
+        RedisUnreachableError: Redis cannot be reached.
         RedisRefusedError: Redis refuses this client.
     """
     action, deadline = "look up the job", time.monotonic() + timeout

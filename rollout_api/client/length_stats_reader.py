@@ -1,4 +1,4 @@
-"""Reads the length statistics of a history directly, without a history store."""
+"""Reads the length statistics of a history directly from Redis."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def read_length_stats(client: HistoryClient, keys: HistoryKeys, problem: s
     Args:
         client: connection to the history's Redis that returns bytes.
         keys: keys of the history.
-        problem: problem id; None: the last rollouts of all problems, up to 512 in each of 16 shards.
+        problem: problem id; None for the latest rollouts of all problems, up to 512 in each of 16 shards.
 
     Raises:
         redis.RedisError: Redis failed.

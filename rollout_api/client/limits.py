@@ -1,4 +1,4 @@
-"""Intervals and limits of a client, in one place."""
+"""Intervals and limits of a client."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ class ClientLimits:
     """Intervals and limits of a client. The defaults suit production; tests shorten some of them."""
 
     max_unread: int = 1000
-    """Rollouts in memory that have not been consumed. Beyond it no more results are read: a slow consumer gets
-    back-pressure."""
+    """Maximum number of unconsumed rollouts in memory. Above it, no more results are read (backpressure)."""
     read_batch: int = 64
     """Results per read from Redis."""
     acknowledge_batch: int = 1000
@@ -21,7 +20,7 @@ class ClientLimits:
     request_batch: int = 64
     """Requests per write to Redis."""
     request_batch_bytes: int = 4_000_000
-    """Encoded size of a batch of requests from which on no further request is added to it."""
+    """Encoded size, in bytes, above which no further request is added to a batch."""
     ids_per_message: int = 1000
     """Request ids in one cancellation, and rollout ids in one report of rewards."""
     max_ended_steps: int = 10_000

@@ -50,11 +50,11 @@ class NameLease:
         self._token = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
 
     async def acquire(self) -> None:
-        """Take the lease. If another process holds it, wait in case that one was killed and the lease expires.
+        """Take the lease. If another process holds it, wait for some seconds: a killed process's lease expires.
 
         Raises:
             NameInUseError: another process keeps renewing it.
-            RedisAwayError: Redis was unreachable for too long.
+            RedisUnreachableError: Redis was unreachable for too long.
             RedisRefusedError: Redis refuses this client.
         """
         deadline = time.monotonic() + self._limits.name_timeout_s
@@ -92,7 +92,7 @@ class NameLease:
             pass
 
     def is_held_by_this_process(self, holder: bytes) -> bool:
-        """Return whether *holder*, the value of the lease's key, stands for this process."""
+        """Return whether *holder*, the value of the lease's key, identifies this process."""
         return holder == self._token.encode()
 
     def in_use_error(self, holder: bytes | None) -> NameInUseError:
@@ -100,7 +100,7 @@ class NameLease:
         process = f" (host/process {holder.decode().rpartition('/')[0]})" if holder else ""
         return NameInUseError(
             f"another process is connected to job {self._job_name} as {self._name!r}{process}, and two clients with "
-            "one name would take each other's results; give each trainer rank a name of its own"
+            "one name would take each other's results; give each trainer rank its own name"
         )
 
     async def _try_acquire(self) -> bool:

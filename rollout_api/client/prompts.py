@@ -54,7 +54,7 @@ class Prompt:
     priority: int = 0
     """Priority; requests with a higher one start earlier."""
     deadline_seconds: float | None = None
-    """Seconds after the arrival of the request at which its rollouts end with what they have; default: none."""
+    """Seconds after the request's arrival at which its rollouts end with the tokens sampled so far; default: none."""
     weight_version: int | None = None
     """Weight version that samples all tokens; default: the newest."""
     prefix: Partial | None = None
@@ -62,7 +62,7 @@ class Prompt:
     draft_mode: DraftMode = DraftMode.HISTORY
     """Where drafts may come from."""
     draft_budget: int | None = None
-    """Largest number of draft tokens per verification step; default: the job's."""
+    """Maximum number of draft tokens per verification step; default: the job's."""
     half_logprobs: bool = False
     """Whether log-probabilities are returned as float16 instead of float32."""
 

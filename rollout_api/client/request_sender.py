@@ -1,4 +1,4 @@
-"""Writes a client's messages into a job's streams: retried, in batches, and only as many requests as the job takes."""
+"""Writes a client's messages to a job's streams, in batches, with retries, and within the job's limit."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RequestSender:
         self._last_log = 0.0
 
     def observe_status(self, status: dict[str, Any]) -> None:
-        """Take the number of rollouts that are open in the job, from all its clients, out of the job's status."""
+        """Read from the job's status how many rollouts of all its clients are open."""
         self._open_in_job = int(status.get("waiting", 0)) + int(status.get("assigned", 0)) if status else None
         self._sent_since_status = 0
 
@@ -59,7 +59,7 @@ class RequestSender:
             action: what the messages do, for errors.
 
         Raises:
-            RedisAwayError: Redis was unreachable for too long; some messages may have arrived.
+            RedisUnreachableError: Redis was unreachable for too long; some messages may have arrived.
             RedisRefusedError: Redis refused the command.
         """
         ids: dict[int, str] = {}
@@ -86,7 +86,7 @@ class RequestSender:
         """Ask the job to cancel requests. This works while Redis is full, because it helps to free memory.
 
         Raises:
-            RedisAwayError: Redis was unreachable for too long; some cancellations may have arrived.
+            RedisUnreachableError: Redis was unreachable for too long; some cancellations may have arrived.
             RedisRefusedError: Redis refused the command.
         """
         control, size = self._keys.control, self._limits.ids_per_message
@@ -101,14 +101,14 @@ class RequestSender:
         """Send the next requests of *queue* for which the job has capacity; pause briefly if it has none.
 
         Args:
-            queue: requests to send; those that were sent, or need not be sent any more, are removed.
+            queue: requests to send; those that were sent, or no longer need to be sent, are removed.
             num_awaited: rollouts that this client is waiting for.
 
         Returns:
             Each request that was sent, with the id of its entry. A request whose id has changed meanwhile is missing.
 
         Raises:
-            RedisAwayError: Redis was unreachable for too long; some requests may have arrived.
+            RedisUnreachableError: Redis was unreachable for too long; some requests may have arrived.
             RedisRefusedError: Redis refused the command.
         """
         batch = self._next_batch(queue, num_awaited)
@@ -127,7 +127,7 @@ class RequestSender:
         ]
 
     def _next_batch(self, queue: deque[PendingRequest], num_awaited: int) -> list[PendingRequest]:
-        """Remove from *queue* what fits into the job, by the coordinator's count and by this client's own."""
+        """Remove from *queue* the requests that fit into the job, by the coordinator's count and by this client's."""
         known = self._open_in_job
         in_job = num_awaited if known is None else max(num_awaited, known + self._sent_since_status)
         batch: list[PendingRequest] = []

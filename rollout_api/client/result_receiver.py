@@ -60,7 +60,7 @@ class ResultReceiver:
         """Create the consumer group, and learn which results were delivered to an earlier client of this name.
 
         Raises:
-            RedisAwayError: Redis was unreachable for too long.
+            RedisUnreachableError: Redis was unreachable for too long.
             RedisRefusedError: Redis refused a command.
         """
         await self._stream.create()
@@ -115,13 +115,13 @@ class ResultReceiver:
         self.notify_demand()
 
     async def finish(self, state: StepState) -> None:
-        """Acknowledge the results of a step that has ended, and drop what arrives for it, or earlier steps, later.
+        """Acknowledge the results of a step that has ended. Later results of it or of earlier steps are dropped.
 
         The results of one request are acknowledged in one command. If that fails, either all results of the request are
         still in Redis or none are.
 
         Raises:
-            RedisAwayError: Redis was unreachable for too long; *state* still has the entries that are left.
+            RedisUnreachableError: Redis was unreachable for too long; *state* still has the entries that are left.
         """
         self._to_acknowledge += self._router.finish(state)
         self.notify_demand()

@@ -1,4 +1,4 @@
-"""Decides which step a result belongs to, and which results no step needs any more."""
+"""Decides which step a result belongs to, and which results are no longer needed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ResultRouter:
     """Puts the results of one client into the states of the steps that requested them.
 
     It performs no I/O. Results that no step has requested yet are *held*: the router remembers the ids of their
-    entries, and the rollouts stay in Redis. Results that no step will request any more are *dropped*: their entries
+    entries, and the rollouts stay in Redis. Results that no step will request again are *dropped*: their entries
     are returned to the caller, which acknowledges them.
 
     Args:
@@ -82,7 +82,8 @@ class ResultRouter:
     def release(self, state: StepState) -> None:
         """Hold the results of a step that was left by an exception until it is opened again.
 
-        They are dropped when a step ends that was opened from now on, because then this one has been passed over.
+        They are dropped once a later step that is opened after this call has ended, because the trainer has then
+        skipped this one.
         """
         self._open.pop(state, None)
         self._released[state.number] = self._num_opened
@@ -175,5 +176,5 @@ class ResultRouter:
 
     def _drop(self, request_id: str, entries: Iterable[str]) -> list[str]:
         dropped = list(entries)
-        logger.info("Dropped %d results of request %s, which no step requests any more.", len(dropped), request_id)
+        logger.info("Dropped %d results of request %s, which no step will request again.", len(dropped), request_id)
         return dropped

@@ -53,7 +53,7 @@ class ResultStream:
         """Create the stream and its consumer group if they do not exist.
 
         Raises:
-            RedisAwayError: Redis was unreachable for too long.
+            RedisUnreachableError: Redis was unreachable for too long.
             RedisRefusedError: Redis refused a command.
         """
         await self._policy.run(self._create_group, action="read results")

@@ -57,7 +57,7 @@ class StepRegistry:
 
     def __init__(self, max_ended: int) -> None:
         self.job_is_closed = False
-        """Whether this client has closed the job, so that no step may be opened any more."""
+        """Whether this client has closed the job, so that no more steps may be opened."""
         self._max_ended = max_ended
         self._open: set[AsyncStep] = set()
         self._ended: OrderedDict[tuple[int, bytes], None] = OrderedDict()
@@ -203,7 +203,7 @@ class AsyncStep:
             acknowledge: whether to acknowledge the results; False leaves the step as an exception does.
 
         Raises:
-            RedisAwayError: Redis was unreachable for too long; what was not acknowledged will be delivered again.
+            RedisUnreachableError: Redis was unreachable for too long; unacknowledged results are delivered again.
         """
         if not self._is_running:
             return
@@ -232,7 +232,7 @@ class AsyncStep:
                 state.num_total,
             )
         if self._submission is not None:
-            # While Redis is full the submission would wait for memory. The batch that is being sent is cancelled below.
+            # While Redis is full, the submission would wait for memory. The batch in flight is cancelled below.
             await cancel_and_wait(self._submission)
         if state.num_open or state.num_open_turns:
             await self.cancel()
@@ -256,7 +256,7 @@ class AsyncStep:
             UnreadableResultError: likewise, for results that could not be read.
             JobEndedError: no more rollouts will come.
             JobChangedError: likewise, because the job was replaced.
-            RedisAwayError: Redis was unreachable for too long.
+            RedisUnreachableError: Redis was unreachable for too long.
         """
         while (rollouts := await self.take(1)) is not None:
             self.report_progress(is_final=False)
@@ -352,8 +352,8 @@ class AsyncStep:
     async def cancel(self) -> None:
         """Cancel all open requests.
 
-        Running samples come back with their partial output and ``finish_reason`` cancelled. Requests that were not sent
-        yet are withdrawn, and nothing comes back for them.
+        Running samples return their partial output, with the finish reason ``cancelled``. Requests that were not sent
+        yet are withdrawn and return nothing.
         """
         is_first, self._is_cancelled = not self._is_cancelled, True
         state, limits = self._state, self._context.limits
@@ -370,7 +370,7 @@ class AsyncStep:
                 self._run(self._repeat_cancellation())
 
     async def _repeat_cancellation(self) -> None:
-        """Repeat the cancellation, because the job ignores one that overtakes its request."""
+        """Repeat the cancellation while requests are open, because Redis may lose it in a crash."""
         limits = self._context.limits
         pause = limits.cancel_retry_pause_s
         while True:
@@ -493,7 +493,7 @@ class AsyncStep:
         """Send everything open again: Redis was unreachable and may have lost it. Repetitions are harmless."""
         state = self._state
         sent = [request for request in state.requests.values() if request.entry is not None and request.num_open]
-        # Requests of a cancelled step are sent too, because the job can only cancel requests that it knows.
+        # Requests of a cancelled step are sent too: the job only answers requests that it has.
         await self._submit(sent, even_if_cancelled=True)
         if self._is_cancelled and (open_ids := state.open_ids):
             await self._context.sender.cancel(open_ids)
@@ -505,7 +505,7 @@ class AsyncStep:
             raise RolloutClientError(f"step {self.number} is not open: use it in 'with client.step(…) as step'")
 
     def _register(self, request_ids: Sequence[str]) -> None:
-        """Have the results of requests routed to this step; fetch at once what is held for turns."""
+        """Route the results of requests to this step; fetch those that are held for turns immediately."""
         self._context.results.register(self._state, request_ids)
         if self._state.has_deferred_turns:
             self._run(self._fetch_deferred_turns())
@@ -527,7 +527,7 @@ class AsyncStep:
             self._run(self._context.results.dead_letter(*unreadable))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run *work* in a task of its own; if it fails, the step fails."""
+        """Run *work* in a separate task; if it fails, the step fails."""
         state = self._state
 
         async def run_or_fail() -> None:

@@ -1,4 +1,4 @@
-"""What one step has requested and what it has received so far."""
+"""The requests and the received rollouts of one step."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ class StepState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing more will become available of the step's prompts."""
+        """Whether no more rollouts of the step's prompts will become available."""
         return not (self._ready or self.has_deferred or self._num_fetching or self.num_open)
 
     def take_ready(self, limit: int) -> list[Rollout]:
@@ -271,7 +271,7 @@ class StepState:
         was_expected = bool(request.num_open)
         self._mark_received(request, sample)
         if not was_expected:
-            return  # the request was withdrawn; its result is acknowledged all the same
+            return  # the request was withdrawn; its result is acknowledged nevertheless
         is_turn = request.answer is not None
         if rollout is not None and (is_turn or self._num_waiters or not is_crowded):
             self._deliver(request, rollout)

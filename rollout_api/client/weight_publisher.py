@@ -308,7 +308,7 @@ class WeightPublisher:
 
 
 def _check_identity(version: int, identity: str, engines: Mapping[str, Any]) -> None:
-    """Refuse to publish other weights under a version that is served: a version must stand for one policy.
+    """Refuse to publish other weights under a version that is served: a version must identify one policy.
 
     Raises:
         InvalidRequestError: an engine serves other weights under this version.

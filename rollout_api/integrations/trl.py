@@ -26,15 +26,15 @@ _Rewards = TypeVar("_Rewards", bound=Sequence[float | None])
 class JobRollouts:
     """A ``rollout_func`` that samples a trainer process's prompts in a rollout job, with the trainer's current weights.
 
-    Each process creates one, with a client of its own under a name of its own::
+    Each process creates one, with its own client under its own name::
 
         with RolloutClient.connect(url, "default/math", name=f"rank-{os.environ.get('RANK', 0)}") as client:
             rollouts = JobRollouts(client, "/weights/math")
             GRPOTrainer(rollout_func=rollouts, reward_funcs=rollouts.wrap_reward(reward), …).train()
 
     Before the rollouts of a step with new weights, the main process saves and publishes the weights, and all processes
-    wait until the job serves them. So the first optimizer step on a batch is on-policy. TRL's own vLLM must be off
-    (``use_vllm=False``); TRL then does not correct for numerical differences between the engines and the trainer.
+    wait until the job serves them. The first optimizer step on a batch is therefore on-policy. TRL's own vLLM must be
+    off (``use_vllm=False``); TRL then does not correct for numerical differences between the engines and the trainer.
 
     Args:
         client: connected client that only this process uses.

@@ -62,8 +62,8 @@ class JobServer:
         redis: URL of the job's Redis.
         job: ``namespace/name`` of the job.
         name: name of the client.
-        max_model_len: largest number of tokens of a prompt and its response together.
-        response_length: largest number of tokens of a response.
+        max_model_len: maximum number of tokens of a prompt and its response together.
+        response_length: maximum number of tokens of a response.
     """
 
     def __init__(self, redis: str, job: str, name: str, max_model_len: int, response_length: int) -> None:
@@ -71,7 +71,7 @@ class JobServer:
         self._client: AsyncRolloutClient | None = None
         self._lock = asyncio.Lock()
         self._max_model_len, self._response_length = max_model_len, response_length
-        # Each request is a step of its own, because equal requests within a step would be one. Step numbers must
+        # Each request is a separate step, because equal requests within a step would be one. Step numbers must
         # increase, also when the actor is restarted.
         self._step_numbers = itertools.count(time.time_ns() // 1_000_000)
 
@@ -113,8 +113,8 @@ class JobServer:
         """Wait until the job is available."""
         await self._connected()
 
-    # verl calls these methods on servers that share its GPUs. A job has GPUs of its own, and continues running rollouts
-    # with new weights by itself.
+    # verl calls these methods on servers that share its GPUs. A job has its own GPUs and continues running
+    # rollouts with new weights, so they do nothing.
 
     async def abort_all_requests(self, reject_request: bool = False) -> None:
         """Do nothing."""
@@ -154,8 +154,7 @@ class JobReplica(RolloutReplica):  # type: ignore[misc]
     """A job as a standalone replica of verl, which uses none of verl's GPUs."""
 
     async def init_standalone(self) -> None:
-        """Start this side's processes: one that requests rollouts, and a placeholder that takes part in weight
-        updates."""
+        """Start a process that requests rollouts, and a placeholder process that takes part in weight updates."""
         self.rollout_mode = RolloutMode.STANDALONE
         group = RayWorkerGroup(
             resource_pool=RayResourcePool([1], use_gpu=False, max_colocate_count=1),
@@ -171,10 +170,10 @@ class JobReplica(RolloutReplica):  # type: ignore[misc]
         """Reject the hybrid mode.
 
         Raises:
-            ValueError: always, because a job has machines of its own.
+            ValueError: always, because a job has its own machines.
         """
         raise ValueError(
-            "rollout.name=das uses a job with machines of its own: set actor_rollout_ref.hybrid_engine=false and "
+            "rollout.name=das uses a job with its own machines: set actor_rollout_ref.hybrid_engine=false and "
             "trainer.v1.trainer_mode=separate_async"
         )
 
@@ -330,7 +329,7 @@ def to_job_sampling(params: Mapping[str, Any], limit: int) -> dict[str, Any]:
 
     Args:
         params: sampling parameters from verl's agent loop.
-        limit: largest number of response tokens; *params* may lower it.
+        limit: maximum number of response tokens; *params* may lower it.
 
     Raises:
         InvalidRequestError: the job does not support a parameter.
@@ -371,7 +370,7 @@ def to_token_output(rollout: Rollout) -> TokenOutput:
         stop_reason=_STOP_REASONS[rollout.finish_reason],
         num_preempted=0,
         extra_fields={
-            # verl takes this for the version of the whole response; the oldest one is the conservative answer.
+            # verl uses this as the version of the whole response, so the oldest one is the conservative choice.
             "global_steps": min(steps, default=None),
             "min_global_steps": min(steps, default=None),
             "max_global_steps": max(steps, default=None),

@@ -147,7 +147,7 @@ class MessageKeys:
         return self._key(f"lease:{engine}")
 
     def inbox(self, engine: str) -> str:
-        """Stream, written by the coordinator: assignments and commands for *engine*.
+        """Stream, written by the coordinator: orders to *engine*.
 
         An assignment stays until its rollout is in the ledger.
         """
@@ -201,7 +201,7 @@ class HistoryKeys:
 
     @property
     def meta(self) -> str:
-        """Hash, written by jobs: tokenizer, model, byte limit, window, and the generation of each published version."""
+        """Hash, written by jobs: tokenizer, model, byte cap, window, and the generation of each published version."""
         return f"history:{{{self.full_name}}}:meta"
 
     @property

@@ -1,4 +1,4 @@
-"""ACL rules for the Redis users of a job and of the history service, on a server that others use, too.
+"""ACL rules for the Redis users of a job and of the history service, on a shared server.
 
 The module prints them as arguments of ``ACL SETUSER``::
 
@@ -13,7 +13,7 @@ import sys
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys, MessageKeys, job_uid_key
 
 _COMMANDS = ("+@all", "-@admin", "-@dangerous", "-function", "-script|flush", "-script|kill", "+info")
-"""All commands except those that administrate the server or affect other users' keys.
+"""All commands except those that administer the server or affect other users' keys.
 
 ``INFO`` is allowed because it tells whether the server was restarted.
 """
@@ -36,7 +36,7 @@ def access_rules(namespace: str, name: str, uid: str, history: str) -> list[str]
         *HistoryKeys(namespace, history).patterns(),
     ]
     keys = [f"~{_literal(one)}" for one in patterns]
-    # In a selector, so that the user can add its history to the list, but neither read nor remove other names.
+    # A selector lets the user add its history to the list, but neither read nor remove other names.
     return ["resetkeys", *keys, "resetchannels", *_COMMANDS, "clearselectors", f"(+sadd %W~{HISTORY_NAMES})"]
 
 

@@ -1,4 +1,4 @@
-"""Parses URLs of Redis: of a server, of the primary that Sentinels know, or of a cluster. Nothing is connected."""
+"""Parses Redis URLs: of a server, of a primary behind Sentinels, or of a cluster. It connects to nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that a Redis server can be used, and explanations of its errors for people."""
+"""Checks that a Redis server can be used, and explains its errors."""
 
 from __future__ import annotations
 

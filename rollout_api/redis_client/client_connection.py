@@ -1,4 +1,4 @@
-"""Connections of a trainer's client to Redis: from a URL, or with the settings of a client that the trainer has."""
+"""Connections of a trainer's client to Redis, from a URL or from the trainer's own Redis client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from redis.backoff import NoBackoff
 from rollout_api.errors import InvalidRequestError
 from rollout_api.redis_client.address import Kind, parse_address, without_password
 from rollout_api.redis_client.connection import async_client
-from rollout_api.redis_client.sentinel import async_sentinel_pool, forced_host, place_of
+from rollout_api.redis_client.sentinel import async_sentinel_pool, endpoint_of, forced_host
 
 READ_BLOCK_MS = 1000
 """Milliseconds for which a read of results blocks in the server."""
@@ -73,7 +73,7 @@ RedisTarget = str | redis.Redis | redis.asyncio.Redis
 
 
 def open_client(target: RedisTarget) -> redis.asyncio.Redis:
-    """Return a client with connections of its own to the server of *target*; nothing is sent yet.
+    """Return a client with separate connections to the server of *target*; nothing is sent yet.
 
     Args:
         target: URL of a server or of Sentinels (see :mod:`rollout_api.redis_client.address`), or a client of a server,
@@ -81,7 +81,7 @@ def open_client(target: RedisTarget) -> redis.asyncio.Redis:
 
     Raises:
         InvalidRequestError: the URL is malformed, or the client's settings cannot be copied because it is a client of
-            a cluster or of replicas, or has a connection class or callback of its own.
+            a cluster or of replicas, or has a custom connection class or callback.
     """
     if isinstance(target, str):
         return _open_url(target)
@@ -111,9 +111,9 @@ def server_name(client: redis.asyncio.Redis) -> str:
     """Return the server that *client* connects to, for messages; it contains no credentials."""
     pool: Any = client.connection_pool
     if isinstance(pool, async_sentinel.SentinelConnectionPool):
-        sentinels = ",".join(place_of(one.connection_pool) for one in pool.sentinel_manager.sentinels)
+        sentinels = ",".join(endpoint_of(one.connection_pool) for one in pool.sentinel_manager.sentinels)
         return f"Redis {pool.service_name}, whose Sentinels are {sentinels}"
-    return f"Redis at {place_of(pool)}"
+    return f"Redis at {endpoint_of(pool)}"
 
 
 def _open_url(url: str) -> redis.asyncio.Redis:

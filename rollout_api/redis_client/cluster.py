@@ -1,4 +1,4 @@
-"""A client of a Redis Cluster that raises the same errors as redis-py's other clients, and gives up within seconds."""
+"""A client of a Redis Cluster that raises the same errors as redis-py's other clients and fails within seconds."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INCOMPLETE = ("All slots are not covered", "startup_nodes could not agree")
 def redis_errors() -> Iterator[None]:
     """Convert the errors of redis-py's cluster client into the :class:`redis.RedisError` that the other clients raise.
 
-    For an unusable cluster, that client has exceptions of its own, which handlers of an unreachable Redis do not catch.
+    For an unusable cluster, that client raises other exceptions, which handlers of an unreachable Redis do not catch.
     """
     try:
         yield
@@ -65,7 +65,7 @@ class _Nodes(redis.RedisCluster):
 
 
 class _Pipeline(ClusterPipeline, _Nodes):
-    """A pipeline that repeats the commands which nodes refused because their slots were migrated."""
+    """A pipeline that repeats commands that nodes refused because their slots were migrated."""
 
     def __init__(self, client: Cluster, **settings: Any) -> None:
         super().__init__(**settings)
@@ -95,7 +95,7 @@ class _Pipeline(ClusterPipeline, _Nodes):
 class Cluster(_Nodes):
     """A client that connects on first use.
 
-    When no known node is left, it connects again with the addresses that it was given.
+    If no known node answers any longer, it connects again to the addresses that it was given.
     """
 
     def __init__(self, hosts: Sequence[tuple[str, int]], *, retries: int, **settings: Any) -> None:
@@ -158,7 +158,7 @@ class Cluster(_Nodes):
 
     @contextmanager
     def reconnect_when_lost(self) -> Iterator[None]:
-        """Convert errors as :func:`redis_errors` does, and call :meth:`discard_nodes` when no known node is left."""
+        """Convert errors as :func:`redis_errors` does, and call :meth:`discard_nodes` if no known node answers."""
         try:
             with redis_errors():
                 yield
@@ -168,7 +168,7 @@ class Cluster(_Nodes):
             raise
 
     def refresh(self) -> None:
-        """Ask the nodes which of them has which slots.
+        """Ask the nodes which node has which slots.
 
         Raises:
             redis.RedisError: no node answered.

@@ -1,4 +1,4 @@
-"""Connections of a job's processes to Redis, with timeouts that suit an interactive program."""
+"""Connections of a job's processes to Redis. A person gets an error within 10 s if the server does not answer."""
 
 from __future__ import annotations
 

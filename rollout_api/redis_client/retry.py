@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 
 import redis
 
-from rollout_api.errors import RedisAwayError, RedisRefusedError
+from rollout_api.errors import RedisRefusedError, RedisUnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def is_transient(error: redis.RedisError) -> bool:
     """Return whether *error* may go away by itself.
 
     That is the case while the server is slow, unreachable or loading, during a failover or a migration of slots, and
-    when something else answers in the server's place (usually the proxy of a service that has no server right now).
+    when something else answers in the server's place (usually the proxy of a service without a running server).
     """
     if isinstance(error, redis.ResponseError) and _TRANSIENT_CODES.match(str(error)):
         return True
@@ -46,8 +46,8 @@ def is_transient(error: redis.RedisError) -> bool:
     unreachable = (
         redis.ConnectionError | redis.TimeoutError | redis.exceptions.ReadOnlyError | redis.exceptions.InvalidResponse
     )
-    # ClusterError means that a slot's nodes redirected to each other for too long. MOVED is not transient: it only gets
-    # here when a node of a cluster is used as if it were a single server.
+    # ClusterError means that a slot's nodes redirected to each other for too long. MOVED is not transient: it only
+    # occurs here if a node of a cluster is used as if it were a single server.
     on_cluster = redis.exceptions.ClusterError | redis.exceptions.TryAgainError
     return isinstance(error, unreachable | on_cluster) and not isinstance(error, refused)
 
@@ -95,7 +95,7 @@ class RetryPolicy:
             pause = min(2 * pause, self._max_pause)
 
     def raise_unless_retryable(self, error: redis.RedisError, failing_since: float, action: str = "") -> None:
-        """Return if the command is worth another attempt, and log that from time to time.
+        """Return if the command should be tried again, and log that at most every ten seconds.
 
         Args:
             error: error with which the last attempt failed.
@@ -152,7 +152,7 @@ async def retry_async(
 ) -> _Result:
     """Return ``await command(*args)``, repeated by default for as long as Redis is unreachable or full.
 
-    The processes of a job wait for their server rather than lose what they hold: a full server is back-pressure.
+    The processes of a job wait for their server instead of losing unwritten data: a full server is backpressure.
 
     Raises:
         redis.RedisError: an error that is not transient, or whatever *policy* raises.
@@ -185,7 +185,7 @@ class ClientRetryPolicy(RetryPolicy):
         """Return the result of *command*, which performs *action*.
 
         Raises:
-            RedisAwayError: the server was unreachable for too long.
+            RedisUnreachableError: the server was unreachable for too long.
             RedisRefusedError: an error that is not transient.
         """
         return await retry_async(command, policy=self, action=action)
@@ -193,7 +193,7 @@ class ClientRetryPolicy(RetryPolicy):
     def _raise(self, error: redis.RedisError, outage: float, action: str) -> NoReturn:
         if not is_transient(error):
             raise RedisRefusedError(_explain_refusal(self._server, action, error)) from error
-        raise RedisAwayError(
+        raise RedisUnreachableError(
             f"{self._server} has been unreachable for {outage:.0f} s while this client tried to {action} "
             f"({type(error).__name__}: {error}). Is it running, and is the address correct? Requests and results are "
             "kept: open the same step again to get its results"

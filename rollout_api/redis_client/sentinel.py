@@ -1,4 +1,4 @@
-"""Finding the primary of a server through its Sentinels, with timeouts and errors that suit this project.
+"""Finds the primary of a server through its Sentinels, with short timeouts and detailed errors.
 
 Sentinels are asked one after another, and each answers from memory. With redis-py's defaults, Sentinels that do not
 answer would cost minutes, and the error would not say what each of them replied.
@@ -157,8 +157,8 @@ def forced_host(manager: Any) -> str | None:
     return host
 
 
-def place_of(pool: Any) -> str:
-    """Return the host and port, or the path, that the connections of *pool* use."""
+def endpoint_of(pool: Any) -> str:
+    """Return the host and port, or the path of the socket, that the connections of *pool* use."""
     settings = pool.connection_kwargs
     host, port = settings.get("host", "localhost"), settings.get("port", 6379)
     return str(settings.get("path") or (f"[{host}]:{port}" if ":" in host else f"{host}:{port}"))
@@ -181,7 +181,7 @@ def _no_primary(service: str, answers: Sequence[_Answer]) -> redis.ConnectionErr
             reply = f"{type(state).__name__}: {state}"
         else:
             reply = f"knows no {service}" if state is None else "considers it down"
-        parts.append(f"{place_of(sentinel.connection_pool)}: {reply}")
+        parts.append(f"{endpoint_of(sentinel.connection_pool)}: {reply}")
     text = f"no Sentinel names a primary {service} that is up ({'; '.join(parts)})"
     if answers and all(isinstance(state, redis.AuthenticationError) for _, state in answers):
         return redis.AuthenticationError(text)

@@ -161,7 +161,7 @@ def _execute_on_cluster(client: Cluster, calls: Sequence[Call], commands: Sequen
 
 
 def _send_to_nodes(client: Cluster, calls: Sequence[Call], commands: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Send each command once, to the node that has its keys as far as *client* knows; return replies and errors."""
+    """Send each command once, to the node that has its keys according to *client*; return replies and errors."""
     # redis-py refuses EVALSHA in a cluster's pipeline, because it cannot load its own scripts there.
     command: Any = PipelineCommand
     node_of: Any = client.get_node_from_key

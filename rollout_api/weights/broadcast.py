@@ -1,8 +1,8 @@
 """A group of processes for broadcasting tensors, in which the trainer has rank 0.
 
 The group uses gloo on CPUs, and NCCL (through vLLM) on GPUs. It is independent of torch's default group, because
-trainer and engine each have a default group already. torch, and vLLM for NCCL, are only imported when a group is
-joined.
+trainer and engine each have a default group already. torch is only imported when a group is joined, and vLLM only
+for NCCL.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def join(
         port: port of rank 0.
         rank: rank of this process.
         world_size: number of processes in the group.
-        device: torch device of this process' tensors.
+        device: torch device of this process's tensors.
         withdrawn: event with which another thread of rank 0 makes it stop waiting.
 
     Raises:

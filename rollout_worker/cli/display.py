@@ -1,4 +1,4 @@
-"""What the command line shows: live progress and the table of a finished job."""
+"""Output of the command line: live progress and the table of a finished job."""
 
 from __future__ import annotations
 

@@ -274,7 +274,9 @@ class SuffixIndex:
             raise ValueError(f"sources must be some of {', '.join(map(repr, SOURCES))}, got {sources!r}")
         if context_length < 0:
             raise ValueError(f"context_length must be 0 or more tokens, got {context_length}")
-        return self._native.open(problem, prompt, context_length, [one in sources for one in SOURCES], stop_tokens)
+        return self._native.open(
+            problem, prompt, context_length, [source in sources for source in SOURCES], stop_tokens
+        )
 
     def extend(self, handle: int, tokens: TokenIds) -> None:
         """Append sampled tokens to a request's response and learn from them.
@@ -309,7 +311,7 @@ class SuffixIndex:
         """Draft for many requests in one call without the GIL.
 
         Args:
-            handles: of the requests.
+            handles: handles of the requests.
             budgets: the maximum number of tokens for each; 0 returns an empty draft at no cost and changes nothing.
             min_survival: a draft ends before the first token whose survival is below this; one value from 0 to 1 for
                 all requests, or one for each.

@@ -62,7 +62,7 @@ class Adapters:
             yield adapter
         finally:
             adapter.num_users -= 1
-            if not any(each.num_users for each in self._loaded):
+            if not any(adapter.num_users for adapter in self._loaded):
                 self._unused.set()
             self._remove_unused()
 
@@ -81,7 +81,7 @@ class Adapters:
         return set(await self._llm.list_loras())
 
     def _remove_unused(self) -> None:
-        for adapter in [each for each in self._loaded if not each.num_users and each is not self.current]:
+        for adapter in [loaded for loaded in self._loaded if not loaded.num_users and loaded is not self.current]:
             self._loaded.remove(adapter)
             removal = asyncio.ensure_future(self._llm.remove_lora(adapter.lora_request.lora_int_id))
             self._removals.add(removal)

@@ -59,18 +59,18 @@ def check_checkpoint(directory: Path, model: Path) -> None:
     _compare(f"checkpoint {directory}", _read_tensors(directory), model)
 
 
-def _compare(source: str, found: _Tensors, model: Path) -> None:
+def _compare(source: str, tensors: _Tensors, model: Path) -> None:
     expected = _read_tensors(model)
-    if missing := sorted(expected.keys() - found.keys()):
+    if missing := sorted(expected.keys() - tensors.keys()):
         raise ModelError(f"{source} has no {_list_names(missing)}: it must have all of the model's tensors")
-    if unknown := sorted(found.keys() - expected.keys() - {_OUTPUT_PROJECTION}):
+    if unknown := sorted(tensors.keys() - expected.keys() - {_OUTPUT_PROJECTION}):
         raise ModelError(f"{source} has {_list_names(unknown)}, which the model does not have")
     for name, (shape, dtype) in expected.items():
-        found_shape, found_dtype = found[name]
-        if found_shape != shape:
-            raise ModelError(f"{source}: {name} has shape {found_shape}, but the model has {shape}")
-        if found_dtype != dtype and not {found_dtype, dtype} <= _FLOAT_DTYPES:
-            raise ModelError(f"{source}: {name} is {found_dtype}, but the model has {dtype}")
+        actual_shape, actual_dtype = tensors[name]
+        if actual_shape != shape:
+            raise ModelError(f"{source}: {name} has shape {actual_shape}, but the model has {shape}")
+        if actual_dtype != dtype and not {actual_dtype, dtype} <= _FLOAT_DTYPES:
+            raise ModelError(f"{source}: {name} is {actual_dtype}, but the model has {dtype}")
 
 
 def _list_names(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What the drafter needs to know about a request."""
+"""The drafting settings of a request."""
 
 from __future__ import annotations
 

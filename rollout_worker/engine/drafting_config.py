@@ -1,4 +1,4 @@
-"""How an engine drafts. The host process sends this configuration to vLLM's worker processes."""
+"""The drafting configuration of an engine, which the host process sends to vLLM's worker processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HistoryLocation:
-    """Where a worker process reads the history from."""
+    """The Redis server and history that a worker process reads."""
 
     redis_url: str
     namespace: str
@@ -22,7 +22,7 @@ class HistoryLocation:
 
 @dataclass(frozen=True)
 class DraftingConfig:
-    """How an engine drafts."""
+    """The drafting configuration of an engine."""
 
     policy: PolicyName
     max_draft_tokens: int

@@ -33,7 +33,7 @@ class Engine:
         self.counters = counters
         self.config = config
         self.weight_versions = WeightVersionTracker(llm, config.weight_version)
-        """Which weight version samples which tokens."""
+        """Records which weight version samples which tokens."""
         self.adapters = Adapters(llm)
         """The loaded LoRA adapters."""
         self._client = VllmClient(llm)

@@ -15,11 +15,11 @@ class AdmissionError(ValueError):
 
 
 @contextmanager
-def translate_errors(doing: str) -> Iterator[None]:
+def translate_errors(action: str) -> Iterator[None]:
     """Raise vLLM's errors, some of which are plain ``Exception``, as :class:`EngineError`.
 
     Args:
-        doing: what was being done, for the message, such as "generating".
+        action: the failing action, for the message, such as "generating".
     """
     try:
         yield
@@ -27,5 +27,5 @@ def translate_errors(doing: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise EngineError(
-            f"vLLM failed while {doing}: {error or type(error).__name__}; see its log above for details"
+            f"vLLM failed while {action}: {error or type(error).__name__}; see its log above for details"
         ) from error

@@ -124,7 +124,7 @@ class ResponseGenerator:
                 started=started,
                 finished=finished,
                 num_draft_tokens=counts.drafted,
-                # vLLM cuts off what a step has accepted beyond the end of the response.
+                # vLLM cuts off tokens that a step has accepted beyond the end of the response.
                 num_accepted_tokens=max(0, counts.accepted - max(0, counts.generated - len(response.token_ids))),
                 num_cached_tokens=output.num_cached_tokens or 0,
             )

@@ -68,12 +68,12 @@ def resolve_checkpoint(uri: str, cache: Path, model_directory: Path, allowed_roo
         ModelError: if it does not exist, lies outside the allowed roots, or has another shape.
     """
     directory = _checked(_allowed_directory(uri, cache, model_directory, allowed_roots), uri)
-    theirs, ours = _config(directory), _config(model_directory)
+    config, model_config = _config(directory), _config(model_directory)
     for key in _SHAPE_KEYS:
-        if theirs.get(key) != ours.get(key):
+        if config.get(key) != model_config.get(key):
             raise ModelError(
-                f"checkpoint {uri!r} has {key} {theirs.get(key)!r}, but the model has {ours.get(key)!r}: weights "
-                "can only be replaced by weights of the same shape"
+                f"checkpoint {uri!r} has {key} {config.get(key)!r}, but the model has {model_config.get(key)!r}: "
+                "weights can only be replaced by weights of the same shape"
             )
     return directory
 
@@ -143,7 +143,7 @@ def _local_directory(uri: str, cache: Path) -> Path | None:
         return Path(uri) if Path(uri).is_dir() else _missing(uri, Path(uri))
     if ".." in Path(uri).parts:
         raise ModelError(f"model {uri!r} is outside the model cache, {cache}; use an absolute path")
-    return next((one / uri for one in _caches(cache) if (one / uri).is_dir()), None)
+    return next((directory / uri for directory in _caches(cache) if (directory / uri).is_dir()), None)
 
 
 def _missing(uri: str, path: Path) -> Path:

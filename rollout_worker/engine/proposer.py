@@ -121,24 +121,28 @@ class HistoryProposer:
             return drafts
         request_ids = self._runner.input_batch.req_ids
         num_sampled = np.fromiter(map(len, sampled_token_ids), np.int64, len(drafts))
-        for place in np.flatnonzero(num_sampled):
-            if request_ids[place] not in self._rows:
-                self._track(drafter, controller, request_ids[place], token_ids_cpu[place])
-        rows = np.fromiter((self._rows.get(one, _UNTRACKED) for one in request_ids), np.int64, len(drafts))
-        places = np.flatnonzero((num_sampled > 0) & (rows != _UNTRACKED))
-        if len(places) < len(drafts):
-            rows, num_sampled = rows[places], num_sampled[places]
-            sampled_token_ids = [sampled_token_ids[place] for place in places]
-        num_tokens = num_tokens_no_spec[places].astype(np.int64)
-        self._catch_up(drafter, controller, rows, num_tokens - num_sampled, token_ids_cpu, places)
-        seconds = self._step_seconds(rows, started, is_complete=len(places) == len(drafts))
-        self._observe_step(drafter, controller, rows, places, sampled_token_ids, num_sampled, num_tokens, seconds)
+        for batch_index in np.flatnonzero(num_sampled):
+            if request_ids[batch_index] not in self._rows:
+                self._track(drafter, controller, request_ids[batch_index], token_ids_cpu[batch_index])
+        rows = np.fromiter(
+            (self._rows.get(request_id, _UNTRACKED) for request_id in request_ids), np.int64, len(drafts)
+        )
+        batch_indices = np.flatnonzero((num_sampled > 0) & (rows != _UNTRACKED))
+        if len(batch_indices) < len(drafts):
+            rows, num_sampled = rows[batch_indices], num_sampled[batch_indices]
+            sampled_token_ids = [sampled_token_ids[batch_index] for batch_index in batch_indices]
+        num_tokens = num_tokens_no_spec[batch_indices].astype(np.int64)
+        self._catch_up(drafter, controller, rows, num_tokens - num_sampled, token_ids_cpu, batch_indices)
+        seconds = self._step_seconds(rows, started, is_complete=len(batch_indices) == len(drafts))
+        self._observe_step(
+            drafter, controller, rows, batch_indices, sampled_token_ids, num_sampled, num_tokens, seconds
+        )
         if len(self._rows) > len(request_ids):
             # Close what vLLM has finished. A preempted request is still among its requests and stays tracked.
             self._close(self._rows.keys() - self._runner.requests.keys())
-        if len(places):
-            for place, tokens in self._draft(drafter, controller, rows, num_tokens):
-                drafts[places[place]] = tokens
+        if len(batch_indices):
+            for index, tokens in self._draft(drafter, controller, rows, num_tokens):
+                drafts[batch_indices[index]] = tokens
         self.steps += 1
         self._last_call = started
         self.seconds += time.perf_counter() - started
@@ -159,7 +163,7 @@ class HistoryProposer:
         drafter: Drafter,
         controller: DraftController,
         rows: NDArray[np.int64],
-        places: NDArray[np.int64],
+        batch_indices: NDArray[np.int64],
         sampled_token_ids: list[list[int]],
         num_sampled: NDArray[np.int64],
         num_tokens: NDArray[np.int64],
@@ -167,7 +171,7 @@ class HistoryProposer:
     ) -> None:
         # A request that was preempted has lost its draft, so that this step has verified nothing of it.
         spec_token_ids = self._runner.input_batch.spec_token_ids
-        drafted = np.fromiter((len(spec_token_ids[place]) for place in places), np.int64, len(places))
+        drafted = np.fromiter((len(spec_token_ids[index]) for index in batch_indices), np.int64, len(batch_indices))
         drafter.advance(rows, sampled_token_ids, drafted)
         expected = np.where(drafted > 0, self._tracked["expected"][rows], 0.0)
         outcome = StepOutcome(rows, num_sampled, drafted, expected, num_tokens - num_sampled)
@@ -193,7 +197,7 @@ class HistoryProposer:
         self._tracked["expected"][rows] = expected
         selected = controller.select(rows, lengths, expected)
         self.proposed_tokens += int(lengths[selected].sum())
-        return [(place, drafts[place].tokens) for place in selected.tolist()]
+        return [(index, drafts[index].tokens) for index in selected.tolist()]
 
     def _track(self, drafter: Drafter, controller: DraftController, request_id: str, tokens: NDArray[np.int32]) -> None:
         """Start to track a request, if it has draft settings."""
@@ -239,13 +243,13 @@ class HistoryProposer:
         rows: NDArray[np.int64],
         num_tokens: NDArray[np.int64],
         token_ids: NDArray[np.int32],
-        places: NDArray[np.int64],
+        batch_indices: NDArray[np.int64],
     ) -> None:
         """Tell the drafter the tokens that were sampled in steps in which the request was not seen."""
         for index in np.flatnonzero(num_tokens > self._tracked["num_tokens"][rows]):
             row = rows[index : index + 1]
             known = int(self._tracked["num_tokens"][row[0]])
-            missed = token_ids[places[index], known : int(num_tokens[index])].tolist()
+            missed = token_ids[batch_indices[index], known : int(num_tokens[index])].tolist()
             drafter.advance(row, [missed], np.zeros(1, np.int64))
             controller.add_unobserved(int(row[0]), len(missed))
 

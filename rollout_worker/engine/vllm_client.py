@@ -68,13 +68,13 @@ class VllmClient:
             self._llm = None
 
 
-def ignore_failure(done: asyncio.Future[Any]) -> None:
+def ignore_failure(future: asyncio.Future[Any]) -> None:
     """Mark the exception of a background task as handled.
 
     It means that the engine has died or was stopped, which other calls report.
     """
-    if not done.cancelled():
-        done.exception()
+    if not future.cancelled():
+        future.exception()
 
 
 def _do_nothing() -> None:

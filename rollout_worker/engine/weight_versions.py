@@ -1,4 +1,4 @@
-"""Which weight version sampled which tokens of the responses that are being generated."""
+"""Records which weight version sampled which tokens of the responses that are being generated."""
 
 from __future__ import annotations
 

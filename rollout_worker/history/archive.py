@@ -69,7 +69,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a complete archive contains."""
+    """Summary of a complete archive."""
 
     header: Header
     records: int
@@ -80,7 +80,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export has written."""
+    """Result of an export."""
 
     problems: int
     """Number of problems with rollouts."""
@@ -94,7 +94,7 @@ class ExportResult:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What an import has done."""
+    """Result of an import."""
 
     history: str
     """Full name of the history."""
@@ -167,15 +167,15 @@ def _export_problem(
     corrupt: set[str] = set()
     rewards: dict[bytes, float] = {}
     while has_more:
-        found = store.read({problem_id: cursor}, with_lengths={problem_id} if cursor == START else ())[problem_id]
-        rewards |= found.rewards or {}
-        for record in found.records:
+        log_slice = store.read({problem_id: cursor}, with_lengths={problem_id} if cursor == START else ())[problem_id]
+        rewards |= log_slice.rewards or {}
+        for record in log_slice.records:
             if record.generation >= oldest and record.rollout_id not in written:
                 written.add(record.rollout_id)
                 newest = max(newest, record.generation)
                 write(_rollout_line(problem_id, record, rewards.get(rollout_key(record.rollout_id))))
-        corrupt.update(entry.entry_id for entry in found.corrupt)
-        cursor, has_more = found.cursor, found.has_more
+        corrupt.update(entry.entry_id for entry in log_slice.corrupt)
+        cursor, has_more = log_slice.cursor, log_slice.has_more
     return len(written), len(corrupt), newest
 
 
@@ -304,22 +304,22 @@ def _read_rollouts(file: Path) -> Iterator[tuple[str, HistoryRecord, float | Non
     lines = _lines(file)
     next(lines)
     for number, line in enumerate(lines, start=2):
-        found = _parse_line(file, line)
-        if found.get("end"):
+        fields = _parse_line(file, line)
+        if fields.get("end"):
             return
         try:
             record = HistoryRecord(
-                rollout_id=str(found["rollout"]),
-                run=str(found["run"]),
-                weight_version=int(found["weight_version"]),
-                generation=int(found["generation"]),
-                tokens=_token_ids(found["tokens"]),
-                finish_reason=str(found["finish_reason"]),
-                context=_token_ids(found.get("context", [])),
-                step=int(found["step"]),
+                rollout_id=str(fields["rollout"]),
+                run=str(fields["run"]),
+                weight_version=int(fields["weight_version"]),
+                generation=int(fields["generation"]),
+                tokens=_token_ids(fields["tokens"]),
+                finish_reason=str(fields["finish_reason"]),
+                context=_token_ids(fields.get("context", [])),
+                step=int(fields["step"]),
             )
-            reward = found["reward"]
-            yield str(found["problem"]), record, None if reward is None else float(reward)
+            reward = fields["reward"]
+            yield str(fields["problem"]), record, None if reward is None else float(reward)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ArchiveError(f"{file}, line {number}: not a rollout: {type(error).__name__}: {error}") from None
 
@@ -332,28 +332,28 @@ def _token_ids(numbers: list[int]) -> NDArray[np.uint32]:
 
 
 def _parse_header(file: Path, line: bytes) -> Header:
-    found = _parse_line(file, line)
-    if found.get("format") != FORMAT:
+    fields = _parse_line(file, line)
+    if fields.get("format") != FORMAT:
         raise ArchiveError(f"{file} is not an archive of a history")
-    if found.get("version") != VERSION:
+    if fields.get("version") != VERSION:
         raise ArchiveError(
-            f"{file} is an archive of version {found.get('version')}; this program reads version {VERSION}"
+            f"{file} is an archive of version {fields.get('version')}; this program reads version {VERSION}"
         )
     try:
-        fields = {name: found[name] for name in Header.__dataclass_fields__}
+        values = {name: fields[name] for name in Header.__dataclass_fields__}
     except KeyError as error:
         raise ArchiveError(f"{file} lacks {error} in its first line; export it again") from None
-    return Header(**fields)
+    return Header(**values)
 
 
 def _parse_line(file: Path, line: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        fields = json.loads(line)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        fields = None
+    if not isinstance(fields, dict):
         raise ArchiveError(f"{file} is truncated or damaged: a line is not a JSON object; export it again")
-    return found
+    return fields
 
 
 def _lines(file: Path) -> Iterator[bytes]:

@@ -47,7 +47,7 @@ class Changes:
     cursors: dict[int, float | None]
     """Shard → cursor of the next query."""
     reset_shards: frozenset[int]
-    """Shards that have lost what was seen of them, so that all their problems have to be read again."""
+    """Shards that have lost data since the cursor, so that all their problems have to be read again."""
 
 
 class ProblemCatalog:
@@ -64,7 +64,9 @@ class ProblemCatalog:
             for key in (self._keys.last_used(shard), self._keys.last_changed(shard), self._keys.sizes(shard)):
                 pipeline.zrange(key, 0, -1, withscores=True)
         replies = pipeline.execute()
-        used, changed, sizes = ({name: score for some in replies[at::3] for name, score in some} for at in range(3))
+        used, changed, sizes = (
+            {name: score for reply in replies[kind::3] for name, score in reply} for kind in range(3)
+        )
         problems = [
             StoredProblem(name, used[key], changed.get(key, 0.0), int(sizes.get(key, 0)))
             for name, key in ((name, name.encode()) for name in decode_names(used))
@@ -86,13 +88,13 @@ class ProblemCatalog:
         problem_ids: set[str] = set()
         new_cursors: dict[int, float | None] = {}
         reset_shards = set()
-        for (shard, since), found in zip(cursors.items(), pipeline.execute(), strict=True):
-            new_cursors[shard] = max((score for _, score in found), default=0.0)
+        for (shard, since), reply in zip(cursors.items(), pipeline.execute(), strict=True):
+            new_cursors[shard] = max((score for _, score in reply), default=0.0)
             # The last change seen would be in the reply, unless its problem was deleted or the server lost its data.
-            if since and not found:
+            if since and not reply:
                 reset_shards.add(shard)
             elif since is not None:
-                problem_ids |= decode_names(name for name, score in found if score > since)
+                problem_ids |= decode_names(name for name, score in reply if score > since)
         return Changes(frozenset(problem_ids), new_cursors, frozenset(reset_shards))
 
     def generations(self, problem_ids: Sequence[str]) -> dict[str, list[int] | None]:

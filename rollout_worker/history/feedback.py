@@ -1,4 +1,4 @@
-"""Reports how an engine's drafts do to the history: which problems are used, acceptance by age, and learned state."""
+"""Reports an engine's drafting results to the history: used problems, acceptance by age, and learned state."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class DrafterStatistics(Protocol):
-    """What a draft index has measured and learned."""
+    """Measurements and learned state of a draft index."""
 
     def accepted_by_age(self) -> Mapping[int, tuple[float, float]]:
-        """Return all numbers of (drafted, accepted) draft tokens so far, by the age of the rollouts behind them."""
+        """Return the numbers of (verified, accepted) draft tokens so far, by the age of their rollouts."""
         ...
 
     def verified(self) -> int:
@@ -93,7 +93,7 @@ class DraftingFeedback:
         self._state_loaded = True
 
     def mark_used(self, problem_ids: set[str]) -> None:
-        """Have the next report say that problems are drafted from."""
+        """Add problems that are drafted from, which the next report marks as used."""
         self._used |= problem_ids
 
     def report(self) -> None:

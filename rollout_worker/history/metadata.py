@@ -50,7 +50,7 @@ class HistoryInfo:
 
 
 class RetentionRule(NamedTuple):
-    """Which generations of a problem are kept, as ``append.lua`` expects it."""
+    """The rule by which generations of a problem are kept, in the form that ``append.lua`` expects."""
 
     window: int
     """Number of generations that are kept."""

@@ -38,7 +38,7 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class HistoryRecord:
-    """One finished rollout, with what draft indexes and length statistics need."""
+    """One finished rollout, with the data that draft indexes and length statistics need."""
 
     rollout_id: str
     """The rollout id."""

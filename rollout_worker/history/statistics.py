@@ -41,7 +41,7 @@ class HistoryStatistics:
         pipeline = self._client.pipeline(transaction=False)
         for shard in range(NUM_SHARDS):
             pipeline.lrange(self._keys.recent_lengths(shard), 0, -1)
-        return LengthStats.from_lengths(unpack_recent(entry for some in pipeline.execute() for entry in some))
+        return LengthStats.from_lengths(unpack_recent(entry for reply in pipeline.execute() for entry in reply))
 
     def length_stats_by_problem(self, problem_ids: Iterable[str]) -> dict[str, LengthStats]:
         """Return length statistics of several problems; empty ones for a problem with a key of the wrong type."""

@@ -1,4 +1,4 @@
-"""Append finished rollouts to a history in Redis, and read them back."""
+"""Appends finished rollouts to a history in Redis, and reads them back."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UnknownHistoryError(LookupError):
 
 
 class AppendResult(IntEnum):
-    """What an append has done."""
+    """Result of an append."""
 
     APPENDED = 1
     DUPLICATE = 0
@@ -130,7 +130,7 @@ class HistoryStore:
     # Appending
 
     def append(self, problem_id: str, record: HistoryRecord, *, newest: int | None = None) -> AppendResult:
-        """Append a rollout to its problem, atomically and once, and delete what has left the window.
+        """Append a rollout to its problem, atomically and once, and delete rollouts that have left the window.
 
         Args:
             problem_id: id of the rollout's problem.
@@ -253,11 +253,11 @@ class HistoryStore:
             cursor = entries[-1][0].decode()
         elif cursor == START:
             cursor = newest_block
-        found = LogSlice(cursor, records, corrupt, has_more=len(entries or ()) >= count)
+        log_slice = LogSlice(cursor, records, corrupt, has_more=len(entries or ()) >= count)
         if lengths is None:
-            return found
+            return log_slice
         length_entries = unpack_entries(lengths)
-        return replace(found, rewards=rewards_of(length_entries), length_stats=length_stats_of(length_entries))
+        return replace(log_slice, rewards=rewards_of(length_entries), length_stats=length_stats_of(length_entries))
 
     def _read_unread_blocks(self, problem_id: str, cursor: str, names: Iterable[bytes]) -> dict[bytes, bytes]:
         """Read blocks with entries after *cursor*, which were compacted before they were read from the log."""

@@ -16,6 +16,7 @@ from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_worker.history.blocks import START
 from rollout_worker.history.feedback import DrafterStatistics, DraftingFeedback
+from rollout_worker.history.length_lookup import NO_LENGTH_STATS
 from rollout_worker.history.limits import (
     ENTRIES_PER_READ,
     FEEDBACK_INTERVAL_S,
@@ -28,8 +29,6 @@ from rollout_worker.history.records import HistoryRecord, TokenArray
 from rollout_worker.history.store import HistoryStore, LogSlice
 
 logger = logging.getLogger(__name__)
-
-_NO_LENGTH_STATS = LengthStats.from_lengths(())
 
 HistoryRollout: TypeAlias = tuple[str, int, TokenArray, TokenArray, float | None]
 """Name (:func:`rollout_name`), generation, tokens, the context in front of them, and the reward if there is one."""
@@ -62,7 +61,7 @@ class HistorySink(DrafterStatistics, Protocol):
 
 @dataclass
 class SyncCounters:
-    """What a :class:`HistorySync` has done so far."""
+    """Numbers of events in a :class:`HistorySync` so far."""
 
     rollouts: int = 0
     """Rollouts added to the index."""
@@ -73,7 +72,7 @@ class SyncCounters:
     evictions: int = 0
     """Problems that the index evicted; each is read again from the start when it is requested."""
     failures: int = 0
-    """Reads and writes that Redis did not answer; reads are repeated, and drafting continues with what is there."""
+    """Reads and writes that Redis did not answer. Reads are repeated; meanwhile the rollouts read so far are used."""
     last_failure: str = ""
     """The error of the last failure."""
 
@@ -171,7 +170,7 @@ class HistorySync:
         """
         if problem is None:
             return self._feedback.recent_lengths
-        return self._length_stats.get(problem, _NO_LENGTH_STATS)
+        return self._length_stats.get(problem, NO_LENGTH_STATS)
 
     def expected_lengths(self, problem: str) -> LengthStats:
         """Return length statistics of a problem, or of all problems if it has no rollouts."""
@@ -232,7 +231,7 @@ class HistorySync:
 
     def _forget_unannounced(self, problems: frozenset[str]) -> None:
         """Forget problems without rollouts that are no longer announced, since the index never evicts them."""
-        for problem in [one for one in self._cursors if one not in problems and not self._generations.get(one)]:
+        for problem in [known for known in self._cursors if known not in problems and not self._generations.get(known)]:
             self._forget(problem)
         self._length_stats = {problem: stats for problem, stats in self._length_stats.items() if problem in problems}
 
@@ -281,44 +280,44 @@ class HistorySync:
             batch = sorted(behind, key=self._unread.__contains__)[:PROBLEMS_PER_READ]
             cursors = {problem: self._cursors.get(problem, START) for problem in batch}
             slices = self._store.read(cursors, with_lengths=self._unread.intersection(batch), count=ENTRIES_PER_READ)
-            for problem, found in slices.items():
+            for problem, log_slice in slices.items():
                 if self._cursors.get(problem, START) == cursors[problem]:  # not evicted by a problem before it
-                    self._add_slice(problem, found)
+                    self._add_slice(problem, log_slice)
                     self._forget_evicted()
-                    if not found.has_more:
+                    if not log_slice.has_more:
                         self._changed.discard(problem)
                     elif problem in self._cursors:
                         self._changed.add(problem)
             behind = problems & (self._changed | self._unread)
             time.sleep(0)  # let the decoding thread have the interpreter between batches
 
-    def _add_slice(self, problem: str, found: LogSlice) -> None:
-        if found.rewards is not None:
-            self._update_rewards(problem, found.rewards)
-        if found.length_stats is not None:
-            self._length_stats[problem] = found.length_stats
-        oldest = self._apply_window(problem, {record.generation for record in found.records})
+    def _add_slice(self, problem: str, log_slice: LogSlice) -> None:
+        if log_slice.rewards is not None:
+            self._update_rewards(problem, log_slice.rewards)
+        if log_slice.length_stats is not None:
+            self._length_stats[problem] = log_slice.length_stats
+        oldest = self._apply_window(problem, {record.generation for record in log_slice.records})
         rewards = self._pending_rewards.get(problem, {})
         new: list[HistoryRollout] = []
-        for record in found.records:
+        for record in log_slice.records:
             if record.generation >= oldest and self._check_vocabulary(problem, record):
                 key = rollout_key(record.rollout_id)
                 new.append((rollout_name(key), record.generation, record.tokens, record.context, rewards.get(key)))
         added = self._sink.add(problem, new) if new or problem in self._unread else 0
-        for corrupt in found.corrupt:
+        for corrupt in log_slice.corrupt:
             logger.warning(
                 "Skipped entry %s of problem %s, which cannot be read: %s",
                 corrupt.entry_id,
                 corrupt.problem_id,
                 corrupt.reason,
             )
-        if not found.has_more:
+        if not log_slice.has_more:
             self._pending_rewards.pop(problem, None)
-        self._cursors[problem] = found.cursor
+        self._cursors[problem] = log_slice.cursor
         self._unread.discard(problem)
         self.counters.rollouts += added
         self.counters.tokens += sum(len(tokens) for _, _, tokens, _, _ in new)
-        self.counters.corrupt += len(found.corrupt)
+        self.counters.corrupt += len(log_slice.corrupt)
 
     def _check_vocabulary(self, problem: str, record: HistoryRecord) -> bool:
         if max(record.tokens.max(initial=0), record.context.max(initial=0)) < self._vocabulary:

@@ -1,4 +1,4 @@
-"""Which rollouts of a problem are kept: its window, and the cutoff generation that follows the policy's drift.
+"""Decides which rollouts of a problem are kept: its window, and the cutoff generation that follows the policy's drift.
 
 **The window** is counted per problem: it holds the rollouts of the newest generations in which *this problem* was
 sampled. A problem that is sampled once per epoch therefore keeps the rollouts of several epochs, however many weight

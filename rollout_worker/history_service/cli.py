@@ -163,8 +163,8 @@ def show(
         keys = _parse_history_name(history)
         store, info = HistoryStore.open_existing(client, keys)
         problems = store.catalog.problems()
-        found = next((one for one in problems if one.problem_id == problem), None)
-        if found is None:
+        stored_problem = next((stored for stored in problems if stored.problem_id == problem), None)
+        if stored_problem is None:
             raise UnknownHistoryError(_unknown_problem(keys, problem, problems))
         records, rewards, num_corrupt = _read_problem(store, problem, info)
         problem_lengths, all_lengths = store.statistics.length_stats(problem), store.statistics.length_stats(None)
@@ -182,7 +182,7 @@ def show(
     ]
     length_class = str(problem_lengths.length_class(all_lengths))
     if as_json:
-        summary = {"history": keys.full_name, "problem": problem, "bytes": found.bytes, "corrupt": num_corrupt}
+        summary = {"history": keys.full_name, "problem": problem, "bytes": stored_problem.bytes, "corrupt": num_corrupt}
         print_json({**summary, "length_class": length_class, "rollouts": rows})
         return
     output = console()
@@ -198,8 +198,8 @@ def show(
         )
     output.print(table)
     output.print(
-        f"{len(rows):,} rollouts, {format_bytes(found.bytes)} in Redis (a rollout's bytes are its size when stored "
-        f"alone), {length_class} compared with other problems.",
+        f"{len(rows):,} rollouts, {format_bytes(stored_problem.bytes)} in Redis (a rollout's bytes are its size when "
+        f"stored alone), {length_class} compared with other problems.",
         highlight=False,
     )
     if num_corrupt:
@@ -393,7 +393,7 @@ def _unknown_problem(keys: HistoryKeys, problem_id: str, known: Sequence[StoredP
     message = f"history {keys.full_name} has no problem {problem_id!r}; it has {len(known):,} problems"
     if not known:
         return message
-    latest = ", ".join(one.problem_id for one in known[: -_MAX_LISTED_PROBLEMS - 1 : -1])
+    latest = ", ".join(problem.problem_id for problem in known[: -_MAX_LISTED_PROBLEMS - 1 : -1])
     return f"{message}, most recently used: {latest}"
 
 
@@ -406,17 +406,17 @@ def _read_problem(
     rewards: dict[bytes, float] = {}
     cursor, has_more = START, True
     while has_more:
-        found = store.read({problem_id: cursor}, with_lengths={problem_id} if cursor == START else ())[problem_id]
-        records |= {record.rollout_id: record for record in found.records}
-        corrupt.update(entry.entry_id for entry in found.corrupt)
-        rewards |= found.rewards or {}
-        cursor, has_more = found.cursor, found.has_more
+        log_slice = store.read({problem_id: cursor}, with_lengths={problem_id} if cursor == START else ())[problem_id]
+        records |= {record.rollout_id: record for record in log_slice.records}
+        corrupt.update(entry.entry_id for entry in log_slice.corrupt)
+        rewards |= log_slice.rewards or {}
+        cursor, has_more = log_slice.cursor, log_slice.has_more
     oldest = info.oldest_kept(record.generation for record in records.values())
     return [record for record in records.values() if record.generation >= oldest], rewards, len(corrupt)
 
 
 def _maintain(maintainer: HistoryMaintainer) -> str:
-    """Run maintenance until nothing is left to do; return what was done."""
+    """Run maintenance until nothing is left to do; return a summary of the changes."""
     total = MaintenanceCounts()
     while True:
         result = maintainer.run_once(ignore_lease=True)

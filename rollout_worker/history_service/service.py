@@ -30,7 +30,7 @@ _LOOP_INTERVAL_S = min(MAINTENANCE_INTERVAL_S, LEASE_RENEWAL_S)
 
 @dataclass
 class HistoryState:
-    """What the service knows about one history and has done to it."""
+    """The service's state of one history."""
 
     history: str
     """Full name of the history."""
@@ -45,7 +45,7 @@ class HistoryState:
     run_seconds: float = 0.0
     """Total duration of completed runs."""
     counts: MaintenanceCounts = field(default_factory=MaintenanceCounts)
-    """What all runs have done together."""
+    """Sum of all runs."""
 
 
 @dataclass

@@ -18,7 +18,7 @@ from pathlib import Path
 import redis
 
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.errors import JobNotFoundError, RedisAwayError
+from rollout_api.errors import JobNotFoundError, RedisUnreachableError
 from rollout_api.redis_client.checks import explain_error
 from rollout_api.redis_client.connection import connect
 from rollout_api.redis_client.retry import retry
@@ -104,7 +104,7 @@ async def _sample_dataset(setup: JobSetup, dataset: Dataset, server: redis.Redis
             await run_dataset(setup, dataset, server, finished_before=finished)
         except redis.RedisError as error:
             logger.warning("Waiting for Redis: %s", explain_error(error, setup.redis_url))
-        except (RedisAwayError, JobNotFoundError) as error:  # the coordinator may be waiting for Redis as well
+        except (RedisUnreachableError, JobNotFoundError) as error:  # the coordinator may be waiting for Redis as well
             logger.warning("Waiting for the coordinator: %s", error)
         else:
             return

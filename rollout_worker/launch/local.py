@@ -43,7 +43,7 @@ class DeadlineError(RuntimeError):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What the user chooses in addition to the manifest."""
+    """Options that the user chooses in addition to the manifest."""
 
     state: Path
     """Directory in which all jobs keep their state."""

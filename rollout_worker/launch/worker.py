@@ -132,23 +132,23 @@ def shut_down_engines(job_store: LauncherStore, worker: str, grace: float) -> No
 
 @dataclass
 class WorkerReadiness:
-    """How many of this worker's engines serve."""
+    """Reports whether all of this worker's engines serve."""
 
     job_store: LauncherStore
     engines: int
     """Number of engines that belong on this worker."""
     worker: str = ""
     """Id under which the worker has joined the current head; '' if it has joined none yet."""
-    _last: str = "there is no head yet"
+    _last_answer: str = "there is no head yet"
 
     def why_not_ready(self) -> str:
         """Return why not all engines serve, or '' if they do; repeat the last answer while Redis does not answer."""
         with contextlib.suppress(redis.RedisError):
             if not self.worker:
-                return self._last
+                return self._last_answer
             serving = len(self.job_store.engines_of(self.worker))
-            self._last = "" if serving >= self.engines else f"{serving} of {self.engines} engines serve"
-        return self._last
+            self._last_answer = "" if serving >= self.engines else f"{serving} of {self.engines} engines serve"
+        return self._last_answer
 
 
 def _read_head(job_store: LauncherStore) -> str:

@@ -1,4 +1,4 @@
-"""Chooses how many tokens to draft for each rollout: what steps cost, how long rollouts get, and what a draft saves.
+"""Chooses how many tokens to draft for each rollout, from predicted step times, lengths and acceptance.
 
 This package is pure. It depends on neither vLLM nor Redis nor the clock, so that an engine and the simulation
 (:mod:`benchmarks.makespan`) use the same code. docs/budgets.md explains the policies and derives their formulas.

@@ -1,4 +1,4 @@
-"""How many draft tokens are accepted as a function of draft length, learned online."""
+"""Learns online how many draft tokens are accepted as a function of draft length."""
 
 from __future__ import annotations
 

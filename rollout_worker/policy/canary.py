@@ -96,5 +96,5 @@ class DriftTest:
             # Both are polynomials in the rank whose mean over uniform ranks is 0, so that each factor has the mean 1.
             tilt, spread = 2 * rank - 1, 12 * (rank - 0.5) ** 2 - 1
             factors = [1 + slope * tilt for slope in _TILTS] + [1 + curvature * spread for curvature in _SPREADS]
-            for place, factor in enumerate(factors, per_quantity * quantity):
-                self.log_e_values[place] = max(self.log_e_values[place] + math.log(factor), _MIN_LOG_E_VALUE)
+            for index, factor in enumerate(factors, per_quantity * quantity):
+                self.log_e_values[index] = max(self.log_e_values[index] + math.log(factor), _MIN_LOG_E_VALUE)

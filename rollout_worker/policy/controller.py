@@ -146,7 +146,7 @@ class DraftController:
             self.governor.observe_time(
                 without_drafts_s=without_drafts_s, extra_s=seconds - without_drafts_s, saved_s=saved_s
             )
-        self.governor.observe_probe(
+        self.governor.observe_trial(
             without_drafts_s=without_drafts_s,
             gain_s=saved_s - cost.per_token_s * drafted,
             drafting_s=cost.drafting_s,

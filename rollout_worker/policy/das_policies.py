@@ -46,12 +46,12 @@ class DasClasses(BoundedPolicy):
     def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
         generated = self._rollouts.generated[rows]
-        for place in np.flatnonzero(generated >= self._reclassify_at[rows]):
-            row = int(rows[place])
+        for index in np.flatnonzero(generated >= self._reclassify_at[rows]):
+            row = int(rows[index])
             stats = self._lengths(self._rollouts.problem(row))
-            length_class = stats.length_class(self._overall_lengths(), so_far=int(generated[place]))
+            length_class = stats.length_class(self._overall_lengths(), so_far=int(generated[index]))
             self._share.initialize(row, self._SHARES[length_class])
-            self._reclassify_at.initialize(row, float(generated[place] + self._RECLASSIFY_TOKENS))
+            self._reclassify_at.initialize(row, float(generated[index] + self._RECLASSIFY_TOKENS))
         shares = self._share[rows]
         tokens = np.ceil(self._max_useful(rows) * shares).astype(np.int64)
         return self._without_thresholds(rows, cost, self._limit_step(tokens, shares))

@@ -1,4 +1,4 @@
-"""The interface of draft policies, and what all of them have in common."""
+"""The interface of draft policies and code that they share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rollout_worker.policy.step_cost import StepCost
 REPLAN_INTERVAL_STEPS = 16
 """Number of steps after which plans that depend on predicted lengths are computed again."""
 _MIN_REPLAN_INTERVAL_STEPS = 4
-"""The same where rollouts have started or ended since."""
+"""Steps after which budgets are computed anew if rollouts have started or ended since."""
 
 
 class QueueState(NamedTuple):

@@ -11,10 +11,10 @@ from rollout_worker.policy.rollout_table import Column, Floats, Integers
 
 EXPLORATION_SHARE = 0.005
 """Share of all generated tokens that may be drafted where drafting does not pay, to measure whether it would."""
-_PROBE_TOKENS = 4
-"""Maximum number of tokens of a probe: a draft that is made only to explore."""
-_MAX_SAVED_PROBES = 4.0
-"""Number of probes for which the exploration allowance is saved at most, so that no burst follows a long pause."""
+_TRIAL_TOKENS = 4
+"""Maximum number of tokens of a trial: a draft that is made only to explore."""
+_MAX_SAVED_TRIALS = 4.0
+"""Number of trials for which the exploration allowance is saved at most, so that no burst follows a long pause."""
 _PRIOR_TOKENS = 4.0
 """Weight of the engine's acceptance ratio in that of one rollout, in expected tokens."""
 _HALVE_ROLLOUT_AT_TOKENS, _HALVE_ENGINE_AT_TOKENS = 64.0, 4096.0
@@ -32,7 +32,7 @@ _GAIN_WINDOW_STEPS = 512
 _MIN_STEPS_TO_STOP = 24
 _STOP_STANDARD_ERRORS = 2.0
 """Number of standard errors by which a loss must exceed its limit, because steps vary more than drafts gain or lose."""
-_MIN_PROBES_TO_RESUME = 8
+_MIN_TRIALS_TO_RESUME = 8
 
 
 class Governor:
@@ -51,24 +51,24 @@ class Governor:
 
     def __init__(self, *, exploration: float = EXPLORATION_SHARE) -> None:
         self.drafting_disabled = False
-        """Whether drafting is disabled for all rollouts, except for probes."""
+        """Whether drafting is disabled for all rollouts, except for trials."""
         self.num_stops = 0
         """How often drafting was disabled."""
         self.explored_tokens = 0
-        """Number of tokens of all probes."""
+        """Number of tokens of all trials."""
         self._exploration = exploration
         self._allowance_tokens = 0.0
-        """Number of tokens that may be spent on probes now."""
+        """Number of tokens that may be spent on trials now."""
         self._engine_expected = self._engine_accepted = 0.0
         self._expected, self._accepted = Column(), Column()
         """Draft tokens of each rollout, with older ones weighted less."""
         self._mean_gain, self._mean_square, self._steps = 0.0, 0.0, 0
         """Statistics of the gains of steps with drafts."""
-        self._probes, self._mean_probe_gain = 0, 0.0
-        self._probing: int | None = None
-        """Row of the rollout whose draft in this step is a probe."""
+        self._trials, self._mean_trial_gain = 0, 0.0
+        self._trial_row: int | None = None
+        """Row of the rollout whose draft in this step is a trial."""
         self._candidates = 1
-        """Number of rollouts from which the probing one was chosen."""
+        """Number of rollouts from which the one with the trial was chosen."""
         self._turn = 0
 
     def open(self, row: int) -> None:
@@ -77,30 +77,30 @@ class Governor:
         self._accepted.initialize(row, 0.0)
 
     def limit(self, rows: Integers, budgets: DraftBudgets) -> DraftBudgets:
-        """Reduce budgets to what drafting has justified, and choose a rollout to probe if the allowance suffices."""
+        """Reduce budgets to what drafting has justified, and choose a rollout for a trial if the allowance suffices."""
         prior = min(1.0, (self._engine_accepted + _PRIOR_TOKENS) / (self._engine_expected + _PRIOR_TOKENS))
         ratios = (self._accepted[rows] + _PRIOR_TOKENS * prior) / (self._expected[rows] + _PRIOR_TOKENS)
         ratios /= _MIN_ACCEPTANCE_RATIO
         below = ratios < 1
-        self._probing = None
+        self._trial_row = None
         if not self.drafting_disabled and not below.any():
             return budgets
         raised = np.maximum(budgets.min_survivals, _DEFAULT_MIN_SURVIVAL) / np.maximum(ratios, 1e-9)
         survivals = np.where(below, raised, budgets.min_survivals)
         tokens = np.where((survivals > 1) | self.drafting_disabled, 0, budgets.tokens)
         survivals = np.minimum(survivals, 1.0)
-        if self._allowance_tokens >= _PROBE_TOKENS:
+        if self._allowance_tokens >= _TRIAL_TOKENS:
             candidates = np.flatnonzero((budgets.tokens > 0) & (below | self.drafting_disabled))
             if len(candidates):
                 self._candidates = len(candidates)
                 place = self._next_turn(candidates)
-                self._probing = int(rows[place])
-                tokens[place] = min(int(budgets.tokens[place]), _PROBE_TOKENS)
+                self._trial_row = int(rows[place])
+                tokens[place] = min(int(budgets.tokens[place]), _TRIAL_TOKENS)
                 survivals[place] = budgets.min_survivals[place]
         return DraftBudgets(tokens, survivals, budgets.token_values_s)
 
     def select(self, rows: Integers, drafted: Integers, gain: float) -> Integers:
-        """Choose the drafts to verify: all of them, none, or that of one rollout as a probe.
+        """Choose the drafts to verify: all of them, none, or that of one rollout as a trial.
 
         Args:
             rows: the rollouts, shape (rollouts,).
@@ -113,12 +113,12 @@ class Governor:
         places = np.flatnonzero(drafted)
         if gain > 0 or not len(places):
             return places
-        if self._probing is not None:
-            return np.asarray(places[rows[places] == self._probing])
+        if self._trial_row is not None:
+            return np.asarray(places[rows[places] == self._trial_row])
         place = self._next_turn(places)
         if drafted[place] > self._allowance_tokens:
             return places[:0]
-        self._probing = int(rows[place])
+        self._trial_row = int(rows[place])
         return np.array([place])
 
     def _next_turn(self, places: Integers) -> int:
@@ -138,7 +138,7 @@ class Governor:
             accepted: number of draft tokens that were accepted.
         """
         self._allowance_tokens = min(
-            self._allowance_tokens + self._exploration * int(generated.sum()), _MAX_SAVED_PROBES * _PROBE_TOKENS
+            self._allowance_tokens + self._exploration * int(generated.sum()), _MAX_SAVED_TRIALS * _TRIAL_TOKENS
         )
         if not drafted.any():
             return
@@ -151,8 +151,8 @@ class Governor:
         decay = np.where(total_expected > _HALVE_ROLLOUT_AT_TOKENS, 0.5, 1.0)
         self._expected[rows] = total_expected * decay
         self._accepted[rows] = (self._accepted[rows] + accepted) * decay
-        if self._probing is not None:
-            explored = int(drafted[rows == self._probing].sum())
+        if self._trial_row is not None:
+            explored = int(drafted[rows == self._trial_row].sum())
             self._allowance_tokens -= explored
             self.explored_tokens += explored
 
@@ -164,7 +164,7 @@ class Governor:
             extra_s: seconds by which the step was longer than that.
             saved_s: value of the accepted draft tokens, in seconds.
         """
-        if without_drafts_s <= 0 or self.drafting_disabled or self._probing is not None:
+        if without_drafts_s <= 0 or self.drafting_disabled or self._trial_row is not None:
             return
         gain = min(max((saved_s - extra_s) / without_drafts_s, -_MAX_STEP_GAIN), _MAX_STEP_GAIN)
         self._steps += 1
@@ -176,25 +176,25 @@ class Governor:
         if self._steps >= _MIN_STEPS_TO_STOP and upper_limit < -_STOP_LOSS:
             self.drafting_disabled = True
             self.num_stops += 1
-            self._probes, self._mean_probe_gain = 0, 0.0
+            self._trials, self._mean_trial_gain = 0, 0.0
 
-    def observe_probe(self, *, without_drafts_s: float, gain_s: float, drafting_s: float) -> None:
-        """Record the gain of a probe; enable drafting if all rollouts together would gain enough.
+    def observe_trial(self, *, without_drafts_s: float, gain_s: float, drafting_s: float) -> None:
+        """Record the gain of a trial; enable drafting if all rollouts together would gain enough.
 
         The gain follows from the cost model, because the cost of one rollout's tokens cannot be measured: steps vary by
         more than that.
 
         Args:
             without_drafts_s: predicted seconds of the step without drafts.
-            gain_s: seconds that the probe's accepted tokens save, minus the cost of its tokens.
+            gain_s: seconds that the accepted tokens save, minus the cost of its tokens.
             drafting_s: c_draft, the cost of verifying any drafts.
         """
-        if not self.drafting_disabled or self._probing is None or without_drafts_s <= 0:
+        if not self.drafting_disabled or self._trial_row is None or without_drafts_s <= 0:
             return
         gain = (gain_s * self._candidates - drafting_s) / without_drafts_s
         gain = min(max(gain, -_MAX_STEP_GAIN), _MAX_STEP_GAIN)
-        self._probes += 1
-        self._mean_probe_gain += (gain - self._mean_probe_gain) / min(self._probes, 2 * _MIN_PROBES_TO_RESUME)
-        if self._probes >= _MIN_PROBES_TO_RESUME and self._mean_probe_gain > _RESUME_GAIN:
+        self._trials += 1
+        self._mean_trial_gain += (gain - self._mean_trial_gain) / min(self._trials, 2 * _MIN_TRIALS_TO_RESUME)
+        if self._trials >= _MIN_TRIALS_TO_RESUME and self._mean_trial_gain > _RESUME_GAIN:
             self.drafting_disabled = False
             self._mean_gain, self._mean_square, self._steps = 0.0, 0.0, 0

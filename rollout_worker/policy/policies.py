@@ -30,7 +30,7 @@ def make_policy(
     """Create a policy for one engine.
 
     Args:
-        name: which policy.
+        name: name of the policy.
         limits: limits of the draft tokens in one step.
         lengths: returns the length statistics of a problem.
         overall_lengths: returns the length statistics of all problems.

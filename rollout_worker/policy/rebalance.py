@@ -38,9 +38,9 @@ class Migration(NamedTuple):
 
 def remaining_seconds(rollouts: Sequence[RunningRollout], cost: StepCost) -> float:
     """Predict the seconds until the last of an engine's rollouts ends; steps get shorter as the others end."""
-    ordered = sorted(rollouts, key=lambda one: one.remaining_steps)
-    running, context_tokens, seconds = len(ordered), sum(one.context_tokens for one in ordered), 0.0
-    for start, end in pairwise([0.0, *(one.remaining_steps for one in ordered)]):
+    ordered = sorted(rollouts, key=lambda rollout: rollout.remaining_steps)
+    running, context_tokens, seconds = len(ordered), sum(rollout.context_tokens for rollout in ordered), 0.0
+    for start, end in pairwise([0.0, *(rollout.remaining_steps for rollout in ordered)]):
         seconds += (end - start) * cost.step_time(running, context_tokens)
         context_tokens -= ordered[len(ordered) - running].context_tokens
         running -= 1
@@ -75,24 +75,24 @@ def plan_rebalancing(
         source = max(ends, key=lambda engine: ends[engine])
         target = min(ends, key=lambda engine: ends[engine])
         best: tuple[float, RunningRollout] | None = None
-        for one in placement[source]:
-            if one.rollout in moved or (movable is not None and one.rollout not in movable):
+        for rollout in placement[source]:
+            if rollout.rollout in moved or (movable is not None and rollout.rollout not in movable):
                 continue
-            others = [other for other in placement[source] if other is not one]
-            takeover_s = HANDOVER_S + cost.per_token_s * one.context_tokens
-            target_end = delays[target] + takeover_s + remaining_seconds([*placement[target], one], cost)
+            others = [other for other in placement[source] if other is not rollout]
+            takeover_s = HANDOVER_S + cost.per_token_s * rollout.context_tokens
+            target_end = delays[target] + takeover_s + remaining_seconds([*placement[target], rollout], cost)
             end = max(delays[source] + remaining_seconds(others, cost), target_end)
             if best is None or end < best[0]:
-                best = end, one
+                best = end, rollout
         if best is None or best[0] > ends[source] - HANDOVER_S:
             break
-        one = best[1]
-        placement[source].remove(one)
-        placement[target].append(one)
-        delays[target] += HANDOVER_S + cost.per_token_s * one.context_tokens
+        rollout = best[1]
+        placement[source].remove(rollout)
+        placement[target].append(rollout)
+        delays[target] += HANDOVER_S + cost.per_token_s * rollout.context_tokens
         for engine in (source, target):
             ends[engine] = delays[engine] + remaining_seconds(placement[engine], cost)
-        moved.add(one.rollout)
-        migrations.append(Migration(one.rollout, source, target))
+        moved.add(rollout.rollout)
+        migrations.append(Migration(rollout.rollout, source, target))
     end_after = max(ends.values(), default=0.0)
     return migrations if end_after < end_before * (1 - _MIN_SAVED_SHARE) - HANDOVER_S else []

@@ -1,4 +1,4 @@
-"""How many tokens running rollouts still generate, and which of them ends last."""
+"""Predicts how many tokens running rollouts still generate, in total and in the longest of them."""
 
 from __future__ import annotations
 
@@ -39,16 +39,18 @@ class RemainingWork(NamedTuple):
 
 def estimate_remaining_work(rollouts: Iterable[SimilarRollouts]) -> RemainingWork:
     """Estimate the remaining tokens of rollouts whose lengths are independent of each other."""
-    kinds = [one for one in rollouts if one.num_rollouts]
+    kinds = [rollout for rollout in rollouts if rollout.num_rollouts]
     if not kinds:
         return RemainingWork(0.0, 0.0)
     quantiles = np.stack(
         [
-            remaining_quantiles(one.length_stats, generated=one.generated, max_tokens=one.max_tokens, count=_QUANTILES)
-            for one in kinds
+            remaining_quantiles(
+                rollout.length_stats, generated=rollout.generated, max_tokens=rollout.max_tokens, count=_QUANTILES
+            )
+            for rollout in kinds
         ]
     )
-    counts = np.array([one.num_rollouts for one in kinds])
+    counts = np.array([rollout.num_rollouts for rollout in kinds])
     lengths = np.unique(quantiles)
     first, last = 0, len(lengths) - 1
     while first < last:
@@ -77,7 +79,7 @@ def remaining_quantiles(stats: LengthStats, *, generated: int, max_tokens: int, 
     Returns:
         Tokens, at least 1, in ascending order; shape (count,).
     """
-    ends = [stats.quantile((place + 0.5) / count, so_far=generated) for place in range(count)]
+    ends = [stats.quantile((i + 0.5) / count, so_far=generated) for i in range(count)]
     known = [end for end in ends if end is not None]
     num_unknown = count - len(known)
     known_until = min(max(generated, known[-1] if known else 0, stats.longest), max_tokens)

@@ -16,7 +16,7 @@ from rollout_api import (
     Cancel,
     ClientLimits,
     Prompt,
-    RedisAwayError,
+    RedisUnreachableError,
     RolloutClient,
 )
 from tests.support.client_tests import LIMITS, PROMPTS, num_pending, receive_without_acknowledging, result_entries, run
@@ -80,7 +80,7 @@ def test_failed_acknowledgement_splits_no_request(
 
     with job.serving(), RolloutClient.connect(redis_url, job.name, reconnect_timeout=0.5, limits=limits) as client:
         monkeypatch.setattr(AsyncScript, "__call__", fail_after_the_first)
-        with pytest.raises(RedisAwayError, match="acknowledge results"), client.step(1, PROMPTS) as step:
+        with pytest.raises(RedisUnreachableError, match="acknowledge results"), client.step(1, PROMPTS) as step:
             first = list(step)
         monkeypatch.setattr(AsyncScript, "__call__", call)
         assert 4 == num_pending(job)
@@ -147,7 +147,7 @@ def test_requests_wait_while_the_job_is_at_capacity(redis_url: str, caplog: pyte
 
 
 def test_client_waits_while_redis_is_full(
-    redis_url: str, client: RolloutClient, job: FakeJob, caplog: pytest.LogCaptureFixture
+    client: RolloutClient, job: FakeJob, caplog: pytest.LogCaptureFixture
 ) -> None:
     with contextlib.ExitStack() as full:
         full.enter_context(job.out_of_memory())

@@ -24,8 +24,6 @@ from tests.support.fake_job import VOCABULARY, FakeJob, wait_until
 
 OUT_OF_VOCABULARY = Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(start=0, weight_version=0)])
 
-OUT_OF_VOCABULARY = Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(start=0, weight_version=0)])
-
 
 @pytest.mark.parametrize(
     ("prompt", "expected_error"),
@@ -38,7 +36,7 @@ OUT_OF_VOCABULARY = Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(sta
         ([1] * 200, "200 prompt tokens and max_tokens = 64 exceed the job's 256"),
         (Prompt([1], sampling={"temperature": -1}), r"prompt 1: sampling\.temperature"),
         (Prompt([1], sampling={"colour": 1}), r"prompt 1: sampling\.colour"),
-        (Prompt([1], sampling={"n": 2000}), "takes at most 1500 rollouts at once"),
+        (Prompt([1], sampling={"n": 2000}), "allows at most 1500 open rollouts"),
         (Prompt([1], sampling={"min_tokens": 65}), r"sampling\.min_tokens"),
         (
             Prompt([1], sampling={"stop_token_ids": [VOCABULARY]}),
@@ -54,7 +52,7 @@ OUT_OF_VOCABULARY = Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(sta
         ),
         (Prompt([1], priority=2**40), "prompt 1: priority"),
         (Prompt([1], problem_id="p" * 300), "prompt 1: problem_id"),
-        (Prompt([1], sampling={"stop": ["x" * 5000]}), r"has \d+ bytes, but the job takes at most 4096"),
+        (Prompt([1], sampling={"stop": ["x" * 5000]}), r"has \d+ bytes, but the job allows at most 4096"),
     ],
 )
 def test_invalid_prompt_is_rejected_before_anything_is_sent(redis_url: str, prompt: Any, expected_error: str) -> None:

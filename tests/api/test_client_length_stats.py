@@ -14,8 +14,8 @@ from rollout_api import (
     AsyncRolloutClient,
     InvalidRequestError,
     LengthStats,
-    RedisAwayError,
     RedisRefusedError,
+    RedisUnreachableError,
     RolloutClient,
     VersionMismatchError,
 )
@@ -131,7 +131,7 @@ def test_unreachable_history_redis_is_named_in_the_error(
     with RolloutClient.connect(redis_url, job.name, history_redis=history_server.url, reconnect_timeout=0.5) as client:
         history_server.stop()
         with pytest.raises(
-            RedisAwayError, match=rf"Redis at 127\.0\.0\.1:{port} has been unreachable .* read the lengths"
+            RedisUnreachableError, match=rf"Redis at 127\.0\.0\.1:{port} has been unreachable .* read the lengths"
         ):
             client.length_stats()
         with job.serving():
@@ -171,7 +171,7 @@ def test_history_on_a_cluster(redis_url: str, job: FakeJob, tmp_path: Path) -> N
         )
         assert LengthStats.from_lengths([(4, 10, False), (4, 30, True)]) == client.length_stats()
         node.execute_command("CLUSTER", "DELSLOTSRANGE", 0, 16383)
-        with pytest.raises(RedisAwayError, match=r"Redis at 127\.0\.0\.1:\d+ has been unreachable"):
+        with pytest.raises(RedisUnreachableError, match=r"Redis at 127\.0\.0\.1:\d+ has been unreachable"):
             client.length_stats()
         node.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
         wait_until(lambda: b"cluster_state:ok" in node.execute_command("CLUSTER", "INFO"))
@@ -184,6 +184,6 @@ def test_unreachable_cluster_is_an_error(redis_url: str, job: FakeJob, tmp_path:
         pass
     with (
         RolloutClient.connect(redis_url, job.name, history_redis=url, reconnect_timeout=0.5) as client,
-        pytest.raises(RedisAwayError, match=r"Redis at 127\.0\.0\.1:\d+ has been unreachable .* read the lengths"),
+        pytest.raises(RedisUnreachableError, match=r"127\.0\.0\.1:\d+ has been unreachable .* read the lengths"),
     ):
         client.length_stats()

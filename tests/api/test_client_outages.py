@@ -18,7 +18,7 @@ import redis.asyncio
 
 from rollout_api import (
     FinishReason,
-    RedisAwayError,
+    RedisUnreachableError,
     RolloutClient,
 )
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
@@ -184,7 +184,7 @@ def test_long_outage_is_an_error_and_the_step_can_be_opened_again(
     job = FakeJob(url)
     with RolloutClient.connect(url, job.name, reconnect_timeout=1.0) as client:
         with (
-            pytest.raises(RedisAwayError, match=r"has been unreachable for .* Is it running"),
+            pytest.raises(RedisUnreachableError, match=r"has been unreachable for .* Is it running"),
             client.step(3, PROMPTS) as step,
         ):
             job.wait_for_requests(3)

@@ -154,7 +154,7 @@ def test_results_of_a_step_that_is_not_opened_again_are_dropped(
     with caplog.at_level(logging.INFO), job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         client.generate(PROMPTS, step=2)
     assert [] == result_entries(job)
-    assert "which no step requests any more" in caplog.text
+    assert "which no step will request again" in caplog.text
 
 
 def test_restarted_step_with_other_prompts_does_not_receive_old_rollouts(redis_url: str, job: FakeJob) -> None:
@@ -167,7 +167,7 @@ def test_restarted_step_with_other_prompts_does_not_receive_old_rollouts(redis_u
 
 def test_second_process_with_the_same_name_is_rejected(redis_url: str, job: FakeJob, client: RolloutClient) -> None:
     limits = ClientLimits(name_timeout_s=1.0)
-    with pytest.raises(NameInUseError, match=r"'trainer'.*each trainer rank a name of its own"):
+    with pytest.raises(NameInUseError, match=r"'trainer'.*each trainer rank its own name"):
         RolloutClient.connect(redis_url, job.name, limits=limits)
 
 
@@ -194,8 +194,10 @@ def test_step_that_an_earlier_trainer_acknowledged_is_sampled_again(
             with pytest.raises(InvalidRequestError, match="has ended"):
                 client.generate(PROMPTS, step=0)
         ids = [rollout.rollout_id.split("/")[1] for group in groups for rollout in group]
-        assert [f"trainer:0:{index}" for index in (0, 0, 1, 1, 2, 2)] == [one.partition("-")[0] for one in ids]
-        suffixes.append({one.partition(".")[2] for one in ids})
+        assert [f"trainer:0:{index}" for index in (0, 0, 1, 1, 2, 2)] == [
+            rollout_id.partition("-")[0] for rollout_id in ids
+        ]
+        suffixes.append({rollout_id.partition(".")[2] for rollout_id in ids})
     assert [{""}, {"r1"}, {"r2"}] == suffixes
     assert 18 == len(set(job.sampled)) == len(job.sampled)
     assert [] == result_entries(job)
@@ -234,7 +236,7 @@ def test_only_acknowledged_requests_are_resubmitted(redis_url: str, job: FakeJob
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
         groups = client.generate(PROMPTS, step=1)
     ids = [rollout.rollout_id for group in groups for rollout in group]
-    assert [True, True, False, False, False, False] == [".r1/" in one for one in ids]
+    assert [True, True, False, False, False, False] == [".r1/" in rollout_id for rollout_id in ids]
     assert 8 == len(job.sampled)
 
 
@@ -257,12 +259,12 @@ def test_turns_that_an_earlier_trainer_acknowledged_are_sampled_again(redis_url:
     for attempt in range(3):
         with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
             step = client.step(0).start()
-            one = step.trajectory([1, 2])
-            [first] = step.turn([one])
-            one.observe([9])
-            step.turn([one])
+            trajectory = step.trajectory([1, 2])
+            [first] = step.turn([trajectory])
+            trajectory.observe([9])
+            step.turn([trajectory])
             assert (".r1/" in first.rollout_id) is (attempt > 0)
-            assert 8 == len(one.context) - 1
+            assert 8 == len(trajectory.context) - 1
             step.end(acknowledge=attempt != 1)
     assert 4 == len(job.sampled)
     assert [] == result_entries(job)

@@ -24,11 +24,11 @@ def test_trajectory_masks_the_environments_tokens(client: RolloutClient, job: Fa
         [second] = step.turn([both[0]])
         sent = {(rollout.problem_id, rollout.rollout_id.rsplit("/", 1)[1]) for rollout in [*first, second]}
     assert {("maze", "0"), ("maze", "1")} == sent
-    one = both[0]
-    assert [1, 1, 1, 50, 51, 1, 1, 1] == one.response_token_ids
-    assert [1, 1, 1, 0, 0, 1, 1, 1] == one.mask
-    assert [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3 == one.logprobs
-    assert [1, 2, *one.response_token_ids] == one.context
+    trajectory = both[0]
+    assert [1, 1, 1, 50, 51, 1, 1, 1] == trajectory.response_token_ids
+    assert [1, 1, 1, 0, 0, 1, 1, 1] == trajectory.mask
+    assert [-0.5] * 3 + [0.0] * 2 + [-0.5] * 3 == trajectory.logprobs
+    assert [1, 2, *trajectory.response_token_ids] == trajectory.context
     assert 3 == len(job.sampled)
     assert [] == result_entries(job)
 
@@ -41,10 +41,10 @@ def test_turns_name_their_trajectory(client: RolloutClient, job: FakeJob) -> Non
         job.answer(request)
 
     with job.serving(answer), client.step(2) as step:
-        one = step.trajectory([1, 2])
-        step.turn([one])
-        one.observe([9])
-        step.turn([one])
+        trajectory = step.trajectory([1, 2])
+        step.turn([trajectory])
+        trajectory.observe([9])
+        step.turn([trajectory])
     assert ["trainer:2:t0"] * 2 == [request.trajectory_id for request in seen]
     assert [0, 1] == [request.turn for request in seen]
     assert [[1, 2], [1, 2, 1, 1, 1, 9]] == [request.prompt_token_ids for request in seen]
@@ -56,11 +56,11 @@ def test_turns_answered_before_a_restart_are_not_sampled_again(redis_url: str, j
     for attempt in range(2):
         with job.serving(), RolloutClient.connect(redis_url, job.name) as client:
             step = client.step(0).start()
-            one = step.trajectory([1, 2])
-            step.turn([one])
-            one.observe([9])
-            step.turn([one])
-            assert 8 == len(one.context) - 1
+            trajectory = step.trajectory([1, 2])
+            step.turn([trajectory])
+            trajectory.observe([9])
+            step.turn([trajectory])
+            assert 8 == len(trajectory.context) - 1
             if attempt:
                 step.end()
     assert 2 == len(job.sampled)

@@ -61,7 +61,7 @@ def test_weight_update_contains_uri_kind_mode_and_checksum(client: RolloutClient
     assert ("lora", "drain", None) == (second.weights_kind, second.mode, second.sha256)
 
 
-def test_invalid_weights_are_rejected(client: RolloutClient, job: FakeJob, weights: Path, tmp_path: Path) -> None:
+def test_invalid_weights_are_rejected(client: RolloutClient, job: FakeJob, weights: Path) -> None:
     job.report_engine("a", version=7)
     with pytest.raises(InvalidRequestError, match=r"older than 7.*publish restored weights as 8"):
         client.publish_weights(6, weights)

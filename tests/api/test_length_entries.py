@@ -30,8 +30,8 @@ def test_entries_are_decoded_with_the_oldest_generation_first(
     generations: dict[int, list[tuple[str, int, bool, float | None]]],
 ) -> None:
     stored = {
-        str(generation).encode(): b"".join(pack_entry(*rollout) for rollout in some)
-        for generation, some in generations.items()
+        str(generation).encode(): b"".join(pack_entry(*rollout) for rollout in rollouts)
+        for generation, rollouts in generations.items()
     }
     expected = [
         LengthEntry(rollout_key(rollout_id), generation, length, cut_off, reward)
@@ -42,8 +42,8 @@ def test_entries_are_decoded_with_the_oldest_generation_first(
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**32 - 1), lengths, st.booleans())))
-def test_recent_lengths_are_decoded_in_order(some: list[tuple[int, int, bool]]) -> None:
-    assert some == unpack_recent(pack_recent(*one) for one in some)
+def test_recent_lengths_are_decoded_in_order(entries: list[tuple[int, int, bool]]) -> None:
+    assert entries == unpack_recent(pack_recent(*entry) for entry in entries)
 
 
 def test_entry_has_the_documented_layout() -> None:
@@ -73,7 +73,7 @@ def test_malformed_generation_is_skipped_and_reported(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         read = unpack_entries({field: entries, b"4": pack_entry("b", 9, True)})
-    assert [(4, 9, True)] == [(one.generation, one.length, one.cut_off) for one in read]
+    assert [(4, 9, True)] == [(entry.generation, entry.length, entry.cut_off) for entry in read]
     assert ["1 of 2 generations"] == [record.message[:18] for record in caplog.records]
 
 

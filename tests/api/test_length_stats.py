@@ -23,7 +23,7 @@ tokens = st.integers(0, CAP + 5)
 
 def weights_of(lengths: Lengths) -> list[Fraction]:
     """Return the weight of each rollout."""
-    return [Fraction(0.5 ** (len({one for one, _, _ in lengths if one > g}) / 4)) for g, _, _ in lengths]
+    return [Fraction(0.5 ** (len({newer for newer, _, _ in lengths if newer > g}) / 4)) for g, _, _ in lengths]
 
 
 def survival(lengths: Lengths, length: int) -> Fraction:
@@ -31,8 +31,12 @@ def survival(lengths: Lengths, length: int) -> Fraction:
     weights = weights_of(lengths)
     probability = Fraction(1)
     for at in range(length + 1):
-        at_risk = sum(w for w, (_, one, _) in zip(weights, lengths, strict=True) if one >= at)
-        ended = sum(w for w, (_, one, cut_off) in zip(weights, lengths, strict=True) if one == at and not cut_off)
+        at_risk = sum(w for w, (_, rollout_length, _) in zip(weights, lengths, strict=True) if rollout_length >= at)
+        ended = sum(
+            w
+            for w, (_, rollout_length, cut_off) in zip(weights, lengths, strict=True)
+            if rollout_length == at and not cut_off
+        )
         if ended:
             probability *= 1 - Fraction(ended) / at_risk
     return probability
@@ -106,8 +110,8 @@ def test_survival_up_to_the_current_length_is_one(lengths: Lengths, so_far: floa
 def test_order_of_rollouts_is_irrelevant(lengths: Lengths, random: object) -> None:
     shuffled = list(lengths)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    one, other = LengthStats.from_lengths(lengths), LengthStats.from_lengths(shuffled)
-    assert [one.prob_longer_than(at) for at in range(CAP)] == pytest.approx(
+    stats, other = LengthStats.from_lengths(lengths), LengthStats.from_lengths(shuffled)
+    assert [stats.prob_longer_than(at) for at in range(CAP)] == pytest.approx(
         [other.prob_longer_than(at) for at in range(CAP)]
     )
 

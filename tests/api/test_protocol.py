@@ -105,7 +105,7 @@ def test_the_page_lists_every_key_that_a_client_uses(docs: ModuleType) -> None:
     assert [] == [key for key in used if f"`{key}`" not in page]
 
 
-def test_the_example_runs(docs: ModuleType, redis_url: str, tmp_path: Path) -> None:
+def test_the_example_runs(docs: ModuleType, redis_url: str) -> None:
     """Run every command of the example in a shell; the job answers in between."""
     job = FakeJob(redis_url, uid=docs.EXAMPLE.job_uid, name="default/demo")
     text = docs.PAGE.read_text().partition("## An example")[2]

@@ -140,8 +140,8 @@ def test_user_of_the_service_may_maintain_every_history(admin: redis.Redis, conn
 
 def delete_problem(store: HistoryStore, problem: str) -> list[str]:
     """Delete a problem and return the ids of the problems that were deleted."""
-    chosen: list[StoredProblem] = [one for one in store.catalog.problems() if one.problem_id == problem]
-    return [one.problem_id for one in store.catalog.delete(chosen)]
+    chosen: list[StoredProblem] = [stored for stored in store.catalog.problems() if stored.problem_id == problem]
+    return [deleted.problem_id for deleted in store.catalog.delete(chosen)]
 
 
 def keys_of_the_other(admin: redis.Redis) -> set[bytes]:

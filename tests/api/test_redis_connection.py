@@ -19,6 +19,7 @@ import redis.sentinel
 from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error, wait_until_usable
 from rollout_api.redis_client.connection import connect, connect_async, connect_history
 from rollout_api.redis_client.retry import RetryPolicy, is_transient, retry
+from tests.support.ports import free_port
 from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server, until
 
 
@@ -34,16 +35,9 @@ def test_usable_server_passes_the_check(redis_url: str) -> None:
     connect_and_check(redis_url)
 
 
-def test_unreachable_server_is_reported(unused_port: int) -> None:
+def test_unreachable_server_is_reported() -> None:
     with pytest.raises(RedisUnusableError, match="cannot be reached"):
-        connect_and_check(f"redis://127.0.0.1:{unused_port}")
-
-
-@pytest.fixture
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+        connect_and_check(f"redis://127.0.0.1:{free_port()}")
 
 
 @pytest.fixture
@@ -182,10 +176,10 @@ def test_other_errors_are_raised_at_once(redis_url: str) -> None:
     assert time.monotonic() - started < 2
 
 
-def test_retries_end_within_ten_seconds(unused_port: int) -> None:
+def test_retries_end_within_ten_seconds() -> None:
     started = time.monotonic()
     with pytest.raises(redis.ConnectionError):
-        retry(connect(f"redis://127.0.0.1:{unused_port}").ping)
+        retry(connect(f"redis://127.0.0.1:{free_port()}").ping)
     assert time.monotonic() - started < 10
 
 
@@ -293,8 +287,8 @@ def test_cluster_is_rejected_for_messages() -> None:
             connecting("redis+cluster://a")
 
 
-def test_unreachable_cluster_is_an_error_on_first_use(unused_port: int) -> None:
-    url = f"redis+cluster://127.0.0.1:{unused_port}"
+def test_unreachable_cluster_is_an_error_on_first_use() -> None:
+    url = f"redis+cluster://127.0.0.1:{free_port()}"
     client = connect_history(url)
     started = time.monotonic()
     with pytest.raises(RedisUnusableError, match="cannot be reached"):

@@ -13,7 +13,7 @@ import redis
 import redis.asyncio.sentinel
 import redis.sentinel
 
-from rollout_api.errors import InvalidRequestError, RedisAwayError
+from rollout_api.errors import InvalidRequestError, RedisUnreachableError
 from rollout_api.redis_client.client_connection import RedisTarget, open_client, server_name
 from rollout_api.redis_client.retry import ClientRetryPolicy
 from tests.support.ports import free_port
@@ -52,7 +52,9 @@ def test_connection_by_url_survives_a_failover(sentinels: Sentinels) -> None:
 @pytest.mark.parametrize("kind", [redis.sentinel.Sentinel, redis.asyncio.sentinel.Sentinel])
 def test_settings_of_a_sentinel_client_are_copied(sentinels: Sentinels, kind: type) -> None:
     manager = kind(
-        [("127.0.0.1", one.port) for one in sentinels.sentinels], sentinel_kwargs={"password": "watch"}, password="data"
+        [("127.0.0.1", sentinel.port) for sentinel in sentinels.sentinels],
+        sentinel_kwargs={"password": "watch"},
+        password="data",
     )
     client = manager.master_for(sentinels.SERVICE, decode_responses=True, socket_timeout=0.1)
     assert [b"1", b"1"] == asyncio.run(write_during_a_failover(client, sentinels))
@@ -72,7 +74,7 @@ def test_unreachable_sentinels_are_named_in_the_error() -> None:
         await ClientRetryPolicy(server_name(client), 1).run(client.ping, action="ping")
 
     started = time.monotonic()
-    with pytest.raises(RedisAwayError, match=f"main, whose Sentinels are 127.0.0.1:{ports[0]},") as caught:
+    with pytest.raises(RedisUnreachableError, match=f"main, whose Sentinels are 127.0.0.1:{ports[0]},") as caught:
         asyncio.run(ping())
     assert time.monotonic() - started < 5
     assert "secret" not in str(caught.value)

@@ -117,7 +117,7 @@ class ChaosJob:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.server = Server(directory / "redis", appendonly=True)
+        self.server = Server(directory / "redis", appendonly=True, end_with_parent=False)
         self.proxy = Proxy(self.server.port)
         self.supervisor = ProcessSupervisor(directory)
         self.audit, self.sampling = Audit(self.server), SamplingMonitor(self.server)

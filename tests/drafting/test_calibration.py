@@ -86,9 +86,9 @@ def minority_wins(few: tuple[int, float | None], many: tuple[int, float | None],
         few_token, many_token = 2 * problem + 1, 2 * problem + 2
         index.add(str(problem), [(f"few {i}", few[0], [few_token]) for i in range(3)])
         index.add(str(problem), [(f"many {i}", many[0], [many_token]) for i in range(5)])
-        for one, (_, reward) in (("few", few), ("many", many)):
+        for name, (_, reward) in (("few", few), ("many", many)):
             if reward is not None:  # afterwards, because trainers report rewards later
-                index.set_rewards(str(problem), {f"{one} {i}": reward for i in range(5)})
+                index.set_rewards(str(problem), {f"{name} {i}": reward for i in range(5)})
         handle = index.open(str(problem), sources=("history",))
         won.append([few_token] == index.draft(handle, 1).tokens)
         index.extend(handle, [few_token])
@@ -178,7 +178,7 @@ def test_probabilities_remain_finite_after_a_surprise_following_a_long_match() -
         problem = str(right)
         prompt = [token for _ in range(votes) for token in (*unseen(1), *context, right)]
         finish(index.open(problem, prompt, sources=("self",)), context, right)
-        index.add(problem, [(str(one), 0, [*unseen(1), *context, right]) for one in range(votes)])
+        index.add(problem, [(str(i), 0, [*unseen(1), *context, right]) for i in range(votes)])
         finish(index.open(problem, sources=("history",)), context, right)
         index.drop_problem(problem)
         siblings = [index.open(problem, sources=("siblings",)) for _ in range(votes)]

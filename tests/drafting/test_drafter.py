@@ -24,7 +24,7 @@ def new_drafter() -> Drafter:
 
 def draft(drafter: Drafter, rows: list[int], budgets: list[int], survival: float = 0.0) -> list[list[int]]:
     found = drafter.draft(np.array(rows), np.array(budgets), np.full(len(rows), survival))
-    return [one.tokens for one in found]
+    return [draft.tokens for draft in found]
 
 
 def advance(drafter: Drafter, row: int, sampled: np.ndarray, drafted: int = 0) -> None:

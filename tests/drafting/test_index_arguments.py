@@ -86,7 +86,7 @@ def test_invalid_rewards_are_rejected() -> None:
     with pytest.raises(TypeError, match="rollout 'a' of problem 'p': the reward must be a number"):
         index.set_rewards("p", bad)
     assert ["a"] == index.rollouts("p")
-    assert [None] == [one.reward for one in index.occurrences(index.open("p"))]
+    assert [None] == [occurrence.reward for occurrence in index.occurrences(index.open("p"))]
 
 
 @pytest.mark.parametrize(

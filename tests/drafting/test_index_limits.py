@@ -234,7 +234,9 @@ def test_the_newest_of_equally_long_matches_are_used() -> None:
     for _ in range(2):
         handle = index.open("p", sources=("history",))
         index.extend(handle, [1, 2, 3])
-        assert [15] * 16 + [14] * 16 == sorted((one.generation for one in index.occurrences(handle)), reverse=True)
+        assert [15] * 16 + [14] * 16 == sorted(
+            (occurrence.generation for occurrence in index.occurrences(handle)), reverse=True
+        )
         assert [600] == index.draft(handle, 1).tokens
         index.wait_idle()
 
@@ -254,7 +256,7 @@ def test_merging_does_not_change_occurrences() -> None:
     whole.extend(other, tokens)
 
     def lengths(of: SuffixIndex, by: int) -> list[int]:
-        return sorted(one.match_length for one in of.occurrences(by))
+        return sorted(occurrence.match_length for occurrence in of.occurrences(by))
 
     expected = lengths(whole, other)
     assert expected == lengths(index, handle)
@@ -276,8 +278,8 @@ def test_problems_are_evicted_during_concurrent_drafts() -> None:
                 handles = [index.open(str(number)) for number in numbers]
                 for number, handle in zip(numbers, handles, strict=True):
                     index.extend(handle, text(int(number))[:5])
-                for number, made in zip(numbers, index.draft_batch(handles, [4] * 12), strict=True):
-                    assert set(made.tokens) <= set(text(int(number)).tolist())
+                for number, draft in zip(numbers, index.draft_batch(handles, [4] * 12), strict=True):
+                    assert set(draft.tokens) <= set(text(int(number)).tolist())
                 for handle in handles:
                     index.close(handle)
         except BaseException as error:

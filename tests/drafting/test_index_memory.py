@@ -26,17 +26,17 @@ def test_an_empty_index_has_no_bytes() -> None:
 def test_history_counts_until_it_is_dropped() -> None:
     index = SuffixIndex()
     index.add("p", rollouts(4, 1000))
-    one = index.bytes("p")
+    problem_bytes = index.bytes("p")
     # Each token takes two bytes of text, two of a sorted position, and one for the length shared with its neighbor.
-    assert 5 * 4000 < one < 6 * 4000
+    assert 5 * 4000 < problem_bytes < 6 * 4000
     index.add("q", rollouts(4, 1000))
-    assert one == index.bytes("q")
-    assert 2 * one < index.bytes() < 2 * one + 1000
+    assert problem_bytes == index.bytes("q")
+    assert 2 * problem_bytes < index.bytes() < 2 * problem_bytes + 1000
     index.add("p", rollouts(4, 1000, generation=1))
     index.wait_idle()
-    assert 2 * 5 * 4000 < index.bytes("p") < 2.1 * one
+    assert 2 * 5 * 4000 < index.bytes("p") < 2.1 * problem_bytes
     assert 4 == index.drop_before("p", 1)
-    assert one == pytest.approx(index.bytes("p"), rel=0.01)
+    assert problem_bytes == pytest.approx(index.bytes("p"), rel=0.01)
     assert index.drop_problem("p")
     assert 0 == index.bytes("p")
     for i in range(4):

@@ -95,7 +95,7 @@ class Pair:
         found = self.index.occurrences(handle, length=LENGTH)
         self.oracle.check_occurrences(handle, found, LENGTH)
         assert all(0.0 < probability <= 1.0 for probability in draft.probabilities)
-        longest = max((one.match_length for one in found), default=0)
+        longest = max((occurrence.match_length for occurrence in found), default=0)
         assert draft.match_length == longest * (len(draft.tokens) > 0)
         if self.is_exact:
             self.is_exact = self.oracle.check_draft(handle, draft, found, budget, min_survival)
@@ -339,4 +339,4 @@ def test_an_anchor_does_not_continue_into_the_next_rollout() -> None:
     index.extend(handle, [1, 2, 3, 4, 5, 6, 7])
     index.draft(handle, 1)
     index.extend(handle, [60] * 8 + [9])
-    assert [False] * 3 == [one.anchored for one in index.occurrences(handle)]
+    assert [False] * 3 == [occurrence.anchored for occurrence in index.occurrences(handle)]

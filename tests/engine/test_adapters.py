@@ -72,7 +72,9 @@ def restored_weights(lora_engine: EngineHarness, model: Path) -> Iterator[None]:
 
 
 def max_error(reference: ReferenceDistribution, results: list[GenerationResult], sampling: Sampling) -> float:
-    return max(reference.max_error(PROMPT, one.token_ids, one.logprobs or [], sampling) for one in results)
+    return max(
+        reference.max_error(PROMPT, response.token_ids, response.logprobs or [], sampling) for response in results
+    )
 
 
 async def start_response(engine: EngineHarness) -> asyncio.Task[GenerationResult]:
@@ -99,14 +101,14 @@ def test_responses_have_the_distribution_of_the_model_with_the_adapter(
         results = lora_engine.sample([PROMPT], SAMPLING, "adapted")
         assert max_error(merged, results, SAMPLING) < MAX_LOGPROB_ERROR
         assert max_error(reference, results, SAMPLING) > DIFFERENT_MODEL_ERROR
-        assert [[WeightSpan(start=0, weight_version=version)]] * 8 == [one.weight_spans for one in results]
+        assert [[WeightSpan(start=0, weight_version=version)]] * 8 == [response.weight_spans for response in results]
     short = Sampling(n=1500, max_tokens=5)
     lora_engine.add_history("adapted", tokens_of(results))
     sampled = lora_engine.sample([PROMPT], short, "adapted")
     p, tested = chi_square(adapter_references[-1], PROMPT, tokens_of(sampled), short)
     assert p > MIN_P_VALUE
     assert tested > 1500
-    assert sum(one.num_accepted_tokens for one in sampled) > 0.05 * tested
+    assert sum(response.num_accepted_tokens for response in sampled) > 0.05 * tested
 
 
 def test_running_responses_keep_their_adapter_and_unused_adapters_are_removed(

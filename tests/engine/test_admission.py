@@ -1,4 +1,4 @@
-"""Which requests an engine rejects; without an engine."""
+"""Requests that an engine rejects; without an engine."""
 
 from __future__ import annotations
 

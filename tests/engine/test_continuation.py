@@ -35,7 +35,7 @@ def engine(request: pytest.FixtureRequest) -> EngineHarness:
 
 
 def is_idle(engine: EngineHarness) -> bool:
-    """Whether neither vLLM nor the drafter has a response, which another response updates."""
+    """Return whether neither vLLM nor the drafter has a response; first sample one more, which updates both."""
     engine.sample([PROMPT], Sampling(n=1, max_tokens=2))
     stats = engine.loop.run(engine.engine.stats())
     return engine.engine.counters.running == 0 and stats.get("tracked_responses", 0) == 0
@@ -96,8 +96,14 @@ def test_a_continued_greedy_response_equals_an_uninterrupted_one(
     if engine.history is not None:
         engine.add_history(problem, tokens_of(whole)[::2])
     for length in (1, 13, 59):
-        longer = [(prompt, one) for prompt, one in zip(PROMPTS, whole, strict=True) if len(one.token_ids) > length]
-        requests = [engine.request(prompt, sampling, problem, prefix=prefix_of(one, length)) for prompt, one in longer]
+        longer = [
+            (prompt, response)
+            for prompt, response in zip(PROMPTS, whole, strict=True)
+            if len(response.token_ids) > length
+        ]
+        requests = [
+            engine.request(prompt, sampling, problem, prefix=prefix_of(response, length)) for prompt, response in longer
+        ]
         for (_, expected), actual in zip(longer, engine.generate(requests), strict=True):
             assert expected.token_ids == actual.token_ids
             assert expected.finish_reason == actual.finish_reason
@@ -126,7 +132,7 @@ def test_a_continued_response_has_the_exact_distribution(
     two_tokens = sampling.model_copy(update={"max_tokens": 2, "min_tokens": min(2, sampling.min_tokens)})
     started = drafting_engine.sample([PROMPT], two_tokens, problem)
     results = drafting_engine.continue_from(
-        PROMPT, sampling.model_copy(update={"n": 1}), [prefix_of(one, 2) for one in started], problem
+        PROMPT, sampling.model_copy(update={"n": 1}), [prefix_of(response, 2) for response in started], problem
     )
     p, tested = chi_square(reference, PROMPT, tokens_of(results), sampling)
     assert p > MIN_P_VALUE
@@ -152,7 +158,10 @@ def test_the_first_draft_after_a_prefix_continues_the_history(drafting_engine: E
     assert [(MAX_DRAFT_TOKENS, 2)] * len(PROMPTS) == [
         (result.num_accepted_tokens, result.num_decoding_steps) for result in results
     ]
-    counts = (sum(one.num_draft_tokens for one in results), sum(one.num_accepted_tokens for one in results))
+    counts = (
+        sum(response.num_draft_tokens for response in results),
+        sum(response.num_accepted_tokens for response in results),
+    )
     assert counts == (counters.drafted - before[0], counters.accepted - before[1])
 
 

@@ -23,7 +23,10 @@ def test_counts_of_drafted_and_accepted_tokens_agree_with_vllms(drafting_engine:
     # Without an end of sequence, after which vLLM cuts off accepted tokens.
     sampling = Sampling(n=16, max_tokens=80, allowed_token_ids=WITHOUT_EOS, temperature=0.5)
     results = drafting_engine.sample([PROMPT], sampling, "counts")
-    counts = (sum(one.num_draft_tokens for one in results), sum(one.num_accepted_tokens for one in results))
+    counts = (
+        sum(response.num_draft_tokens for response in results),
+        sum(response.num_accepted_tokens for response in results),
+    )
     assert counts == (counters.drafted - before[0], counters.accepted - before[1])
     assert 0 < counts[1] < counts[0]
 
@@ -35,10 +38,10 @@ def test_drafting_continues_up_to_the_last_token_of_the_longest_response(draftin
     length = MAX_POSITIONS - len(PROMPT)
     sampling = Sampling(n=2, max_tokens=length, allowed_token_ids=[1, 2], temperature=0)
     results = drafting_engine.sample([PROMPT], sampling, "long")
-    assert [length] * 2 == [len(one.token_ids) for one in results]
-    assert sum(one.num_draft_tokens for one in results) == counters.drafted - before
+    assert [length] * 2 == [len(response.token_ids) for response in results]
+    assert sum(response.num_draft_tokens for response in results) == counters.drafted - before
     # A repetition of two tokens is drafted and accepted completely, except in the step that discovers it.
-    assert min(one.num_accepted_tokens for one in results) > 0.7 * length
+    assert min(response.num_accepted_tokens for response in results) > 0.7 * length
 
 
 def test_the_draft_budget_of_a_request_is_respected(drafting_engine: EngineHarness) -> None:
@@ -47,10 +50,12 @@ def test_the_draft_budget_of_a_request_is_respected(drafting_engine: EngineHarne
     unlimited = drafting_engine.sample([PROMPT], sampling, "budget")
     limited = drafting_engine.sample([PROMPT], sampling, "budget", draft_budget=1)
     without = drafting_engine.sample([PROMPT], sampling, "budget", draft_budget=0)
-    assert [0] * 4 == [one.num_draft_tokens for one in without]
+    assert [0] * 4 == [response.num_draft_tokens for response in without]
     for result in limited:
         assert 0 < result.num_draft_tokens <= result.num_decoding_steps
-    assert sum(one.num_accepted_tokens for one in unlimited) > sum(one.num_accepted_tokens for one in limited)
+    assert sum(response.num_accepted_tokens for response in unlimited) > sum(
+        response.num_accepted_tokens for response in limited
+    )
     assert MAX_DRAFT_TOKENS > 1
 
 

@@ -58,7 +58,7 @@ def test_greedy_tokens_are_the_same_with_and_without_drafts(
     drafting_engine.add_history(problem, tokens_of(expected)[::2])
     actual = drafting_engine.sample(PROMPTS, sampling, problem)
     assert tokens_of(expected) == tokens_of(actual)
-    assert [one.finish_reason for one in expected] == [one.finish_reason for one in actual]
+    assert [response.finish_reason for response in expected] == [response.finish_reason for response in actual]
     assert accepted_share(actual) > 0.2
 
 

@@ -1,4 +1,4 @@
-"""Where models, checkpoints and adapters are found, and what is rejected; without an engine."""
+"""Locations of models, checkpoints and adapters, and rejected ones; without an engine."""
 
 from __future__ import annotations
 

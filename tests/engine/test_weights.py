@@ -37,10 +37,12 @@ Corruption = Callable[[Path], None]
 
 
 def max_error(engine: EngineHarness, reference: ReferenceDistribution) -> float:
-    """Largest error of an engine's log-probabilities, from a few responses."""
+    """Return the largest error of an engine's log-probabilities, from a few responses."""
     sampling = Sampling(n=8, max_tokens=12, logprobs=True)
     results = engine.sample([PROMPT], sampling)
-    return max(reference.max_error(PROMPT, one.token_ids, one.logprobs or [], sampling) for one in results)
+    return max(
+        reference.max_error(PROMPT, response.token_ids, response.logprobs or [], sampling) for response in results
+    )
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +203,8 @@ def test_weight_spans_are_correct_without_vllms_labels(
         assert (0, NEW_VERSION) == (old.weight_version, new.weight_version)
         assert result.logprobs is not None
         by_old, by_new = (
-            one.errors(LONG_PROMPT, result.token_ids, result.logprobs, LONG) for one in (reference, other_reference)
+            distribution.errors(LONG_PROMPT, result.token_ids, result.logprobs, LONG)
+            for distribution in (reference, other_reference)
         )
         assert by_old[: new.start].max() < MAX_LOGPROB_ERROR
         assert by_new[new.start :].max() < MAX_LOGPROB_ERROR

@@ -1,4 +1,4 @@
-"""A history on one server, on a cluster and on Valkey: what is promised holds on all of them."""
+"""Fixtures: a history must behave alike on one server, on a cluster and on Valkey."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(params=["server", "cluster", "valkey"])
 def history_url(request: pytest.FixtureRequest) -> str:
     """URL of an empty Redis server, then of an empty cluster, then of an empty Valkey server."""
-    where = request.getfixturevalue("redis_url" if request.param == "server" else request.param)
-    url: str = where if isinstance(where, str) else where.url
+    server = request.getfixturevalue("redis_url" if request.param == "server" else request.param)
+    url: str = server if isinstance(server, str) else server.url
     connect_history(url).flushall()
     return url

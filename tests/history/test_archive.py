@@ -32,8 +32,8 @@ from rollout_worker.history.store import HistoryStore, UnknownHistoryError
 from tests.support.redis_servers import Cluster, Server
 
 KEYS, COPY = HistoryKeys("default", "math"), HistoryKeys("team", "copy")
-ODD = "a {problem} of 50%\n»"
-PROBLEMS = ["least recently used", ODD, "p"]
+SPECIAL = "a {problem} of 50%\n»"
+PROBLEMS = ["least recently used", SPECIAL, "p"]
 
 
 def record(rollout_id: str, generation: int, tokens: int = 5, finish_reason: str = "stop") -> HistoryRecord:
@@ -69,7 +69,7 @@ def store(client: Any) -> HistoryStore:
             MaintenanceOperations(store).compact("p")
     store.append("p", record("cut", 5, tokens=0, finish_reason="length"))
     store.set_rewards("p", {"'p'-5-0": 0.5, "'p'-3-1": -1.0})
-    store.catalog.mark_used([ODD, "p"])
+    store.catalog.mark_used([SPECIAL, "p"])
     return store
 
 
@@ -98,7 +98,7 @@ def content(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
                     len(r.context),
                 )
                 for r in found.records
-                if info and r.generation >= info.oldest_kept(one.generation for one in found.records)
+                if info and r.generation >= info.oldest_kept(known.generation for known in found.records)
             ),
             found.rewards,
         )
@@ -127,9 +127,9 @@ def file(store: HistoryStore, client: Any, tmp_path: Path) -> Path:
 
 def test_deleted_history_is_restored_by_an_import(store: HistoryStore, client: Any, file: Path) -> None:
     before, info = content(client, KEYS), store.metadata.info()
-    assert [13, 12, 12] == [len(before[problem][0]) for problem in ("p", ODD, "least recently used")]
+    assert [13, 12, 12] == [len(before[problem][0]) for problem in ("p", SPECIAL, "least recently used")]
     assert {rollout_key("'p'-5-0"): 0.5, rollout_key("'p'-3-1"): -1.0} == before["p"][1]
-    lengths, by_use = store.statistics.length_entries("p"), [one.problem_id for one in store.catalog.problems()]
+    lengths, by_use = store.statistics.length_entries("p"), [problem.problem_id for problem in store.catalog.problems()]
     MaintenanceOperations(store).delete_history()
     assert ImportResult("default/math", new=37, known=0, too_old=0, generation=5) == import_history(client, file)
     assert before == content(client, KEYS)
@@ -173,7 +173,7 @@ def test_interrupted_import_can_be_repeated(client: Any, file: Path, tmp_path: P
         other: Any = connect_history(running.url)
         import_history(other, file)
         catalog = HistoryStore(other, KEYS, window=4).catalog
-        catalog.delete([problem for problem in catalog.problems() if problem.problem_id != ODD])
+        catalog.delete([problem for problem in catalog.problems() if problem.problem_id != SPECIAL])
         assert ImportResult("default/math", new=25, known=12, too_old=0, generation=5) == import_history(other, file)
         assert before == content(other, KEYS)
 
@@ -301,4 +301,4 @@ def test_failed_export_leaves_the_existing_file(store: HistoryStore, client: Any
     client.set(KEYS.last_used(0), "not a sorted set")
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
         export_history(client, KEYS, file)
-    assert [(file, "an earlier archive")] == [(one, one.read_text()) for one in tmp_path.iterdir()]
+    assert [(file, "an earlier archive")] == [(path, path.read_text()) for path in tmp_path.iterdir()]

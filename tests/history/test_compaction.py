@@ -124,7 +124,7 @@ def test_trimming_rewrites_blocks(store: HistoryStore, history_url: str) -> None
     HistoryStore(client, KEYS, window=1).open("tokenizer")
     MaintenanceOperations(store).trim("p")
     (after,) = client.hvals(KEYS.blocks("p"))
-    assert ["3-0", "3-1"] == [one.rollout_id for one in decode_records(after)]
+    assert ["3-0", "3-1"] == [record.rollout_id for record in decode_records(after)]
     assert len(after) < len(next(iter(before.values())))
     assert [] == store.read({"p": cursor})["p"].records
     (known,) = [problem for problem in store.catalog.problems() if problem.problem_id == "p"]

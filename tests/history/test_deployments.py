@@ -44,7 +44,7 @@ def store_at(url: str) -> HistoryStore:
 def stored_rollouts(store: HistoryStore) -> Counter[str]:
     """Return how often the history contains each rollout."""
     slices = store.read(dict.fromkeys(PROBLEMS, START), count=1_000_000)
-    return Counter(one.rollout_id for found in slices.values() for one in found.records)
+    return Counter(record.rollout_id for found in slices.values() for record in found.records)
 
 
 class Writer:
@@ -84,15 +84,15 @@ class Writer:
         number = 0
         while not self._stopping.is_set():
             self.attempts += 1
-            batch = [(PROBLEMS[one % len(PROBLEMS)], record(str(one))) for one in range(number, number + 8)]
+            batch = [(PROBLEMS[i % len(PROBLEMS)], record(str(i))) for i in range(number, number + 8)]
             try:
                 results = self._store.append_all(batch, newest=1)
             except redis.RedisError:
                 self.failures += 1
                 time.sleep(0.05)
                 continue
-            assert all(one in (AppendResult.APPENDED, AppendResult.DUPLICATE) for one in results), results
-            self.acknowledged |= dict.fromkeys((one.rollout_id for _, one in batch), time.monotonic())
+            assert all(result in (AppendResult.APPENDED, AppendResult.DUPLICATE) for result in results), results
+            self.acknowledged |= dict.fromkeys((rollout.rollout_id for _, rollout in batch), time.monotonic())
             number += 8
 
 
@@ -160,7 +160,7 @@ def test_writers_and_readers_continue_after_a_failover(tmp_path: Path) -> None:
             assert {1} == set(found.values())
             expected = {name(rollout) for rollout, when in acknowledged if when > after}
             until(
-                lambda: expected <= {one for problem in PROBLEMS for one in index.rollouts(problem)},
+                lambda: expected <= {rollout_id for problem in PROBLEMS for rollout_id in index.rollouts(problem)},
                 "the index has the rollouts",
                 seconds=30,
             )

@@ -86,9 +86,9 @@ def test_problem_sampled_once_per_epoch_is_still_there_when_it_is_sampled_again(
             generations[problem] += 1
             used.remove(problem)
             used.append(problem)
-            sizes = [ProblemSize(100 * generations[one], max(1, generations[one])) for one in used]
+            sizes = [ProblemSize(100 * generations[candidate], max(1, generations[candidate])) for candidate in used]
             if sum(size.bytes for size in sizes) > epochs * problems * 100:
                 kept = generations_to_keep(sizes, 0.95 * epochs * problems * 100)
-                for one, count in zip(used, kept, strict=True):
-                    generations[one] = min(generations[one], count)
+                for candidate, count in zip(used, kept, strict=True):
+                    generations[candidate] = min(generations[candidate], count)
     assert min(generations.values()) >= int(0.95 * epochs)

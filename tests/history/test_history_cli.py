@@ -30,10 +30,10 @@ from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history_service.cli import app
 from rollout_worker.history_service.histograms import bin_edges, length_shares
+from tests.support.history_contents import KEYS, OTHER, age_history
 from tests.support.ports import free_port
 from tests.support.redis_servers import Server, until
 
-KEYS, OTHER = HistoryKeys("default", "math"), HistoryKeys("team", "code")
 DAY_S = 86400.0
 
 
@@ -75,13 +75,8 @@ def run_json(url: str, *arguments: str) -> Any:
     return json.loads(run(url, *arguments, "--json"))
 
 
-def make_old(client: Any, keys: HistoryKeys, by: float) -> None:
-    for problem in HistoryStore(client, keys, window=16).catalog.problems():
-        client.zincrby(keys.last_used(keys.shard_of(problem.problem_id)), -by, problem.problem_id)
-
-
 def test_ls_lists_histories(redis_url: str, store: HistoryStore, client: Any) -> None:
-    make_old(client, KEYS, 3 * DAY_S)
+    age_history(client, KEYS, 3 * DAY_S)
     store.metadata.set_age_limit(4)
     header, math, code = run(redis_url, "ls").splitlines()
     assert ["history", "tokenizer", "model", "problems", "bytes", "cap", "generation", "window"] == header.split()[:8]
@@ -183,7 +178,7 @@ def test_stats_shows_lengths_and_acceptance(redis_url: str, store: HistoryStore)
     assert re.search(r"\n +3 +200 +20 +10\.0% +█{4}\s", text)
     found = run_json(redis_url, "stats", "math")
     assert {"0.1": 100.0, "0.5": 500.0, "0.9": None, "0.99": None} == found["quantiles"]
-    assert 1 == pytest.approx(sum(one["share"] for one in found["histogram"]))
+    assert 1 == pytest.approx(sum(column["share"] for column in found["histogram"]))
     assert [{"age": 1, "drafted": 1000.0, "accepted": 500.0}] == found["acceptance"][:1]
     run(redis_url, "stats", "team/code", expected="History team/code has no rollouts.")
 
@@ -225,7 +220,7 @@ def test_gc_maintains_all_histories(redis_url: str, store: HistoryStore, client:
     store.open("fedcba9876543210", "math-model", max_bytes=1)
     old = HistoryStore(client, OTHER, window=8)
     old.append("p", record("r", 5), newest=2)
-    make_old(client, OTHER, 40 * DAY_S)
+    age_history(client, OTHER, 40 * DAY_S)
     client.set(KEYS.maintainer_lease, "another", px=60_000)  # gc ignores the lease
     plan = run(
         redis_url,

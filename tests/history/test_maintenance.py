@@ -42,8 +42,8 @@ DAY_S = 86400.0
 @pytest.fixture(params=["server", "cluster"])
 def client(request: pytest.FixtureRequest) -> Redis:
     """A client of an empty server, then of an empty cluster."""
-    where = request.getfixturevalue("redis_url" if request.param == "server" else "cluster")
-    client: Redis = connect_history(where if isinstance(where, str) else where.url)
+    server_or_cluster = request.getfixturevalue("redis_url" if request.param == "server" else "cluster")
+    client: Redis = connect_history(server_or_cluster if isinstance(server_or_cluster, str) else server_or_cluster.url)
     client.flushall()
     return client
 
@@ -56,7 +56,7 @@ def server(redis_url: str) -> Any:
 
 def rollouts(store: HistoryStore, problem: str) -> list[str]:
     """Return the ids of a problem's rollouts."""
-    return [one.rollout_id for one in store.read({problem: START})[problem].records]
+    return [record.rollout_id for record in store.read({problem: START})[problem].records]
 
 
 @pytest.mark.parametrize("command", ["xlen", "hgetall"])
@@ -71,7 +71,7 @@ def test_problem_that_could_not_be_read_is_planned_again(server: Any, command: s
             maintainer.plan()
     finally:
         server.execute_command("ACL", "SETUSER", "default", "+@all")
-    assert ["p"] == [one.problem_id for one in maintainer.plan().compact]
+    assert ["p"] == [problem.problem_id for problem in maintainer.plan().compact]
 
 
 def test_old_versions_are_pruned_and_recent_ones_keep_their_generations(client: Redis) -> None:
@@ -141,7 +141,7 @@ def test_generations_are_deleted_at_the_cap_before_problems(client: Redis, caplo
     assert sorted(lengths) == lengths
     assert lengths[-1] - lengths[0] <= 1 < lengths[-1]
     for problem in problems:
-        assert set(kept[problem] or ()) == {int(one.split("-")[1]) for one in rollouts(store, problem)}
+        assert set(kept[problem] or ()) == {int(rollout_id.split("-")[1]) for rollout_id in rollouts(store, problem)}
     assert "of 9 problems." in caplog.text
     # If the cap is too low for one generation of each problem, problems are evicted.
     store.open("tokenizer", "model", max_bytes=int(0.15 * total))
@@ -281,13 +281,13 @@ def test_unused_history_expires_by_the_clock_of_the_server(
         fill(open_history(client, keys), ["p", "q"])
         age_history(client, keys, unused * DAY_S)
     monkeypatch.setattr(time, "time", lambda: client_time)
-    done = [HistoryMaintainer(client, keys, token="a", retention=30 * DAY_S).run_once() for keys in (KEYS, OTHER)]
-    assert [True, False] == [one.expired for one in done]
+    results = [HistoryMaintainer(client, keys, token="a", retention=30 * DAY_S).run_once() for keys in (KEYS, OTHER)]
+    assert [True, False] == [result.expired for result in results]
     assert [OTHER] == list_histories(client)
     HistoryMaintainer(client, KEYS, token="a").lease.release()
     # No key of this history is left, and the other history is complete.
     pattern = KEYS.patterns()
-    left: Any = [key for one in pattern for key in client.scan_iter(one.replace("{", "[{]"))]
+    left: Any = [key for key_pattern in pattern for key in client.scan_iter(key_pattern.replace("{", "[{]"))]
     assert [] == left
     assert ["p", "q"] == sorted(problem_ids(HistoryStore(client, OTHER, window=WINDOW)))
 
@@ -347,7 +347,7 @@ def test_one_of_two_maintainers_works_until_it_releases_the_lease(client: Redis)
     assert second.run_once().plan is not None
 
 
-def test_two_maintainers_at_once_do_no_harm(client: Redis, redis_url: str) -> None:
+def test_two_maintainers_at_once_do_no_harm(client: Redis) -> None:
     """This happens if a process is suspended for longer than its lease and then continues."""
     store = open_history(client)
     problems = [f"p{number}" for number in range(60)]
@@ -379,7 +379,7 @@ def test_two_maintainers_at_once_do_no_harm(client: Redis, redis_url: str) -> No
     for problem in left:
         assert 0 == client.xlen(KEYS.log(problem))
         assert [f"{problem}-1-0", f"{problem}-1-1"] == rollouts(store, problem)
-    assert sum(one.bytes for one in store.catalog.problems()) == sum(
+    assert sum(problem.bytes for problem in store.catalog.problems()) == sum(
         client.memory_usage(key) or 0 for problem in left for key in KEYS.problem_keys(problem)
     )
 
@@ -455,7 +455,10 @@ def test_planning_changes_nothing(client: Redis) -> None:
     store.open("tokenizer", "model", max_bytes=int(store.catalog.problems()[0].bytes * 1.2))
     before = store.catalog.problems()
     plan = HistoryMaintainer(client, KEYS, token="a").plan()
-    assert (["p"], ["q"]) == ([one.problem_id for one in plan.evict], [one.problem_id for one in plan.compact])
+    assert (["p"], ["q"]) == (
+        [problem.problem_id for problem in plan.evict],
+        [problem.problem_id for problem in plan.compact],
+    )
     assert before == store.catalog.problems()
     assert not client.exists(KEYS.maintainer_lease)
 

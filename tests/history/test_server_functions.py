@@ -100,7 +100,7 @@ def test_many_calls_take_one_round_trip(client: Any, running: Server | Cluster) 
         assert node.client().info("stats")["total_reads_processed"] - before[node.port] < 12
 
 
-def test_key_of_the_wrong_type_fails_only_its_own_call(client: Any, running: Server | Cluster) -> None:
+def test_key_of_the_wrong_type_fails_only_its_own_call(client: Any) -> None:
     client.set(KEYS[3], "not a hash")
     replies = run_all(client, publish(*KEYS))
     (bad,) = [reply for reply in replies if reply != 1]

@@ -81,7 +81,7 @@ def test_each_version_of_a_run_has_one_generation_and_runs_share_the_count(store
     assert store.metadata.generation() == 3
 
 
-def test_rollouts_outside_the_window_are_deleted_with_their_lengths(store: HistoryStore, client: redis.Redis) -> None:
+def test_rollouts_outside_the_window_are_deleted_with_their_lengths(store: HistoryStore) -> None:
     for generation in range(1, 6):
         for sample in range(2):
             store.append("p", record(f"{generation}-{sample}", generation), newest=generation)
@@ -178,7 +178,7 @@ def test_corrupt_entry_is_skipped_and_reported(store: HistoryStore, client: redi
     assert {b"6", b"7", b"8"} == set(client.hkeys(KEYS.lengths("p")))
 
 
-def test_rewards_are_read_with_the_log_on_request(store: HistoryStore, client: redis.Redis) -> None:
+def test_rewards_are_read_with_the_log_on_request(store: HistoryStore) -> None:
     a, d = rollout_key("a"), rollout_key("d")
     for problem in ("p", "q"):
         store.append(problem, record("a"), newest=1)

@@ -96,7 +96,7 @@ def num_reward_reads(url: str) -> int:
         stats = [client.info("commandstats")]
     else:
         stats = list(client.info("commandstats", target_nodes="primaries").values())
-    return sum(one.get("cmdstat_hgetall", {"calls": 0})["calls"] for one in stats)
+    return sum(counters.get("cmdstat_hgetall", {"calls": 0})["calls"] for counters in stats)
 
 
 def eventually(condition: Callable[[], bool], timeout: float = 10) -> bool:
@@ -166,7 +166,7 @@ def test_rollouts_of_all_reads_have_their_rewards(sink: RecordingSink, history_u
 
 @pytest.mark.parametrize("vocabulary", [1000, None])
 def test_rollouts_with_token_ids_outside_the_vocabulary_are_skipped(
-    store: HistoryStore, index: SuffixIndex, history_url: str, vocabulary: int | None
+    store: HistoryStore, index: SuffixIndex, vocabulary: int | None
 ) -> None:
     """Such ids might crash the model, and 2**32 - 1 is not a token id at all."""
     options = {} if vocabulary is None else {"vocabulary": vocabulary}
@@ -294,7 +294,7 @@ def test_rollouts_are_loaded_with_context_and_reward(
     sync_to_sink.announce(["p"], 1)
     assert sync_to_sink.wait_ready(10)
     kept = sink.problems["p"]
-    assert {name("1"): 0.5, name("599"): 1.0} == {one: row[4] for one, row in kept.items() if row[4] is not None}
+    assert {name("1"): 0.5, name("599"): 1.0} == {key: row[4] for key, row in kept.items() if row[4] is not None}
     assert [number % 3 for number in range(600)] == [len(row[3]) for row in kept.values()]
     assert [] == sink.rewards
 
@@ -324,7 +324,7 @@ def test_rewards_are_read_again_when_the_problem_is_requested_again(
     sync_to_sink.announce(["p"], 1, wanted=["p"])
     assert sync_to_sink.wait_ready(10)
     expected = {"a": 0.75, "b": 0.25, "c": -1.0, "d": 2.0}
-    found = {one: row[4] for one, row in sink.problems["p"].items()}
+    found = {key: row[4] for key, row in sink.problems["p"].items()}
     assert {name(rollout): reward for rollout, reward in expected.items()} == found
 
 
@@ -382,7 +382,7 @@ def test_evicted_problem_is_read_again_when_it_is_requested(
     sync.announce(["p", "q", "r"], 2, wanted=["p"])
     assert sync.wait_ready(10)
     rewards = dict(zip(names("a", "b", "c"), [0.5, None, None], strict=True))
-    assert rewards == {one: row[4] for one, row in sink.problems["p"].items()}
+    assert rewards == {key: row[4] for key, row in sink.problems["p"].items()}
     assert (10, 2) == (sync.counters.rollouts, sync.counters.evictions)
 
 
@@ -458,9 +458,7 @@ def test_requested_problem_is_not_evicted_by_an_update_of_another(
     assert ["p", "r"] == list(sink.problems)
 
 
-def test_length_statistics_are_known_without_access_to_redis(
-    store: HistoryStore, sync_to_sink: HistorySync, history_url: str
-) -> None:
+def test_length_statistics_are_known_without_access_to_redis(store: HistoryStore, sync_to_sink: HistorySync) -> None:
     assert 0 == sync_to_sink.length_stats("p").count == sync_to_sink.length_stats().count
     for number, length in enumerate((10, 20, 30)):
         cut = "length" if length == 30 else "stop"
@@ -492,9 +490,7 @@ def test_acceptance_is_reported_and_the_age_limit_applied(sink: RecordingSink, h
         assert eventually(lambda: names("3", "4") == list(sink.problems["p"]))
 
 
-def test_drafter_state_is_saved_and_loaded_by_the_next_engine(
-    sink: RecordingSink, history_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_drafter_state_is_saved_and_loaded_by_the_next_engine(sink: RecordingSink, history_url: str) -> None:
     store = HistoryStore(connect_history(history_url), KEYS, window=2)
     with running(history_url, sink) as sync:
         sync.announce([], 1)
@@ -546,7 +542,6 @@ def test_unreadable_drafter_state_is_reported_and_replaced(
     stored: bytes,
     sink: RecordingSink,
     history_url: str,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     client = connect_history(history_url)

@@ -47,16 +47,16 @@ def helm(*arguments: str, values: dict[str, Any] | None = None) -> subprocess.Co
 
 
 def render(**values: Any) -> list[dict[str, Any]]:
-    done = helm("template", "das", str(CHART), "--namespace", "rl", values=values)
-    assert not done.returncode, done.stderr
-    return [one for one in yaml.safe_load_all(done.stdout) if one]
+    process = helm("template", "das", str(CHART), "--namespace", "rl", values=values)
+    assert not process.returncode, process.stderr
+    return [resource for resource in yaml.safe_load_all(process.stdout) if resource]
 
 
 def containers(objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     specs = [
-        one["spec"] if one["kind"] == "Pod" else one["spec"]["template"]["spec"]
-        for one in objects
-        if one["kind"] in ("Pod", "Deployment", "StatefulSet")
+        resource["spec"] if resource["kind"] == "Pod" else resource["spec"]["template"]["spec"]
+        for resource in objects
+        if resource["kind"] in ("Pod", "Deployment", "StatefulSet")
     ]
     return [(spec, container) for spec in specs for container in spec["containers"]]
 
@@ -73,32 +73,38 @@ def test_all_pods_satisfy_the_restricted_pod_security_standard() -> None:
 
 def test_permissions_are_limited_to_the_given_namespaces() -> None:
     objects = render(operator={"namespaces": ["a", "b"]}, redis={"users": True})
-    kinds = [(one["kind"], one["metadata"].get("namespace")) for one in objects]
+    kinds = [(resource["kind"], resource["metadata"].get("namespace")) for resource in objects]
     assert not {"ClusterRole", "ClusterRoleBinding"} & {kind for kind, _ in kinds}
     assert {"a", "b", "rl"} == {namespace for kind, namespace in kinds if kind == "Role"}
 
 
 def test_the_crd_is_kept_on_uninstall_and_can_be_omitted() -> None:
-    (crd,) = [one for one in render() if one["kind"] == "CustomResourceDefinition"]
+    (crd,) = [resource for resource in render() if resource["kind"] == "CustomResourceDefinition"]
     assert "keep" == crd["metadata"]["annotations"]["helm.sh/resource-policy"]
-    assert not [one for one in render(crds={"install": False}) if one["kind"] == "CustomResourceDefinition"]
+    assert not [
+        resource for resource in render(crds={"install": False}) if resource["kind"] == "CustomResourceDefinition"
+    ]
 
 
 def test_the_bundled_redis_evicts_nothing_and_only_secrets_contain_its_password() -> None:
     objects = render(redis={"namespaces": ["team-a", "team-b"]})
     secrets = {
-        (one["metadata"]["namespace"], one["metadata"]["name"]): one for one in objects if one["kind"] == "Secret"
+        (resource["metadata"]["namespace"], resource["metadata"]["name"]): resource
+        for resource in objects
+        if resource["kind"] == "Secret"
     }
-    ours = {("rl", "das-redis-admin"), ("rl", "das-redis-history")}
-    assert ours | {("team-a", "rollout-redis"), ("team-b", "rollout-redis")} == set(secrets)
+    expected = {("rl", "das-redis-admin"), ("rl", "das-redis-history")}
+    assert expected | {("team-a", "rollout-redis"), ("team-b", "rollout-redis")} == set(secrets)
     password = secrets["rl", "das-redis-admin"]["stringData"]["password"]
     assert password in secrets["team-a", "rollout-redis"]["stringData"]["url"]
     assert password not in secrets["rl", "das-redis-history"]["stringData"]["url"]
-    rest = yaml.safe_dump([one for one in objects if one["kind"] != "Secret"])
+    rest = yaml.safe_dump([resource for resource in objects if resource["kind"] != "Secret"])
     for secret in secrets.values():
         assert secret["stringData"].get("password", password) not in rest
     assert "noeviction" in rest
-    assert not [one for one in render(redis={"bundled": False}) if one["kind"] in ("Secret", "StatefulSet")]
+    assert not [
+        resource for resource in render(redis={"bundled": False}) if resource["kind"] in ("Secret", "StatefulSet")
+    ]
 
 
 def test_only_the_redis_users_process_has_the_admin_secret() -> None:
@@ -107,16 +113,16 @@ def test_only_the_redis_users_process_has_the_admin_secret() -> None:
         holders = {
             container["name"]
             for _, container in containers(render(redis=values))
-            for one in container.get("env", ())
-            if one.get("valueFrom", {}).get("secretKeyRef", {}).get("name") == secret
+            for variable in container.get("env", ())
+            if variable.get("valueFrom", {}).get("secretKeyRef", {}).get("name") == secret
         }
         assert {"redis-users"} == holders - {"redis"}
-    done = helm("template", "das", str(CHART), values={"redis": {"bundled": False, "users": True}})
-    assert "redis.users needs redis.adminSecret" in done.stderr
+    process = helm("template", "das", str(CHART), values={"redis": {"bundled": False, "users": True}})
+    assert "redis.users needs redis.adminSecret" in process.stderr
 
 
 def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
-    (found,) = [one for one in objects if one["kind"] == kind and one["metadata"]["name"] == name]
+    (found,) = [resource for resource in objects if resource["kind"] == kind and resource["metadata"]["name"] == name]
     return found
 
 
@@ -126,18 +132,18 @@ def test_the_history_service_runs_if_it_has_a_redis_server() -> None:
         if not found:
             return None
         (container,) = found
-        variables = {one["name"]: one for one in container["env"]}
+        variables = {variable["name"]: variable for variable in container["env"]}
         secret: dict[str, str] = variables["ROLLOUT_HISTORY_REDIS_URL"]["valueFrom"]["secretKeyRef"]
         return secret
 
-    mine = {"redis": {"existingSecret": "histories", "key": "address"}}
+    own_secret = {"redis": {"existingSecret": "histories", "key": "address"}}
     assert {"name": "das-redis-history", "key": "url"} == secret_of()
-    assert {"name": "histories", "key": "address"} == secret_of(history=mine)
-    assert {"name": "histories", "key": "address"} == secret_of(history=mine, redis={"bundled": False})
+    assert {"name": "histories", "key": "address"} == secret_of(history=own_secret)
+    assert {"name": "histories", "key": "address"} == secret_of(history=own_secret, redis={"bundled": False})
     assert secret_of(redis={"bundled": False}) is None
     assert secret_of(history={"enabled": False}) is None
     # The bundled server has no user for a service that does not use it.
-    for history in (mine, {"enabled": False}):
+    for history in (own_secret, {"enabled": False}):
         assert "rollout-history on" not in yaml.safe_dump(render(history=history))
 
 
@@ -157,15 +163,17 @@ def test_the_history_service_is_selected_by_its_labels() -> None:
 
 def test_the_bundled_redis_starts_with_a_user_for_the_history_service(tmp_path: Path) -> None:
     objects = render(redis={"namespaces": ["team-a"]})
-    ((_, container),) = [one for one in containers(objects) if one[1]["name"] == "redis"]
+    (container,) = [container for _, container in containers(objects) if container["name"] == "redis"]
     secrets = {
-        one["metadata"]["name"]: one["stringData"]
-        for one in objects
-        if one["kind"] == "Secret" and one["metadata"]["namespace"] == "rl"
+        resource["metadata"]["name"]: resource["stringData"]
+        for resource in objects
+        if resource["kind"] == "Secret" and resource["metadata"]["namespace"] == "rl"
     }
     environment = {
-        one["name"]: secrets[one["valueFrom"]["secretKeyRef"]["name"]][one["valueFrom"]["secretKeyRef"]["key"]]
-        for one in container["env"]
+        variable["name"]: secrets[variable["valueFrom"]["secretKeyRef"]["name"]][
+            variable["valueFrom"]["secretKeyRef"]["key"]
+        ]
+        for variable in container["env"]
     }
     (script,) = container["args"]
     words = shlex.split(script)
@@ -201,14 +209,14 @@ def test_the_bundled_redis_starts_with_a_user_for_the_history_service(tmp_path: 
     ],
 )
 def test_invalid_values_are_rejected(values: dict[str, Any]) -> None:
-    done = helm("template", "das", str(CHART), values=values)
-    assert done.returncode
-    assert next(iter(values)) in done.stderr
+    process = helm("template", "das", str(CHART), values=values)
+    assert process.returncode
+    assert next(iter(values)) in process.stderr
 
 
 def leaves(values: Any, path: str = "") -> set[str]:
     if isinstance(values, dict) and values and not path.endswith(".resources"):
-        return {leaf for name, one in values.items() for leaf in leaves(one, f"{path}.{name}".lstrip("."))}
+        return {leaf for name, value in values.items() for leaf in leaves(value, f"{path}.{name}".lstrip("."))}
     return {path}
 
 
@@ -226,8 +234,8 @@ def test_the_operator_accepts_the_arguments_of_the_chart() -> None:
     deployment = named(render(operator={"namespaces": ["a"]}), "Deployment", "das-operator")
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     options = {argument.partition("=")[0] for argument in container["args"]}
-    done = subprocess.run([sys.executable, "-m", "rollout_operator", "--help"], capture_output=True, text=True)
-    assert options <= set(re.findall(r"--[a-z-]+", done.stdout))
+    process = subprocess.run([sys.executable, "-m", "rollout_operator", "--help"], capture_output=True, text=True)
+    assert options <= set(re.findall(r"--[a-z-]+", process.stdout))
 
 
 def exported_names(collector: Collector) -> set[str]:

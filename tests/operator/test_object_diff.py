@@ -1,4 +1,4 @@
-"""When an object has to be applied again."""
+"""Differences after which an object is applied again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner does in each situation, on a simulated cluster."""
+"""The planner's actions in each situation, on a simulated cluster."""
 
 from __future__ import annotations
 

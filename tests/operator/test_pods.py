@@ -103,7 +103,9 @@ def test_the_url_of_a_separate_history_store_reaches_all_pods_outside_the_manife
         assert {"name": "ROLLOUT_HISTORY_REDIS_URL", **expected} == variables["ROLLOUT_HISTORY_REDIS_URL"]
         assert "rollout-redis" == variables["ROLLOUT_REDIS_URL"]["valueFrom"]["secretKeyRef"]["name"]
     config_map = next(
-        one for one in owned_objects(context, ClusterInfo()) if one["metadata"]["name"] == "math-manifest"
+        resource
+        for resource in owned_objects(context, ClusterInfo())
+        if resource["metadata"]["name"] == "math-manifest"
     )
     manifest = json.loads(config_map["data"]["job.yaml"])
     assert {"name": "shared"} == manifest["spec"]["history"]
@@ -129,7 +131,7 @@ def test_a_pod_template_adds_fields_but_cannot_change_the_identifying_labels() -
     assert {"note": "x", "das.rollout.dev/replacement": "true"} == pod["metadata"]["annotations"]
     assert "math-worker-3" == pod["metadata"]["name"]
     (container,) = pod["spec"]["containers"]
-    assert "INFO" == next(one["value"] for one in container["env"] if one["name"] == "NCCL_DEBUG")
+    assert "INFO" == next(variable["value"] for variable in container["env"] if variable["name"] == "NCCL_DEBUG")
     assert "worker:1" == container["image"]
 
 
@@ -140,8 +142,10 @@ def test_the_manifest_in_the_pods_is_accepted_by_rollout_head() -> None:
         lifecycle={"ttlSecondsAfterFinished": 5},
         redis={"urlFrom": {"secretKeyRef": {"name": "mine", "key": "u"}}},
     )
-    made = {one["kind"] + one["metadata"]["name"]: one for one in owned_objects(context, ClusterInfo())}
-    manifest = json.loads(made["ConfigMapmath-manifest"]["data"]["job.yaml"])
+    objects = {
+        resource["kind"] + resource["metadata"]["name"]: resource for resource in owned_objects(context, ClusterInfo())
+    }
+    manifest = json.loads(objects["ConfigMapmath-manifest"]["data"]["job.yaml"])
     job = parse_job(manifest)
     assert ["/weights"] == job.spec.weights.allowed_roots
     assert "podTemplate" not in json.dumps(manifest)
@@ -150,14 +154,18 @@ def test_the_manifest_in_the_pods_is_accepted_by_rollout_head() -> None:
         workers={"replicas": 5, "maxReplicas": 8, "minReplicas": 2, "autoscale": True},
         weights={"persistentVolumeClaim": "policy"},
     )
-    again = {one["kind"] + one["metadata"]["name"]: one for one in owned_objects(scaled, ClusterInfo())}
-    assert made["ConfigMapmath-manifest"]["data"] == again["ConfigMapmath-manifest"]["data"]
+    rescaled = {
+        resource["kind"] + resource["metadata"]["name"]: resource for resource in owned_objects(scaled, ClusterInfo())
+    }
+    assert objects["ConfigMapmath-manifest"]["data"] == rescaled["ConfigMapmath-manifest"]["data"]
 
 
 def test_a_url_without_credentials_is_published_unchanged() -> None:
     context = job_context(redis={"url": "redis://redis.example:6379/0"})
     connection = next(
-        one for one in owned_objects(context, ClusterInfo()) if one["metadata"]["name"] == "math-connection"
+        resource
+        for resource in owned_objects(context, ClusterInfo())
+        if resource["metadata"]["name"] == "math-connection"
     )
     assert "redis://redis.example:6379/0" == connection["data"]["url"]
     assert "secretName" not in connection["data"]
@@ -179,6 +187,8 @@ def test_the_location_of_a_separate_history_store_is_published_to_trainers(
 ) -> None:
     context = job_context(history={"redis": history})
     config_map = next(
-        one for one in owned_objects(context, ClusterInfo()) if one["metadata"]["name"] == "math-connection"
+        resource
+        for resource in owned_objects(context, ClusterInfo())
+        if resource["metadata"]["name"] == "math-connection"
     )
     assert published == {name: value for name, value in config_map["data"].items() if name.startswith("history")}

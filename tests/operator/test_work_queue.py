@@ -1,4 +1,4 @@
-"""When the work queue hands out which key."""
+"""The keys that the work queue returns, and their delays."""
 
 from __future__ import annotations
 

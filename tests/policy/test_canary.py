@@ -1,3 +1,5 @@
+"""Drift detection by canaries: false alarms are rare, and drift is detected early."""
+
 from __future__ import annotations
 
 import random
@@ -12,7 +14,7 @@ SIBLINGS = 7
 
 
 def canaries_until_alarm(draw: Callable[[random.Random, bool], float], seed: int, max_canaries: int) -> int | None:
-    """Number of canaries until drift is detected, where *draw* samples the value of a canary or of a sibling."""
+    """Return the number of canaries until drift is detected; *draw* samples the value of a canary or of a sibling."""
     rng, test = random.Random(seed), DriftTest(1)
     for number in range(1, max_canaries + 1):
         siblings = [draw(rng, False) for _ in range(SIBLINGS)]

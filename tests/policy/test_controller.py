@@ -1,3 +1,5 @@
+"""The controller of an engine: drafts are verified while they save time."""
+
 from __future__ import annotations
 
 import numpy as np

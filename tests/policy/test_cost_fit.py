@@ -1,3 +1,5 @@
+"""Fitting the cost model to measured steps that are partly delayed."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -10,7 +12,7 @@ from rollout_worker.policy.step_cost import CPU, H100_7B, StepCost
 
 
 def random_steps(cost: StepCost, count: int, seed: int = 0, noise: float = 0.02) -> list[TimedStep]:
-    """Steps of random batches, some of which were delayed by something else."""
+    """Return steps of random batches, some of which were delayed by something else."""
     rng = np.random.default_rng(seed)
     steps = []
     for _ in range(count):

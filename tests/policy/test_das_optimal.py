@@ -1,3 +1,5 @@
+"""DAS's optimal budgets, compared with a search on a grid, and the acceptance curve."""
+
 from __future__ import annotations
 
 import itertools

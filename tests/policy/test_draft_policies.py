@@ -1,3 +1,5 @@
+"""Draft policies: limits, preferred rollouts and queues."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,7 +34,7 @@ def stats_of(*lengths: int) -> LengthStats:
 
 
 def draft_length(budget: int, min_survival: float, probability: float) -> int:
-    """Length of a draft whose tokens all have the same acceptance probability."""
+    """Return the length of a draft whose tokens all have the same acceptance probability."""
     length = 0
     while length < budget and probability ** (length + 1) >= min_survival:
         length += 1

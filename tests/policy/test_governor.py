@@ -1,3 +1,5 @@
+"""The governor disables drafting while it loses time, and tries it again at small cost."""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -25,7 +27,7 @@ def make_governor(rollouts: int, **options: float) -> Governor:
 
 
 def draft_lengths(budgets: DraftBudgets, probability: float) -> Integers:
-    """Lengths of drafts whose tokens all have the same acceptance probability."""
+    """Return the lengths of drafts whose tokens all have the same acceptance probability."""
     lengths = []
     for budget, survival in zip(budgets.tokens.tolist(), budgets.min_survivals.tolist(), strict=True):
         length = 0
@@ -57,7 +59,7 @@ def run_step(governor: Governor, budgets: DraftBudgets, probability: float, rati
     probability=st.floats(0.5, 1.0),
     exploration=st.sampled_from([0.005, 0.0]),
 )
-def test_only_probes_are_drafted_after_nothing_was_accepted(
+def test_only_trials_are_drafted_after_nothing_was_accepted(
     rollouts: int, tokens: int, survival: float, probability: float, exploration: float
 ) -> None:
     governor = make_governor(rollouts, exploration=exploration)
@@ -101,16 +103,16 @@ def test_drafting_is_disabled_while_it_loses_time_and_enabled_when_it_would_gain
         run_step(governor, budgets, 0.5, all_accepted)
         governor.observe_time(without_drafts_s=0.01, extra_s=0.003, saved_s=0.001)
     assert governor.drafting_disabled
-    probed = 0
+    tried = 0
     for _ in range(2000):
-        probed += int(run_step(governor, budgets, 0.5, all_accepted).sum())
+        tried += int(run_step(governor, budgets, 0.5, all_accepted).sum())
         # Eight times this gain, minus the fixed cost of drafts, is too little.
-        governor.observe_probe(without_drafts_s=0.01, gain_s=0.00002, drafting_s=0.0001)
+        governor.observe_trial(without_drafts_s=0.01, gain_s=0.00002, drafting_s=0.0001)
     assert governor.drafting_disabled
-    assert 0 < probed <= 0.006 * 2000 * 8
+    assert 0 < tried <= 0.006 * 2000 * 8
     for _ in range(4000):
         run_step(governor, budgets, 0.5, all_accepted)
-        governor.observe_probe(without_drafts_s=0.01, gain_s=0.00004, drafting_s=0.0001)
+        governor.observe_trial(without_drafts_s=0.01, gain_s=0.00004, drafting_s=0.0001)
     assert not governor.drafting_disabled
     assert 8 * 4 == governor.limit(np.arange(8), budgets).tokens.sum()
 
@@ -129,7 +131,7 @@ def test_random_variation_does_not_disable_drafting_but_a_small_persistent_loss_
 
 
 @given(lengths=st.lists(st.integers(0, 16), min_size=1, max_size=8), gain=st.floats(-1, 1))
-def test_drafts_that_are_together_not_worth_verifying_are_reduced_to_one_probe(lengths: list[int], gain: float) -> None:
+def test_drafts_that_are_together_not_worth_verifying_are_reduced_to_one_trial(lengths: list[int], gain: float) -> None:
     governor, rows, drafted = make_governor(len(lengths)), np.arange(len(lengths)), np.array(lengths)
     with_draft = [place for place, length in enumerate(lengths) if length]
     explored = generated = 0

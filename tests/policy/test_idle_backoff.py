@@ -1,3 +1,5 @@
+"""Steps of drafting are skipped while there is nothing to draft."""
+
 from __future__ import annotations
 
 from itertools import groupby

@@ -1,3 +1,5 @@
+"""Migrations at the end of a training step."""
+
 from __future__ import annotations
 
 import pytest
@@ -58,9 +60,9 @@ def test_migrations_save_a_minimum_share_of_time_and_move_no_rollout_twice(loads
     assert len({migration.rollout for migration in migrations}) == len(migrations)
     before = max(remaining_seconds(rollouts, cost) for rollouts in engines.values())
     for migration in migrations:
-        (one,) = [one for one in engines[migration.source] if one.rollout == migration.rollout]
-        engines[migration.source].remove(one)
-        engines[migration.target].append(one)
+        (rollout,) = [rollout for rollout in engines[migration.source] if rollout.rollout == migration.rollout]
+        engines[migration.source].remove(rollout)
+        engines[migration.target].append(rollout)
     after = max(remaining_seconds(rollouts, cost) for rollouts in engines.values())
     assert after <= (0.95 * before if migrations else before)
 
@@ -81,6 +83,6 @@ def test_a_rollout_that_ends_at_once_does_not_migrate() -> None:
 @given(ENGINE_LOADS, COSTS)
 def test_only_movable_rollouts_migrate(loads: EngineLoads, cost: StepCost) -> None:
     engines = engines_with(loads)
-    movable = {one.rollout for rollouts in engines.values() for one in rollouts if one.rollout[1] % 2}
+    movable = {rollout.rollout for rollouts in engines.values() for rollout in rollouts if rollout.rollout[1] % 2}
     assert {migration.rollout for migration in plan_rebalancing(engines, cost, movable=movable)} <= movable
     assert [] == plan_rebalancing(engines, cost, movable=())

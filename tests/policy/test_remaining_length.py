@@ -1,3 +1,5 @@
+"""Predicted remaining lengths, compared with an enumeration of all outcomes."""
+
 from __future__ import annotations
 
 import itertools

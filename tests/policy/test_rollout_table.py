@@ -1,3 +1,5 @@
+"""The table of running rollouts: progress per step and rows."""
+
 from __future__ import annotations
 
 import numpy as np

@@ -1,3 +1,5 @@
+"""The cutoff after which an engine is replaced by one without speculation."""
+
 from __future__ import annotations
 
 from rollout_worker.policy.speculation_cutoff import MIN_DECODING_S, ONE_VERSION_FACTOR, SpeculationCutoff

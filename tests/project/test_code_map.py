@@ -43,12 +43,12 @@ code_map = load_script()
 
 
 def section(heading: str) -> str:
-    """The text of the page between this heading and the next one of its level."""
+    """Return the text of the page between this heading and the next one of its level."""
     return PAGE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
 def named(text: str) -> set[str]:
-    """The names in the first cells of a text's tables."""
+    """Return the names in the first cells of a text's tables."""
     return {name for row in ROWS.findall(text) for name in CODE.findall(row)}
 
 
@@ -59,7 +59,7 @@ def block(folder: str) -> str:
 
 
 def named_modules(folder: str) -> set[str]:
-    """The paths of the files that the page's block for *folder* names."""
+    """Return the paths of the files that the page's block for *folder* names."""
     parts = re.split(r"^### `(.+)`$", block(folder), flags=re.MULTILINE)
     sections = [(folder, parts[0]), *zip(parts[1::2], parts[2::2], strict=True)]
     return {f"{parent}/{name}" for parent, text in sections for name in named(text)}

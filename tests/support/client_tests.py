@@ -1,4 +1,4 @@
-"""What the tests of the client share."""
+"""Helpers of the client's tests."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ HISTORY_TIMEOUT_S = 30
 
 
 def engine_config(model: Path, drafting: DraftingConfig | None = None) -> EngineConfig:
-    """Configuration of a small CPU engine in float32, so that rounding does not decide which token is sampled."""
+    """Return the configuration of a small CPU engine. In float32, rounding does not decide which token is sampled."""
     spec = EngineSpec(
         max_model_len=MAX_POSITIONS, dtype="float32", max_num_seqs=64, kv_cache_memory="256Mi", enforce_eager=True
     )
@@ -65,7 +65,9 @@ class EngineHarness:
         """Generate all samples of all requests concurrently, in order."""
 
         async def gather() -> list[GenerationResult]:
-            calls = [self.engine.generate(one, sample) for one in requests for sample in range(one.sampling.n)]
+            calls = [
+                self.engine.generate(request, sample) for request in requests for sample in range(request.sampling.n)
+            ]
             return list(await asyncio.gather(*calls))
 
         return self.loop.run(gather())

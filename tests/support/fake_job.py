@@ -241,7 +241,9 @@ def record_lengths(server: redis.Redis, problem: str, generation: int, lengths: 
     """Write lengths of rollouts, each with whether it was cut off, to the history as the relay of a job does."""
     entries = [pack_entry(f"{problem}/{index}", *one) for index, one in enumerate(lengths)]
     server.hset(HISTORY.lengths(problem), str(generation), b"".join(entries))
-    server.lpush(HISTORY.recent_lengths(HISTORY.shard_of(problem)), *(pack_recent(generation, *one) for one in lengths))
+    server.lpush(
+        HISTORY.recent_lengths(HISTORY.shard_of(problem)), *(pack_recent(generation, *length) for length in lengths)
+    )
     server.hset(HISTORY.meta, "generation", generation)
 
 

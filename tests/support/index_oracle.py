@@ -13,7 +13,7 @@ from rollout_worker.drafting.index import Occurrence
 
 BOUNDARY = -1
 HISTORY, LIVE, CROSS_PROBLEM, ANCHORS = 32, 24, 16, 4
-"""The numbers of occurrences that are used of each vote_class."""
+"""The numbers of occurrences that are used of each source."""
 MAX_VISITED = 48
 """Entries of a chain of live texts that are searched."""
 SUFFICIENT_MATCH = 16
@@ -164,20 +164,20 @@ class Mixture:
         mass = {expert: [0.0] * CANDIDATES for expert in EXPERTS}
         levels: list[tuple[Bucket, list[float]]] = []
         remaining = 1.0
-        for length in sorted({length_bucket(one.match_length + index) for one, _ in found}, reverse=True):
+        for length in sorted({length_bucket(occurrence.match_length + index) for occurrence, _ in found}, reverse=True):
             changed = set()
-            for one, vote_class in found:
-                if length_bucket(one.match_length + index) != length:
+            for occurrence, vote_class in found:
+                if length_bucket(occurrence.match_length + index) != length:
                     continue
-                expert = "anchored" if one.anchored else one.source
-                token = one.tokens[index] if index < len(one.tokens) else BOUNDARY
+                expert = "anchored" if occurrence.anchored else occurrence.source
+                token = occurrence.tokens[index] if index < len(occurrence.tokens) else BOUNDARY
                 if token not in candidates and len(candidates) < CANDIDATES:
                     candidates.append(token)
                 if token in candidates:
                     weighted[expert][candidates.index(token)] += self.vote(vote_class)
-                    class_votes[vote_class, candidates.index(token)] += one.source == "history"
-                    newest = generations.get((expert, token), one.generation)
-                    generations[expert, token] = max(newest, one.generation)
+                    class_votes[vote_class, candidates.index(token)] += occurrence.source == "history"
+                    newest = generations.get((expert, token), occurrence.generation)
+                    generations[expert, token] = max(newest, occurrence.generation)
                 total[expert] += self.vote(vote_class)
                 votes[expert] += 1
                 changed.add(expert)
@@ -205,15 +205,17 @@ class Mixture:
         }
         if not scores:
             return None
-        token = max(scores, key=lambda one: scores[one])
+        token = max(scores, key=lambda candidate: scores[candidate])
         if wanted is not None and wanted != token:
             assert scores.get(wanted, -math.inf) >= scores[token] - SCORE_TOLERANCE, f"{wanted} is drafted of {scores}"
             token = wanted
         k = candidates.index(token)
         masses = {expert: mass[expert][k] for expert in EXPERTS}
-        top_expert = max(EXPERTS, key=lambda one: masses[one])
-        match = min(255, max(one.match_length for one, _ in found) + index)
-        margin = scores[token] - max((score for one, score in scores.items() if one != token), default=-math.inf)
+        top_expert = max(EXPERTS, key=lambda expert: masses[expert])
+        match = min(255, max(occurrence.match_length for occurrence, _ in found) + index)
+        margin = scores[token] - max(
+            (score for candidate, score in scores.items() if candidate != token), default=-math.inf
+        )
         index = min(index, 15)
         newest_votes = {expert: generations[expert, token] for expert in EXPERTS if (expert, token) in generations}
         return Position(
@@ -345,14 +347,14 @@ class Oracle:
         before = list(prompt)[len(prompt) - min(context, self.depth, len(prompt)) :] or [BOUNDARY]
         self.requests[handle] = Request(problem, list(prompt), sources, Text(before, len(before)), stop_tokens)
 
-    def _vote_class(self, request: Request, one: Occurrence) -> int:
-        if one.source not in ("history", "cross_problem"):
+    def _vote_class(self, request: Request, occurrence: Occurrence) -> int:
+        if occurrence.source not in ("history", "cross_problem"):
             return 0
-        old = bisect_left(AGES, self.newest - one.generation)
-        if one.reward is None or one.source == "cross_problem":
+        old = bisect_left(AGES, self.newest - occurrence.generation)
+        if occurrence.reward is None or occurrence.source == "cross_problem":
             return 3 * old
         known = [text.reward for text in self.problems[request.problem].values() if text.reward is not None]
-        return 3 * old + (1 if one.reward < sum(known) / len(known) else 2)
+        return 3 * old + (1 if occurrence.reward < sum(known) / len(known) else 2)
 
     def close(self, handle: int) -> None:
         del self.requests[handle]
@@ -383,7 +385,11 @@ class Oracle:
         response = request.response.tokens
         got = {
             source: sorted(
-                ((one.match_length, one.generation, tuple(one.tokens)) for one in found if one.source == source),
+                (
+                    (occurrence.match_length, occurrence.generation, tuple(occurrence.tokens))
+                    for occurrence in found
+                    if occurrence.source == source
+                ),
                 reverse=True,
             )
             for source in SOURCES
@@ -397,7 +403,7 @@ class Oracle:
             match for match, _, _ in got["history"][:HISTORY]
         ]
         assert len(got["history"]) <= HISTORY + ANCHORS
-        assert sum(one.anchored for one in found) <= ANCHORS
+        assert sum(occurrence.anchored for occurrence in found) <= ANCHORS
         assert not Counter(got["history"]) - Counter(history)
 
         cross_problem = all_of(
@@ -405,7 +411,9 @@ class Oracle:
             [text for name, known in self.problems.items() if name != request.problem for text in known.values()],
             1,
         )
-        is_sufficient = any(one.match_length >= SUFFICIENT_MATCH for one in found if one.source != "cross_problem")
+        is_sufficient = any(
+            occurrence.match_length >= SUFFICIENT_MATCH for occurrence in found if occurrence.source != "cross_problem"
+        )
         assert [
             match
             for match, _, _ in cross_problem[:CROSS_PROBLEM]
@@ -448,8 +456,8 @@ class Oracle:
         """Check a draft. Return False if rounding may have decided from which token the index learns."""
         request = self.requests[handle]
         request.positions, request.drafted, request.observed = [], len(draft.tokens), 0
-        remaining = [(one, self._vote_class(request, one)) for one in found]
-        remaining.sort(key=lambda one: -one[0].match_length)
+        remaining = [(occurrence, self._vote_class(request, occurrence)) for occurrence in found]
+        remaining.sort(key=lambda pair: -pair[0].match_length)
         survival = 1.0
         for index in range(budget):
             wanted = draft.tokens[index] if index < len(draft.tokens) else None
@@ -482,12 +490,14 @@ class Oracle:
             age = max(0, self.newest - position.generations[position.expert]) if finished else None
             assert age == draft.ages[index]
             remaining = [
-                (one, vote_class)
-                for one, vote_class in remaining
-                if index < len(one.tokens) and one.tokens[index] == position.token
+                (occurrence, vote_class)
+                for occurrence, vote_class in remaining
+                if index < len(occurrence.tokens) and occurrence.tokens[index] == position.token
             ]
             position.ages = frozenset(
-                min(63, max(0, self.newest - one.generation)) for one, _ in remaining if one.source == "history"
+                min(63, max(0, self.newest - occurrence.generation))
+                for occurrence, _ in remaining
+                if occurrence.source == "history"
             )
             if position.token in request.stop_tokens:
                 break

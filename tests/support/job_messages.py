@@ -18,12 +18,12 @@ def request(name: str = "r", n: int = 2, **more: Any) -> RolloutRequest:
     return RolloutRequest(job_uid="uid", request_id=name, sampling=Sampling(n=n), **fields)
 
 
-def rollout(asked: RolloutRequest, sample: int, length: int = 5) -> Rollout:
+def rollout(for_request: RolloutRequest, sample: int, length: int = 5) -> Rollout:
     """Return a finished sample of a request with *length* tokens."""
     return Rollout(
-        rollout_id=str(asked.rollout_id(sample)),
-        problem_id=asked.problem,
-        purpose=asked.purpose,
+        rollout_id=str(for_request.rollout_id(sample)),
+        problem_id=for_request.problem,
+        purpose=for_request.purpose,
         token_ids=[sample] * length,
         logprobs=[-0.5] * length,
         weight_spans=[WeightSpan(start=0, weight_version=1)] if length else [],

@@ -101,9 +101,9 @@ def prompt_index(rollout: Rollout) -> int:
     return int(RolloutId.parse(rollout.rollout_id).request_id.split(":")[2].split("-")[0])
 
 
-async def gather(client: AsyncRolloutClient, step: int, asked: list[Prompt]) -> list[Rollout]:
+async def gather(client: AsyncRolloutClient, step: int, prompts: list[Prompt]) -> list[Rollout]:
     """Return all rollouts of a step."""
-    async with client.step(step, asked) as running:
+    async with client.step(step, prompts) as running:
         return [rollout async for rollout in running]
 
 

@@ -51,7 +51,7 @@ class ProcessSupervisor:
             self._clean(name, process)
 
     def processes(self, title: str) -> list[psutil.Process]:
-        """Descendants of the supervised processes whose process title is *title*, or starts with it and a dot."""
+        """Return the descendants of the supervised processes whose title is *title*, or starts with it and a dot."""
         found = []
         for process in self._all():
             with contextlib.suppress(psutil.Error, IndexError):  # a process that has ended has no command line
@@ -107,8 +107,8 @@ class ProcessSupervisor:
         descendants = self._descendants.pop(name, set())
         with contextlib.suppress(psutil.Error):
             descendants |= set(psutil.Process(process.pid).children(recursive=True))
-        for one in descendants:
+        for descendant in descendants:
             with contextlib.suppress(psutil.Error):
-                one.send_signal(signal.SIGKILL)
+                descendant.send_signal(signal.SIGKILL)
         process.kill()
         process.wait()

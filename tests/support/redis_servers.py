@@ -92,6 +92,7 @@ class Server(Closing):
         settings: Mapping[str, str] | None = None,
         sentinel: Sequence[str] | None = None,
         program: str | Path = "redis-server",
+        end_with_parent: bool = True,
     ) -> None:
         """Start the server and wait until it answers.
 
@@ -105,8 +106,10 @@ class Server(Closing):
             settings: further settings of redis.conf by name.
             sentinel: lines of the configuration of a Sentinel; None for an ordinary server.
             program: the executable of a compatible server.
+            end_with_parent: whether the server ends when this process is killed. Linux then also ends it together with
+                the thread that has started it, so this must be False if a thread that ends may start the server.
         """
-        self._program = program
+        self._program, self._end_with_parent = program, end_with_parent
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.port = free_port()
@@ -175,7 +178,7 @@ class Server(Closing):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 – one system call, as in rollout_worker.runtime.child_process
+            preexec_fn=_end_with_parent if self._end_with_parent else None,  # noqa: PLW1509 – it makes one system call
             process_group=0,
         )
         with contextlib.closing(self.client()) as client:

@@ -27,11 +27,13 @@ def tokens_of(results: Sequence[GenerationResult]) -> list[list[int]]:
 
 
 def accepted_share(results: Sequence[GenerationResult]) -> float:
-    """Share of accepted draft tokens in all tokens."""
-    return sum(one.num_accepted_tokens for one in results) / sum(len(one.token_ids) for one in results)
+    """Return the share of accepted draft tokens in all tokens."""
+    return sum(response.num_accepted_tokens for response in results) / sum(
+        len(response.token_ids) for response in results
+    )
 
 
 def prefix_of(result: GenerationResult, length: int) -> Partial:
-    """The first tokens of a response, as a checkpoint contains them."""
+    """Return the first tokens of a response, as a checkpoint contains them."""
     logprobs = None if result.logprobs is None else result.logprobs[:length]
     return Partial(token_ids=result.token_ids[:length], logprobs=logprobs, weight_spans=result.weight_spans)

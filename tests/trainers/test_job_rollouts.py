@@ -31,7 +31,7 @@ class Tokenizer:
     """A tokenizer with one token per character that renders messages as their contents."""
 
     def __call__(self, text: list[str]) -> dict[str, list[list[int]]]:
-        return {"input_ids": [[ord(letter) for letter in one] for one in text]}
+        return {"input_ids": [[ord(letter) for letter in chat] for chat in text]}
 
     def apply_chat_template(self, conversation: list[list[dict[str, str]]], **_: Any) -> dict[str, list[list[int]]]:
         return self(["".join(message["content"] for message in chat) for chat in conversation])
@@ -45,7 +45,7 @@ class Model:
         (directory / "model.safetensors").write_bytes(state_dict["bytes"])
 
 
-def trainer(step: int = 0, **about: Any) -> SimpleNamespace:
+def trainer(step: int = 0, **settings: Any) -> SimpleNamespace:
     """Return the attributes of a GRPOTrainer that the adapter reads."""
     model = Model()
     accelerator = SimpleNamespace(
@@ -53,7 +53,7 @@ def trainer(step: int = 0, **about: Any) -> SimpleNamespace:
         get_state_dict=lambda _: {"bytes": b"weights"},
         unwrap_model=lambda model: model,
     )
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model": model,
         "model_wrapped": model,
         "accelerator": accelerator,
@@ -70,7 +70,7 @@ def trainer(step: int = 0, **about: Any) -> SimpleNamespace:
         "max_completion_length": 8,
         "args": SimpleNamespace(generation_kwargs=None, vllm_structured_outputs_regex=None),
     }
-    return SimpleNamespace(**(given | about))
+    return SimpleNamespace(**(defaults | settings))
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def client(job: UpdatingJob, redis_url: str) -> Iterator[RolloutClient]:
 def test_group_repeats_contains_each_position_once_in_order(prompts: list[list[int]]) -> None:
     distinct, positions = group_repeats(prompts)
     assert sorted(position for at in positions for position in at) == list(range(len(prompts)))
-    assert all(prompts[one] == prompt for prompt, at in zip(distinct, positions, strict=True) for one in at)
+    assert all(prompts[position] == prompt for prompt, at in zip(distinct, positions, strict=True) for position in at)
     assert len({tuple(prompt) for prompt in distinct}) == len(distinct)
     assert [at[0] for at in positions] == sorted(at[0] for at in positions)
 
@@ -113,9 +113,9 @@ def test_each_entry_receives_a_sample_of_its_prompt(job: UpdatingJob, client: Ro
     rollouts = JobRollouts(client, tmp_path)
     output = rollouts(["a", "bc", "a", "a"], trainer())
     assert [[97], [98, 99], [97], [97]] == output["prompt_ids"]
-    assert {(97,): 3, (98, 99): 1} == {tuple(one.prompt_token_ids): one.sampling.n for one in job.received}
+    assert {(97,): 3, (98, 99): 1} == {tuple(request.prompt_token_ids): request.sampling.n for request in job.received}
     assert 4 == len({rollout.rollout_id for rollout in output["rollout"]})
-    by_prompt = {tuple(one.prompt_token_ids): one.request_id for one in job.received}
+    by_prompt = {tuple(request.prompt_token_ids): request.request_id for request in job.received}
     for prompt, tokens, logprobs, rollout in zip(
         output["prompt_ids"], output["completion_ids"], output["logprobs"], output["rollout"], strict=True
     ):
@@ -152,7 +152,7 @@ def test_weights_are_published_once_per_step_and_pinned(
     for step in (0, 0, 1, 5, 6):
         rollouts(["a"], trainer(step))
     assert [1, 2, 5, 6] == [update.weight_version for update in job.updates]
-    assert [1, 1, 2, 5, 6] == [one.weight_version for one in job.received]
+    assert [1, 1, 2, 5, 6] == [request.weight_version for request in job.received]
     assert ["version-000005", "version-000006"] == sorted(path.name for path in tmp_path.iterdir())
 
 
@@ -192,7 +192,7 @@ def test_evaluation_is_requested_with_its_purpose(job: UpdatingJob, client: Roll
     rollouts(["a"], evaluating)
     rollouts(["a"], evaluating)
     rollouts(["a"], trainer())
-    assert [Purpose.EVAL, Purpose.EVAL, Purpose.TRAIN] == [one.purpose for one in job.received]
+    assert [Purpose.EVAL, Purpose.EVAL, Purpose.TRAIN] == [request.purpose for request in job.received]
 
 
 def test_tokens_of_the_environment_are_masked(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
@@ -205,12 +205,12 @@ def test_tokens_of_the_environment_are_masked(job: UpdatingJob, client: RolloutC
     assert [[1, 1, 1], [1, 1, 1, 0, 0, 1, 1, 1]] == output["env_mask"]
     assert [[1, 1, 1], [1, 1, 1, 7, 8, 1, 1, 1]] == output["completion_ids"]
     assert [3, 8] == [len(logprobs) for logprobs in output["logprobs"]]
-    assert {1} == {one.weight_version for one in job.received}
+    assert {1} == {request.weight_version for request in job.received}
 
 
 def test_rewards_are_reported_and_statistics_logged(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
     rollouts = JobRollouts(client, tmp_path)
-    made: list[Rollout] = rollouts(["a", "b", "c"], trainer())["rollout"]
+    sampled: list[Rollout] = rollouts(["a", "b", "c"], trainer())["rollout"]
     logged: dict[str, float] = {}
 
     def reward(completions: list[str], **_: Any) -> list[float | None]:
@@ -218,9 +218,9 @@ def test_rewards_are_reported_and_statistics_logged(job: UpdatingJob, client: Ro
 
     reporting = rollouts.wrap_reward(reward)
     assert "reward" == reporting.__name__  # TRL logs the reward under this name
-    rewards = reporting(completions=["", "", ""], rollout=made, log_metric=logged.__setitem__)
+    rewards = reporting(completions=["", "", ""], rollout=sampled, log_metric=logged.__setitem__)
     assert [1.0, None, 0.25] == rewards
-    assert {made[0].rollout_id: 1.0, made[2].rollout_id: 0.25} == job.rewards()
+    assert {sampled[0].rollout_id: 1.0, sampled[2].rollout_id: 0.25} == job.rewards()
     assert {"rollouts/tokens_per_step": 1.0, "rollouts/weight_version": 1.0} == logged
 
 
@@ -247,7 +247,7 @@ def test_incomplete_rollout_is_an_error(
 
 
 @pytest.mark.parametrize(
-    ("about", "what"),
+    ("settings", "message"),
     [
         ({"use_vllm": True}, "use_vllm"),
         ({"tools": [print]}, "play"),
@@ -260,10 +260,10 @@ def test_incomplete_rollout_is_an_error(
     ],
 )
 def test_unsupported_settings_are_rejected_before_anything_is_sent(
-    job: UpdatingJob, client: RolloutClient, tmp_path: Path, about: dict[str, Any], what: str
+    job: UpdatingJob, client: RolloutClient, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=what):
-        JobRollouts(client, tmp_path)(["a"], trainer(**about))
+    with pytest.raises(ValueError, match=message):
+        JobRollouts(client, tmp_path)(["a"], trainer(**settings))
     assert [] == job.received
 
 

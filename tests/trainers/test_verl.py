@@ -112,13 +112,13 @@ def test_each_sample_of_a_group_is_a_request(servers: LLMServerManager, job: Upd
     async def group() -> None:
         params = {"temperature": 1.0, "logprobs": True}
         await asyncio.gather(
-            *(client.generate(request_id=str(one), prompt_ids=[9], sampling_params=params) for one in range(4))
+            *(client.generate(request_id=str(i), prompt_ids=[9], sampling_params=params) for i in range(4))
         )
 
     asyncio.run(group())
     requests = job.received[before:]
-    assert 4 == len({one.request_id for one in requests})
-    assert 1 == len({one.problem for one in requests})
+    assert 4 == len({request.request_id for request in requests})
+    assert 1 == len({request.problem for request in requests})
 
 
 class Trainer(Worker):  # type: ignore[misc]
@@ -131,7 +131,7 @@ class Trainer(Worker):  # type: ignore[misc]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int, mode: str) -> dict[str, Any]:
-        tensors = ((f"layer.{one}.weight", torch.full((4, 4), float(one))) for one in range(5))
+        tensors = ((f"layer.{layer}.weight", torch.full((4, 4), float(layer))) for layer in range(5))
         return await self._engine.send_weights(tensors, global_steps=global_steps) or {}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE, blocking=False)
@@ -159,7 +159,7 @@ def test_verl_publishes_weights_to_the_job(servers: LLMServerManager, job: Updat
     weights: dict[str, torch.Tensor] = {}
     for file in directory.glob("*.safetensors"):
         weights |= load_file(file)
-    assert {f"layer.{one}.weight": float(one) for one in range(5)} == {
+    assert {f"layer.{layer}.weight": float(layer) for layer in range(5)} == {
         name: t[0, 0].item() for name, t in weights.items()
     }
     index = json.loads((directory / "model.safetensors.index.json").read_text())
@@ -170,10 +170,10 @@ def test_verl_publishes_weights_to_the_job(servers: LLMServerManager, job: Updat
     assert (directory / "config.json").is_file()
 
 
-def publish(weights: Path, job: UpdatingJob, *steps: int, **about: Any) -> None:
+def publish(weights: Path, job: UpdatingJob, *steps: int, **options: Any) -> None:
     """Publish weights as a trainer does after each of *steps*."""
     (weights.parent / "config.json").write_text("{}")
-    engine = FileCheckpointEngine(100, True, job=job.name, weights=str(weights), model=str(weights.parent), **about)
+    engine = FileCheckpointEngine(100, True, job=job.name, weights=str(weights), model=str(weights.parent), **options)
     for step in steps:
         asyncio.run(engine.send_weights([("one", torch.full((4, 4), float(step)))], global_steps=step))
 
@@ -274,14 +274,14 @@ def test_cancelled_request_is_cancelled_in_the_job(redis_server: str, another_jo
     assert [request.request_id] == control.request_ids
 
 
-def rollout(finish_reason: FinishReason, *versions: int, **about: Any) -> Rollout:
+def rollout(finish_reason: FinishReason, *versions: int, **fields: Any) -> Rollout:
     return Rollout(
         rollout_id="job/request/0/0",
         problem_id="p",
         token_ids=[1] * len(versions),
         weight_spans=[WeightSpan(start=at, weight_version=version) for at, version in enumerate(versions)],
         finish_reason=finish_reason,
-        **about,
+        **fields,
     )
 
 

@@ -133,10 +133,10 @@ void check_survival(double min_survival) {
   }
 }
 
-void check_count(const char* what, std::size_t handles, std::size_t given) {
+void check_count(const char* name, std::size_t handles, std::size_t given) {
   if (handles == given) return;
-  throw nb::value_error(("each handle needs one " + std::string(what) + ", got " + std::to_string(handles) +
-                         " handles and " + std::to_string(given) + " " + what + "s")
+  throw nb::value_error(("each handle needs one " + std::string(name) + ", got " + std::to_string(handles) +
+                         " handles and " + std::to_string(given) + " " + name + "s")
                             .c_str());
 }
 
@@ -244,7 +244,7 @@ std::vector<das::Draft> draft_batch(das::SuffixIndex& index, const std::vector<s
                                     const std::vector<std::int64_t>& budgets,
                                     std::variant<double, std::vector<double>> min_survival) {
   check_count("budget", handles.size(), budgets.size());
-  if (const double* one = std::get_if<double>(&min_survival)) min_survival = std::vector(handles.size(), *one);
+  if (const double* scalar = std::get_if<double>(&min_survival)) min_survival = std::vector(handles.size(), *scalar);
   const auto& survivals = std::get<std::vector<double>>(min_survival);
   check_count("min_survival", handles.size(), survivals.size());
   for (const double survival : survivals) check_survival(survival);
@@ -270,19 +270,20 @@ nb::list occurrences(das::SuffixIndex& index, std::int64_t handle, std::int64_t 
     found = index.occurrences(handle, limit);
   }
   nb::list rows;
-  for (const das::OccurrenceText& one : found) {
-    const nb::object reward = std::isnan(one.reward) ? nb::none() : nb::object(nb::float_(one.reward));
-    rows.append(nb::make_tuple(name_of(one.source), one.match, one.generation, one.tokens, reward, one.anchored));
+  for (const das::OccurrenceText& occurrence : found) {
+    const nb::object reward = std::isnan(occurrence.reward) ? nb::none() : nb::object(nb::float_(occurrence.reward));
+    rows.append(nb::make_tuple(name_of(occurrence.source), occurrence.match, occurrence.generation, occurrence.tokens,
+                               reward, occurrence.anchored));
   }
   return rows;
 }
 
-// Makes a property of a draft that lists a value of each token.
+// Returns the getter of a draft property that lists one value of each token.
 template <class Get>
 auto list_of(Get get) {
   return [get](const das::Draft& draft) {
     nb::list values;
-    for (const DraftToken& one : draft.tokens) values.append(get(one));
+    for (const DraftToken& token : draft.tokens) values.append(get(token));
     return values;
   };
 }
@@ -348,16 +349,16 @@ NB_MODULE(_native, m) {
   });
 
   nb::class_<das::Draft>(m, "Draft")
-      .def_prop_ro("tokens", list_of([](const DraftToken& one) { return nb::int_(one.token); }))
-      .def_prop_ro("probabilities", list_of([](const DraftToken& one) { return nb::float_(one.probability); }))
-      .def_prop_ro("sources", list_of([](const DraftToken& one) { return nb::str(name_of(one.source)); }))
-      .def_prop_ro("ages", list_of([](const DraftToken& one) {
-                     return one.age < 0 ? nb::none() : nb::object(nb::int_(one.age));
+      .def_prop_ro("tokens", list_of([](const DraftToken& token) { return nb::int_(token.token); }))
+      .def_prop_ro("probabilities", list_of([](const DraftToken& token) { return nb::float_(token.probability); }))
+      .def_prop_ro("sources", list_of([](const DraftToken& token) { return nb::str(name_of(token.source)); }))
+      .def_prop_ro("ages", list_of([](const DraftToken& token) {
+                     return token.age < 0 ? nb::none() : nb::object(nb::int_(token.age));
                    }))
       .def_prop_ro("expected",
                    [](const das::Draft& draft) {
                      double survival = 1.0, expected = 0.0;
-                     for (const DraftToken& one : draft.tokens) expected += survival *= one.probability;
+                     for (const DraftToken& token : draft.tokens) expected += survival *= token.probability;
                      return expected;
                    })
       .def_ro("match_length", &das::Draft::match_length)

@@ -17,8 +17,8 @@ constexpr std::size_t kCallParts = 16;
 
 std::uint64_t hash_of(std::string_view text, std::uint64_t seed) {
   std::uint64_t hash = seed ^ text.size();
-  for (const char one : text) {
-    hash = (hash ^ static_cast<unsigned char>(one)) * 0x9E3779B97F4A7C15U;
+  for (const char character : text) {
+    hash = (hash ^ static_cast<unsigned char>(character)) * 0x9E3779B97F4A7C15U;
     hash ^= hash >> 29;
   }
   return hash;

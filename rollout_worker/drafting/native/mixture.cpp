@@ -122,14 +122,14 @@ bool Mixture::load_state(std::span<const ParameterState> states) {
   return true;
 }
 
-std::uint8_t Mixture::vote_class(const Occurrence& one, Baseline baseline) {
-  if (one.source != Source::history && one.source != Source::cross_problem) return 0;
-  const std::int64_t age = baseline.age(one.generation);
+std::uint8_t Mixture::vote_class(const Occurrence& occurrence, Baseline baseline) {
+  if (occurrence.source != Source::history && occurrence.source != Source::cross_problem) return 0;
+  const std::int64_t age = baseline.age(occurrence.generation);
   std::size_t age_class = 0;
   for (const std::int64_t oldest : kAges) age_class += age > oldest ? 1 : 0;
-  const std::size_t reward_class = std::isnan(one.reward) || one.source == Source::cross_problem ? 0
-                                   : one.reward < baseline.mean_reward                           ? 1
-                                                                                                 : 2;
+  const std::size_t reward_class = std::isnan(occurrence.reward) || occurrence.source == Source::cross_problem ? 0
+                                   : occurrence.reward < baseline.mean_reward                                  ? 1
+                                                                                                               : 2;
   return static_cast<std::uint8_t>(age_class * kRewardClasses + reward_class);
 }
 
@@ -152,29 +152,31 @@ void Mixture::mix(std::span<const Occurrence> occurrences, std::size_t offset, D
     const std::size_t length = length_bucket(occurrences[i].match + offset);
     std::array<bool, kExperts> changed{};
     for (; i < occurrences.size() && length_bucket(occurrences[i].match + offset) == length; ++i) {
-      const Occurrence& one = occurrences[i];
-      const std::size_t expert = one.expert();
-      const float vote = vote_[one.vote_class].load(std::memory_order_relaxed);
+      const Occurrence& occurrence = occurrences[i];
+      const std::size_t expert = occurrence.expert();
+      const float vote = vote_[occurrence.vote_class].load(std::memory_order_relaxed);
       // Most occurrences propose the same token and share a dictionary, so comparing codes usually suffices.
-      const std::uint32_t value = one.text.code(offset);
+      const std::uint32_t value = occurrence.text.code(offset);
       std::size_t k = 0;
-      while (k < position.num_candidates && (code[k] != value || dictionary[k] != one.text.dictionary())) ++k;
+      while (k < position.num_candidates && (code[k] != value || dictionary[k] != occurrence.text.dictionary())) ++k;
       if (k == position.num_candidates) {
-        const Token token = one.text.token(value);
+        const Token token = occurrence.text.token(value);
         k = 0;
         while (k < position.num_candidates && position.candidates[k] != token) ++k;
         if (k == position.num_candidates && k < kCandidates) {
           position.candidates[k] = token;
           code[k] = value;
-          dictionary[k] = one.text.dictionary();
+          dictionary[k] = occurrence.text.dictionary();
           ++position.num_candidates;
         }
       }
       voted[i] = static_cast<std::uint8_t>(k);
       if (k < kCandidates) {
-        newest[expert][k] = weighted[expert][k] == 0.0F ? one.generation : std::max(newest[expert][k], one.generation);
+        newest[expert][k] =
+            weighted[expert][k] == 0.0F ? occurrence.generation : std::max(newest[expert][k], occurrence.generation);
         weighted[expert][k] += vote;
-        if (position.has_several_classes && one.source == Source::history) ++position.votes[one.vote_class][k];
+        if (position.has_several_classes && occurrence.source == Source::history)
+          ++position.votes[occurrence.vote_class][k];
       }
       total[expert] += vote;
       ++votes[expert];
@@ -234,11 +236,11 @@ std::size_t Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Bas
   draft.clear();
   draft.reserve(std::min(budget, kDistinctIndices));
   std::uint16_t vote_classes = 0;
-  for (Occurrence& one : occurrences) {
-    one.vote_class = vote_class(one, baseline);
-    if (one.source != Source::history) continue;
-    vote_classes |= static_cast<std::uint16_t>(1U << one.vote_class);
-    one.age_bit = AgeCounts::bit(baseline.age(one.generation));
+  for (Occurrence& occurrence : occurrences) {
+    occurrence.vote_class = vote_class(occurrence, baseline);
+    if (occurrence.source != Source::history) continue;
+    vote_classes |= static_cast<std::uint16_t>(1U << occurrence.vote_class);
+    occurrence.age_bit = AgeCounts::bit(baseline.age(occurrence.generation));
   }
   const bool has_several_classes = std::popcount(vote_classes) > 1;
   sort_by_match(occurrences);

@@ -18,7 +18,7 @@
 
 namespace das {
 
-// What the ages and rewards of finished rollouts are measured against.
+// The reference for the ages and rewards of finished rollouts.
 struct Baseline {
   std::int64_t newest_generation = 0;
   float mean_reward = 0.0F;  // of the problem's rollouts
@@ -127,7 +127,7 @@ class Mixture {
   static_assert((kAges.size() + 1) * kRewardClasses == DraftPosition::kVoteClasses);
 
   static std::size_t length_bucket(std::size_t match);
-  static std::uint8_t vote_class(const Occurrence& one, Baseline baseline);
+  static std::uint8_t vote_class(const Occurrence& occurrence, Baseline baseline);
   static std::size_t bucket(std::size_t expert, std::size_t length, std::size_t votes, float top_share,
                             std::size_t index);
   static float prior(std::size_t bucket);

@@ -17,7 +17,7 @@
 
 namespace das {
 
-// Where a request may find occurrences.
+// The sources in which a request searches for occurrences.
 struct Sources {
   bool history;
   bool self;

@@ -24,12 +24,13 @@ void RequestDrafter::find_anchored(const Request& request, const Segments& histo
     const std::size_t distance = request.response_length - anchor.response_length;
     if (distance > kAnchorLifetime) continue;
     const auto segment = std::find_if(history.list.begin(), history.list.end(),
-                                      [&](const auto& one) { return one->serial() == anchor.segment; });
+                                      [&](const auto& segment) { return segment->serial() == anchor.segment; });
     if (segment == history.list.end()) continue;
     const auto near = (*segment)->find_near(anchor.position, distance, request.response.tokens());
     if (!near) continue;
-    const auto known = std::find_if(found.begin(), found.end(),
-                                    [&](const Occurrence& one) { return one.text.address() == near->text.address(); });
+    const auto known = std::find_if(found.begin(), found.end(), [&](const Occurrence& occurrence) {
+      return occurrence.text.address() == near->text.address();
+    });
     if (known == found.end()) {
       found.push_back(*near);
     } else {
@@ -40,11 +41,11 @@ void RequestDrafter::find_anchored(const Request& request, const Segments& histo
 
 void RequestDrafter::set_anchors(Request& request, const Segments& history, std::span<const Occurrence> found) const {
   request.next_anchors.clear();
-  for (const Occurrence& one : found) {
+  for (const Occurrence& occurrence : found) {
     if (request.next_anchors.size() == Mixture::kAnchors) return;
-    if (one.source != Source::history || one.match < kMinAnchorMatch) continue;
+    if (occurrence.source != Source::history || occurrence.match < kMinAnchorMatch) continue;
     for (const auto& segment : history.list) {
-      const auto position = segment->position_of(one);
+      const auto position = segment->position_of(occurrence);
       if (!position) continue;
       request.next_anchors.push_back({segment->serial(), *position, request.response_length});
       break;
@@ -148,10 +149,11 @@ std::vector<OccurrenceText> RequestDrafter::occurrences(Request& request, std::s
   std::vector<Occurrence> found;
   find_occurrences(request, *history, pool.get(), found);
   std::vector<OccurrenceText> texts;
-  for (const Occurrence& one : found) {
-    OccurrenceText& text =
-        texts.emplace_back(OccurrenceText{one.source, one.match, one.generation, one.reward, {}, one.anchored});
-    for (std::size_t i = 0; i < length && one.text.at(i) != kBoundary; ++i) text.tokens.push_back(one.text.at(i));
+  for (const Occurrence& occurrence : found) {
+    OccurrenceText& text = texts.emplace_back(OccurrenceText{
+        occurrence.source, occurrence.match, occurrence.generation, occurrence.reward, {}, occurrence.anchored});
+    for (std::size_t i = 0; i < length && occurrence.text.at(i) != kBoundary; ++i)
+      text.tokens.push_back(occurrence.text.at(i));
   }
   return texts;
 }

@@ -90,7 +90,7 @@ class TypedSegment final : public Segment {
 
   bool set_reward(std::uint64_t id, float reward) const override {
     const auto entry =
-        std::find_if(documents_.begin(), documents_.end(), [&](const Entry& one) { return one.id == id; });
+        std::find_if(documents_.begin(), documents_.end(), [&](const Entry& entry) { return entry.id == id; });
     if (entry == documents_.end()) return false;
     rewards_[static_cast<std::size_t>(entry - documents_.begin())].store(reward);
     return true;

@@ -40,7 +40,7 @@ std::shared_ptr<const Segment> rebuild(const std::shared_ptr<ByteCounter>& count
 // Returns the list sorted by size, smallest segment first, as the next two functions expect it.
 std::shared_ptr<const Segments> sorted_by_size(const std::shared_ptr<ByteCounter>& counter, SegmentList segments);
 
-// Whether merge() would change the list.
+// Returns whether merge() would change the list.
 bool should_merge(const Segments& segments);
 
 // Merges segments of similar size, so that sizes grow geometrically.

@@ -1,5 +1,5 @@
 #!lua
--- Append one rollout to its problem, once, and delete what has left the problem's window.
+-- Append one rollout to its problem, once, and delete rollouts that have left the problem's window.
 -- KEYS: log, lengths, blocks (one slot).
 -- ARGV: length entry (16 bytes, beginning with the rollout's key; empty: only delete), generation, record,
 --   window (number of the problem's generations that are kept), always kept (number of generations that are kept
@@ -14,7 +14,8 @@ local function generation_of(field)
   return string.match(field, '^%d+$') and tonumber(field)
 end
 
--- The lengths tell in which generations the problem was sampled. If they are lost, the rollouts do.
+-- The fields of the lengths are the generations in which the problem was sampled. If the lengths are lost, restore these
+-- fields from the rollouts.
 if entry ~= '' and redis.call('HLEN', lengths) == 0 then
   for _, log_entry in ipairs(redis.call('XRANGE', log, '-', '+')) do
     local fields = log_entry[2]
@@ -32,7 +33,7 @@ if entry ~= '' and redis.call('HLEN', lengths) == 0 then
   end
 end
 
--- The oldest generation that is kept; 0 if there is none at all. window.py implements the same rule.
+-- The oldest generation that is kept; 0 if the problem has no generations. window.py implements the same rule.
 local function find_oldest_kept()
   local generations, seen = {}, {}
   local function add(name)

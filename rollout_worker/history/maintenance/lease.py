@@ -1,4 +1,4 @@
-"""The lease of a history, by which one maintainer at a time works on it."""
+"""The lease of a history, which ensures that one maintainer at a time works on it."""
 
 from __future__ import annotations
 

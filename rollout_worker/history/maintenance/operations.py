@@ -1,4 +1,4 @@
-"""Operations that reduce what a history takes in Redis: compacting and trimming problems, and deleting histories."""
+"""Operations that reduce the memory of a history in Redis: compacting and trimming problems, and deleting histories."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class MaintenanceOperations:
         self._client, self._keys = store.client, store.keys
 
     def compact(self, problem_id: str) -> bool:
-        """Pack a problem's log into a block, together with older blocks that are not much larger.
+        """Merge a problem's log into a block, together with older blocks that are not much larger.
 
         Rollouts that have left the window are deleted. Entries and blocks that cannot be read are left where they are.
 
         Returns:
-            Whether anything was packed. Nothing is, if the log changes at the same time.
+            Whether the problem was compacted; False if its log has changed in the meantime.
         """
         rule = self._store.metadata.retention_rule()
         pipeline = self._client.pipeline(transaction=False)
@@ -42,7 +42,7 @@ class MaintenanceOperations:
         pipeline.hgetall(self._keys.blocks(problem_id))
         entries, blocks = pipeline.execute()
         records: list[HistoryRecord] = []
-        packed_entries: list[bytes] = []
+        compacted_entries: list[bytes] = []
         size, last_entry = 0, ""
         for entry_id, fields in entries:
             data = fields.get(b"d", b"")
@@ -50,10 +50,10 @@ class MaintenanceOperations:
                 records.append(decode_record(data))
             except RecordError:
                 continue  # readers report it
-            packed_entries.append(entry_id)
+            compacted_entries.append(entry_id)
             size += len(data)
             last_entry = entry_id.decode()
-        if not packed_entries:
+        if not compacted_entries:
             return False
         merged_blocks: list[bytes] = []
         for name, block in sorted(blocks.items(), key=lambda item: block_position(item[0]), reverse=True):
@@ -65,14 +65,14 @@ class MaintenanceOperations:
                 break
             merged_blocks.append(name)
             records, size = older + records, size + len(block)
-        # The lengths are consulted, too, because newer rollouts may be in the part of the log that is not packed yet.
+        # The lengths are read, too, because newer rollouts may be in the part of the log that is not compacted yet.
         sampled = self._store.catalog.generations([problem_id])[problem_id] or []
         oldest = oldest_kept([*sampled, *(record.generation for record in records)], rule.window, rule.cutoff)
         kept = [record for record in records if record.generation >= oldest]
-        return self._replace(problem_id, merged_blocks, packed_entries, kept, last_entry) is not None
+        return self._replace(problem_id, merged_blocks, compacted_entries, kept, last_entry) is not None
 
     def trim(self, problem_id: str, *, max_generations: int | None = None) -> int:
-        """Delete what has left the window of a problem that is no longer appended to.
+        """Delete rollouts that have left the window of a problem to which no rollouts are appended any more.
 
         Args:
             problem_id: id of the problem.
@@ -139,8 +139,8 @@ class MaintenanceOperations:
             (block_name(ordered[-1].generation, last_entry), encode_records(ordered)) if ordered else ("", b"")
         )
         call = Call(_COMPACT, list(self._keys.problem_keys(problem_id)), [name, block, len(blocks), *blocks, *entries])
-        done, size = run(self._client, call)
-        if not done:
+        replaced, size = run(self._client, call)
+        if not replaced:
             return None
         self._store.catalog.update_size(problem_id, int(size))
         return int(size)

@@ -1,4 +1,4 @@
-"""Plans what the maintenance of a history has to do, without changing anything."""
+"""Plans the maintenance of a history, without changing anything."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MaintenancePlan:
-    """What has to be done to a history in its current state."""
+    """The maintenance that a history needs in its current state."""
 
     history: str
     info: HistoryInfo | None
@@ -114,7 +114,7 @@ class MaintenancePlanner:
             age_limit=self._next_age_limit(info),
         )
 
-    # What a maintenance run reports back
+    # Results that a maintenance run reports back
 
     def note_trimmed(self, problem: StoredProblem) -> None:
         """Read a problem's generations again, because it was trimmed."""

@@ -24,7 +24,7 @@ _Result = TypeVar("_Result")
 
 @dataclass
 class MaintenanceCounts:
-    """What maintenance has done to a history."""
+    """Numbers of changes that maintenance has made to a history."""
 
     deleted_empty: int = 0
     """Problems without rollouts that were deleted."""
@@ -130,7 +130,7 @@ class MaintenanceRun:
         """
         if records_emptiness:
             self._record_emptiness()
-        # What frees memory comes first, because a full server refuses everything that takes memory.
+        # Changes that free memory come first, because a full server rejects every command that needs memory.
         for step in (
             self._delete_empty,
             self._trim,

@@ -142,6 +142,7 @@ def test_another_pod_takes_over_when_the_leader_is_killed(cluster: RealCluster, 
 def test_the_history_remains_when_its_job_is_deleted(cluster: RealCluster, service: HistoryService) -> None:
     uid = cluster.get("rolloutjob", JOB)["metadata"]["uid"]
     cluster.delete("rolloutjob", JOB)
+    wait_for(lambda: not cluster.get("rolloutjob", JOB), 120, lambda: cluster.describe(JOB))
     rollouts = cluster.rollouts_in_history(JOB)
     assert (ROLLOUTS, ROLLOUTS) == (len(rollouts), len(set(rollouts)))
     with cluster.redis() as server:

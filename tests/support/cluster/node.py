@@ -364,11 +364,10 @@ conf_dir = "{cni}"
 
     def _delete_pods(self) -> None:
         """Delete all pods, so that the kubelet removes their mounts and network interfaces."""
-        core, apps = client.CoreV1Api(self._control_plane.client()), client.AppsV1Api(self._control_plane.client())
-        for namespace in [namespace.metadata.name for namespace in core.list_namespace().items]:
-            apps.delete_collection_namespaced_deployment(namespace)
-            apps.delete_collection_namespaced_stateful_set(namespace)
-            core.delete_collection_namespaced_pod(namespace, grace_period_seconds=1)
+        self._control_plane.kill_process("controller-manager")  # It would create some of the pods again.
+        core = client.CoreV1Api(self._control_plane.client())
+        for namespace in core.list_namespace().items:
+            core.delete_collection_namespaced_pod(namespace.metadata.name, grace_period_seconds=1)
         wait_for(lambda: not core.list_pod_for_all_namespaces().items, _POD_DELETION_TIMEOUT_S)
 
 

@@ -148,8 +148,8 @@ class RealCluster:
         self.kubectl("apply", "-f", "-", stdin=text)
 
     def delete(self, kind: str, *names: str) -> None:
-        """Delete objects that may be missing, and wait for their end."""
-        self.kubectl("delete", kind, *names, "--ignore-not-found", "--timeout=180s")
+        """Request the deletion of objects, which may be missing, without waiting until it is complete."""
+        self.kubectl("delete", kind, *names, "--ignore-not-found", "--wait=false")
 
     @contextmanager
     def watch_jobs(self, log: Path) -> Iterator[None]:

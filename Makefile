@@ -6,8 +6,9 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/project \
 	$(addprefix tests/history/,test_eviction.py test_records.py test_window.py)
 ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model tests/trainers
-# Each process runs whole files, so that the tests of a file share servers and engines.
-PARALLEL := --dist loadfile --numprocesses
+OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/chaos tests/cluster tests/support,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
+# The tests of a file, and files that share engines, run in one process: see tests/conftest.py.
+PARALLEL := --dist loadgroup --numprocesses
 
 help:  ## Show this help.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"
@@ -22,7 +23,7 @@ demo: tiny-model  ## Train the tiny policy (once) and run the quickstart job.
 	$(VENV)/rollout run -f examples/quickstart.yaml --json .rollout/quickstart.json
 
 test: tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
-	$(VENV)/pytest $(PARALLEL) 4 $(addprefix --ignore=,$(ENGINE_TESTS))
+	$(VENV)/pytest $(PARALLEL) 4 $(OTHER_TESTS)
 	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS)
 
 test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.

@@ -13,9 +13,21 @@ from hypothesis import HealthCheck, settings
 
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 
+ROOT = Path(__file__).parents[1]
+SHARED_ENGINES = {"tests/engine": "engine", "tests/job/test_with_engines": "job"}
+"""Beginnings of the names of files that share engines; the tests of such files run in one process."""
+
 # Machines differ in speed, and other processes may run beside the tests.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Group tests for ``--dist loadgroup``: by file, because the tests of a file share servers, or by shared engine."""
+    for item in items:
+        file = item.path.relative_to(ROOT).as_posix()
+        shared = (group for prefix, group in SHARED_ENGINES.items() if file.startswith(prefix))
+        item.add_marker(pytest.mark.xdist_group(next(shared, file)))
 
 
 @pytest.fixture(scope="module", autouse=True)

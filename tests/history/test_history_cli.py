@@ -30,7 +30,7 @@ from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history_service.cli import app
 from rollout_worker.history_service.histograms import bin_edges, length_shares
-from tests.support.history_contents import KEYS, OTHER, age_history
+from tests.support.history_contents import KEYS, OTHER
 from tests.support.ports import free_port
 from tests.support.redis_servers import Server, until
 
@@ -75,8 +75,14 @@ def run_json(url: str, *arguments: str) -> Any:
     return json.loads(run(url, *arguments, "--json"))
 
 
+def age_last_use(client: Any, keys: HistoryKeys, seconds: float) -> None:
+    """Move the last use of all problems into the past, but not their last change, so that no compaction is due."""
+    for problem in HistoryStore(client, keys, window=16).catalog.problems():
+        client.zincrby(keys.last_used(keys.shard_of(problem.problem_id)), -seconds, problem.problem_id)
+
+
 def test_ls_lists_histories(redis_url: str, store: HistoryStore, client: Any) -> None:
-    age_history(client, KEYS, 3 * DAY_S)
+    age_last_use(client, KEYS, 3 * DAY_S)
     store.metadata.set_age_limit(4)
     header, math, code = run(redis_url, "ls").splitlines()
     assert ["history", "tokenizer", "model", "problems", "bytes", "cap", "generation", "window"] == header.split()[:8]
@@ -220,7 +226,7 @@ def test_gc_maintains_all_histories(redis_url: str, store: HistoryStore, client:
     store.open("fedcba9876543210", "math-model", max_bytes=1)
     old = HistoryStore(client, OTHER, window=8)
     old.append("p", record("r", 5), newest=2)
-    age_history(client, OTHER, 40 * DAY_S)
+    age_last_use(client, OTHER, 40 * DAY_S)
     client.set(KEYS.maintainer_lease, "another", px=60_000)  # gc ignores the lease
     plan = run(
         redis_url,

@@ -1,7 +1,7 @@
 """Creates a Redis user for each job with ``redis.managed``, in a separate process from the operator.
 
 Each such job has a user on the server with the rules of
-:func:`rollout_api.redis_client.access_rules.access_rules`, and a Secret ``<job>-redis`` with the URL, which is deleted
+:func:`rollout_api.protocol.access_rules.access_rules`, and a Secret ``<job>-redis`` with the URL, which is deleted
 together with the job. Passwords are derived from a key and the job's uid (HMAC-SHA256), so that they never have to be
 read: the only permission on Secrets that this process needs is to create them, and the operator needs no password.
 """
@@ -25,7 +25,7 @@ import redis.asyncio
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, VERSION, ManifestError, parse_job
-from rollout_api.redis_client.access_rules import access_rules
+from rollout_api.protocol.access_rules import access_rules
 from rollout_operator import logs, names
 from rollout_operator.kopf_watch import run_kopf
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi

@@ -1,10 +1,9 @@
 """Step-by-step solutions of reasoning-gym problems, as text to train a policy on.
 
-Each solver is a pure function of a dataset entry and a random generator. The generator only chooses
-among equally valid ways to write the same solution (how it opens, whether it is checked at the end):
-that choice is what makes two rollouts of a trained policy differ where neither is wrong. The working is
-digit by digit, so that what a step says is new text, computed from nearby digits, rather than a copy of
-what stands above it.
+Each solver is a pure function of a dataset entry and a random generator. The generator only chooses among equally
+valid ways to write the same solution, such as the opening or a check at the end. This makes two correct rollouts of a
+trained policy differ. Solutions calculate digit by digit, so that each step is new text that is computed from nearby
+digits, and not a copy of earlier text.
 
 Every solution ends with ``<answer>…</answer>``, which `reasoning_gym.utils.extract_answer` reads.
 """
@@ -23,7 +22,7 @@ _TERM = re.compile(r"([+-])\s*(\d+)")
 
 
 class UnsupportedProblemError(ValueError):
-    """The solver of this dataset cannot write out this problem; the message says why."""
+    """A problem for which no solution can be written. The message states the reason."""
 
 
 def solve(entry: Entry, rng: Random) -> str:
@@ -51,7 +50,7 @@ def solve(entry: Entry, rng: Random) -> str:
 
 
 def solvable_datasets() -> tuple[str, ...]:
-    """Names of the reasoning-gym datasets that `solve` handles."""
+    """Return the names of the reasoning-gym datasets that `solve` handles."""
     return tuple(_SOLVERS)
 
 
@@ -78,13 +77,13 @@ def column_difference(a: int, b: int) -> str:
 
 
 def _columns(a: int, b: int) -> list[tuple[int, int]]:
-    """Digits of both numbers by column, units first, the shorter one padded with zeros."""
+    """Return the digits of both numbers by column, units first, with the shorter number padded with zeros."""
     width = max(len(str(a)), len(str(b)))
     return [(int(x), int(y)) for x, y in zip(f"{a:0{width}}"[::-1], f"{b:0{width}}"[::-1], strict=True)]
 
 
 def _chain_sum(entry: Entry, rng: Random) -> tuple[str, int]:
-    """Running totals from left to right."""
+    """Add and subtract from left to right, with running totals."""
     expression = entry["metadata"]["expression"]
     terms = [(sign, int(digits)) for sign, digits in _TERM.findall(f"+{expression}")]
     if expression != " ".join(f"{sign} {value}" for sign, value in terms)[2:]:
@@ -100,7 +99,7 @@ def _chain_sum(entry: Entry, rng: Random) -> tuple[str, int]:
 
 
 def _signed_step(total: int, sign: str, value: int) -> str:
-    """One step of a running total that may be below zero: the columns and the new total."""
+    """Return the text of one step of a running total, which may be negative: the columns and the new total."""
     new = total + value if sign == "+" else total - value
     if (total >= 0) == (sign == "+"):
         text = column_sum(abs(total), value)
@@ -112,7 +111,7 @@ def _signed_step(total: int, sign: str, value: int) -> str:
 
 
 def _products(entry: Entry, rng: Random) -> tuple[str, int]:
-    """Long multiplication; now and then checked by multiplying the other way round."""
+    """Multiply digit by digit, sometimes with a check that multiplies in the other order."""
     factors = [factor.strip() for factor in entry["metadata"]["expression"].split("*")]
     if not all(factor.isdecimal() for factor in factors):
         raise UnsupportedProblemError(
@@ -134,7 +133,7 @@ def _products(entry: Entry, rng: Random) -> tuple[str, int]:
 
 
 def _long_multiplication(a: int, b: int) -> list[str]:
-    """Lines of ``a * b``: a row for each digit of ``b``, units first, each added to the total so far."""
+    """Return the lines of ``a * b``: a row for each digit of ``b``, units first, each added to the total so far."""
     lines = [f"{a} * {b}"]
     total = 0
     for place, digit in enumerate(int(x) for x in reversed(str(b))):
@@ -153,7 +152,7 @@ def _long_multiplication(a: int, b: int) -> list[str]:
 
 
 def _count_bits(entry: Entry, rng: Random) -> tuple[str, int]:
-    """Halve until nothing is left, counting the odd numbers met."""
+    """Halve the number until it is zero, and count the odd numbers."""
     number = int(entry["metadata"]["number"])
     ones = 0
     lines = [rng.choice(("Halve and count the odd ones.", "Count odd numbers while halving."))]
@@ -165,7 +164,7 @@ def _count_bits(entry: Entry, rng: Random) -> tuple[str, int]:
 
 
 def _gcd(entry: Entry, rng: Random) -> tuple[str, int]:
-    """Euclid's algorithm, folded over the numbers."""
+    """Apply Euclid's algorithm to the numbers in turn."""
     numbers = [int(number) for number in entry["metadata"]["numbers"]]
     result = numbers[0]
     lines = [rng.choice(("Euclid's algorithm.", "Divide with remainder.", "Use remainders."))]

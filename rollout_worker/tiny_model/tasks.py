@@ -1,10 +1,10 @@
-"""The reasoning-gym tasks that the tiny policy learns, and the seeds kept apart for rollouts.
+"""The reasoning-gym tasks that the tiny policy learns, and the seeds that are reserved for rollouts.
 
-reasoning-gym draws item ``i`` of a dataset with seed ``s`` from the number ``s + i``, so two datasets of one
-task share items when their ranges ``[s, s + size)`` overlap. Training draws from numbers of
-`TRAINING_SEEDS` upwards; anything below is free for rollouts. Small problem spaces meet again by chance,
-therefore training also drops every question that the numbers in `HELD_OUT_SEEDS` produce: a dataset with
-``seed + size <= HELD_OUT_SEEDS.stop`` has no question that the policy has seen.
+reasoning-gym draws item ``i`` of a dataset with seed ``s`` from the number ``s + i``, so two datasets of one task share
+items if their ranges ``[s, s + size)`` overlap. Training uses the numbers from `TRAINING_SEEDS` on; smaller numbers are
+free for rollouts. In small problem spaces, different numbers can give the same question. Training therefore also omits
+every question that the numbers in `HELD_OUT_SEEDS` give: a dataset with ``seed + size <= HELD_OUT_SEEDS.stop`` contains
+no question that the policy was trained on.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Task:
 
     Attributes:
         name: reasoning-gym's name of the dataset.
-        config: keyword arguments of `reasoning_gym.create_dataset` besides ``seed`` and ``size``.
+        config: keyword arguments of `reasoning_gym.create_dataset`, except ``seed`` and ``size``.
         share: relative number of training problems.
     """
 
@@ -51,11 +51,11 @@ TASKS: tuple[Task, ...] = (
     Task("count_bits", {"min_n": 100_000, "max_n": 2**31 - 1}, 0.5),
     Task("gcd", {"min_numbers": 2, "max_numbers": 2, "min_value": 10, "max_value": 99}, 0.8),
 )
-"""The mixture: short and long variants, so that response lengths spread from about 25 to 600 tokens."""
+"""The tasks in short and long variants, so that response lengths range from about 25 to 600 tokens."""
 
 
 def default_tasks() -> list[dict[str, Any]]:
-    """The tasks to sample rollouts from, as plain data: ``[{"name": …, "config": {…}}, …]``.
+    """Return the tasks to sample rollouts from, as plain data: ``[{"name": …, "config": {…}}, …]``.
 
     A name may occur twice, with an easier and a harder configuration.
     """
@@ -63,16 +63,16 @@ def default_tasks() -> list[dict[str, Any]]:
 
 
 def training_problems(seed: int) -> Iterator[tuple[int, str, str]]:
-    """Draw training problems without end.
+    """Yield training problems endlessly.
 
     Args:
-        seed: of the training run, in [0, 1024).
+        seed: seed of the training run, in [0, 1024).
 
     Yields:
         Index into `TASKS`, question, and step-by-step solution.
 
     Raises:
-        ValueError: seed out of range.
+        ValueError: if the seed is out of range.
     """
     import reasoning_gym
 
@@ -99,7 +99,7 @@ def training_problems(seed: int) -> Iterator[tuple[int, str, str]]:
 
 @cache
 def held_out_questions() -> frozenset[str]:
-    """Every question that the item numbers in `HELD_OUT_SEEDS` give in any of the tasks."""
+    """Return every question that the item numbers in `HELD_OUT_SEEDS` give in any of the tasks."""
     import reasoning_gym
 
     return frozenset(

@@ -1,4 +1,4 @@
-"""The tiny policy's tokenizer: byte-level BPE in which every digit is a token of its own."""
+"""The tiny policy's tokenizer: byte-level BPE in which every digit is a separate token."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def build_tokenizer(texts: Iterable[str], *, vocabulary: int) -> PreTrainedToken
     """Learn a byte-level BPE vocabulary.
 
     Args:
-        texts: what to learn merges from. The result depends on nothing else.
-        vocabulary: most tokens to have, special tokens and the 256 bytes included.
+        texts: texts from which the merges are learned. The result depends on nothing else.
+        vocabulary: maximum number of tokens, including special tokens and the 256 bytes.
 
     Returns:
         A tokenizer with a chat template whose end-of-sequence token is ``<|im_end|>``.
@@ -60,7 +60,7 @@ def build_tokenizer(texts: Iterable[str], *, vocabulary: int) -> PreTrainedToken
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the tokenizer of a model directory from disk, never from a hub."""
+    """Load the tokenizer of a model directory from disk, and never from a hub."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory, local_files_only=True)

@@ -1,9 +1,9 @@
-"""Train the tiny policy from scratch on the CPU, in minutes, leaving checkpoints along the way.
+"""Train the tiny policy from scratch on the CPU, in minutes, and save checkpoints during training.
 
-The model is a small Qwen3, trained on the responses of a stream of problems that never repeats, short ones
-first. Hidden matrices are updated with Muon (Jordan et al. 2024; update scale as in Liu et al., arXiv
-2502.16982), embeddings and norms with AdamW. The learning rate warms up, stays, and decays at the end, so
-that earlier checkpoints come from a policy that is still moving.
+The model is a small Qwen3. It is trained on the solutions of a stream of problems without repetitions, beginning with
+short ones. Hidden matrices are updated with Muon (Jordan et al. 2024; update scale as in Liu et al., arXiv 2502.16982),
+embeddings and norms with AdamW. The learning rate warms up, stays constant, and decays at the end, so that the policy
+still changes between the earlier checkpoints.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _LENGTH_STEP = 32  # batches are padded to multiples of it: bfloat16 kernels are
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything besides the seed that decides the weights.
+    """The parameters that determine the weights together with the seed.
 
     Attributes:
-        vocabulary: tokens of the tokenizer at most; merging stops early when every word is a token.
+        vocabulary: maximum number of tokens; merging stops earlier if every word is a token.
         hidden_size, layers, intermediate_size, heads, kv_heads, head_dim: the Qwen3 shape.
-        max_positions: longest sequence the configuration admits, in tokens.
+        max_positions: maximum length of a sequence in tokens.
         query_gain: initial gain of the normed queries. Queries and keys have unit root mean square, so at gain 1
-            and head dimension 64 no attention score exceeds 8: rather flat for picking one token of hundreds.
-        batch_tokens: padded tokens of an optimizer step.
-        steps: optimizer steps.
-        curriculum_steps: steps with a limit on sequence length: 128 tokens in the first half, then growing to
-            1,024. Copying from the prompt is learned on the short problems, where steps show it most often.
+            and head dimension 64 no attention score exceeds 8, which hardly singles out one token of hundreds.
+        batch_tokens: number of tokens in an optimizer step, including padding.
+        steps: number of optimizer steps.
+        curriculum_steps: number of steps with limited sequence length: 128 tokens in the first half, then growing to
+            1,024. Copying from the prompt is learned from short problems, which require it most often.
         matrix_rate: peak learning rate of hidden matrices (Muon, scaled to AdamW's update size).
         embedding_rate: peak learning rate of embeddings and norms (AdamW).
-        warmup_steps: steps over which both rates rise linearly.
-        decay_steps: last steps, over which both rates fall linearly to a twentieth.
+        warmup_steps: number of steps during which both rates rise linearly.
+        decay_steps: number of final steps during which both rates fall linearly to a twentieth.
         checkpoints: steps after which the policy is saved, ascending, the last one equal to ``steps``.
     """
 
@@ -73,32 +73,32 @@ class Recipe:
             raise ValueError(f"checkpoints must lie in 1…steps and end with steps={self.steps}; got {self.checkpoints}")
 
     def rate_scale(self, step: int) -> float:
-        """Fraction of the peak learning rate at a step, counted from 0."""
+        """Return the fraction of the peak learning rate at a step, counted from 0."""
         warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
         cool = min(1.0, (self.steps - step) / max(1, self.decay_steps))
         return warm * max(0.05, cool)
 
     def length_limit(self, step: int) -> float:
-        """Longest sequence admitted at a step, in tokens; no limit once the curriculum is over."""
+        """Return the maximum sequence length in tokens at a step; infinity after the curriculum."""
         if step >= self.curriculum_steps:
             return math.inf
         growth = max(0.0, 2 * step / self.curriculum_steps - 1)
         return 128 * 8**growth
 
     def as_dict(self) -> dict[str, Any]:
-        """The recipe as plain data for JSON."""
+        """Return the recipe as plain data for JSON."""
         return {**asdict(self), "checkpoints": list(self.checkpoints)}
 
 
 @dataclass(frozen=True)
 class TrainingProgress:
-    """Where a training run stands.
+    """The progress of a training run.
 
     Attributes:
-        step: optimizer steps done.
-        steps: optimizer steps in all.
+        step: number of completed optimizer steps.
+        steps: total number of optimizer steps.
         loss: mean cross entropy per response token of the last batch, in nats.
-        checkpoint: name of the checkpoint just saved, if this step saved one.
+        checkpoint: name of the checkpoint that was saved after this step, if any.
     """
 
     step: int
@@ -109,14 +109,14 @@ class TrainingProgress:
 
 @dataclass(frozen=True)
 class Example:
-    """A training sequence: token ids, of which the first ``prompt`` carry no loss."""
+    """A training sequence: token ids, of which the first ``prompt`` do not contribute to the loss."""
 
     ids: list[int]
     prompt: int
 
 
 def checkpoint_name(step: int) -> str:
-    """Directory name of the checkpoint after a step."""
+    """Return the directory name of the checkpoint after a step."""
     return f"step-{step:04d}"
 
 
@@ -129,13 +129,13 @@ def train(
 ) -> Path:
     """Train the policy and save its checkpoints.
 
-    The result is a function of seed, recipe, library versions, kind of CPU and number of CPUs.
+    The result depends on seed, recipe, library versions, type of CPU and number of CPUs, and on nothing else.
 
     Args:
-        directory: an existing directory; checkpoints become ``step-XXXX`` in it, each a complete Hugging Face
-            model directory (float32 safetensors, tokenizer with chat template, generation configuration).
-        seed: of weights and data, 0 to 1023.
-        recipe: what to train; the default is the demo's policy.
+        directory: an existing directory. Each checkpoint ``step-XXXX`` in it is a complete Hugging Face model directory
+            (float32 safetensors, tokenizer with chat template, generation configuration).
+        seed: seed of weights and data, 0 to 1023.
+        recipe: parameters of the training; by default, those of the demo's policy.
         progress: called after every step.
 
     Returns:
@@ -197,7 +197,7 @@ def train(
 
 
 def _save(checkpoint: Path, *parts: Any) -> None:
-    """Save the parts of a checkpoint, without a progress bar, readable by everyone (pods run as other users)."""
+    """Save the parts of a checkpoint, without a progress bar and readable by all users (pods run as other users)."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -213,7 +213,7 @@ def _save(checkpoint: Path, *parts: Any) -> None:
 
 
 def _fast_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices in hardware; elsewhere float32 is the faster of the two."""
+    """Return whether this CPU multiplies bfloat16 matrices in hardware; on others, float32 is faster."""
     import torch
 
     capabilities = torch.cpu.get_capabilities()
@@ -221,12 +221,12 @@ def _fast_bfloat16() -> bool:
 
 
 def _available_cpus() -> int:
-    """CPUs that this process may run on, at most 8: a model this small gains nothing from more."""
+    """Return the number of CPUs that this process may use, but at most 8, because the model is too small for more."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def _examples(seed: int, tokenizer: Any) -> Iterator[Example]:
-    """Tokenize the training problems, without end."""
+    """Yield tokenized training problems endlessly."""
     problems = training_problems(seed)
     while True:
         chunk = list(islice(problems, 256))
@@ -243,11 +243,11 @@ def _examples(seed: int, tokenizer: Any) -> Iterator[Example]:
 
 
 def _batches(examples: Iterator[Example], recipe: Recipe, rng: Random) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Group examples of similar length, to pad little, and shuffle the groups.
+    """Group examples of similar length, so that little padding is needed, and shuffle the groups.
 
     Yields:
-        Token ids and labels, int64, each of shape (rows, length) with rows · length ≤ ``batch_tokens`` where
-        an example fits at all.
+        Token ids and labels, int64, each of shape (rows, length), with rows · length ≤ ``batch_tokens`` unless a single
+        example is longer.
     """
     import torch
 
@@ -287,7 +287,7 @@ def _initialize(model: Any, recipe: Recipe) -> None:
 
 
 def _optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Muon for the hidden matrices, AdamW for everything else."""
+    """Create Muon for the hidden matrices and AdamW for all other parameters."""
     import torch
 
     matrices: list[torch.nn.Parameter] = []
@@ -312,11 +312,11 @@ def _step(
     batch: tuple[torch.Tensor, torch.Tensor],
     scale: float,
 ) -> float:
-    """One optimizer step; returns the batch's loss in nats per response token."""
+    """Run one optimizer step, and return the batch's loss in nats per response token."""
     import torch
 
     ids, labels = batch
-    # Padding lies at the end of rows, behind everything that carries a loss: causal attention needs no mask.
+    # Padding is at the end of rows, after all tokens with a loss, so causal attention needs no mask.
     with torch.autocast("cpu", torch.bfloat16, enabled=_fast_bfloat16()):
         logits = model(input_ids=ids, use_cache=False).logits
     targets = labels[:, 1:].reshape(-1)

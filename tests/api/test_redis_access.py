@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import redis
 
+from rollout_api.protocol.access_rules import access_rules, main, service_rules
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys, MessageKeys
-from rollout_api.redis_client.access_rules import access_rules, main, service_rules
 from rollout_worker.history.blocks import START
 from rollout_worker.history.catalog import StoredProblem
 from rollout_worker.history.maintenance.maintainer import HistoryMaintainer

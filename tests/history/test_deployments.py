@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import redis
 
+from rollout_api.protocol.access_rules import access_rules, service_rules
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.redis_client.access_rules import access_rules, service_rules
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.retry import retry
 from rollout_worker.drafting.index import SuffixIndex

@@ -19,8 +19,8 @@ import pytest
 import redis
 import yaml
 
+from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_api.redis_client.access_rules import access_rules
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from tests.support.history_contents import rollout_ids_in
 from tests.support.ports import free_port

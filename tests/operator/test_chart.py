@@ -25,7 +25,7 @@ from rollout_operator.object_cache import ObjectCache
 from rollout_operator.reconciler import Reconciler
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
-from rollout_api.redis_client.access_rules import service_rules
+from rollout_api.protocol.access_rules import service_rules
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.history_service.http import HistoryCollector
 from rollout_worker.history_service.service import ServiceState

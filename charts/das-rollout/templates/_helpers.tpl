@@ -44,7 +44,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 {{- end }}
 
-{{/* Access rules of this user: rollout_api.redis_client.access_rules.service_rules(), quoted for a shell. */}}
+{{/* Access rules of this user: rollout_api.protocol.access_rules.service_rules(), quoted for a shell. */}}
 {{- define "das-rollout.historyRules" -}}
 resetkeys '~history:*' resetchannels +@all -@admin -@dangerous -function '-script|flush' '-script|kill' +info -scan -randomkey clearselectors
 {{- end }}

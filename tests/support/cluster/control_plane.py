@@ -24,6 +24,8 @@ from tests.support.ports import free_port
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "das-rollout" / "kubernetes"
 CRD = HERE.parents[2] / "crds" / f"rolloutjobs.{GROUP}.yaml"
+START_TIMEOUT_S = 180.0
+"""Seconds until a part of the control plane must be ready. A loaded machine needs most of a minute for some."""
 
 
 def build_kubernetes() -> Path:
@@ -245,7 +247,10 @@ class ControlPlane:
         self._start_component("scheduler")
         self._serve_crds()
         core = client.CoreV1Api(self.client())
-        wait_for(lambda: _none_if_missing(lambda: core.read_namespaced_service_account("default", "default")), 60)
+        wait_for(
+            lambda: _none_if_missing(lambda: core.read_namespaced_service_account("default", "default")),
+            START_TIMEOUT_S,
+        )
 
     def _start_component(self, name: str, *options: str) -> None:
         """Start a component of Kubernetes that is a client of the API server."""
@@ -275,12 +280,15 @@ class ControlPlane:
                 raise RuntimeError((self.directory / "log/apiserver.log").read_text()[-2000:])
             return self.kubectl("get", "--raw", "/readyz", check=False).returncode == 0
 
-        wait_for(is_ready, 120, "The API server does not become ready.")
+        wait_for(is_ready, START_TIMEOUT_S, "The API server does not become ready.")
 
     def _serve_crds(self) -> None:
         """Install the CRD in the CRD server, and let the API server forward requests for its API group."""
         direct = self.write_kubeconfig("admin", port=self.crd_port, file="crds.kubeconfig")
-        wait_for(lambda: self.kubectl("get", "--raw", "/readyz", kubeconfig=direct, check=False).returncode == 0, 60)
+        wait_for(
+            lambda: self.kubectl("get", "--raw", "/readyz", kubeconfig=direct, check=False).returncode == 0,
+            START_TIMEOUT_S,
+        )
         # kubectl 1.20 does not understand the discovery of this server, so it cannot apply the CRD.
         crd = self.directory / "crd.json"
         crd.write_text(json.dumps(yaml.safe_load(CRD.read_text())))
@@ -318,7 +326,7 @@ class ControlPlane:
 
     def wait_until_jobs_are_served(self) -> None:
         """Wait until the API server serves RolloutJobs."""
-        wait_for(self.serves_jobs, 120, "The API server does not serve RolloutJobs.")
+        wait_for(self.serves_jobs, START_TIMEOUT_S, "The API server does not serve RolloutJobs.")
 
     def serves_jobs(self) -> bool:
         """Return whether the API server serves RolloutJobs."""
@@ -327,7 +335,7 @@ class ControlPlane:
     def unregister_api_group(self) -> None:
         """Let the API server answer 404 for RolloutJobs, as it does for a moment after a restart."""
         self.kubectl("delete", "apiservice", f"{VERSION}.{GROUP}")
-        wait_for(lambda: not self.serves_jobs(), 120, "The API server still serves RolloutJobs.")
+        wait_for(lambda: not self.serves_jobs(), START_TIMEOUT_S, "The API server still serves RolloutJobs.")
         # Watches that the API server forwards would otherwise continue.
         self.kill_process("crds")
         self.start_process("crds")
@@ -358,7 +366,7 @@ class ControlPlane:
     def service_account_kubeconfig(self, namespace: str, account: str) -> Path:
         """Write a kubeconfig for a service account, and return its path."""
         core = client.CoreV1Api(self.client())
-        secrets = wait_for(lambda: core.read_namespaced_service_account(account, namespace).secrets)
+        secrets = wait_for(lambda: core.read_namespaced_service_account(account, namespace).secrets, START_TIMEOUT_S)
         data = core.read_namespaced_secret(secrets[0].name, namespace).data
         access = json.loads(self.kubeconfig.read_text())
         access["users"][0]["user"] = {"token": base64.b64decode(data["token"]).decode()}

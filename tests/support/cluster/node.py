@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml
 from kubernetes import client
 
-from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.control_plane import START_TIMEOUT_S, ControlPlane
 from tests.support.cluster.waiting import wait_for
 from tests.support.ports import free_port
 
@@ -217,7 +217,9 @@ conf_dir = "{cni}"
             str(self._directory / "containerd.toml"),
             environment=self._variables,
         )
-        wait_for(lambda: self.ctr("version", check=False).returncode == 0, 60, "containerd does not start.")
+        wait_for(
+            lambda: self.ctr("version", check=False).returncode == 0, START_TIMEOUT_S, "containerd does not start."
+        )
         archives = sorted(self._archives.glob("*.tar"), key=lambda archive: archive.stat().st_size, reverse=True)
         with ThreadPoolExecutor(2) as pool:
             list(pool.map(lambda archive: self.ctr("images", "import", str(archive)), archives))
@@ -273,7 +275,7 @@ conf_dir = "{cni}"
             conditions = [condition for node in nodes for condition in node.status.conditions or ()]
             return any(condition.type == "Ready" and condition.status == "True" for condition in conditions)
 
-        wait_for(is_ready, 120, "The node does not become ready.")
+        wait_for(is_ready, START_TIMEOUT_S, "The node does not become ready.")
 
     def kill_kubelet(self) -> None:
         """Kill the kubelet; the containers keep running."""
@@ -332,7 +334,7 @@ conf_dir = "{cni}"
             self._delete_pods()
         self._control_plane.terminate_process("kubelet")
         for _ in range(10):
-            tasks = self.ctr("tasks", "ls", "-q", check=False).stdout.split()
+            tasks = self._tasks()
             if not tasks:
                 break
             for task in tasks:
@@ -360,15 +362,21 @@ conf_dir = "{cni}"
             _remove_cgroup(group)
         for name, value in self._original_sysctls.items():
             subprocess.run(["sysctl", "-q", "-w", f"{name}={value}"], capture_output=True)
-        shutil.rmtree(self._directory / "containerd", ignore_errors=True)
+        # The unpacked images consist of so many files that their removal can take more than a minute.
+        subprocess.Popen(["rm", "-rf", str(self._directory / "containerd")], start_new_session=True)
 
     def _delete_pods(self) -> None:
-        """Delete all pods, so that the kubelet removes their mounts and network interfaces."""
+        """Delete all pods, so that the kubelet removes their mounts and network interfaces, and wait for their end."""
         self._control_plane.kill_process("controller-manager")  # It would create some of the pods again.
         core = client.CoreV1Api(self._control_plane.client())
         for namespace in core.list_namespace().items:
             core.delete_collection_namespaced_pod(namespace.metadata.name, grace_period_seconds=1)
-        wait_for(lambda: not core.list_pod_for_all_namespaces().items, _POD_DELETION_TIMEOUT_S)
+        # Kubelet 1.20 sometimes fails to report a pod's end to the API server, so this waits for the processes instead.
+        wait_for(lambda: not self._tasks(), _POD_DELETION_TIMEOUT_S)
+
+    def _tasks(self) -> list[str]:
+        """Return the ids of all running containers and sandboxes."""
+        return self.ctr("tasks", "ls", "-q", check=False).stdout.split()
 
 
 def _hosts_line(service: client.V1Service) -> str:

@@ -2,8 +2,8 @@
 
 The module prints them as arguments of ``ACL SETUSER``::
 
-    python -m rollout_api.redis_client.access_rules NAMESPACE NAME UID HISTORY
-    python -m rollout_api.redis_client.access_rules service
+    python -m rollout_api.protocol.access_rules NAMESPACE NAME UID HISTORY
+    python -m rollout_api.protocol.access_rules service
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
         case [namespace, name, uid, history]:
             rules = access_rules(namespace, name, uid, history)
         case _:
-            sys.exit("usage: python -m rollout_api.redis_client.access_rules NAMESPACE NAME UID HISTORY | service")
+            sys.exit("usage: python -m rollout_api.protocol.access_rules NAMESPACE NAME UID HISTORY | service")
     print(" ".join(rules))  # noqa: T201
 
 

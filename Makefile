@@ -8,7 +8,7 @@ FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/project
 ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model tests/trainers
 OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/chaos tests/cluster tests/support,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 # The tests of a file, and files that share engines, run in one process: see tests/conftest.py.
-PARALLEL := --dist loadgroup --numprocesses
+PARALLEL := --numprocesses
 
 help:  ## Show this help.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"

@@ -6,29 +6,35 @@ import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadFileScheduling
 
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 
-ROOT = Path(__file__).parents[1]
-SHARED_ENGINES = {"tests/engine": "engine", "tests/job/test_with_engines": "job"}
-"""Beginnings of the names of files that share engines; the tests of such files run in one process."""
+SHARED_ENGINES = {"tests/engine/": "engine", "tests/job/test_with_engines": "job"}
+"""How the paths of test files that share engines begin."""
 
 # Machines differ in speed, and other processes may run beside the tests.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the markers
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group tests for ``--dist loadgroup``: by file, because the tests of a file share servers, or by shared engine."""
-    for item in items:
-        file = item.path.relative_to(ROOT).as_posix()
+class SharedEngineScheduling(LoadFileScheduling):
+    """Runs the tests of a file, and of files that share engines, in one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::", 1)[0]
         shared = (group for prefix, group in SHARED_ENGINES.items() if file.startswith(prefix))
-        item.add_marker(pytest.mark.xdist_group(next(shared, file)))
+        return next(shared, file)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedEngineScheduling:
+    """Return the scheduler for ``--numprocesses``."""
+    return SharedEngineScheduling(config, log)
 
 
 @pytest.fixture(scope="module", autouse=True)

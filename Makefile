@@ -5,8 +5,8 @@ CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/das-rollout
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/project \
 	$(addprefix tests/history/,test_eviction.py test_records.py test_window.py)
-ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model tests/trainers
-OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/chaos tests/cluster tests/support,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
+ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model
+OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/trainers tests/chaos tests/cluster tests/support,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 # The tests of a file, and files that share engines, run in one process: see tests/conftest.py.
 PARALLEL := --numprocesses
 
@@ -25,6 +25,7 @@ demo: tiny-model  ## Train the tiny policy (once) and run the quickstart job.
 test: tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
 	$(VENV)/pytest $(PARALLEL) 4 $(OTHER_TESTS)
 	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS)
+	$(VENV)/pytest tests/trainers
 
 test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
 	$(VENV)/pytest $(PARALLEL) 4 $(FAST_TESTS)

@@ -6,6 +6,8 @@ VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/project \
 	$(addprefix tests/history/,test_eviction.py test_records.py test_window.py)
 ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model
+# These depend on step times, or train a model: beside other engines they would fail or take many times as long.
+SERIAL_TESTS := tests/engine/test_default_engine.py tests/job/test_run.py tests/trainers
 OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/trainers tests/chaos tests/cluster tests/support,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 # The tests of a file, and files that share engines, run in one process: see tests/conftest.py.
 PARALLEL := --numprocesses
@@ -24,8 +26,8 @@ demo: tiny-model  ## Train the tiny policy (once) and run the quickstart job.
 
 test: tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
 	$(VENV)/pytest $(PARALLEL) 4 $(OTHER_TESTS)
-	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS)
-	$(VENV)/pytest tests/trainers
+	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERIAL_TESTS))
+	$(VENV)/pytest $(SERIAL_TESTS)
 
 test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
 	$(VENV)/pytest $(PARALLEL) 4 $(FAST_TESTS)

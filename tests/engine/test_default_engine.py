@@ -1,4 +1,4 @@
-"""An engine with the default settings of a job."""
+"""An engine with the default draft policy of a job. Step times matter: these tests run alone (see the Makefile)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ REPETITIVE = Sampling(n=8, max_tokens=200, allowed_token_ids=[1, 2], temperature
 def default_engine(
     model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
 ) -> Iterator[EngineHarness]:
-    """An engine with the ``marginal`` policy and the model's data type, for which CPUs use bfloat16 kernels."""
-    config = engine_config(model, replace(drafting_config, policy="marginal", governed=True))
-    config = replace(config, spec=config.spec.model_copy(update={"dtype": "auto"}))
-    engine = loop.run(Engine.start(config))
+    """An engine with the default policy of a job."""
+    engine = loop.run(Engine.start(engine_config(model, replace(drafting_config, policy="marginal", governed=True))))
     yield EngineHarness(engine, loop, history_store)
     engine.close()
 
@@ -39,7 +37,7 @@ def test_the_cost_model_is_fitted_and_drafts_that_pay_are_verified(default_engin
     assert 0 < stats["cost_error_ratio"] < 0.5
     duration = max(result.finished - result.started for result in results)
     assert 0 < stats["timed_seconds"] <= duration
-    assert stats["timed_seconds_without_drafts"] > stats["timed_seconds"]
+    assert stats["timed_seconds_without_drafts"] > 1.5 * stats["timed_seconds"]
     assert sum(result.num_accepted_tokens for result in results) > 0.5 * 8 * 200
     assert 0 == stats["drafting_stops"]
 

@@ -28,9 +28,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealCluster]:
 
 @pytest.fixture(scope="package")
 def examples(cluster: RealCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExampleJobs]:
-    """Jobs that start together, because an engine that starts or samples does not occupy a whole machine."""
+    """The example jobs, which tests run when they need them. ``kubectl get rj -w`` watches them."""
     jobs = ExampleJobs(cluster, tmp_path_factory.mktemp("examples") / "watch.log")
     with cluster.watch_jobs(jobs.watch_log):
-        jobs.start()
         yield jobs
     jobs.delete()

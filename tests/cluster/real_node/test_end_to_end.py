@@ -8,7 +8,7 @@ import pytest
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_worker.job.ledger import LedgerEntry, read_ledger
-from tests.support.cluster.example_jobs import EPOCHS, ExampleJobs, num_problems, quickstart
+from tests.support.cluster.example_jobs import EPOCHS, QUICKSTART, TRAINER_JOB, ExampleJobs, num_problems, quickstart
 from tests.support.cluster.real_cluster import RELEASE, RealCluster
 from tests.support.cluster.waiting import wait_for
 
@@ -26,9 +26,9 @@ def test_helm_test_succeeds(cluster: RealCluster, examples: ExampleJobs) -> None
 
 
 def test_a_trainer_runs_two_epochs_and_only_the_history_remains(cluster: RealCluster, examples: ExampleJobs) -> None:
-    cluster.wait_for_state("served", "Running", 400)
-    status = cluster.wait_for_state("served", "Succeeded", 600)
+    status = examples.run(TRAINER_JOB)
     assert "256" == status["progress"]["summary"]
+    assert re.search(rf"^{TRAINER_JOB} +Running ", examples.watch_log.read_text(), re.MULTILINE)
     cluster.kubectl("wait", "--for=condition=complete", "job/trainer", "--timeout=60s")
     log = cluster.kubectl("logs", "job/trainer")
     accepted = [float(value) for value in re.findall(r"accepted per step ([\d.]+)", log)]
@@ -36,35 +36,40 @@ def test_a_trainer_runs_two_epochs_and_only_the_history_remains(cluster: RealClu
     assert accepted[1] > accepted[0], log
 
     cluster.kubectl(
-        "patch", "rolloutjob", "served", "--type=merge", "-p", '{"spec": {"lifecycle": {"ttlSecondsAfterFinished": 1}}}'
+        "patch",
+        "rolloutjob",
+        TRAINER_JOB,
+        "--type=merge",
+        "-p",
+        '{"spec": {"lifecycle": {"ttlSecondsAfterFinished": 1}}}',
     )
-    wait_for(lambda: not cluster.get("rolloutjob", "served"), 60, "The job is not deleted after its TTL.")
+    wait_for(lambda: not cluster.get("rolloutjob", TRAINER_JOB), 60, "The job is not deleted after its TTL.")
     kinds = "pods,services,configmaps,poddisruptionbudgets,networkpolicies,serviceaccounts"
     wait_for(
-        lambda: not cluster.kubectl("get", kinds, "-l", "das.rollout.dev/job=served", "-o", "name"),
+        lambda: not cluster.kubectl("get", kinds, "-l", f"das.rollout.dev/job={TRAINER_JOB}", "-o", "name"),
         GARBAGE_COLLECTION_TIMEOUT_S,
         "Objects of the job remain.",
     )
-    rollouts = cluster.rollouts_in_history("served")
+    rollouts = cluster.rollouts_in_history(TRAINER_JOB)
     assert (256, 256) == (len(rollouts), len(set(rollouts)))
 
 
 def test_a_dataset_job_finishes_and_its_second_epoch_accepts_more_draft_tokens(
     cluster: RealCluster, examples: ExampleJobs
 ) -> None:
-    status = cluster.wait_for_state("quickstart", "Succeeded", 900)
+    status = examples.run(QUICKSTART)
     job = quickstart()
     num_rollouts = num_problems(job) * job["spec"]["sampling"]["n"] * EPOCHS
     expected = {"done": num_rollouts, "total": num_rollouts, "summary": f"{num_rollouts}/{num_rollouts}"}
     assert expected.items() <= status["progress"].items()
     watched = examples.watch_log.read_text()
-    shown = [int(done) for done in re.findall(rf"^quickstart .* (\d+)/{num_rollouts} ", watched, re.MULTILINE)]
+    shown = [int(done) for done in re.findall(rf"^{QUICKSTART} .* (\d+)/{num_rollouts} ", watched, re.MULTILINE)]
     assert shown == sorted(shown)
     assert len(set(shown)) >= 3, watched
 
-    rollouts = cluster.rollouts_in_history("quickstart")
+    rollouts = cluster.rollouts_in_history(QUICKSTART)
     assert (num_rollouts, num_rollouts) == (len(rollouts), len(set(rollouts)))
-    keys = MessageKeys(cluster.get("rolloutjob", "quickstart")["metadata"]["uid"])
+    keys = MessageKeys(cluster.get("rolloutjob", QUICKSTART)["metadata"]["uid"])
     prefix = keys.ledger("")
     by_epoch: dict[int, list[LedgerEntry]] = {epoch: [] for epoch in range(1, EPOCHS + 1)}
     with cluster.redis() as server:
@@ -75,12 +80,12 @@ def test_a_dataset_job_finishes_and_its_second_epoch_accepts_more_draft_tokens(
 
 
 def test_the_redis_password_appears_neither_in_logs_nor_in_objects(cluster: RealCluster, examples: ExampleJobs) -> None:
-    cluster.wait_for_state("quickstart", "Succeeded", 900)
+    examples.run(QUICKSTART)
     password = cluster.secret(f"{RELEASE}-redis-admin", "password")
     texts = [
         cluster.kubectl("describe", "pods"),
         cluster.kubectl("get", "rolloutjobs,configmaps,pods,events", "-o", "yaml"),
         cluster.kubectl("logs", f"deployment/{RELEASE}-operator", "--tail=-1"),
-        cluster.kubectl("logs", "quickstart-head", "--tail=-1"),
+        cluster.kubectl("logs", f"{QUICKSTART}-head", "--tail=-1"),
     ]
     assert not any(password in text for text in texts)

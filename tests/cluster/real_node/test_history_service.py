@@ -11,6 +11,7 @@ from rollout_worker.history.limits import COMPACTION_DELAY_S
 from tests.support.cluster.example_jobs import (
     EPOCHS,
     HISTORY_BYTES,
+    QUICKSTART,
     SEPARATE_HISTORY,
     SEPARATE_PROBLEMS,
     ExampleJobs,
@@ -22,8 +23,7 @@ from tests.support.cluster.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(1200)
 
-JOB = "quickstart"
-HISTORY = f"{NAMESPACE}/{JOB}"
+HISTORY = f"{NAMESPACE}/{QUICKSTART}"
 DEPLOYMENT = f"{RELEASE}-history"
 PROBLEMS = num_problems(quickstart())
 ROLLOUTS = PROBLEMS * quickstart()["spec"]["sampling"]["n"] * EPOCHS
@@ -69,7 +69,7 @@ class HistoryService:
 @pytest.fixture(scope="module")
 def service(cluster: RealCluster, examples: ExampleJobs) -> HistoryService:
     """The service when the quickstart job has succeeded."""
-    cluster.wait_for_state(JOB, "Succeeded", 900)
+    examples.run(QUICKSTART)
     return HistoryService(cluster)
 
 
@@ -85,7 +85,7 @@ def test_the_service_can_access_histories_but_no_messages(cluster: RealCluster, 
     secret = f"{RELEASE}-redis-history"
     password = cluster.secret(secret, "password")
     assert cluster.secret(secret, "url").startswith(f"redis://rollout-history:{password}@")
-    uid = cluster.get("rolloutjob", JOB)["metadata"]["uid"]
+    uid = cluster.get("rolloutjob", QUICKSTART)["metadata"]["uid"]
     with (
         cluster.redis_address() as address,
         redis.Redis.from_url(f"redis://rollout-history:{password}@{address}") as user,
@@ -98,7 +98,7 @@ def test_the_service_can_access_histories_but_no_messages(cluster: RealCluster, 
 def test_a_job_can_have_its_history_on_another_server_than_its_messages(
     cluster: RealCluster, examples: ExampleJobs
 ) -> None:
-    status = cluster.wait_for_state(SEPARATE_HISTORY, "Succeeded", 600)
+    status = examples.run(SEPARATE_HISTORY)
     connection = status["connection"]
     assert (SEPARATE_HISTORY, "url") == (connection["historySecretName"], connection["historySecretKey"])
     password = cluster.secret(SEPARATE_HISTORY, "password")
@@ -118,7 +118,7 @@ def test_a_history_that_no_longer_changes_is_compacted_without_loss(
         return leader is not None and leader[1]["compacted_problems_total"] >= PROBLEMS
 
     wait_for(is_compacted, COMPACTION_DELAY_S + 90, service.logs)
-    rollouts = cluster.rollouts_in_history(JOB)
+    rollouts = cluster.rollouts_in_history(QUICKSTART)
     assert (ROLLOUTS, ROLLOUTS) == (len(rollouts), len(set(rollouts)))
 
 
@@ -140,10 +140,10 @@ def test_another_pod_takes_over_when_the_leader_is_killed(cluster: RealCluster, 
 
 
 def test_the_history_remains_when_its_job_is_deleted(cluster: RealCluster, service: HistoryService) -> None:
-    uid = cluster.get("rolloutjob", JOB)["metadata"]["uid"]
-    cluster.delete("rolloutjob", JOB)
-    wait_for(lambda: not cluster.get("rolloutjob", JOB), 120, lambda: cluster.describe(JOB))
-    rollouts = cluster.rollouts_in_history(JOB)
+    uid = cluster.get("rolloutjob", QUICKSTART)["metadata"]["uid"]
+    cluster.delete("rolloutjob", QUICKSTART)
+    wait_for(lambda: not cluster.get("rolloutjob", QUICKSTART), 120, lambda: cluster.describe(QUICKSTART))
+    rollouts = cluster.rollouts_in_history(QUICKSTART)
     assert (ROLLOUTS, ROLLOUTS) == (len(rollouts), len(set(rollouts)))
     with cluster.redis() as server:
         assert HISTORY.encode() in server.smembers(HISTORY_NAMES)

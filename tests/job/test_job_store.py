@@ -104,6 +104,19 @@ def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarness) -> 
     assert {0: 5, 1: 5} == {sample: entry.length for sample, entry in ledger.items()}
 
 
+def test_a_request_that_redis_has_lost_is_admitted_when_it_is_sent_again(harness: StoreHarness) -> None:
+    """A coordinator may read a request, and admit it only after Redis was restarted from an older snapshot."""
+    asked = request()
+
+    async def scenario(job_store: JobStore) -> None:
+        lost = harness.submit(asked)
+        harness.redis.delete(JOB.requests)
+        assert Admission.GONE is await job_store.requests.admit(lost, asked)
+        assert Admission.ADMITTED is await job_store.requests.admit(harness.submit(asked), asked)
+
+    harness.run(scenario)
+
+
 def test_a_rollout_of_an_unknown_request_is_not_recorded(harness: StoreHarness) -> None:
     asked = request()
 

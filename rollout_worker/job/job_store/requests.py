@@ -25,6 +25,8 @@ class Admission(IntEnum):
     """The request was already answered."""
     CONFLICT = -2
     """A request with this id is open and asks for another number of samples."""
+    GONE = -3
+    """The entry does not exist any more: its request is answered, or Redis has lost it in a restart."""
 
 
 class RequestProgress(NamedTuple):

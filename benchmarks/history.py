@@ -172,7 +172,7 @@ def bytes_in_redis(problems: Problems) -> tuple[float, float]:
     """Return the bytes per token by MEMORY USAGE of all keys of the history, before and after compaction."""
     with redis_server() as url:
         client, store = connect(url), store_at(url)
-        store.open("tokenizer")
+        store.metadata.open("tokenizer")
         append(store, problems)
 
         def usage() -> float:
@@ -295,7 +295,7 @@ def cold_sync(problems: Problems, *, compacted: bool) -> dict[str, float]:
     """
     with redis_server() as url:
         store = store_at(url)
-        store.open("tokenizer")
+        store.metadata.open("tokenizer")
         append(store, problems)
         if compacted:
             compact(store, problems)
@@ -410,7 +410,7 @@ def warm_start(problems: Problems) -> dict[str, float]:
     context = multiprocessing.get_context("spawn")
     with redis_server() as url:
         store = store_at(url)
-        store.open("tokenizer")
+        store.metadata.open("tokenizer")
         append(store, history)
         for name in chosen:
             MaintenanceOperations(store).compact(name)
@@ -447,7 +447,7 @@ def scale(rng: np.random.Generator) -> dict[str, Any]:
     results: dict[str, Any] = {}
     with redis_server() as url:
         client, store = connect(url), store_at(url, window)
-        store.open("tokenizer", max_bytes=2**40)
+        store.metadata.open("tokenizer", max_bytes=2**40)
         appending = compacting = syncing = 0.0
         tokens = sent = synced = 0
         index = SuffixIndex(max_bytes=INDEX_BYTES, pool_tokens=POOL_TOKENS)
@@ -459,7 +459,7 @@ def scale(rng: np.random.Generator) -> dict[str, Any]:
             return int(client.info("stats")["total_net_output_bytes"])
 
         for version in range(1, window + 3):
-            generation = store.publish(RUN, version)
+            generation = store.metadata.publish(RUN, version)
             # The worker reads the rollouts of the version before, which are compacted by now.
             before, started = network(), time.perf_counter()
             sync.announce(of_worker, generation)

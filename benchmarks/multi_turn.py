@@ -4,7 +4,7 @@
 
 The benchmark replays the lengths of a trace and the answers of its environment: a model with random weights on two CPU
 engines samples as many tokens per turn as were recorded, and then receives the recorded answer. All trajectories run
-concurrently. The peer is the same load without ``trajectory_id``, whose requests run on any engine with a free slot.
+concurrently. The peer is the same load without ``trajectory_id``, whose requests run on any engine that has room.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess
 from tests.support.cluster.virtual_nodes import VirtualNodes
-from tests.support.cluster.waiting import wait_for
+from tests.support.waiting import wait_for
 
 HEAD_PORT = 8080
 """Port on which every head serves its status."""
@@ -50,8 +50,9 @@ class HeadHandler(BaseHTTPRequestHandler):
         """Return a status that changes every second."""
         type(self).reads += 1
         done = int(time.time())
-        engine = '{"worker": "w", "slots": 128, "assigned": 100, "idle_seconds": 0}'
-        body = f'{{"done": {done}, "steps": {done}, "accepted_per_step": 1.5, "assigned": 100, "engines": [{engine}]}}'
+        engine = '{"worker": "w", "max_running": 128, "assigned": 100, "idle_seconds": 0}'
+        counters = f'"done": {done}, "decoding_steps": {done}, "accepted_per_step": 1.5, "assigned": 100'
+        body = f'{{{counters}, "engines": [{engine}]}}'
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -216,8 +216,8 @@ class ModeRunner:
             tokens=sum(len(rollout.tokens) for rollout in rollouts),
             seconds=seconds,
             steps=round(times_after["steps"] - times["steps"]),
-            drafted=counters_after["drafted"] - counters["drafted"],
-            accepted=counters_after["accepted"] - counters["accepted"],
+            drafted=counters_after["draft_tokens"] - counters["draft_tokens"],
+            accepted=counters_after["accepted_tokens"] - counters["accepted_tokens"],
             drafting_seconds=times_after["drafting_seconds"] - times["drafting_seconds"],
             shim_seconds=times_after["shim_seconds"] - times["shim_seconds"],
             base_tokens=stats["cost_base_seconds"] / stats["cost_token_seconds"] if stats else None,
@@ -258,10 +258,11 @@ async def _call(engine: Engine, method: str, *args: Any) -> list[Any]:
 
 async def _generate(engine: Engine, requests: Sequence[RolloutRequest], batch: int) -> list[list[int]]:
     """Generate all rollouts, at most *batch* at a time."""
-    slots, waiting = asyncio.Semaphore(batch), {request.request_id: request.sampling.max_tokens for request in requests}
+    permits = asyncio.Semaphore(batch)
+    waiting = {request.request_id: request.sampling.max_tokens for request in requests}
 
     async def generate(request: RolloutRequest) -> list[int]:
-        async with slots:
+        async with permits:
             del waiting[request.request_id]
             return (await engine.generate(request, 0)).token_ids
 

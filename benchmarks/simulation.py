@@ -36,7 +36,7 @@ from benchmarks.traces import Trajectory
 from rollout_api.length_stats import LengthStats
 from rollout_worker.job.coordinator.scheduler import EngineLoad, ProbeThenLongest, WaitingGroup
 from rollout_worker.policy.draft_policy import DraftPolicy, QueueState
-from rollout_worker.policy.rebalance import HANDOVER_S, RunningRollout, plan_rebalancing
+from rollout_worker.policy.rebalance import HANDOVER_S, PlacedRollout, plan_rebalancing
 from rollout_worker.policy.remaining_length import remaining_quantiles
 from rollout_worker.policy.rollout_table import LENGTH_QUANTILES
 from rollout_worker.policy.step_cost import StepCost
@@ -237,17 +237,17 @@ class _Queue:
                 if _problem_of(group.request_id) == problem:
                     self._scheduler.predict(group.request_id, self._lengths.of_problem(problem).mean)
 
-    def take(self, engine: int, slots: int, assigned: int) -> list[Trajectory]:
-        """Remove and return the rollouts that an engine with *assigned* of its *slots* in use starts now."""
-        loads = [EngineLoad(str(engine), slots, assigned, 0)]
+    def take(self, engine: int, max_running: int, assigned: int) -> list[Trajectory]:
+        """Remove and return the rollouts that an engine which runs *assigned* of at most *max_running* starts now."""
+        loads = [EngineLoad(str(engine), max_running, assigned, 0)]
         taken: list[Trajectory] = []
         self._expected_tokens = None
-        while len(taken) + assigned < slots and len(self):
+        while len(taken) + assigned < max_running and len(self):
             placed = self._scheduler.place(loads, frozenset(), frozenset())
             if not placed:
                 break
             taken += [self._rollouts.pop((placement.request_id, placement.sample)) for placement in placed]
-            loads = [EngineLoad(str(engine), slots, assigned + len(taken), 0)]
+            loads = [EngineLoad(str(engine), max_running, assigned + len(taken), 0)]
         return taken
 
 
@@ -280,7 +280,7 @@ class Simulation:
         """
         self._mode, self._hardware, self._measured = mode, hardware, measured
         self._next_migration_s = 0.0
-        self._slots = [batch // engines + (number < batch % engines) for number in range(engines)]
+        self._max_running = [batch // engines + (number < batch % engines) for number in range(engines)]
         self._lengths = KnownLengths(problems)
         # Jobs set maxTokens; no recorded rollout is longer than this.
         self._max_tokens = max(
@@ -320,17 +320,19 @@ class Simulation:
                 self._migrate(now)
 
     def _start_rollouts(self, number: int, engine: _Engine) -> None:
-        slots = self._slots[number]
-        while engine.preempted and len(engine.running) < slots and self._fits(engine, engine.preempted[0].context):
+        max_running = self._max_running[number]
+        while (
+            engine.preempted and len(engine.running) < max_running and self._fits(engine, engine.preempted[0].context)
+        ):
             rollout = engine.preempted.popleft()
             rollout.unprocessed += rollout.context
             engine.running.append(rollout)
-        if len(engine.running) >= slots or not len(self._queue):
+        if len(engine.running) >= max_running or not len(self._queue):
             return
         earliest = min((other.clock for other in self._engines if other.running), default=engine.clock)
         if engine.running and engine.clock > earliest:
             return  # Engines whose clocks are behind take rollouts first.
-        for trajectory in self._queue.take(number, slots, len(engine.running)):
+        for trajectory in self._queue.take(number, max_running, len(engine.running)):
             rollout = _Rollout(trajectory)
             rollout.key, self._started = self._started, self._started + 1
             rollout.problem = trajectory.problem
@@ -354,7 +356,7 @@ class Simulation:
         tokens_per_step = 1 + self._step.accepted_per_step
         running = {
             str(number): [
-                RunningRollout(
+                PlacedRollout(
                     (str(rollout.key), 0), rollout.context, self._expected_remaining(rollout) / tokens_per_step
                 )
                 for rollout in engine.running
@@ -364,7 +366,7 @@ class Simulation:
         rollouts = {str(rollout.key): rollout for engine in self._engines for rollout in engine.running}
         movable = {(key, 0) for key, rollout in rollouts.items() if len(rollout.trajectory.segments) == 1}
         for migration in plan_rebalancing(running, self._hardware.cost, movable=movable):
-            rollout = rollouts[migration.rollout[0]]
+            rollout = rollouts[migration.key[0]]
             source, target = (self._engines[int(number)] for number in (migration.source, migration.target))
             source.running.remove(rollout)
             target.running.append(rollout)

@@ -135,7 +135,7 @@ async def measure(url: str, pairs: int) -> list[dict[str, Any]]:
         HistoryStore(redis, HISTORY, window=4),
         name="engine-0",
         worker="",
-        slots=BATCH,
+        max_running=BATCH,
         checkpoint_tokens=JOB.spec.engine.checkpoint_tokens,
         sampling=JOB.spec.sampling,
         transport=DirectoryTransport(model, model, []),

@@ -79,11 +79,14 @@ class WeightsError(RolloutClientError):
 
 
 class RedisUnreachableError(RolloutClientError):
-    """Redis was unreachable for longer than the client's ``reconnect_timeout``; nothing that was sent is lost."""
+    """Redis was unreachable for longer than ``reconnect_timeout``.
+
+    Open the same step again: it receives the finished rollouts and requests the rest.
+    """
 
 
 class RedisRefusedError(RolloutClientError):
-    """Redis rejects the client's password or one of its commands."""
+    """Redis refuses the client's password or one of its commands."""
 
 
 def _count(items: Mapping[str, str], name: str) -> str:

@@ -21,9 +21,13 @@ COMMENTS = {".lua": "--", ".cpp": "//", ".hpp": "//", ".yaml": "#", ".sh": "#", 
 UNDESCRIBED = ("py.typed", "README.md")
 
 
-def tracked_files() -> list[str]:
-    """Return the paths of all files that git tracks or would add, relative to the root of the repository."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+def tracked_files(*patterns: str) -> list[str]:
+    """Return the paths of all files that git tracks or would add, relative to the root of the repository.
+
+    Args:
+        patterns: git pathspecs, of which each path matches at least one; without any, all files are returned.
+    """
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     return sorted(name for name in set(listed) if (ROOT / name).is_file())
 

@@ -62,7 +62,7 @@ def type_name(annotation: Any) -> str:
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(arg) for arg in args if arg is not type(None))
     if origin is list:
-        return f"list of {type_name(args[0])}"
+        return "list of objects" if model_of(args[0]) else f"list of {type_name(args[0])}"
     if origin is dict:
         return "mapping"
     if model_of(annotation):
@@ -95,14 +95,14 @@ def default(field: FieldInfo, optional_section: str = "") -> str:
 
 
 def row(field: FieldInfo, path: str, optional_section: str = "") -> str:
-    """Return the table row of a field that is not a section."""
+    """Return the table row of a field."""
     kind = "quantity" if _is_quantity(field.metadata) else type_name(field.annotation)
     type_and_limits = " ".join(part for part in (kind, limits(field)) if part)
     return f"| `{path}` | {type_and_limits} | {default(field, optional_section)} | {field.description or ''} |"
 
 
 def rows(model: type[BaseModel], path: str, optional_section: str = "") -> Iterator[str]:
-    """Yield a table row for each field below *path*.
+    """Yield a table row for each field below *path*, except for sections and lists of sections without a description.
 
     Args:
         model: the section.
@@ -116,6 +116,8 @@ def rows(model: type[BaseModel], path: str, optional_section: str = "") -> Itera
             yield f"| `{field_path.removeprefix('.')}` | `{{}}` | {default(field)} | {field.description or ''} |"
             continue
         if inner:
+            if field.description:
+                yield row(field, field_path.removeprefix("."), optional_section)
             brackets = "[]" if get_origin(field.annotation) is list else ""
             inner_path = field_path + brackets
             is_optional = not field.is_required() and field.default_factory is None

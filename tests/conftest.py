@@ -10,17 +10,12 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 
 SHARED_ENGINES = {"tests/engine/": "engine", "tests/job/test_with_engines": "job"}
 """How the paths of test files that share engines begin."""
-
-# Machines differ in speed, and other processes may run beside the tests.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("any machine")
 
 
 class SharedEngineScheduling(LoadFileScheduling):

@@ -108,15 +108,17 @@ async def _lead(
         tasks.append(asyncio.ensure_future(election.keep()))
     # Jobs are reconciled only once the cache is complete; otherwise existing objects would appear to be missing.
     synced = asyncio.ensure_future(_wait_until_synced(informers))
-    await asyncio.wait([*tasks, synced], return_when=asyncio.FIRST_COMPLETED)
-    await cancel_and_wait(synced)
-    watch = watch_jobs(
-        api,
-        lambda job: reconciler.queue.add(cache.update_job(job)),
-        lambda job: reconciler.queue.discard(cache.remove_job(job)),
-        namespaces,
-    )
-    tasks += [asyncio.ensure_future(watch), asyncio.ensure_future(reconciler.run())]
+    done, _ = await asyncio.wait([*tasks, synced], return_when=asyncio.FIRST_COMPLETED)
+    if done == {synced}:
+        watch = watch_jobs(
+            api,
+            lambda job: reconciler.queue.add(cache.update_job(job)),
+            lambda job: reconciler.queue.discard(cache.remove_job(job)),
+            namespaces,
+        )
+        tasks += [asyncio.ensure_future(watch), asyncio.ensure_future(reconciler.run())]
+    else:
+        synced.cancel()
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     error = next((task.exception() for task in done if not task.cancelled() and task.exception() is not None), None)
     if isinstance(error, LostLeaseError):

@@ -11,7 +11,7 @@ from rollout_operator.actions import Action, Apply, Create, DeleteJob, DeletePod
 from rollout_operator.conditions import format_timestamp
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi, job_reference, pod_reference
 from rollout_operator.object_cache import ObjectCache
-from rollout_operator.observed import ApplyFailure, Manifest, Observed
+from rollout_operator.observed import Manifest, Observed, Rejection, Target
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ class OutdatedError(Exception):
     """The job has changed since it was observed, so that the plan is outdated and a new reconcile is required."""
 
 
-async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, plan: Plan) -> list[ApplyFailure]:
+async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, plan: Plan) -> list[Rejection]:
     """Execute a plan.
 
     The API server's responses are written to the cache at once, so that the next reconcile does not have to wait for
@@ -42,17 +42,17 @@ async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, pl
         await _write_status(api, cache, observed.job, plan)
     for event in plan.events:
         await post_event(api, observed.job, event, observed.now)
-    failures = []
+    rejections = []
     for action in plan.actions:
         try:
             await _execute_action(api, cache, observed.job, action)
         except ApiError as error:
             if error.transient:
                 raise
-            target = _target(action)
-            failures.append(ApplyFailure(target, error.reason, error.message, observed.now))
+            target = _target(action, observed.job)
+            rejections.append(Rejection(target, error.reason, error.message, observed.now))
             logger.warning("The API server rejected %s: %s", target, error, extra=_log_fields(observed.job))
-    return failures
+    return rejections
 
 
 async def _write_status(api: KubernetesApi, cache: ObjectCache, job: Manifest, plan: Plan) -> None:
@@ -171,17 +171,16 @@ async def post_event(api: KubernetesApi, job: Manifest, event: Event, now: float
             logger.warning("An Event could not be posted: %s", error, extra=_log_fields(job))
 
 
-def _target(action: Action) -> str:
-    """Return what an action is about, as the object of "The API server rejected …"."""
+def _target(action: Action, job: Manifest) -> Target:
     match action:
         case Create(manifest) | Apply(manifest):
-            return f"{manifest['kind']} {manifest['metadata']['name']}"
+            return Target(manifest["kind"], manifest["metadata"]["name"])
         case DeletePod(pod, _, _):
-            return f"the deletion of Pod {pod}"
+            return Target("Pod", pod, "deletion")
         case DeleteJob():
-            return "the deletion of the job"
-        case SetFinalizer(present):
-            return "the job's finalizer" if present else "the removal of the job's finalizer"
+            return Target(KIND, job["metadata"]["name"], "deletion")
+        case SetFinalizer():
+            return Target(KIND, job["metadata"]["name"], "finalizer")
 
 
 def _log_fields(job: Manifest) -> dict[str, str]:

@@ -71,12 +71,12 @@ class Conditions:
             return None
         return condition
 
-    def all(self) -> list[Condition]:
-        """Return all conditions in the order of :class:`ConditionType`."""
+    def dump(self) -> list[dict[str, Any]]:
+        """Return all conditions as a status contains them, in the order of :class:`ConditionType`."""
         for kind in ConditionType:
             if kind not in self.current:
                 self.set(kind, "Unknown", "NotEvaluated")
-        return [self.current[kind] for kind in ConditionType]
+        return [self.current[kind].model_dump(mode="json", by_alias=True) for kind in ConditionType]
 
 
 def is_true(conditions: Iterable[Mapping[str, Any]], kind: ConditionType) -> bool:

@@ -26,8 +26,9 @@ _DISRUPTION_REASONS = frozenset(
 """Reasons with which the kubelet, the node lifecycle controller or the scheduler ends a pod, independently of the job
 (Kubernetes 1.20 to 1.36)."""
 
+_MANIFEST_INVALID = "ManifestInvalid"
 _EXIT_CODE_REASONS = {
-    EXIT_MANIFEST: "ManifestRefused",
+    EXIT_MANIFEST: _MANIFEST_INVALID,
     EXIT_MODEL: "ModelNotFound",
     EXIT_REDIS: "RedisUnreachable",
 }
@@ -59,7 +60,7 @@ def classify_failure(pod: PodView, policy: FailurePolicy) -> FailureDecision:
     """Decide what to do about a failed pod.
 
     The first matching rule of the job's failure policy decides. Without one, a pod that the cluster disrupted is
-    ignored, a refused manifest fails the job, and any other failure is counted and the pod replaced.
+    ignored, an invalid manifest fails the job, and any other failure is counted and the pod replaced.
     """
     reason = failure_reason(pod)
     for rule in policy.rules:
@@ -68,7 +69,7 @@ def classify_failure(pod: PodView, policy: FailurePolicy) -> FailureDecision:
     if pod.disrupted or reason in _DISRUPTION_REASONS:
         return FailureDecision(reason, FailureAction.IGNORE)
     # A replacement would read the same manifest and fail in the same way.
-    return FailureDecision(reason, FailureAction.FAIL_JOB if reason == "ManifestRefused" else FailureAction.REPLACE)
+    return FailureDecision(reason, FailureAction.FAIL_JOB if reason == _MANIFEST_INVALID else FailureAction.REPLACE)
 
 
 def failure_reason(pod: PodView) -> str:

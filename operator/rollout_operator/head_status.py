@@ -17,7 +17,7 @@ class EngineStatus(BaseModel):
 
     worker: str = ""
     """Name of the worker pod."""
-    slots: int = 0
+    max_running: int = 0
     """Maximum number of rollouts that the engine runs at once."""
     assigned: int = 0
     """Number of rollouts assigned to the engine."""
@@ -26,7 +26,7 @@ class EngineStatus(BaseModel):
 
 
 class HeadStatus(BaseModel):
-    """The status of a job as its head reports it.
+    """The status of a job as its head reports it: fields of :class:`rollout_api.protocol.status.ServedStatus`.
 
     Head and operator may have different versions: fields that only a newer head has are ignored, and fields that an
     older head lacks have defaults.
@@ -48,7 +48,7 @@ class HeadStatus(BaseModel):
     """Response tokens of finished rollouts."""
     accepted_per_step: float = 0.0
     """Accepted tokens per decoding step."""
-    steps: int = 0
+    decoding_steps: int = 0
     """Decoding steps of finished rollouts."""
     canaries: int = 0
     """Number of canaries that were compared with their siblings."""
@@ -59,7 +59,7 @@ class HeadStatus(BaseModel):
     saved: float | None = None
     """Fraction of the decoding time that drafting saved; negative if drafting cost time."""
     tokens_per_second: float = 0.0
-    seconds_left: float | None = None
+    remaining_seconds: float | None = None
     """Estimated time until all open requests are answered."""
     work_seconds: float | None = None
     """Estimated time until all open requests are answered if all engines stay busy until then."""

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 
-from rollout_operator.kubernetes_api import ApiError, KubernetesApi
+from rollout_operator.kubernetes_api import OWN_OBJECTS, ApiError, KubernetesApi
 from rollout_operator.object_cache import JobKey, ObjectCache
 from rollout_operator.resource_kinds import ResourceKind
 from rollout_operator.work_queue import WorkQueue
@@ -52,20 +52,17 @@ class Informer:
         # Objects that arrive in the cache while the list is being read must not be removed.
         known = self._cache.uids(self._kind.kind, self._namespace)
         listed: set[str] = set()
-        version, continue_token = "", ""
-        while True:
-            page = await self._api.list_page(self._kind, self._namespace, continue_token)
+        version = ""
+        async for page in self._api.list_pages(self._kind, self._namespace, selector=OWN_OBJECTS):
+            version = page["metadata"]["resourceVersion"]
             for item in page["items"]:
                 listed.add(item["metadata"]["uid"])
                 # A list states the type of its items only once, for all of them.
                 body = {"apiVersion": self._kind.api_version, "kind": self._kind.kind, **item}
                 self._reconcile(self._cache.update(body, self._kind.kind))
-            version, continue_token = page["metadata"]["resourceVersion"], page["metadata"].get("continue", "")
-            if not continue_token:
-                break
         for uid in known - listed:
             self._reconcile(self._cache.remove_uid(self._kind.kind, uid))
-        return str(version)
+        return version
 
     async def _watch(self, version: str) -> None:
         while True:

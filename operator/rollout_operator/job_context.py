@@ -8,9 +8,20 @@ from typing import Any, Self
 from rollout_api.manifest.field_types import SecretKey
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, RolloutJob, parse_job
 from rollout_operator import names
-from rollout_operator.observed import Observed
+from rollout_operator.observed import Manifest, Observed
 
 DEFAULT_REDIS_SECRET = SecretKey(name="rollout-redis", key="url")
+
+
+def parse_body(body: Manifest) -> RolloutJob:
+    """Validate a RolloutJob as the API server returns it, without the status and most of the metadata.
+
+    Raises:
+        ManifestError: if the manifest is invalid.
+    """
+    metadata = body["metadata"]
+    identity = {"name": metadata["name"], "namespace": metadata["namespace"]}
+    return parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": identity, "spec": body.get("spec")})
 
 
 @dataclass(frozen=True)
@@ -32,13 +43,7 @@ class JobContext:
             ManifestError: if the manifest is invalid.
         """
         metadata = observed.metadata
-        manifest = {
-            "apiVersion": observed.job["apiVersion"],
-            "kind": observed.job["kind"],
-            "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
-            "spec": observed.job.get("spec"),
-        }
-        return cls(parse_job(manifest), metadata["uid"], metadata.get("labels") or {}, observed.default_image)
+        return cls(parse_body(observed.job), metadata["uid"], metadata.get("labels") or {}, observed.default_image)
 
     @property
     def name(self) -> str:

@@ -57,7 +57,7 @@ class JobReconciler:
             connection=connection(self.context),
         )
         status = self.status.model_dump(mode="json", by_alias=True, exclude_none=True)
-        status["conditions"] = [condition.model_dump(mode="json", by_alias=True) for condition in self.conditions.all()]
+        status["conditions"] = self.conditions.dump()
         changed = status != self.observed.status
         builder = self.builder
         return Plan(status if changed else None, tuple(builder.events), tuple(builder.actions), builder.requeue_after)
@@ -326,7 +326,7 @@ def _time_saved(head: HeadStatus) -> str | None:
 
 
 def _progress(head: HeadStatus) -> ProgressStatus:
-    accepted = f"{head.accepted_per_step:.2f}" if head.steps else None
+    accepted = f"{head.accepted_per_step:.2f}" if head.decoding_steps else None
     return ProgressStatus(
         done=head.done,
         total=head.total,
@@ -336,6 +336,6 @@ def _progress(head: HeadStatus) -> ProgressStatus:
         tokens=head.tokens,
         tokens_per_second=round(head.tokens_per_second),
         accepted_per_step=accepted,
-        seconds_left=None if head.seconds_left is None else round(head.seconds_left),
+        seconds_left=None if head.remaining_seconds is None else round(head.remaining_seconds),
         summary=str(head.done) if head.total is None else f"{head.done}/{head.total}",
     )

@@ -22,7 +22,8 @@ _TIMEOUT_S = 30.0
 _PAGE_SIZE = 500
 _WATCH_TIMEOUT_S = 300
 _MAX_CONNECTIONS = 64
-_OWN_OBJECTS = f"{names.MANAGED_BY}={names.APP}"
+OWN_OBJECTS = f"{names.MANAGED_BY}={names.APP}"
+"""Label selector of the objects that the operator creates."""
 
 _PLURALS = {
     KIND: PLURAL,
@@ -160,13 +161,27 @@ class KubernetesApi:
             if not (error.not_found or error.conflict):
                 raise
 
-    async def list_page(self, kind: ResourceKind, namespace: str, continue_token: str) -> dict[str, Any]:
-        """Return one page of the list of the operator's objects of a kind; the first if the token is empty."""
-        self._count("list", kind.kind)
-        query: dict[str, Any] = {"labelSelector": _OWN_OBJECTS, "limit": _PAGE_SIZE}
-        if continue_token:
-            query["continue"] = continue_token
-        return await self.request("GET", _collection(kind, namespace), query=query)
+    async def list_pages(
+        self, kind: ResourceKind, namespace: str, *, selector: str = ""
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yield the pages of the list of a kind in one namespace, or in all namespaces if *namespace* is empty.
+
+        Args:
+            kind: kind of the objects.
+            namespace: namespace of the objects.
+            selector: label selector of the objects; by default, all objects are listed.
+
+        Raises:
+            ApiError: a page cannot be read.
+        """
+        query: dict[str, Any] = {"limit": _PAGE_SIZE, **({"labelSelector": selector} if selector else {})}
+        while True:
+            self._count("list", kind.kind)
+            page = await self.request("GET", _collection(kind, namespace), query=query)
+            yield page
+            query["continue"] = page["metadata"].get("continue", "")
+            if not query["continue"]:
+                return
 
     async def watch(self, kind: ResourceKind, namespace: str, version: str) -> AsyncIterator[dict[str, Any]]:
         """Yield changes to the operator's objects of a kind since a version, until the API server ends the stream.
@@ -176,7 +191,7 @@ class KubernetesApi:
         """
         self._count("watch", kind.kind)
         query = [
-            ("labelSelector", _OWN_OBJECTS),
+            ("labelSelector", OWN_OBJECTS),
             ("watch", "true"),
             ("allowWatchBookmarks", "true"),
             ("resourceVersion", version),

@@ -28,7 +28,6 @@ RAY_PORT = 6380
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 POD_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
 POD_GROUP_TOTAL_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
-QUEUE_SCHEDULING_GATE = "kueue.x-k8s.io/admission"
 
 
 def selector(job: str, component: str | None = None) -> dict[str, str]:

@@ -43,10 +43,6 @@ class ObjectCache:
         self._tombstones: OrderedDict[str, None] = OrderedDict()
         """Uids of recently deleted objects. The response to a write may arrive after the deletion of its object."""
 
-    def keys(self) -> list[JobKey]:
-        """Return the keys of all jobs."""
-        return list(self._jobs)
-
     def states(self) -> list[str]:
         """Return the states of all jobs, from their status."""
         return [(json.loads(data).get("status") or {}).get("state", "Pending") for data in self._jobs.values()]

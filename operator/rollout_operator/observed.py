@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from rollout_operator import names
 from rollout_operator.cluster_info import ClusterInfo
@@ -122,11 +122,28 @@ def _outcome(status: Manifest) -> tuple[str, str, int | None]:
 
 
 @dataclass(frozen=True)
-class ApplyFailure:
+class Target:
+    """What an action writes."""
+
+    kind: str
+    """Kind of the object."""
+    name: str
+    """Name of the object."""
+    operation: Literal["content", "deletion", "finalizer"] = "content"
+    """Whether the action writes the object's content, deletes it, or adds or removes its finalizer."""
+
+    def __str__(self) -> str:
+        """Return the object of "The API server rejected …"."""
+        name = f"{self.kind} {self.name}"
+        return name if self.operation == "content" else f"the {self.operation} of {name}"
+
+
+@dataclass(frozen=True)
+class Rejection:
     """An action that the API server rejected recently."""
 
-    target: str
-    """What was rejected, such as ``Pod math-worker-3`` or ``the deletion of Pod math-worker-3``."""
+    target: Target
+    """What the action would have written."""
     reason: str
     """The reason that the API server gave, such as ``Forbidden``."""
     message: str
@@ -153,7 +170,7 @@ class Observed:
     default_image: str
     last_head_status: HeadStatus | None = None
     """The last status of the head; None if the head does not answer."""
-    apply_failures: tuple[ApplyFailure, ...] = field(default=())
+    rejections: tuple[Rejection, ...] = field(default=())
 
     @property
     def metadata(self) -> Manifest:

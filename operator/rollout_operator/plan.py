@@ -38,7 +38,7 @@ def plan(observed: Observed) -> Plan:
 
 
 def _check_pods_can_run(context: JobContext) -> None:
-    """Refuse manifests that are valid for ``rollout run`` but cannot run in pods.
+    """Reject manifests that are valid for ``rollout run`` but cannot run in pods.
 
     Raises:
         ManifestError: with one error per field.
@@ -70,7 +70,7 @@ def _plan_invalid(observed: Observed, error: ManifestError) -> Plan:
         **observed.status,
         "observedGeneration": generation,
         "state": derive_state(conditions, suspending=False),
-        "conditions": [condition.model_dump(mode="json", by_alias=True) for condition in conditions.all()],
+        "conditions": conditions.dump(),
     }
     if status == observed.status:
         return Plan()

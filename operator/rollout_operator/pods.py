@@ -209,7 +209,7 @@ def _pod(
 def _environment(context: JobContext) -> list[dict[str, Any]]:
     job = context.job
     variables: list[dict[str, Any]] = [
-        {"name": "HOME", "value": "/tmp"},  # noqa: S108 – an emptyDir volume
+        {"name": "HOME", "value": "/tmp"},
         {"name": "USER", "value": "rollout"},
         {"name": "ROLLOUT_MODEL_CACHE", "value": _MODELS_MOUNT},
         {"name": "HF_HOME", "value": f"{_MODELS_MOUNT}/huggingface"},
@@ -242,8 +242,8 @@ def _volumes(context: JobContext, shared_memory: str) -> tuple[list[dict[str, An
     private_cache = {} if cache.size_limit is None else {"sizeLimit": cache.size_limit}
     sources: dict[str, tuple[str, dict[str, Any]]] = {
         "manifest": (_MANIFEST_MOUNT, {"configMap": {"name": names.manifest_config_map(context.name)}}),
-        "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}}),  # noqa: S108
-        "tmp": ("/tmp", {"emptyDir": {}}),  # noqa: S108
+        "shm": ("/dev/shm", {"emptyDir": {"medium": "Memory", "sizeLimit": shared_memory}}),
+        "tmp": ("/tmp", {"emptyDir": {}}),
         "models": (_MODELS_MOUNT, _claim(cache.persistent_volume_claim) or {"emptyDir": private_cache}),
     }
     if (weights := _claim(spec.weights.persistent_volume_claim)) is not None:

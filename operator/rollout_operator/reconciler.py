@@ -18,7 +18,7 @@ from rollout_operator.conditions import is_true
 from rollout_operator.head_status_reader import HeadStatusReader
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi
 from rollout_operator.object_cache import JobKey, ObjectCache
-from rollout_operator.observed import ApplyFailure, Manifest, Observed
+from rollout_operator.observed import Manifest, Observed, Rejection, Target
 from rollout_operator.plan import plan
 from rollout_operator.work_queue import WorkQueue
 
@@ -28,7 +28,7 @@ _CONCURRENCY = 16
 """Number of jobs that are reconciled at the same time."""
 _RETRY_REJECTED_S = 10.0
 """Time until an action that the API server rejected is tried again."""
-_FORGET_FAILURE_S = 2.5 * _RETRY_REJECTED_S
+_FORGET_REJECTION_S = 2.5 * _RETRY_REJECTED_S
 """Age at which a rejected action that was not rejected again is no longer reported."""
 
 
@@ -54,7 +54,7 @@ class Reconciler:
         self.queue: WorkQueue[JobKey] = WorkQueue()
         self._api, self._cache, self._default_image = api, cache, default_image
         self._head_statuses = HeadStatusReader()
-        self._failures: dict[JobKey, tuple[ApplyFailure, ...]] = {}
+        self._rejections: dict[JobKey, tuple[Rejection, ...]] = {}
         """Actions that the API server rejected recently, by job."""
 
     async def run(self) -> None:
@@ -96,31 +96,31 @@ class Reconciler:
     async def _reconcile(self, key: JobKey) -> None:
         job = self._cache.job(key)
         if job is None:
-            self._failures.pop(key, None)
+            self._rejections.pop(key, None)
             return
         observed = await self._observe(key, job)
         planned = plan(observed)
-        failures = await execute(self._api, self._cache, observed, planned)
-        new_targets = self._record_failures(key, failures, observed.now)
-        for failure in failures:
-            if failure.target in new_targets:
-                await post_event(self._api, job, Event("Warning", failure.reason, str(failure)), observed.now)
-        if failures:
-            # A new failure must appear in the status at once; all are retried later.
+        rejections = await execute(self._api, self._cache, observed, planned)
+        new_targets = self._record_rejections(key, rejections, observed.now)
+        for rejection in rejections:
+            if rejection.target in new_targets:
+                await post_event(self._api, job, Event("Warning", rejection.reason, str(rejection)), observed.now)
+        if rejections:
+            # A new rejection must appear in the status at once; all rejected actions are tried again later.
             self.queue.add(key, 0.0 if new_targets else _RETRY_REJECTED_S)
         if planned.requeue_after is not None:
             self.queue.add(key, planned.requeue_after)
 
-    def _record_failures(self, key: JobKey, failures: list[ApplyFailure], now: float) -> set[str]:
+    def _record_rejections(self, key: JobKey, rejections: list[Rejection], now: float) -> set[Target]:
         """Record rejected actions, and return the targets that were not rejected recently."""
-        recent = [failure for failure in self._failures.get(key, ()) if now - failure.time < _FORGET_FAILURE_S]
-        targets = {failure.target for failure in failures}
-        recorded = (*(failure for failure in recent if failure.target not in targets), *failures)
+        recent = [known for known in self._rejections.get(key, ()) if now - known.time < _FORGET_REJECTION_S]
+        targets = {rejection.target for rejection in rejections}
+        recorded = (*(known for known in recent if known.target not in targets), *rejections)
         if recorded:
-            self._failures[key] = recorded
+            self._rejections[key] = recorded
         else:
-            self._failures.pop(key, None)
-        return targets - {failure.target for failure in recent}
+            self._rejections.pop(key, None)
+        return targets - {known.target for known in recent}
 
     async def _observe(self, key: JobKey, job: Manifest) -> Observed:
         uid = job["metadata"]["uid"]
@@ -134,7 +134,7 @@ class Reconciler:
             cluster=self.cluster,
             default_image=self._default_image,
             last_head_status=None if _is_finished(job) else await self._head_statuses.read(head),
-            apply_failures=self._failures.get(key, ()),
+            rejections=self._rejections.get(key, ()),
         )
 
 

@@ -24,12 +24,14 @@ from urllib.parse import urlsplit, urlunsplit
 import redis.asyncio
 
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, VERSION, ManifestError, parse_job
+from rollout_api.manifest.rollout_job import API_VERSION, KIND, ManifestError
 from rollout_api.protocol.access_rules import access_rules
 from rollout_operator import logs, names
+from rollout_operator.job_context import parse_body
 from rollout_operator.kopf_watch import run_kopf
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi
 from rollout_operator.observed import Manifest
+from rollout_operator.resource_kinds import ROLLOUT_JOBS
 
 logger = logging.getLogger("rollout_redis_users")
 
@@ -38,7 +40,6 @@ _CHECK_INTERVAL_S = 5.0
 _CLEANUP_INTERVAL_S = 60.0
 """Time between two removals of users whose job no longer exists."""
 _TIMEOUT_S = 5.0
-_PAGE_SIZE = 500
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,13 @@ class JobUser:
 
 def job_user(body: Manifest) -> JobUser | None:
     """Return the user that a RolloutJob needs, or None if it needs none or its manifest is invalid."""
-    metadata = body["metadata"]
-    identity = {"name": metadata["name"], "namespace": metadata["namespace"]}
     try:
-        job = parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": identity, "spec": body.get("spec")})
+        job = parse_body(body)
     except ManifestError:
         return None
     if not job.spec.redis.managed:
         return None
-    return JobUser(metadata["namespace"], metadata["name"], metadata["uid"], job.history_name)
+    return JobUser(job.metadata.namespace, job.metadata.name, body["metadata"]["uid"], job.history_name)
 
 
 def user_prefix(key: bytes) -> str:
@@ -205,16 +204,8 @@ class RedisUserManager:
         self._with_secret.clear()
 
     async def _job_uids(self, namespace: str) -> list[str]:
-        scope = f"/namespaces/{namespace}" if namespace else ""
-        uids: list[str] = []
-        continue_token = ""
-        while True:
-            query = {"limit": str(_PAGE_SIZE), **({"continue": continue_token} if continue_token else {})}
-            page = await self._api.request("GET", f"/apis/{GROUP}/{VERSION}{scope}/{PLURAL}", query=query)
-            uids += [item["metadata"]["uid"] for item in page["items"]]
-            continue_token = page["metadata"].get("continue", "")
-            if not continue_token:
-                return uids
+        pages = self._api.list_pages(ROLLOUT_JOBS, namespace)
+        return [item["metadata"]["uid"] async for page in pages for item in page["items"]]
 
     async def _acl(self, *arguments: str) -> Any:
         command: Any = self._server.execute_command

@@ -1,13 +1,15 @@
-"""The kinds of objects that belong to jobs and that the operator watches."""
+"""The kinds of objects that the operator lists and watches."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rollout_api.manifest.rollout_job import GROUP, KIND, PLURAL, VERSION
+
 
 @dataclass(frozen=True)
 class ResourceKind:
-    """One kind of object that belongs to jobs."""
+    """One kind of object."""
 
     kind: str
     group: str
@@ -18,6 +20,9 @@ class ResourceKind:
     def api_version(self) -> str:
         """The value of ``apiVersion`` in manifests of this kind."""
         return f"{self.group}/{self.version}" if self.group else self.version
+
+
+ROLLOUT_JOBS = ResourceKind(KIND, GROUP, VERSION, PLURAL)
 
 
 def owned_kinds(disruption_budget_api: str | None) -> list[ResourceKind]:

@@ -84,7 +84,7 @@ class RunningConditions:
                 kind,
                 "False",
                 "DistributionDrift",
-                "Canary rollouts, which are sampled without drafts, differ from their siblings. Drafting changes the "
+                "Canaries, for whose first tokens nothing is drafted, differ from their siblings. Drafting changes the "
                 'output distribution, which it must never do. Set spec.speculation.policy to "off" in a new job, and '
                 "report this problem with the versions of vLLM and of das-rollout.",
             )
@@ -128,9 +128,9 @@ class RunningConditions:
 
     def _why_not_ready(self, workers: list[PodView]) -> tuple[str, str]:
         """Return reason and message of the most severe problem that keeps workers from being ready."""
-        if self.observed.apply_failures:
-            failure = self.observed.apply_failures[0]
-            return failure.reason, str(failure)
+        if self.observed.rejections:
+            rejection = self.observed.rejections[0]
+            return rejection.reason, str(rejection)
         problem = _pod_problem(workers)
         if problem is not None:
             return problem

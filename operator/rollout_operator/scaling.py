@@ -33,12 +33,12 @@ def desired_workers(workers: Workers, previous: int | None, head: HeadStatus | N
     if head is None or not head.engines:
         return current
     if head.waiting:
-        work_seconds = head.seconds_left if head.work_seconds is None else head.work_seconds
+        work_seconds = head.remaining_seconds if head.work_seconds is None else head.work_seconds
         if work_seconds is not None and work_seconds < _WORKER_START_S:
             return current
         running = len({engine.worker for engine in head.engines})
-        slots_per_worker = sum(engine.slots for engine in head.engines) / running
-        needed = math.ceil((head.waiting + head.assigned) / max(1.0, slots_per_worker))
+        rollouts_per_worker = sum(engine.max_running for engine in head.engines) / running
+        needed = math.ceil((head.waiting + head.assigned) / max(1.0, rollouts_per_worker))
         if work_seconds is not None and head.tail_seconds is not None:
             needed = min(needed, math.ceil(running * work_seconds / max(head.tail_seconds, _WORKER_START_S)))
         return _clamp(workers, max(current, needed))

@@ -7,7 +7,7 @@ from rollout_operator import names
 from rollout_operator.actions import Create, DeletePod, Plan, PlanBuilder, SetFinalizer
 from rollout_operator.head_status import STATUS_PERIOD_S
 from rollout_operator.job_context import JobContext
-from rollout_operator.observed import Observed, PodView
+from rollout_operator.observed import Observed, PodView, Target
 from rollout_operator.owned_objects import connection
 from rollout_operator.pods import cleanup_pod
 
@@ -53,9 +53,8 @@ def run_cleanup(
     builder: PlanBuilder, observed: Observed, context: JobContext, reason: str, *, delete_messages: bool
 ) -> None:
     """Run the cleanup pod, and remove the job's finalizer when it has terminated or exceeded its timeout."""
-    rejections = [
-        failure for failure in observed.apply_failures if failure.target == f"Pod {names.cleanup_pod(context.name)}"
-    ]
+    target = Target("Pod", names.cleanup_pod(context.name))
+    rejections = [rejection for rejection in observed.rejections if rejection.target == target]
     pods = observed.component(names.CLEANUP)
     if not pods and not rejections:
         builder.actions.append(Create(cleanup_pod(context, delete_messages=delete_messages, reason=reason)))
@@ -70,7 +69,7 @@ def run_cleanup(
     if not any(pod.phase == "Succeeded" for pod in pods):
         cause = next((pod.message or pod.reason for pod in pods if pod.message or pod.reason), "")
         cause = cause or next(
-            (failure.message for failure in rejections), "the cleanup pod did not finish within its timeout"
+            (rejection.message for rejection in rejections), "the cleanup pod did not finish within its timeout"
         )
         builder.warn(
             "CleanupFailed",

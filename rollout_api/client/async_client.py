@@ -13,14 +13,13 @@ from types import TracebackType
 from typing import Any, Self, Unpack
 
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.groups import GroupCollector
 from rollout_api.client.job_info import JobInfo, find_job
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.length_stats_reader import HistoryClient, connect_to_history, read_length_stats
-from rollout_api.client.limits import ClientLimits
+from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
 from rollout_api.client.name_lease import NameLease
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
-from rollout_api.client.request_sender import RequestSender
+from rollout_api.client.request_sender import IDS_PER_MESSAGE, RequestSender
 from rollout_api.client.result_receiver import ResultReceiver
 from rollout_api.client.result_stream import ResultStream
 from rollout_api.client.step import AsyncStep, OnProgress, StepContext, StepRegistry
@@ -44,7 +43,8 @@ from rollout_api.protocol.messages import (
 from rollout_api.redis_client.client_connection import RedisTarget, open_client, server_name
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
-_DEFAULT_LIMITS = ClientLimits()
+_STATUS_POLL_INTERVAL_S = 0.05
+"""Time between two checks whether the job has published a status."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class AsyncRolloutClient:
         timeout: float = 60.0,
         reconnect_timeout: float = 120.0,
         history_redis: RedisTarget | None = None,
-        limits: ClientLimits = _DEFAULT_LIMITS,
+        limits: ClientLimits = DEFAULT_LIMITS,
     ) -> Self:
         """Return a client for a job. Nothing is sent before ``async with`` or :meth:`open`.
 
@@ -162,13 +162,13 @@ class AsyncRolloutClient:
         results = ResultReceiver(
             ResultStream(redis, keys, self.name, policy, limits), self.name, policy, limits, ending=ending
         )
-        sender = RequestSender(redis, job, policy, limits)
+        sender = RequestSender(redis, job, policy)
         monitor = JobMonitor(redis, job, self._job_name, lease, results, sender, limits)
         await results.open()
         return _Session(
             keys=keys,
             lease=lease,
-            publisher=WeightPublisher(redis, keys, sender, policy, limits),
+            publisher=WeightPublisher(redis, keys, sender, policy),
             steps=StepContext(
                 client_name=self.name,
                 job=job,
@@ -176,7 +176,6 @@ class AsyncRolloutClient:
                 sender=sender,
                 results=results,
                 registry=StepRegistry(limits.max_ended_steps),
-                limits=limits,
             ),
             monitoring=asyncio.create_task(monitor.run(), name=f"monitor of job {job.name}"),
         )
@@ -300,10 +299,8 @@ class AsyncRolloutClient:
             prompts, problem_ids, sampling, overrides, purpose, priority, deadline_seconds, weight_version, draft_mode
         )
         async with self.step(step, made, on_progress=on_progress) as opened:
-            collector = GroupCollector(opened.group_sizes)
-            async for rollout in opened:
-                collector.add(opened.prompt_index(rollout), rollout)
-        return collector.in_order()
+            groups = await opened.collect()
+        return groups.in_order()
 
     # Weights, rewards, statistics.
 
@@ -366,7 +363,7 @@ class AsyncRolloutClient:
                     f"job {self.job.name} has had no coordinator for {timeout:g} s, so its weight version is unknown; "
                     "is the job running?"
                 )
-            await asyncio.sleep(self._limits.status_poll_interval_s)
+            await asyncio.sleep(_STATUS_POLL_INTERVAL_S)
         return max(int(version), await session.publisher.newest())  # the status is up to a second old
 
     async def report_rewards(self, rewards: Mapping[str, float]) -> None:
@@ -379,9 +376,9 @@ class AsyncRolloutClient:
             InvalidRequestError: a reward is not finite, or a rollout belongs to another job; nothing was sent.
         """
         checked = [(rollout_id, self._check_reward(rollout_id, reward)) for rollout_id, reward in rewards.items()]
-        size = self._limits.ids_per_message
         messages = [
-            encode(Rewards(rewards=dict(checked[start : start + size]))) for start in range(0, len(checked), size)
+            encode(Rewards(rewards=dict(checked[start : start + IDS_PER_MESSAGE])))
+            for start in range(0, len(checked), IDS_PER_MESSAGE)
         ]
         session = self._connected
         await session.steps.sender.append(session.keys.rewards, messages, "report rewards")

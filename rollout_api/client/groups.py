@@ -18,38 +18,45 @@ class Groups:
     """All other groups: a rollout was cancelled, reached its deadline, failed, or is missing because its request was
     never sent."""
 
+    def in_order(self) -> list[list[Rollout]]:
+        """Return all groups in the order of their prompts."""
+        groups = self.complete | self.partial
+        return [groups[index] for index in sorted(groups)]
+
 
 class GroupCollector:
-    """Collects a step's rollouts and counts the complete groups.
+    """Collects a step's rollouts until enough groups are complete.
 
     Args:
         sizes: number of rollouts that each prompt asks for.
+        min_complete: number of complete groups that are enough; None if all groups are wanted.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.num_complete = 0
-        """Number of complete groups so far."""
+    def __init__(self, sizes: Sequence[int], min_complete: int | None = None) -> None:
+        self._min_complete = min_complete
+        self._num_complete = 0
         self._num_missing = list(sizes)
         self._groups: list[list[Rollout]] = [[] for _ in sizes]
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether enough groups are complete, so that the rest of the step may be cancelled."""
+        return self._min_complete is not None and self._num_complete >= self._min_complete
 
     def add(self, prompt_index: int, rollout: Rollout) -> None:
         """Add a rollout of a prompt."""
         self._groups[prompt_index].append(rollout)
         if rollout.finish_reason.complete:
             self._num_missing[prompt_index] -= 1
-            self.num_complete += self._num_missing[prompt_index] == 0
+            self._num_complete += self._num_missing[prompt_index] == 0
 
     def groups(self) -> Groups:
         """Return the rollouts so far, divided into complete and partial groups."""
         complete: dict[int, list[Rollout]] = {}
         partial: dict[int, list[Rollout]] = {}
-        for index, (num_missing, group) in enumerate(zip(self._num_missing, self.in_order(), strict=True)):
-            (partial if num_missing > 0 else complete)[index] = group
+        for index, (num_missing, group) in enumerate(zip(self._num_missing, self._groups, strict=True)):
+            (partial if num_missing > 0 else complete)[index] = sorted(group, key=_sample)
         return Groups(complete, partial)
-
-    def in_order(self) -> list[list[Rollout]]:
-        """Return the groups in the order of the prompts, each ordered by sample."""
-        return [sorted(group, key=_sample) for group in self._groups]
 
 
 def _sample(rollout: Rollout) -> int:

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from rollout_api.client.prompts import Prompt, overrides_of, token_list
 from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundError, VersionMismatchError
 from rollout_api.manifest.spec import Sampling
+from rollout_api.manifest.validation_errors import first_error
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.messages import SCHEMA_VERSION, Partial, RolloutRequest, encode
 from rollout_api.redis_client.client_connection import server_name
@@ -157,7 +158,7 @@ class JobInfo:
             fields = {**draft.model_dump(exclude_unset=True), **_without_defaults(not_hashed), "request_id": request_id}
             request = RolloutRequest.model_validate(fields)
         except ValidationError as invalid:
-            raise InvalidRequestError(f"{where}: {_first_error(invalid)}") from None
+            raise InvalidRequestError(f"{where}: {first_error(invalid)}") from None
         data = encode(request)
         if len(data) > self.max_request_bytes:
             raise InvalidRequestError(
@@ -175,7 +176,7 @@ class JobInfo:
         try:
             return Sampling.model_validate(overrides), Sampling.model_validate({**self.sampling, **overrides})
         except ValidationError as invalid:
-            raise InvalidRequestError(f"{where}: sampling.{_first_error(invalid)}") from None
+            raise InvalidRequestError(f"{where}: sampling.{first_error(invalid)}") from None
 
     def _check_tokens(self, tokens: list[int], sampling: Sampling, prefix: Partial | None, where: str) -> None:
         if not tokens:
@@ -296,9 +297,3 @@ def parse_status(data: bytes | None) -> dict[str, Any]:
 def _without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Drop fields that have their default values: messages stay small, and readable by older versions."""
     return {name: value for name, value in fields.items() if value != RolloutRequest.model_fields[name].default}
-
-
-def _first_error(invalid: ValidationError) -> str:
-    error = invalid.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in error["loc"])
-    return f"{where}: {error['msg']}" if where else str(error["msg"])

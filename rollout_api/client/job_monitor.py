@@ -11,7 +11,7 @@ import redis
 import redis.asyncio
 
 from rollout_api.client.job_info import JobInfo, ended_error, parse_status
-from rollout_api.client.limits import ClientLimits
+from rollout_api.client.limits import LOG_INTERVAL_S, ClientLimits
 from rollout_api.client.name_lease import NameLease
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.result_receiver import ResultReceiver
@@ -82,7 +82,7 @@ class JobMonitor:
         ending = self._ending(uid, state, reason)
         if holder is not None and not self._lease.is_held_by_this_process(holder):
             ending = self._lease.in_use_error(holder)
-        self._results.set_ending(ending)
+        self._results.ending = ending
         await self._lease.renew(holder)
 
     def _ending(self, uid: bytes | None, state: str | None, reason: str | None) -> RolloutClientError | None:
@@ -103,7 +103,7 @@ class JobMonitor:
             self._last_status = now
         waiting = self._results.num_awaited
         outage = now - self._last_status
-        log_is_due = now - self._last_log > self._limits.log_interval_s
+        log_is_due = now - self._last_log > LOG_INTERVAL_S
         if outage > self._limits.coordinator_grace_s and waiting and log_is_due:
             self._last_log = now
             logger.warning(

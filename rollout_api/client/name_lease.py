@@ -21,6 +21,9 @@ from rollout_api.redis_client.server_functions import execute_even_when_full
 
 logger = logging.getLogger(__name__)
 
+_RETRY_PAUSE_S = 0.25
+"""Pause while another process holds the client's name."""
+
 
 class NameLease:
     """A key with an expiry time that reserves a client's name for this process.
@@ -66,7 +69,7 @@ class NameLease:
             if not logged and holder is not None:
                 logged = True
                 logger.info("Client name %s is held by %s; waiting for its release.", self._name, holder.decode())
-            await asyncio.sleep(self._limits.name_retry_pause_s)
+            await asyncio.sleep(_RETRY_PAUSE_S)
 
     async def renew(self, holder: bytes | None) -> None:
         """Extend the lease if this process holds it, or take it again if it has expired.

@@ -13,7 +13,7 @@ from typing import Any
 import redis.asyncio
 
 from rollout_api.client.job_info import JobInfo
-from rollout_api.client.limits import ClientLimits
+from rollout_api.client.limits import LOG_INTERVAL_S
 from rollout_api.client.step_state import PendingRequest
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import Cancel, encode
@@ -21,6 +21,15 @@ from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.redis_client.server_functions import execute_even_when_full
 
 logger = logging.getLogger(__name__)
+
+IDS_PER_MESSAGE = 1000
+"""Request ids in one cancellation, and rollout ids in one report of rewards."""
+_BATCH = 64
+"""Requests per write to Redis."""
+_BATCH_BYTES = 4_000_000
+"""Encoded size, in bytes, above which no further request is added to a batch."""
+_CAPACITY_RETRY_PAUSE_S = 0.2
+"""Pause while the job has no capacity for another request."""
 
 
 class RequestSender:
@@ -33,13 +42,10 @@ class RequestSender:
         client: connection to Redis.
         job: the job.
         policy: how failing commands are retried.
-        limits: limits of the client.
     """
 
-    def __init__(
-        self, client: redis.asyncio.Redis, job: JobInfo, policy: ClientRetryPolicy, limits: ClientLimits
-    ) -> None:
-        self._client, self._job, self._policy, self._limits = client, job, policy, limits
+    def __init__(self, client: redis.asyncio.Redis, job: JobInfo, policy: ClientRetryPolicy) -> None:
+        self._client, self._job, self._policy = client, job, policy
         self._keys = MessageKeys(job.uid)
         self._open_in_job: int | None = None
         self._sent_since_status = 0
@@ -89,9 +95,9 @@ class RequestSender:
             RedisUnreachableError: Redis was unreachable for too long; some cancellations may have arrived.
             RedisRefusedError: Redis refused the command.
         """
-        control, size = self._keys.control, self._limits.ids_per_message
-        for start in range(0, len(request_ids), size):
-            message = encode(Cancel(request_ids=list(request_ids[start : start + size])))
+        control = self._keys.control
+        for start in range(0, len(request_ids), IDS_PER_MESSAGE):
+            message = encode(Cancel(request_ids=list(request_ids[start : start + IDS_PER_MESSAGE])))
             append = partial(
                 execute_even_when_full, self._client, control, "XADD", control, "*", MESSAGE_FIELD, message
             )
@@ -115,14 +121,14 @@ class RequestSender:
         if not batch:
             if queue:
                 self._log_no_capacity(len(queue))
-                await asyncio.sleep(self._limits.capacity_retry_pause_s)
+                await asyncio.sleep(_CAPACITY_RETRY_PAUSE_S)
             return []
         self._sent_since_status += sum(request.n for request in batch)
         ids = [request.request_id for request in batch]
-        entries = await self.append(self._keys.requests, [request.data for request in batch], "send requests")
+        entry_ids = await self.append(self._keys.requests, [request.data for request in batch], "send requests")
         return [
-            (request, entry)
-            for request, request_id, entry in zip(batch, ids, entries, strict=True)
+            (request, entry_id)
+            for request, request_id, entry_id in zip(batch, ids, entry_ids, strict=True)
             if request.request_id == request_id
         ]
 
@@ -132,10 +138,10 @@ class RequestSender:
         in_job = num_awaited if known is None else max(num_awaited, known + self._sent_since_status)
         batch: list[PendingRequest] = []
         size = 0
-        while queue and len(batch) < self._limits.request_batch and size < self._limits.request_batch_bytes:
+        while queue and len(batch) < _BATCH and size < _BATCH_BYTES:
             request = queue[0]
             if request.num_open:
-                if request.entry is None:  # a request that was sent before is counted already
+                if request.entry_id is None:  # a request that was sent before is counted already
                     # A job in which nothing is open takes every request that passed validation.
                     if in_job and in_job + request.num_open > self._job.max_rollouts:
                         break
@@ -147,7 +153,7 @@ class RequestSender:
 
     def _log_no_capacity(self, num_waiting: int) -> None:
         now = time.monotonic()
-        if now - self._last_log >= self._limits.log_interval_s:
+        if now - self._last_log >= LOG_INTERVAL_S:
             self._last_log = now
             logger.warning(
                 "Job %s has reached its limit of %d open rollouts (spec.queue.maxRollouts); %d requests wait in this "

@@ -21,6 +21,9 @@ from rollout_api.redis_client.retry import ClientRetryPolicy
 
 logger = logging.getLogger(__name__)
 
+_READ_RETRY_PAUSE_S = 0.2
+"""Pause after a failed read of results."""
+
 
 class ResultReceiver:
     """Reads one client's results in one task and puts each into the state of the step that requested it.
@@ -47,10 +50,11 @@ class ResultReceiver:
         self._stream, self._name = stream, name
         self._policy, self._limits = policy, limits
         self._router = ResultRouter(name)
-        self._ending = ending
+        self.ending = ending
+        """Why no further results will come; None while they may. Results that are in Redis are still received."""
         self._to_acknowledge: list[str] = []
-        """Entries that no step needs and that are not acknowledged yet."""
-        self._last_entry = "0-0"
+        """Ids of entries that no step needs and that are not acknowledged yet."""
+        self._last_entry_id = "0-0"
         self._was_interrupted = False
         """Whether Redis may have lost data, or the reply to a read, since the last successful read."""
         self._demand = asyncio.Event()
@@ -64,7 +68,7 @@ class ResultReceiver:
             RedisRefusedError: Redis refused a command.
         """
         await self._stream.create()
-        while entries := await self._stream.read_delivered(self._last_entry):
+        while entries := await self._stream.read_delivered(self._last_entry_id):
             await self._route_all(entries)
         num_results, num_requests = self._router.num_held
         if num_results:
@@ -84,15 +88,6 @@ class ResultReceiver:
         """Stop reading."""
         if self._task is not None:
             await cancel_and_wait(self._task)
-
-    @property
-    def ending(self) -> RolloutClientError | None:
-        """Why no further results will come; None while they may."""
-        return self._ending
-
-    def set_ending(self, ending: RolloutClientError | None) -> None:
-        """Set why no further results will come; None if they may. Results that are in Redis are still received."""
-        self._ending = ending
 
     @property
     def num_awaited(self) -> int:
@@ -126,8 +121,10 @@ class ResultReceiver:
         self._to_acknowledge += self._router.finish(state)
         self.notify_demand()
         await self._flush_acknowledgements()
-        for batch in list(_batches(state.entries, self._limits.acknowledge_batch)):
-            await self._stream.acknowledge([entry for request_id in batch for entry in state.entries[request_id]])
+        for batch in list(_batches(state.entry_ids, self._limits.acknowledge_batch)):
+            await self._stream.acknowledge(
+                [entry_id for request_id in batch for entry_id in state.entry_ids[request_id]]
+            )
             for request_id in batch:
                 state.mark_acknowledged(request_id)
 
@@ -137,15 +134,15 @@ class ResultReceiver:
         Raises:
             RolloutClientError: Redis failed.
         """
-        return await self._stream.fetch([result.entry for result in deferred])
+        return await self._stream.fetch([result.entry_id for result in deferred])
 
-    async def dead_letter(self, entry: str, data: bytes, reason: str) -> None:
+    async def dead_letter(self, entry_id: str, data: bytes, reason: str) -> None:
         """Move a result that cannot be read to the dead letters.
 
         Raises:
             RolloutClientError: Redis failed.
         """
-        await self._stream.dead_letter(entry, data, reason)
+        await self._stream.dead_letter(entry_id, data, reason)
 
     def notify_demand(self) -> None:
         """Make the task check again whether it should read: a rollout was consumed, or a consumer waits for one."""
@@ -165,11 +162,11 @@ class ResultReceiver:
         self._router.fail_all(failure)
 
     async def _read_forever(self) -> None:
-        position = self._last_entry if self._was_interrupted else ">"
+        position = self._last_entry_id if self._was_interrupted else ">"
         failing_since: float | None = None
         while True:
             await self._wait_for_demand()
-            ending = self._ending
+            ending = self.ending
             if isinstance(ending, NameInUseError):
                 raise ending  # another read would take results from the process that has the name now
             try:
@@ -182,14 +179,14 @@ class ResultReceiver:
                     failing_since = failing_since or time.monotonic()
                     self._policy.raise_unless_retryable(error, failing_since, "read results")
                     # Entries of a reply that was lost are behind the last entry that arrived.
-                    position, self._was_interrupted = self._last_entry, True
-                await asyncio.sleep(self._limits.read_retry_pause_s)
+                    position, self._was_interrupted = self._last_entry_id, True
+                await asyncio.sleep(_READ_RETRY_PAUSE_S)
                 continue
             failing_since = None
             await self._route_all(entries)
             await self._flush_acknowledgements()
             if position != ">":
-                position = self._last_entry if entries else ">"
+                position = self._last_entry_id if entries else ">"
             elif self._was_interrupted:
                 self._was_interrupted = False
                 self._router.request_resend()
@@ -206,22 +203,22 @@ class ResultReceiver:
         return self._router.num_unread >= self._limits.max_unread
 
     async def _route_all(self, entries: Entries) -> None:
-        for entry, data in entries:
-            self._last_entry = entry
+        for entry_id, data in entries:
+            self._last_entry_id = entry_id
             if data is None:
                 # It was delivered once, and something other than an acknowledgement has deleted it since.
-                self._to_acknowledge.append(entry)
+                self._to_acknowledge.append(entry_id)
                 continue
             try:
-                self._route(entry, decode(data))
+                self._route(entry_id, decode(data))
             except CodecError as error:
-                await self._handle_unreadable(entry, data, str(error))
+                await self._handle_unreadable(entry_id, data, str(error))
 
-    def _route(self, entry: str, message: object) -> None:
+    def _route(self, entry_id: str, message: object) -> None:
         if isinstance(message, Refusal):
-            self._router.refuse(entry, message)
+            self._router.refuse(entry_id, message)
             # It need not be kept: a request that is sent again is refused again.
-            self._to_acknowledge.append(entry)
+            self._to_acknowledge.append(entry_id)
             return
         if not isinstance(message, Rollout):
             raise CodecError(f"it is a {type(message).__name__}, not a result")
@@ -229,29 +226,29 @@ class ResultReceiver:
             rollout_id = RolloutId.parse(message.rollout_id)
         except ValueError as error:
             raise CodecError(str(error)) from None
-        self._to_acknowledge += self._router.route(entry, rollout_id, message, is_crowded=self._is_full())
+        self._to_acknowledge += self._router.route(entry_id, rollout_id, message, is_full=self._is_full())
 
-    async def _handle_unreadable(self, entry: str, data: bytes, reason: str) -> None:
-        await self._stream.dead_letter(entry, data, reason)
+    async def _handle_unreadable(self, entry_id: str, data: bytes, reason: str) -> None:
+        await self._stream.dead_letter(entry_id, data, reason)
         if (rollout_id := _rollout_id_of(data)) is None:
-            self._router.fail_all(UnreadableResultError({f"entry {entry}": reason}))
+            self._router.fail_all(UnreadableResultError({f"entry {entry_id}": reason}))
         else:
             self._router.mark_unreadable(rollout_id, reason)
 
     async def _flush_acknowledgements(self) -> None:
-        entries, self._to_acknowledge = self._to_acknowledge, []
+        entry_ids, self._to_acknowledge = self._to_acknowledge, []
         try:
-            await self._stream.acknowledge(entries)
+            await self._stream.acknowledge(entry_ids)
         except RolloutClientError:
-            self._to_acknowledge += entries
+            self._to_acknowledge += entry_ids
             raise
 
 
-def _batches(entries: Mapping[str, Mapping[str, int]], size: int) -> Iterator[list[str]]:
+def _batches(entry_ids: Mapping[str, Mapping[str, int]], size: int) -> Iterator[list[str]]:
     """Divide requests into batches of about *size* entries that are acknowledged together."""
     batch: list[str] = []
     num_entries = 0
-    for request_id, of_request in entries.items():
+    for request_id, of_request in entry_ids.items():
         if batch and num_entries + len(of_request) > size:
             yield batch
             batch, num_entries = [], 0

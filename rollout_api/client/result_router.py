@@ -76,8 +76,8 @@ class ResultRouter:
             self._released.pop(state.number, None)
         for request_id in request_ids:
             self._states[request_id] = state
-            for entry, sample in self._held.pop(request_id, {}).items():
-                state.receive(entry, request_id, sample, None, is_crowded=False)
+            for entry_id, sample in self._held.pop(request_id, {}).items():
+                state.receive(entry_id, request_id, sample, None, is_full=False)
 
     def release(self, state: StepState) -> None:
         """Hold the results of a step that was left by an exception until it is opened again.
@@ -90,14 +90,14 @@ class ResultRouter:
         for request_id in state.request_ids:
             self._states.pop(request_id, None)
             self._abandoned_ids.discard(request_id)
-        for request_id, entries in state.entries.items():
-            self._held.setdefault(request_id, {}).update(entries)
+        for request_id, entry_ids in state.entry_ids.items():
+            self._held.setdefault(request_id, {}).update(entry_ids)
 
     def finish(self, state: StepState) -> list[str]:
         """Stop routing results to a step that has ended.
 
         Returns:
-            Entries of held results that are dropped, because they belong to this step or to an earlier one.
+            Ids of the entries of held results that are dropped, because they belong to this step or to an earlier one.
         """
         num_opened_before = self._open.pop(state)
         for request_id in state.request_ids:
@@ -118,32 +118,32 @@ class ResultRouter:
 
     # Results.
 
-    def route(self, entry: str, rollout_id: RolloutId, rollout: Rollout, *, is_crowded: bool) -> list[str]:
+    def route(self, entry_id: str, rollout_id: RolloutId, rollout: Rollout, *, is_full: bool) -> list[str]:
         """Put a rollout into the state of its step, or hold it.
 
         Args:
-            entry: id of its entry in the result stream.
+            entry_id: id of its entry in the result stream.
             rollout_id: its parsed id.
             rollout: the rollout.
-            is_crowded: whether as many rollouts are in memory as may be.
+            is_full: whether as many rollouts are unread as may be in memory.
 
         Returns:
-            The entry, if the rollout is dropped.
+            The id of the entry, if the rollout is dropped.
         """
         request_id, sample = rollout_id.request_id, rollout_id.sample
         state = self._states.get(request_id)
         if state is not None:
-            state.receive(entry, request_id, sample, rollout, is_crowded=is_crowded)
+            state.receive(entry_id, request_id, sample, rollout, is_full=is_full)
         elif self._is_past(request_id):
-            return self._drop(request_id, [entry])
+            return self._drop(request_id, [entry_id])
         else:
-            self._held.setdefault(request_id, {})[entry] = sample
+            self._held.setdefault(request_id, {})[entry_id] = sample
         return []
 
-    def refuse(self, entry: str, refusal: Refusal) -> None:
-        """Report a refusal to the step that sent the request; *entry* is the id of the refusal's entry."""
+    def refuse(self, entry_id: str, refusal: Refusal) -> None:
+        """Report a refusal to the step that sent the request; *entry_id* is the id of the refusal's entry."""
         if (state := self._states.get(refusal.request_id)) is not None:
-            state.refuse(entry, refusal)
+            state.refuse(entry_id, refusal)
 
     def mark_unreadable(self, rollout_id: RolloutId, reason: str) -> None:
         """Report to the step that requested it that a rollout cannot be read."""
@@ -174,7 +174,7 @@ class ResultRouter:
         is_needed = number in self._released or any(state.number == number for state in self._open)
         return number < self._newest_ended and not is_needed
 
-    def _drop(self, request_id: str, entries: Iterable[str]) -> list[str]:
-        dropped = list(entries)
+    def _drop(self, request_id: str, entry_ids: Iterable[str]) -> list[str]:
+        dropped = list(entry_ids)
         logger.info("Dropped %d results of request %s, which no step will request again.", len(dropped), request_id)
         return dropped

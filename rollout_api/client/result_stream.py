@@ -86,7 +86,7 @@ class ResultStream:
         reply: Any = await self._client.xreadgroup(
             TRAINER_GROUP, self._name, {self._stream: position}, count=self._limits.read_batch, block=READ_BLOCK_MS
         )
-        return [(entry.decode(), _message(fields)) for _, entries in reply or [] for entry, fields in entries]
+        return [(entry_id.decode(), _message(fields)) for _, entries in reply or [] for entry_id, fields in entries]
 
     async def read_delivered(self, position: str) -> Entries:
         """Read entries after *position* that were delivered and not acknowledged; retry while Redis is unreachable.
@@ -96,8 +96,8 @@ class ResultStream:
         """
         return await self._policy.run(lambda: self.read(position), action="read results")
 
-    async def fetch(self, entries: Sequence[str]) -> Entries:
-        """Read these entries, which were delivered before.
+    async def fetch(self, entry_ids: Sequence[str]) -> Entries:
+        """Read the entries with these ids, which were delivered before.
 
         Raises:
             RolloutClientError: as for :meth:`create`.
@@ -105,28 +105,30 @@ class ResultStream:
 
         async def read() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
-            for entry in entries:
-                pipeline.xrange(self._stream, min=entry, max=entry)
+            for entry_id in entry_ids:
+                pipeline.xrange(self._stream, min=entry_id, max=entry_id)
             return list(await pipeline.execute())
 
         found = await self._policy.run(read, action="read results")
-        return [(entry, _message(page[0][1]) if page else None) for entry, page in zip(entries, found, strict=True)]
+        return [
+            (entry_id, _message(page[0][1]) if page else None) for entry_id, page in zip(entry_ids, found, strict=True)
+        ]
 
-    async def acknowledge(self, entries: Sequence[str]) -> None:
-        """Acknowledge entries, and delete those that every consumer group has acknowledged.
+    async def acknowledge(self, entry_ids: Sequence[str]) -> None:
+        """Acknowledge the entries with these ids, and delete those that every consumer group has acknowledged.
 
         Raises:
             RolloutClientError: as for :meth:`create`; some entries may be acknowledged.
         """
         size = self._limits.acknowledge_batch
-        for start in range(0, len(entries), size):
-            args = [TRAINER_GROUP, *entries[start : start + size]]
+        for start in range(0, len(entry_ids), size):
+            args = [TRAINER_GROUP, *entry_ids[start : start + size]]
             await self._policy.run(
                 partial(self._acknowledge_script, keys=[self._stream], args=args),
                 action="acknowledge results",
             )
 
-    async def dead_letter(self, entry: str, data: bytes, reason: str) -> None:
+    async def dead_letter(self, entry_id: str, data: bytes, reason: str) -> None:
         """Move a result that cannot be read to the dead letters.
 
         Raises:
@@ -136,14 +138,14 @@ class ResultStream:
         async def move() -> None:
             async with self._client.pipeline(transaction=True) as pipeline:
                 add_dead_letter(pipeline, self._keys.dead_letters, stream=self._stream, data=data, reason=reason)
-                pipeline.xack(self._stream, TRAINER_GROUP, entry)
+                pipeline.xack(self._stream, TRAINER_GROUP, entry_id)
                 try:
                     await pipeline.execute()
                 except redis.exceptions.OutOfMemoryError:
                     # Waiting here would block the reader, and with it the acknowledgements that free memory.
-                    logger.warning("Redis is full: result %s stays in %s.", entry, self._stream)
+                    logger.warning("Redis is full: result %s stays in %s.", entry_id, self._stream)
 
-        logger.error("Result %s of %s cannot be read and moves to the dead letters: %s", entry, self._stream, reason)
+        logger.error("Result %s of %s cannot be read and moves to the dead letters: %s", entry_id, self._stream, reason)
         await self._policy.run(move, action="move a result that cannot be read to the dead letters")
 
     async def _create_group(self) -> None:

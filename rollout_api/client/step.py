@@ -16,7 +16,6 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.groups import GroupCollector, Groups
 from rollout_api.client.job_info import JobInfo, PreparedRequest
 from rollout_api.client.job_monitor import JobMonitor
-from rollout_api.client.limits import ClientLimits
 from rollout_api.client.prompts import Prompt, SamplingOverrides, overrides_of
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.result_receiver import ResultReceiver
@@ -27,6 +26,15 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Purpose, Rollout, RolloutId
 
 logger = logging.getLogger(__name__)
+
+_PROGRESS_INTERVAL_S = 1.0
+"""Time between two calls of a progress callback."""
+_LAST_BATCH_TIMEOUT_S = 2.0
+"""How long a cancellation waits for the batch of requests that is being sent."""
+_CANCEL_RETRY_PAUSE_S = 2.0
+"""Pause before a cancellation is first repeated; it doubles with each repetition."""
+_MAX_CANCEL_RETRY_PAUSE_S = 60.0
+"""Longest pause between two repetitions of a cancellation."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +125,6 @@ class StepContext:
     """Receiver of rollouts."""
     registry: StepRegistry
     """Record of open and ended steps."""
-    limits: ClientLimits
-    """Intervals and limits."""
 
 
 class AsyncStep:
@@ -151,6 +157,7 @@ class AsyncStep:
         self._is_cancelled = False
         self._num_trajectories = 0
         self._submission: asyncio.Task[None] | None = None
+        self._sending_again: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     # Opening and leaving.
@@ -174,7 +181,7 @@ class AsyncStep:
             self._state.add(PendingRequest(index, request.request_id, request.n, request.data))
         self._context.results.register(self._state, request_ids)
         self._context.results.start()
-        self._run(self._send_again_when_needed())
+        self._sending_again = self._run(self._send_again_when_needed())
         self._submission = self._run(self._submit(list(self._state.requests.values())))
         return self
 
@@ -236,6 +243,9 @@ class AsyncStep:
             await cancel_and_wait(self._submission)
         if state.num_open or state.num_open_turns:
             await self.cancel()
+        if self._sending_again is not None:
+            # Once the step is finished, this task would register it again.
+            await cancel_and_wait(self._sending_again)
         await self._context.results.finish(state)
 
     async def __aenter__(self) -> Self:
@@ -276,7 +286,7 @@ class AsyncStep:
         """
         self._check_running()
         state, results = self._state, self._context.results
-        deadline = time.monotonic() + (self._context.limits.progress_interval_s if timeout is None else timeout)
+        deadline = time.monotonic() + (_PROGRESS_INTERVAL_S if timeout is None else timeout)
         while True:
             if rollouts := state.take_ready(limit):
                 results.notify_demand()
@@ -305,11 +315,10 @@ class AsyncStep:
         Raises:
             RolloutClientError: under the same conditions as when iterating.
         """
-        collector = GroupCollector(self.group_sizes)
+        collector = GroupCollector(self.group_sizes, min_complete_groups)
         async for rollout in self:
             collector.add(self.prompt_index(rollout), rollout)
-            is_enough = min_complete_groups is not None and collector.num_complete >= min_complete_groups
-            if is_enough and not self._is_cancelled:
+            if collector.should_stop and not self._is_cancelled:
                 await self.cancel()
         return collector.groups()
 
@@ -327,6 +336,11 @@ class AsyncStep:
         return [request.n for request in self._state.prompt_requests.values()]
 
     @property
+    def is_cancelled(self) -> bool:
+        """Whether :meth:`cancel` was called since the step was opened."""
+        return self._is_cancelled
+
+    @property
     def num_unread(self) -> int:
         """Number of rollouts in memory that have not been consumed."""
         return self._state.num_unread
@@ -342,7 +356,7 @@ class AsyncStep:
     def report_progress(self, *, is_final: bool) -> None:
         """Call the progress callback if it is due. Iterating does this."""
         now = time.monotonic()
-        is_due = is_final or now - self._last_progress >= self._context.limits.progress_interval_s
+        is_due = is_final or now - self._last_progress >= _PROGRESS_INTERVAL_S
         if self._on_progress is not None and is_due:
             self._last_progress = now
             self._on_progress(self.progress)
@@ -356,10 +370,10 @@ class AsyncStep:
         yet are withdrawn and return nothing.
         """
         is_first, self._is_cancelled = not self._is_cancelled, True
-        state, limits = self._state, self._context.limits
+        state = self._state
         if self._submission is not None:
             # The batch that is being sent counts as sent, unless Redis is full or unreachable.
-            await asyncio.wait([self._submission], timeout=limits.last_batch_timeout_s)
+            await asyncio.wait([self._submission], timeout=_LAST_BATCH_TIMEOUT_S)
             await cancel_and_wait(self._submission)
         # Requests that were not sent are included: an earlier trainer may have sent them.
         open_ids = state.open_ids
@@ -371,11 +385,10 @@ class AsyncStep:
 
     async def _repeat_cancellation(self) -> None:
         """Repeat the cancellation while requests are open, because Redis may lose it in a crash."""
-        limits = self._context.limits
-        pause = limits.cancel_retry_pause_s
+        pause = _CANCEL_RETRY_PAUSE_S
         while True:
             await asyncio.sleep(pause)
-            pause = min(2 * pause, limits.max_cancel_retry_pause_s)
+            pause = min(2 * pause, _MAX_CANCEL_RETRY_PAUSE_S)
             if open_ids := self._state.open_ids:
                 await self._context.sender.cancel(open_ids)
 
@@ -470,8 +483,8 @@ class AsyncStep:
         state, results = self._state, self._context.results
         queue = deque(requests)
         while queue and results.ending is None and (even_if_cancelled or not self._is_cancelled):
-            for request, entry in await self._context.sender.send_batch(queue, results.num_awaited):
-                state.mark_sent(request, entry)
+            for request, entry_id in await self._context.sender.send_batch(queue, results.num_awaited):
+                state.mark_sent(request, entry_id)
 
     async def _send_again_when_needed(self) -> None:
         """Send requests that got another id, and all open ones after Redis may have lost them."""
@@ -492,7 +505,7 @@ class AsyncStep:
     async def _resend(self) -> None:
         """Send everything open again: Redis was unreachable and may have lost it. Repetitions are harmless."""
         state = self._state
-        sent = [request for request in state.requests.values() if request.entry is not None and request.num_open]
+        sent = [request for request in state.requests.values() if request.entry_id is not None and request.num_open]
         # Requests of a cancelled step are sent too: the job only answers requests that it has.
         await self._submit(sent, even_if_cancelled=True)
         if self._is_cancelled and (open_ids := state.open_ids):

@@ -36,7 +36,7 @@ class PendingRequest:
     """Encoded request; empty once nothing more is expected."""
     answer: asyncio.Future[Rollout] | None = None
     """Receives the rollout of a trajectory's turn; None for the request of a prompt."""
-    entry: str | None = None
+    entry_id: str | None = None
     """Id of its entry in the stream of requests; None until it was sent."""
     received: set[int] = field(default_factory=set)
     """Samples that were received, readable or not."""
@@ -56,7 +56,7 @@ class PendingRequest:
 class DeferredResult(NamedTuple):
     """A result that was received but is still only in Redis."""
 
-    entry: str
+    entry_id: str
     """Id of its entry in the result stream."""
     request_id: str
     """Request id under which it was produced."""
@@ -67,7 +67,7 @@ class DeferredResult(NamedTuple):
 class UnreadableEntry(NamedTuple):
     """A stream entry that cannot be decoded."""
 
-    entry: str
+    entry_id: str
     """Id of the entry."""
     data: bytes
     """Content of the entry."""
@@ -92,7 +92,7 @@ class StepState:
         """Requests by the id that each had first."""
         self.request_ids: list[str] = []
         """All ids under which something was requested."""
-        self.entries: dict[str, dict[str, int]] = {}
+        self.entry_ids: dict[str, dict[str, int]] = {}
         """Results to acknowledge: request id → id of the entry → sample."""
         self.num_open = 0
         """Number of rollouts of prompts that are still expected."""
@@ -137,17 +137,17 @@ class StepState:
             if self.failure is not None:
                 request.answer.set_exception(self.failure)
 
-    def mark_sent(self, request: PendingRequest, entry: str) -> None:
+    def mark_sent(self, request: PendingRequest, entry_id: str) -> None:
         """Record that a request was sent, and the id of its entry."""
-        if request.entry is None:
+        if request.entry_id is None:
             self.num_awaited += request.num_open
-        request.entry = entry
+        request.entry_id = entry_id
         self._apply_refusal(request)
 
     def withdraw_unsent(self, requests: Sequence[PendingRequest]) -> None:
         """Stop expecting anything from those of *requests* that were never sent."""
         for request in requests:
-            if request.entry is None:
+            if request.entry_id is None:
                 error = RolloutClientError(f"step {self.number} was cancelled before this turn was sent")
                 self._abandon(request, error)
 
@@ -250,19 +250,19 @@ class StepState:
 
     # Results.
 
-    def receive(self, entry: str, request_id: str, sample: int, rollout: Rollout | None, *, is_crowded: bool) -> None:
+    def receive(self, entry_id: str, request_id: str, sample: int, rollout: Rollout | None, *, is_full: bool) -> None:
         """Record a rollout.
 
         Args:
-            entry: id of its entry in the result stream.
+            entry_id: id of its entry in the result stream.
             request_id: request id under which it was produced.
             sample: index of the sample.
             rollout: the rollout; None if it has to be fetched from its entry.
-            is_crowded: whether so many rollouts are in memory already that this one should stay in Redis unless
-                a consumer waits for it.
+            is_full: whether as many rollouts are unread as may be in memory, so that this one should stay in Redis
+                unless a consumer waits for it.
         """
         request = self.requests[first_id(request_id)]
-        self.entries.setdefault(request_id, {})[entry] = sample
+        self.entry_ids.setdefault(request_id, {})[entry_id] = sample
         if sample in request.received:
             return  # a repetition
         if not 0 <= sample < request.n:
@@ -273,17 +273,17 @@ class StepState:
         if not was_expected:
             return  # the request was withdrawn; its result is acknowledged nevertheless
         is_turn = request.answer is not None
-        if rollout is not None and (is_turn or self._num_waiters or not is_crowded):
+        if rollout is not None and (is_turn or self._num_waiters or not is_full):
             self._deliver(request, rollout)
             return
-        (self._deferred_turns if is_turn else self._deferred).append(DeferredResult(entry, request_id, sample))
+        (self._deferred_turns if is_turn else self._deferred).append(DeferredResult(entry_id, request_id, sample))
         self.changed.set()
 
-    def refuse(self, entry: str, refusal: Refusal) -> None:
-        """Record that the job refused a request; *entry* is the id of the refusal's entry."""
+    def refuse(self, entry_id: str, refusal: Refusal) -> None:
+        """Record that the job refused a request; *entry_id* is the id of the refusal's entry."""
         request = self.requests[first_id(refusal.request_id)]
         if refusal.request_id == request.request_id:
-            request.refusal = (entry, refusal)
+            request.refusal = (entry_id, refusal)
             self._apply_refusal(request)
 
     def mark_unreadable(self, request_id: str, sample: int, reason: str) -> None:
@@ -298,7 +298,7 @@ class StepState:
 
     def mark_acknowledged(self, request_id: str) -> None:
         """Record that all results of a request are acknowledged."""
-        del self.entries[request_id]
+        del self.entry_ids[request_id]
 
     def fail(self, error: RolloutClientError) -> None:
         """Record that nothing more will be received."""
@@ -340,13 +340,13 @@ class StepState:
         self._num_fetching -= len(results)
         self.changed.set()
         unreadable: list[UnreadableEntry] = []
-        for result, (entry, data) in zip(results, found, strict=True):
+        for result, (entry_id, data) in zip(results, found, strict=True):
             try:
                 rollout = _decode_rollout(data)
             except CodecError as error:
                 self.mark_unreadable(result.request_id, result.sample, str(error))
                 if data is not None:
-                    unreadable.append(UnreadableEntry(entry, data, str(error)))
+                    unreadable.append(UnreadableEntry(entry_id, data, str(error)))
             else:
                 self._deliver(self.requests[first_id(result.request_id)], rollout)
         return unreadable
@@ -364,7 +364,7 @@ class StepState:
             self.num_open -= count
         else:
             self.num_open_turns -= count
-        if request.entry is not None:
+        if request.entry_id is not None:
             self.num_awaited -= count
         if not request.num_open:
             request.data = b""
@@ -380,10 +380,10 @@ class StepState:
 
     def _apply_refusal(self, request: PendingRequest) -> None:
         """Act on a refusal, unless it concerns an earlier transmission or a repetition of an answered request."""
-        if request.refusal is None or request.entry is None or not request.num_open:
+        if request.refusal is None or request.entry_id is None or not request.num_open:
             return
-        entry, refusal = request.refusal
-        if _arrival_ms(entry) < _arrival_ms(request.entry):
+        entry_id, refusal = request.refusal
+        if _arrival_ms(entry_id) < _arrival_ms(request.entry_id):
             return
         if refusal.already_answered and not request.received:
             self._resubmit(request)
@@ -403,7 +403,7 @@ class StepState:
                 self.number,
             )
         self.num_awaited -= request.num_open
-        request.entry = request.refusal = None
+        request.entry_id = request.refusal = None
         request.num_resubmissions += 1
         request.request_id = f"{first_id(request.request_id)}.r{request.num_resubmissions}"
         message = cast(RolloutRequest, decode(request.data))
@@ -435,6 +435,6 @@ def _decode_rollout(data: bytes | None) -> Rollout:
     return message
 
 
-def _arrival_ms(entry: str) -> int:
+def _arrival_ms(entry_id: str) -> int:
     """Return when a stream entry arrived, in milliseconds of Redis' clock, which is the same for all streams."""
-    return int(entry.partition("-")[0])
+    return int(entry_id.partition("-")[0])

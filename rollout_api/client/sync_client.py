@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar, Unpack
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.groups import GroupCollector, Groups
 from rollout_api.client.job_info import JobInfo
-from rollout_api.client.limits import ClientLimits
+from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts
 from rollout_api.client.step import AsyncStep, OnProgress, StepProgress
 from rollout_api.client.trajectory import Trajectory
@@ -25,7 +25,6 @@ from rollout_api.redis_client.client_connection import RedisTarget
 
 _TAKE_LIMIT = 64
 """Rollouts that are handed from the event loop's thread to the caller's at once."""
-_DEFAULT_LIMITS = ClientLimits()
 _Result = TypeVar("_Result")
 
 
@@ -114,13 +113,10 @@ class Step:
 
     def collect(self, min_complete_groups: int | None = None) -> Groups:
         """See :meth:`AsyncStep.collect`."""
-        collector = GroupCollector(self.group_sizes)
-        is_cancelled = False
+        collector = GroupCollector(self.group_sizes, min_complete_groups)
         for rollout in self:
             collector.add(self.prompt_index(rollout), rollout)
-            is_enough = min_complete_groups is not None and collector.num_complete >= min_complete_groups
-            if is_enough and not is_cancelled:
-                is_cancelled = True
+            if collector.should_stop and not self._step.is_cancelled:
                 self.cancel()
         return collector.groups()
 
@@ -181,7 +177,7 @@ class RolloutClient:
         timeout: float = 60.0,
         reconnect_timeout: float = 120.0,
         history_redis: RedisTarget | None = None,
-        limits: ClientLimits = _DEFAULT_LIMITS,
+        limits: ClientLimits = DEFAULT_LIMITS,
     ) -> Self:
         """Connect to a job; see :meth:`AsyncRolloutClient.connect` and :meth:`AsyncRolloutClient.open`."""
         return cls(
@@ -262,10 +258,8 @@ class RolloutClient:
             prompts, problem_ids, sampling, overrides, purpose, priority, deadline_seconds, weight_version, draft_mode
         )
         with self.step(step, made, on_progress=on_progress) as opened:
-            collector = GroupCollector(opened.group_sizes)
-            for rollout in opened:
-                collector.add(opened.prompt_index(rollout), rollout)
-        return collector.in_order()
+            groups = opened.collect()
+        return groups.in_order()
 
     def publish_weights(
         self,

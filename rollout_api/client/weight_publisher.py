@@ -18,7 +18,6 @@ import redis
 import redis.asyncio
 
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.limits import ClientLimits
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.errors import InvalidRequestError, WeightsError
 from rollout_api.protocol.keys import MessageKeys
@@ -29,6 +28,10 @@ from rollout_api.weights.checksum import checksum
 logger = logging.getLogger(__name__)
 
 _MAX_LISTED_ENGINES = 5
+_POLL_INTERVAL_S = 0.2
+"""Time between two checks whether the engines have loaded published weights."""
+_LOG_INTERVAL_S = 30.0
+"""Time between two log messages about engines that are still loading weights."""
 
 Checksum = Literal["compute"] | str | None
 """A SHA-256 in hex, ``compute`` to have the client compute it, or None for weights that are not to be verified."""
@@ -72,6 +75,15 @@ class PublishedWeights:
     failed: dict[str, str]
     """Engines that could not load the weights, each with the reason; they keep their old weights."""
 
+    def raise_if_failed(self) -> None:
+        """Raise an error if an engine could not load the weights.
+
+        Raises:
+            WeightsError: some engines keep their old weights; it says which, and why.
+        """
+        if self.failed:
+            raise WeightsError(f"weight version {self.version} is not served by all engines", self.failed)
+
 
 @dataclass
 class _Publication:
@@ -79,7 +91,7 @@ class _Publication:
 
     update: WeightUpdate
     """Message that was sent."""
-    entry: str
+    entry_id: str
     """Id of its entry in the control stream, which the coordinator deletes once it has adopted the update."""
 
 
@@ -91,7 +103,6 @@ class WeightPublisher:
         keys: keys of the job.
         sender: sender of messages.
         policy: how failing commands are retried.
-        limits: intervals of the client.
     """
 
     def __init__(
@@ -100,10 +111,8 @@ class WeightPublisher:
         keys: MessageKeys,
         sender: RequestSender,
         policy: ClientRetryPolicy,
-        limits: ClientLimits,
     ) -> None:
-        self._client, self._keys, self._sender = client, keys, sender
-        self._policy, self._limits = policy, limits
+        self._client, self._keys, self._sender, self._policy = client, keys, sender, policy
 
     async def publish(
         self,
@@ -155,8 +164,8 @@ class WeightPublisher:
         return max((update.weight_version for update in updates if isinstance(update, WeightUpdate)), default=0)
 
     async def _send(self, update: WeightUpdate) -> _Publication:
-        [entry] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
-        return _Publication(update, entry)
+        [entry_id] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
+        return _Publication(update, entry_id)
 
     async def _broadcast(
         self,
@@ -200,11 +209,11 @@ class WeightPublisher:
         finally:
             weights.withdraw()
             # Wait briefly for the sender, so that its port is free again.
-            await asyncio.wait((sending,), timeout=self._limits.weights_poll_interval_s)
+            await asyncio.wait((sending,), timeout=_POLL_INTERVAL_S)
             await cancel_and_wait(waiting, sending)
             with contextlib.suppress(redis.RedisError):
                 # An update that was not adopted yet must not make engines wait for the broadcast later.
-                await self._client.xdel(self._keys.control, publication.entry)
+                await self._client.xdel(self._keys.control, publication.entry_id)
 
     async def _engines_without_pinned_rollouts(self, version: int, timeout: float) -> dict[str, dict[str, Any]]:
         """Wait until no engine runs a rollout that is pinned to a weight version, and return all engines' reports.
@@ -224,7 +233,7 @@ class WeightPublisher:
                     f"version are still running on {', '.join(sorted(busy)[:_MAX_LISTED_ENGINES])}; cancel them or "
                     "wait for them first"
                 )
-            await asyncio.sleep(self._limits.weights_poll_interval_s)
+            await asyncio.sleep(_POLL_INTERVAL_S)
 
     async def _wait(
         self,
@@ -264,10 +273,10 @@ class WeightPublisher:
             state = _describe_state(is_adopted, engines, loading)
             if now - started > timeout:
                 raise WeightsError(f"weight version {version} is not served after {timeout:.0f} s: {state}", failed)
-            if now - last_log > self._limits.weights_log_interval_s:
+            if now - last_log > _LOG_INTERVAL_S:
                 last_log = now
                 logger.warning("Weight version %d is not served by all engines yet: %s.", version, state)
-            await asyncio.sleep(self._limits.weights_poll_interval_s)
+            await asyncio.sleep(_POLL_INTERVAL_S)
         if not loaded:
             raise WeightsError(
                 f"no engine could load weight version {version}, and all keep their old weights. Publish corrected "
@@ -280,13 +289,13 @@ class WeightPublisher:
 
     async def _is_adopted(self, publication: _Publication) -> bool:
         """Return whether a coordinator has adopted the update. If Redis has lost the update, send it again."""
-        entry = publication.entry
+        entry_id = publication.entry_id
         waiting = await self._policy.run(
-            lambda: self._client.xrange(self._keys.control, min=entry, max=entry), action="watch the engines"
+            lambda: self._client.xrange(self._keys.control, min=entry_id, max=entry_id), action="watch the engines"
         )
         if not waiting and await self.newest() < publication.update.weight_version:
             logger.warning("Redis has lost weight version %d; sending it again.", publication.update.weight_version)
-            publication.entry = (await self._send(publication.update)).entry
+            publication.entry_id = (await self._send(publication.update)).entry_id
             return False
         return not waiting
 
@@ -308,7 +317,7 @@ class WeightPublisher:
 
 
 def _check_identity(version: int, identity: str, engines: Mapping[str, Any]) -> None:
-    """Refuse to publish other weights under a version that is served: a version must identify one policy.
+    """Reject other weights under a version that is served: a version must identify one policy.
 
     Raises:
         InvalidRequestError: an engine serves other weights under this version.

@@ -153,8 +153,7 @@ class JobRollouts:
         model.save_pretrained(written, state_dict=state)
         directory = self._directories.assign(written, version)
         published = self._client.publish_weights(version, directory, timeout=self._publish_timeout)
-        if published.failed:
-            raise RolloutClientError(f"weight version {version} is not served by all engines: {published.failed}")
+        published.raise_if_failed()
         self._directories.delete_before(version)
         return version
 
@@ -168,7 +167,7 @@ def group_repeats(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], li
 
 
 def _check(trainer: Any) -> None:
-    """Refuse settings of the trainer that a rollout job cannot honor.
+    """Reject settings of the trainer that a rollout job cannot honor.
 
     Raises:
         ValueError: the trainer has such a setting.

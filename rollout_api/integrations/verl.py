@@ -150,7 +150,7 @@ class JobServer:
         return self._client
 
 
-class JobReplica(RolloutReplica):  # type: ignore[misc]
+class JobReplica(RolloutReplica):
     """A job as a standalone replica of verl, which uses none of verl's GPUs."""
 
     async def init_standalone(self) -> None:
@@ -216,7 +216,7 @@ class _PlaceholderAdapter:
 
 
 @CheckpointEngineRegistry.register(NAME)
-class FileCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
+class FileCheckpointEngine(CheckpointEngine):
     """Publishes weights to a job: the trainer's first rank writes safetensors files and publishes them.
 
     The job's weight version is verl's ``global_steps`` + 1, because version 0 is the model that the job was started
@@ -287,8 +287,7 @@ class FileCheckpointEngine(CheckpointEngine):  # type: ignore[misc]
             self._version_offset += version - expected
             directory = self._directories.assign(written, version)
             published = await client.publish_weights(version, directory, timeout=self._publish_timeout)
-        if published.failed:
-            raise RolloutClientError(f"weight version {version} is not served by all engines: {published.failed}")
+        published.raise_if_failed()
         self._directories.delete_before(version)
 
     async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:

@@ -75,20 +75,35 @@ class ManifestModel(BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
-        strict=False,
     )
 
 
 def cel_rules(*rules: tuple[str, str]) -> dict[str, Any]:
     """Return a JSON schema with CEL rules (``x-kubernetes-validations``).
 
-    Every rule has a validator in Python that checks the same, so that ``rollout check`` and the API server refuse the
+    Every rule has a validator in Python that checks the same, so that ``rollout check`` and the API server reject the
     same manifests.
 
     Args:
         rules: pairs of a CEL expression about ``self`` and the message if it is false.
     """
     return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in rules]}
+
+
+def _require_min_size(size: str) -> str:
+    if parse_quantity(size) < 2**20:
+        raise ValueError(f"{size!r} must be at least 1Mi")
+    return size
+
+
+Size = Annotated[
+    Quantity,
+    AfterValidator(_require_min_size),
+    Field(
+        json_schema_extra=cel_rules(("quantity(string(self)).compareTo(quantity('1Mi')) >= 0", "must be at least 1Mi"))
+    ),
+]
+"""An amount of memory, at least 1Mi."""
 
 
 class SecretKey(ManifestModel):

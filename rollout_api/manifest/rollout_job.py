@@ -7,13 +7,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rollout_api.manifest.field_types import DnsLabel, DnsName, JobName, ManifestModel, Text, cel_rules
 from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, Workers
@@ -29,6 +28,7 @@ from rollout_api.manifest.spec import (
     Speculation,
     Weights,
 )
+from rollout_api.manifest.validation_errors import error_text, field_path
 from rollout_api.redis_client.address import without_password
 
 GROUP = "das.rollout.dev"
@@ -176,17 +176,18 @@ def _errors_across_sections(
             for name in sampling.unsupported_with_drafts()
         ]
     if workers and engine:
-        gpus, one = workers.gpus_per_worker, engine.gpus
-        if gpus == 0:
+        gpus_per_worker, gpus_per_engine = workers.gpus_per_worker, engine.gpus
+        if gpus_per_worker == 0:
             sizes = {
                 "tensorParallelSize": engine.tensor_parallel_size,
                 "pipelineParallelSize": engine.pipeline_parallel_size,
             }
             message = "must be 1 on a CPU worker (workers.gpusPerWorker: 0)"
             errors += [FieldError(f"engine.{name}", message) for name, size in sizes.items() if size != 1]
-        elif gpus % one:
+        elif gpus_per_worker % gpus_per_engine:
             message = (
-                f"{gpus} is not a multiple of the {one} GPUs of one engine (tensorParallelSize × pipelineParallelSize)"
+                f"{gpus_per_worker} is not a multiple of the {gpus_per_engine} GPUs of one engine "
+                "(tensorParallelSize × pipelineParallelSize)"
             )
             errors.append(FieldError("workers.gpusPerWorker", message))
     if workers and engine and workers.resources.memory and engine.kv_cache_memory:
@@ -205,13 +206,6 @@ def _section(spec: Mapping[str, object], name: str, model: type[_SectionT]) -> _
         return model.model_validate(spec.get(name, {}))
     except ValidationError:
         return None
-
-
-def _path(parts: tuple[int | str, ...]) -> str:
-    text = ""
-    for part in parts:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text
 
 
 _ADVICE = {
@@ -249,11 +243,11 @@ def parse_job(manifest: object) -> RolloutJob:
         raise ManifestError(errors) from None
 
 
-def _field_errors(error: Any) -> list[FieldError]:
-    path = _path(error["loc"])
+def _field_errors(error: ErrorDetails) -> list[FieldError]:
+    path = field_path(error["loc"])
     if error["type"] == "fields":
         return [FieldError(f"{path}.{sub.path}", sub.message) for sub in error["ctx"]["errors"]]
-    message = _ADVICE.get(error["type"]) or re.sub(r"^(Value error, |Input )", "", error["msg"])
+    message = _ADVICE.get(error["type"]) or error_text(error)
     shown = error.get("input")
     if isinstance(shown, str) and "://" in shown:
         shown = without_password(shown)

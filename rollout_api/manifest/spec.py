@@ -6,10 +6,12 @@ CEL rule has a validator that checks the same.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from functools import partial
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import parse_qs
 
 from pydantic import (
+    AfterValidator,
     BeforeValidator,
     ConfigDict,
     Field,
@@ -22,17 +24,19 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
-from rollout_api.manifest.field_types import DnsLabel, DnsName, ManifestModel, Quantity, SecretKey, Text, cel_rules
-from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.field_types import (
+    DnsLabel,
+    DnsName,
+    ManifestModel,
+    Quantity,
+    SecretKey,
+    Size,
+    Text,
+    cel_rules,
+)
+from rollout_api.redis_client.address import SCHEMES, SERVER_SCHEMES
 
 _RESERVED_SETTINGS = ("seed", "size")
-_MIN_SIZE_RULE = cel_rules(("quantity(string(self)).compareTo(quantity('1Mi')) >= 0", "must be at least 1Mi"))
-
-
-def _require_min_size(size: str) -> str:
-    if parse_quantity(size) < 2**20:
-        raise ValueError(f"{size!r} must be at least 1Mi")
-    return size
 
 
 class Task(ManifestModel):
@@ -330,7 +334,7 @@ class Speculation(ManifestModel):
     ] = Field(
         default="marginal",
         description="Draft policy. marginal drafts each token that is expected to save the batch more time than "
-        "verifying it costs, and therefore most for the rollouts that determine the makespan. das-optimal and "
+        "verifying it costs, which counts more for rollouts that determine the makespan. das-optimal and "
         "das-classes follow DAS: its optimum, or three length classes. fixed drafts maxDraftTokens for every rollout, "
         "and unlimited drafts up to 64. With all of these, the governor disables drafting that does not pay. off "
         'disables drafting; write "off" in quotes, because kubectl reads it as false otherwise.',
@@ -345,18 +349,12 @@ class Speculation(ManifestModel):
         description="Number of generations whose rollouts are kept and drafted from, counted per problem: the newest "
         "ones in which the problem was sampled.",
     )
-    index_bytes: Quantity = Field(
+    index_bytes: Size = Field(
         default="2Gi",
         description="Maximum size of an engine's suffix index in memory. Rollouts of the history take about 6 to 8 "
         "bytes per token, and the texts of running rollouts about 50 to 100. When the index is full, the problems that "
         "were drafted for least recently are evicted. They are read from Redis again when their rollouts start.",
-        json_schema_extra=_MIN_SIZE_RULE,
     )
-
-    @field_validator("index_bytes")
-    @classmethod
-    def _check_index_size(cls, size: str) -> str:
-        return _require_min_size(size)
 
 
 class SecretUrl(ManifestModel):
@@ -365,8 +363,6 @@ class SecretUrl(ManifestModel):
     secret_key_ref: SecretKey = Field(description="Secret and key with the URL, including credentials.")
 
 
-_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "rediss+sentinel")
-_HISTORY_SCHEMES = (*_SCHEMES, "redis+cluster", "rediss+cluster")
 _NO_CREDENTIALS = "!self.contains('@') && !self.matches('[?&](sentinel_|ssl_)?(password|username)=')"
 _CREDENTIALS_HINT = "must not contain credentials, because a manifest is not secret; use urlFrom"
 
@@ -380,9 +376,7 @@ def _one_of(schemes: tuple[str, ...]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def _checked_url(url: str | None, schemes: tuple[str, ...], *, option: str, variable: str) -> str | None:
-    if url is None:
-        return None
+def _check_url(url: str, schemes: tuple[str, ...], *, option: str, variable: str) -> str:
     if not url.startswith(tuple(f"{scheme}://" for scheme in schemes)):
         raise ValueError(f"must begin with {_one_of(schemes)}")
     query = parse_qs(url.partition("?")[2])
@@ -395,12 +389,49 @@ def _checked_url(url: str | None, schemes: tuple[str, ...], *, option: str, vari
     return url
 
 
-class Redis(ManifestModel):
+def _url_rules(schemes: tuple[str, ...]) -> dict[str, Any]:
+    """Return the CEL rules that check the same as :func:`_check_url`."""
+    return cel_rules(
+        (f"self.matches('{_scheme_pattern(schemes)}')", f"must begin with {_one_of(schemes)}"),
+        (_NO_CREDENTIALS, _CREDENTIALS_HINT),
+    )
+
+
+_ServerUrl = Annotated[
+    Text,
+    AfterValidator(partial(_check_url, schemes=SERVER_SCHEMES, option="--redis", variable="ROLLOUT_REDIS_URL")),
+    Field(json_schema_extra=_url_rules(SERVER_SCHEMES)),
+]
+_HistoryUrl = Annotated[
+    Text,
+    AfterValidator(
+        partial(_check_url, schemes=SCHEMES, option="--history-redis", variable="ROLLOUT_HISTORY_REDIS_URL")
+    ),
+    Field(json_schema_extra=_url_rules(SCHEMES)),
+]
+_ONE_URL = "name either url or urlFrom"
+_ONE_URL_RULE = ("!has(self.url) || !has(self.urlFrom)", _ONE_URL)
+
+
+class _RedisServer(ManifestModel):
+    model_config = ConfigDict(json_schema_extra=cel_rules(_ONE_URL_RULE))
+
+    url: Text | None = None
+    url_from: SecretUrl | None = None
+
+    @model_validator(mode="after")
+    def _require_at_most_one(self) -> Self:
+        if self.url is not None and self.url_from is not None:
+            raise PydanticCustomError("one_of", _ONE_URL)
+        return self
+
+
+class Redis(_RedisServer):
     """The Redis server with the job's messages, and by default with its history."""
 
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
-            ("!has(self.url) || !has(self.urlFrom)", "name either url or urlFrom"),
+            _ONE_URL_RULE,
             (
                 "!has(self.managed) || !self.managed || !(has(self.url) || has(self.urlFrom))",
                 "managed creates the job's own URL; remove url and urlFrom",
@@ -408,15 +439,11 @@ class Redis(ManifestModel):
         )
     )
 
-    url: Text | None = Field(
+    url: _ServerUrl | None = Field(
         default=None,
         description="URL without credentials: redis://, rediss:// (with TLS), unix://, or "
         "redis+sentinel://HOST,HOST,…/SERVICE (rediss+sentinel:// with TLS). Default: on Kubernetes, the key url of "
         "the Secret rollout-redis; with rollout run, a server that the job starts.",
-        json_schema_extra=cel_rules(
-            (f"self.matches('{_scheme_pattern(_SCHEMES)}')", f"must begin with {_one_of(_SCHEMES)}"),
-            (_NO_CREDENTIALS, _CREDENTIALS_HINT),
-        ),
     )
     url_from: SecretUrl | None = Field(
         default=None,
@@ -428,51 +455,25 @@ class Redis(ManifestModel):
         "and stores its URL in the Secret <job>-redis. Only on Kubernetes, where the chart runs rollout-redis-users.",
     )
 
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: str | None) -> str | None:
-        return _checked_url(url, _SCHEMES, option="--redis", variable="ROLLOUT_REDIS_URL")
-
     @model_validator(mode="after")
-    def _require_at_most_one(self) -> Self:
-        if self.url is not None and self.url_from is not None:
-            raise PydanticCustomError("one_of", "name either url or urlFrom")
+    def _require_no_url_if_managed(self) -> Self:
         if self.managed and (self.url is not None or self.url_from is not None):
             raise PydanticCustomError("one_of", "managed creates the job's own URL; remove url and urlFrom")
         return self
 
 
-class HistoryRedis(ManifestModel):
+class HistoryRedis(_RedisServer):
     """A separate Redis server or Redis Cluster for the history. The job's messages stay on the server of ``redis``."""
 
-    model_config = ConfigDict(
-        json_schema_extra=cel_rules(("!has(self.url) || !has(self.urlFrom)", "name either url or urlFrom"))
-    )
-
-    url: Text | None = Field(
+    url: _HistoryUrl | None = Field(
         default=None,
         description="URL without credentials, in the same form as redis.url, or redis+cluster:// or rediss+cluster://. "
         "Default: the server of the job's messages.",
-        json_schema_extra=cel_rules(
-            (f"self.matches('{_scheme_pattern(_HISTORY_SCHEMES)}')", f"must begin with {_one_of(_HISTORY_SCHEMES)}"),
-            (_NO_CREDENTIALS, _CREDENTIALS_HINT),
-        ),
     )
     url_from: SecretUrl | None = Field(
         default=None,
         description="Secret with the URL. rollout run uses --history-redis or ROLLOUT_HISTORY_REDIS_URL instead.",
     )
-
-    @field_validator("url")
-    @classmethod
-    def _check_url(cls, url: str | None) -> str | None:
-        return _checked_url(url, _HISTORY_SCHEMES, option="--history-redis", variable="ROLLOUT_HISTORY_REDIS_URL")
-
-    @model_validator(mode="after")
-    def _require_at_most_one(self) -> Self:
-        if self.url is not None and self.url_from is not None:
-            raise PydanticCustomError("one_of", "name either url or urlFrom")
-        return self
 
 
 class History(ManifestModel):
@@ -485,18 +486,12 @@ class History(ManifestModel):
         default_factory=HistoryRedis,
         description="Redis server of the history, if it is not that of the job's messages.",
     )
-    max_bytes: Quantity = Field(
+    max_bytes: Size = Field(
         default="1Gi",
         description="Byte cap of the history in Redis. Above it, the oldest generations of all problems are deleted "
         "first, and once each problem has one generation left, the least recently used problems.",
-        json_schema_extra=_MIN_SIZE_RULE,
     )
     allow_model_mismatch: bool = Field(
         default=False,
         description="Accept a history that was created with another model of the same tokenizer.",
     )
-
-    @field_validator("max_bytes")
-    @classmethod
-    def _check_history_size(cls, size: str) -> str:
-        return _require_min_size(size)

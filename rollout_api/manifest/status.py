@@ -1,6 +1,7 @@
 """The ``status`` of a RolloutJob. Conditions are authoritative; ``state`` is derived from them.
 
-Fractions are whole numbers or text, because the Kubernetes API conventions advise against floating-point numbers.
+Fractional values are rounded or given as text, because the Kubernetes API conventions advise against floating-point
+numbers.
 """
 
 from __future__ import annotations

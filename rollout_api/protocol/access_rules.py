@@ -64,7 +64,7 @@ def main() -> None:
             rules = access_rules(namespace, name, uid, history)
         case _:
             sys.exit("usage: python -m rollout_api.protocol.access_rules NAMESPACE NAME UID HISTORY | service")
-    print(" ".join(rules))  # noqa: T201
+    sys.stdout.write(" ".join(rules) + "\n")
 
 
 if __name__ == "__main__":

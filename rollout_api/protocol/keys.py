@@ -1,7 +1,7 @@
 """Every Redis key of the project, in one place.
 
 The keys of a job carry the job's uid as their hash tag, and the keys of a history carry the problem or the shard. On a
-Redis Cluster, each server-side function therefore runs within one slot, while histories spread over all nodes.
+Redis Cluster, each server-side function therefore runs within one hash slot, while histories spread over all nodes.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class MessageKeys:
         """Stream, written by the job and by clients: messages that could not be decoded or processed, with reasons."""
         return self._key("dead-letters")
 
-    # Keys that only the coordinator, the engines and the relay use.
+    # Keys that only the processes of the job use.
 
     def ledger(self, request_id: str) -> str:
         """Hash, written when rollouts finish: ``entry``, ``n``, ``cancelled``, and sample → ledger entry."""
@@ -159,12 +159,20 @@ class MessageKeys:
         return self._key("head")
 
     @property
+    def write_check(self) -> str:
+        """String with expiry, written by ``rollout run``: shows that the server accepts writes."""
+        return self._key("write-check")
+
+    @property
     def ray_token(self) -> str:
         """String, written by the first process of the job: token with which its Ray processes authenticate."""
         return self._key("ray-token")
 
     def shutdown_grace(self, worker: str) -> str:
-        """String with expiry, written by a worker that is told to end: seconds that its engines have to shut down."""
+        """String with expiry, written by a worker that is told to end.
+
+        It holds the seconds within which its engines must leave the job.
+        """
         return self._key(f"shutdown-grace:{worker}")
 
     @property

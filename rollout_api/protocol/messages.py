@@ -18,6 +18,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollout_api.manifest.spec import Sampling
+from rollout_api.manifest.validation_errors import first_error
 
 SCHEMA_VERSION = 1
 """Version of the protocol, which job and client must share."""
@@ -480,9 +481,7 @@ def decode(data: bytes) -> Message:
     except CodecError:
         raise
     except ValidationError as invalid:
-        first = invalid.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise CodecError(f"{kind}: {where}: {first['msg']}") from None
+        raise CodecError(f"{kind}: {first_error(invalid)}") from None
     except (TypeError, KeyError, ValueError, OverflowError, struct.error) as error:
         raise CodecError(f"{kind}: malformed field: {error}") from None
 

@@ -1,1 +1,1 @@
-"""Connections to Redis: addresses, connection settings, retries, and access rules."""
+"""Connections to Redis: addresses, connection settings, checks, retries, and functions that run in the server."""

@@ -69,6 +69,8 @@ _KINDS = {
 }
 SCHEMES = tuple(_KINDS)
 """Schemes of URLs, without ``://``."""
+SERVER_SCHEMES = tuple(scheme for scheme, kind in _KINDS.items() if kind is not Kind.CLUSTER)
+"""Those of them that refer to a single server, which may be found through Sentinels."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,44 @@ def parse_address(url: str) -> RedisAddress:
     Raises:
         ValueError: the URL is malformed. The message says what is wrong, and contains no part of a password.
     """
+    try:
+        return _parse(url)
+    except ValueError as error:
+        raise ValueError(f"{without_password(url)!r} is not a Redis URL: {error}") from None
+
+
+def parse_server_address(url: str) -> RedisAddress:
+    """Parse a URL as :func:`parse_address` does, and reject that of a cluster, where a job's messages cannot be.
+
+    Raises:
+        ValueError: the URL is malformed, or is that of a cluster.
+    """
+    address = parse_address(url)
+    if address.kind is Kind.CLUSTER:
+        raise ValueError(
+            f"{without_password(url)!r} is a cluster, but a job's messages are on one server: use the URL of a server "
+            "or of its Sentinels, and that of the cluster for the history alone (spec.history.redis, --history-redis)"
+        )
+    return address
+
+
+def without_password(url: str) -> str:
+    """Return *url*, which may be malformed, with ``***`` in place of passwords."""
+    scheme, separator, rest = url.rpartition("://") if url.count("://") == 1 else url.partition("://")
+    if not separator:
+        scheme, rest = "", url
+    before_query = rest.partition("?")[0]
+    # An @ after the ? belongs to the value of an option, unless the ? is part of a password that was not escaped.
+    end = before_query.rfind("@") if "@" in before_query else _end_of_unescaped_login(rest)
+    if end >= 0:
+        login, rest = rest[:end], rest[end + 1 :]
+        user, colon, password = login.partition(":")
+        # A user name without a password may be meant as a password.
+        rest = f"{user}:***@{rest}" if user and colon and password else f"***@{rest}"
+    return f"{scheme}{separator}" + re.sub(r"([?&][^=&]*password)=[^&]*", r"\1=***", rest, flags=re.IGNORECASE)
+
+
+def _parse(url: str) -> RedisAddress:
     scheme = url.partition("://")[0]
     if scheme not in _KINDS or "://" not in url:
         raise ValueError(f"it must begin with one of {', '.join(f'{one}://' for one in SCHEMES)}")
@@ -160,22 +200,6 @@ def parse_address(url: str) -> RedisAddress:
         options=options,
         sentinel_options={**tls_options, **sentinel_options} if kind is Kind.SENTINEL else {},
     )
-
-
-def without_password(url: str) -> str:
-    """Return *url*, which may be malformed, with ``***`` in place of passwords."""
-    scheme, separator, rest = url.rpartition("://") if url.count("://") == 1 else url.partition("://")
-    if not separator:
-        scheme, rest = "", url
-    before_query = rest.partition("?")[0]
-    # An @ after the ? belongs to the value of an option, unless the ? is part of a password that was not escaped.
-    end = before_query.rfind("@") if "@" in before_query else _end_of_unescaped_login(rest)
-    if end >= 0:
-        login, rest = rest[:end], rest[end + 1 :]
-        user, colon, password = login.partition(":")
-        # A user name without a password may be meant as a password.
-        rest = f"{user}:***@{rest}" if user and colon and password else f"***@{rest}"
-    return f"{scheme}{separator}" + re.sub(r"([?&][^=&]*password)=[^&]*", r"\1=***", rest, flags=re.IGNORECASE)
 
 
 def _end_of_unescaped_login(rest: str) -> int:

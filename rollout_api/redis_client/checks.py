@@ -98,7 +98,7 @@ def explain_error(error: redis.RedisError, url: str) -> RedisUnusableError:
             f"correct? During a failover this is temporary ({kept})"
         )
     if "cluster support disabled" in str(error):
-        return RedisUnusableError(f"{server} is no cluster: {error}; write redis://… or rediss://…")
+        return RedisUnusableError(f"{server} is not a Redis Cluster: {error}; write redis://… or rediss://…")
     if "MISCONF" in str(error):
         return RedisUnusableError(
             f"{server} cannot write to its disk: {error}; see its log, and free disk space ({kept})"

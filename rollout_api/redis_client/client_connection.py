@@ -16,7 +16,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from rollout_api.errors import InvalidRequestError
-from rollout_api.redis_client.address import Kind, parse_address, without_password
+from rollout_api.redis_client.address import parse_server_address
 from rollout_api.redis_client.connection import async_client
 from rollout_api.redis_client.sentinel import async_sentinel_pool, endpoint_of, forced_host
 
@@ -118,14 +118,9 @@ def server_name(client: redis.asyncio.Redis) -> str:
 
 def _open_url(url: str) -> redis.asyncio.Redis:
     try:
-        address = parse_address(url)
+        address = parse_server_address(url)
     except ValueError as error:
-        raise InvalidRequestError(f"{without_password(url)!r} is no Redis URL: {error}") from None
-    if address.kind is Kind.CLUSTER:
-        raise InvalidRequestError(
-            f"redis: {without_password(url)!r} is a cluster, but a job's messages are on one server; pass the URL of "
-            "that server or of its Sentinels"
-        )
+        raise InvalidRequestError(str(error)) from None
     return async_client(address, {**address.options, **_CLIENT_SETTINGS, "retry": Retry(NoBackoff(), 0)})
 
 

@@ -60,7 +60,7 @@ class _Nodes(redis.RedisCluster):
         node = manager.get_node(host, port, node_name)
         if node is None and node_name is not None:
             host, _, port = str(node_name).rpartition(":")
-            node = ClusterNode(host, int(port), PRIMARY)  # type: ignore[no-untyped-call]
+            node = ClusterNode(host, int(port), PRIMARY)
         return node
 
 
@@ -86,7 +86,7 @@ class _Pipeline(ClusterPipeline, _Nodes):
         if self._lost is not None:
             raise self._lost
         try:
-            return redis.RedisCluster.execute_command(self, *args, **options)  # type: ignore[no-untyped-call]
+            return redis.RedisCluster.execute_command(self, *args, **options)
         except (redis.ConnectionError, redis.TimeoutError, ClusterError) as error:
             self._lost = error
             raise
@@ -126,7 +126,7 @@ class Cluster(_Nodes):
     def _connect(self) -> None:
         with redis_errors():
             super().__init__(
-                startup_nodes=[ClusterNode(host, port) for host, port in self._hosts],  # type: ignore[no-untyped-call]
+                startup_nodes=[ClusterNode(host, port) for host, port in self._hosts],
                 retry=Retry(NoBackoff(), self._retries),  # redis-py only uses the number
                 **self._settings,
             )
@@ -138,8 +138,9 @@ class Cluster(_Nodes):
         Raises:
             redis.RedisError: the command failed.
         """
+        execute: Any = super().execute_command
         with self.reconnect_when_lost():
-            return super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            return execute(*args, **options)
 
     def pipeline(self, transaction: Any = None, shard_hint: Any = None) -> Any:
         """Return a pipeline; see :meth:`redis.RedisCluster.pipeline`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import redis
@@ -14,7 +14,7 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, without_password
+from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, parse_server_address
 from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_api.redis_client.cluster import Cluster
 from rollout_api.redis_client.sentinel import async_sentinel_pool, sentinel_pool
@@ -40,10 +40,7 @@ def connect(url: str, *, timeout: float = _REPLY_TIMEOUT_S) -> redis.Redis:
     Raises:
         RedisUnusableError: *url* is malformed, or names a cluster.
     """
-    address = _parse(url)
-    if address.kind is Kind.CLUSTER:
-        raise _cluster_for_messages(url)
-    return _client(address, timeout)
+    return _client(_parse(url, parse_server_address), timeout)
 
 
 def connect_history(url: str, *, timeout: float = _REPLY_TIMEOUT_S) -> redis.Redis | redis.RedisCluster:
@@ -52,15 +49,10 @@ def connect_history(url: str, *, timeout: float = _REPLY_TIMEOUT_S) -> redis.Red
     Raises:
         RedisUnusableError: *url* is malformed.
     """
-    address = _parse(url)
+    address = _parse(url, parse_address)
     if address.kind is not Kind.CLUSTER:
         return _client(address, timeout)
-    settings: dict[str, Any] = {
-        "socket_connect_timeout": timeout,
-        "socket_timeout": timeout,
-        "health_check_interval": _HEALTH_CHECK_INTERVAL_S,
-        **address.options,
-    }
+    settings = _settings(address, timeout, timeout)
     if address.tls:
         settings["ssl"] = True
     # A node that does not answer costs (retries + 1) timeouts; after each, the other nodes are asked who has its slots.
@@ -77,18 +69,9 @@ def connect_async(url: str, *, block: float = 0.0) -> redis.asyncio.Redis:
     Raises:
         RedisUnusableError: *url* is malformed, or names a cluster.
     """
-    address = _parse(url)
-    if address.kind is Kind.CLUSTER:
-        raise _cluster_for_messages(url)
-    settings: dict[str, Any] = {
-        "socket_connect_timeout": _CONNECT_TIMEOUT_S,
-        "socket_timeout": _REPLY_TIMEOUT_S + block,
-        "health_check_interval": _HEALTH_CHECK_INTERVAL_S,
-        "retry": AsyncRetry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), _RETRIES),
-        "retry_on_error": [redis.ConnectionError, redis.TimeoutError],
-        **address.options,
-    }
-    return async_client(address, settings)
+    address = _parse(url, parse_server_address)
+    retry = AsyncRetry(_backoff(), _RETRIES)
+    return async_client(address, _settings(address, _CONNECT_TIMEOUT_S, _REPLY_TIMEOUT_S + block, retry))
 
 
 def async_client(address: RedisAddress, settings: Mapping[str, Any]) -> redis.asyncio.Redis:
@@ -121,14 +104,7 @@ def async_client(address: RedisAddress, settings: Mapping[str, Any]) -> redis.as
 
 
 def _client(address: RedisAddress, timeout: float) -> redis.Redis:
-    settings: dict[str, Any] = {
-        "socket_connect_timeout": timeout,
-        "socket_timeout": timeout,
-        "health_check_interval": _HEALTH_CHECK_INTERVAL_S,
-        "retry": Retry(ExponentialWithJitterBackoff(base=0.05, cap=0.5), _RETRIES),
-        "retry_on_error": [redis.ConnectionError, redis.TimeoutError],
-        **address.options,
-    }
+    settings = _settings(address, timeout, timeout, Retry(_backoff(), _RETRIES))
     if address.kind is Kind.SENTINEL:
         pool: sync_connection.ConnectionPool = sentinel_pool(address, settings)
     elif address.path:
@@ -142,15 +118,33 @@ def _client(address: RedisAddress, timeout: float) -> redis.Redis:
     return redis.Redis.from_pool(pool)
 
 
-def _parse(url: str) -> RedisAddress:
+def _settings(
+    address: RedisAddress, connect_timeout: float, reply_timeout: float, retry: Retry | AsyncRetry | None = None
+) -> dict[str, Any]:
+    """Return the settings of connections to the server at *address*, or to the nodes of a cluster.
+
+    Args:
+        address: address with options, which override the other settings.
+        connect_timeout: seconds to wait for a connection.
+        reply_timeout: seconds to wait for a reply.
+        retry: how failed commands are repeated; None for a cluster, whose client repeats them itself.
+    """
+    settings: dict[str, Any] = {
+        "socket_connect_timeout": connect_timeout,
+        "socket_timeout": reply_timeout,
+        "health_check_interval": _HEALTH_CHECK_INTERVAL_S,
+    }
+    if retry is not None:
+        settings |= {"retry": retry, "retry_on_error": [redis.ConnectionError, redis.TimeoutError]}
+    return settings | dict(address.options)
+
+
+def _backoff() -> ExponentialWithJitterBackoff:
+    return ExponentialWithJitterBackoff(base=0.05, cap=0.5)
+
+
+def _parse(url: str, parse: Callable[[str], RedisAddress]) -> RedisAddress:
     try:
-        return parse_address(url)
+        return parse(url)
     except ValueError as error:
-        raise RedisUnusableError(f"{without_password(url)!r} is no Redis URL: {error}") from None
-
-
-def _cluster_for_messages(url: str) -> RedisUnusableError:
-    return RedisUnusableError(
-        f"{without_password(url)!r} is a cluster, but a job's messages are on one server: use the URL of a server or "
-        "of its Sentinels, and that of the cluster for the history alone (spec.history.redis, --history-redis)"
-    )
+        raise RedisUnusableError(str(error)) from None

@@ -195,8 +195,8 @@ class ClientRetryPolicy(RetryPolicy):
             raise RedisRefusedError(_explain_refusal(self._server, action, error)) from error
         raise RedisUnreachableError(
             f"{self._server} has been unreachable for {outage:.0f} s while this client tried to {action} "
-            f"({type(error).__name__}: {error}). Is it running, and is the address correct? Requests and results are "
-            "kept: open the same step again to get its results"
+            f"({type(error).__name__}: {error}). Is it running, and is the address correct? Open the same step "
+            "again: it receives the finished rollouts and requests the rest"
         ) from error
 
     def _log_retry(self, error: redis.RedisError, outage: float, action: str) -> None:

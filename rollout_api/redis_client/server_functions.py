@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha1
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -66,6 +66,7 @@ class Call:
         return "EVAL", self.function.source, len(self.keys), *self.keys, *self.args
 
 
+@cache
 def read_source(package: str, name: str) -> str:
     """Return the source of the Lua script ``functions/<name>.lua`` of *package*."""
     return resources.files(package).joinpath("functions", f"{name}.lua").read_text()
@@ -162,7 +163,7 @@ def _execute_on_cluster(client: Cluster, calls: Sequence[Call], commands: Sequen
 
 def _send_to_nodes(client: Cluster, calls: Sequence[Call], commands: Sequence[tuple[Any, ...]]) -> list[Any]:
     """Send each command once, to the node that has its keys according to *client*; return replies and errors."""
-    # redis-py refuses EVALSHA in a cluster's pipeline, because it cannot load its own scripts there.
+    # redis-py rejects EVALSHA in a cluster's pipeline, because it cannot load its own scripts there.
     command: Any = PipelineCommand
     node_of: Any = client.get_node_from_key
     with client.reconnect_when_lost():

@@ -44,7 +44,7 @@ async def show_progress(trainer: DatasetTrainer, console: Console) -> None:
 
 
 def _progress_line(progress: DatasetProgress) -> Text:
-    left, status = progress.seconds_left, progress.status
+    left, status = progress.remaining_seconds, progress.status
     text = (
         f"epoch {progress.epoch}/{progress.epochs} · {MODE_NAMES[progress.mode]}: {progress.done}/{progress.total} "
         f"rollouts, {status.get('assigned', 0)} running, {status.get('tokens_per_second', 0.0):,.0f} tokens/s, "

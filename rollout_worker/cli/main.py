@@ -45,6 +45,7 @@ from rollout_worker.engine.model_source import (
 from rollout_worker.history.metadata import HistoryMismatchError
 from rollout_worker.history_service.cli import app as history_app
 from rollout_worker.job.dataset.report import EpochMode
+from rollout_worker.runtime.exit_message import exit_with_error
 
 _EXIT_CODES = (
     f"Exit codes: 0 success; {EXIT_MANIFEST} invalid manifest; {EXIT_REDIS} Redis cannot be used; "
@@ -195,7 +196,7 @@ def head(
             tokenizer=tokenizer_fingerprint(tokenizer),
             engines_per_machine=job.spec.engines_per_worker,
             total_rollouts=None if dataset is None else dataset.total_rollouts(job),
-            http_host="0.0.0.0",  # noqa: S104 – for the operator and Prometheus
+            http_host=None,  # for the operator and Prometheus
             http_port=http_port,
         )
         setup.open_history()
@@ -298,7 +299,7 @@ def tiny_model(
     try:
         train_tiny_model(directory, seed, console)
     except OSError as error:
-        _fail(EXIT_STATE, f"cannot write {directory}: {error}")
+        exit_with_error(EXIT_STATE, f"cannot write {directory}: {error}")
 
 
 @contextmanager
@@ -318,21 +319,23 @@ def exit_with_message(file: Path | None = None, redis: str = "") -> Iterator[Non
     except ManifestError as error:
         _fail_manifest(file, error)
     except ModelError as error:
-        _fail(EXIT_MODEL, f"{prefix}{error}")
+        exit_with_error(EXIT_MODEL, f"{prefix}{error}")
     except (RedisUnusableError, HistoryMismatchError) as error:
-        _fail(EXIT_REDIS, str(error))
+        exit_with_error(EXIT_REDIS, str(error))
     except RedisError as error:
         if not redis:
             raise
-        _fail(EXIT_REDIS, str(explain_error(error, redis)))
+        exit_with_error(EXIT_REDIS, str(explain_error(error, redis)))
     except (EngineError, AdmissionError, RolloutClientError) as error:
-        _fail(EXIT_ENGINE, str(error))
+        exit_with_error(EXIT_ENGINE, str(error))
     except StateError as error:
-        _fail(EXIT_STATE, str(error))
+        exit_with_error(EXIT_STATE, str(error))
     except DeadlineError as error:
-        _fail(EXIT_DEADLINE, str(error))
+        exit_with_error(EXIT_DEADLINE, str(error))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        _fail(EXIT_INTERRUPTED, "interrupted; finished rollouts are kept, and the same command continues from there")
+        exit_with_error(
+            EXIT_INTERRUPTED, "interrupted; finished rollouts are kept, and the same command continues from there"
+        )
 
 
 async def run_until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -375,12 +378,7 @@ def _check_writable(file: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
     except OSError as error:
-        _fail(EXIT_STATE, f"cannot write {file} (--json): {error.strerror}")
-
-
-def _fail(code: int, message: str) -> NoReturn:
-    error_console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
-    sys.exit(code)
+        exit_with_error(EXIT_STATE, f"cannot write {file} (--json): {error.strerror}")
 
 
 def _fail_manifest(file: Path | None, error: ManifestError) -> NoReturn:

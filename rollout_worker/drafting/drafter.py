@@ -12,6 +12,9 @@ from rollout_worker.drafting.index import Draft, SuffixIndex, TokenArray, TokenI
 
 Integers = npt.NDArray[np.int64]
 
+_MIN_ROWS = 16
+"""Number of rows that are allocated first."""
+
 
 class DraftCounts(NamedTuple):
     """Token counts of one rollout."""
@@ -62,10 +65,7 @@ class Drafter:
         handle = self._index.open(
             problem, prompt, sources=tuple(sources), context_length=context_length, stop_tokens=list(stop_tokens)
         )
-        if row >= len(self._handles):
-            more = max(16, 2 * row) - len(self._handles)
-            self._handles = np.concatenate([self._handles, np.zeros(more, np.int64)])
-            self._counts = np.concatenate([self._counts, np.zeros((more, 3), np.int64)])
+        self._handles, self._counts = _with_row(self._handles, row), _with_row(self._counts, row)
         self._handles[row], self._counts[row] = handle, 0
 
     def advance(self, rows: Integers, tokens: Sequence[TokenIds], drafted: Integers) -> None:
@@ -94,3 +94,10 @@ class Drafter:
         """Close a rollout and return its token counts."""
         self._index.close(int(self._handles[row]))
         return DraftCounts(*self._counts[row].tolist())
+
+
+def _with_row(array: Integers, row: int) -> Integers:
+    """Return *array* if it has a row of this number, else a copy with up to twice as many rows; new ones are zeros."""
+    if row < len(array):
+        return array
+    return np.concatenate([array, np.zeros((max(_MIN_ROWS, 2 * row) - len(array), *array.shape[1:]), np.int64)])

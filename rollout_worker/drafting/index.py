@@ -46,11 +46,9 @@ token, so that underestimated probabilities recover.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
-
 from rollout_worker.drafting import _native
 from rollout_worker.drafting._native import Draft
+from rollout_worker.history.records import TokenArray
 
 __all__ = [
     "POOL_TOKENS",
@@ -75,9 +73,6 @@ SOURCES: tuple[Source, ...] = ("history", "self", "siblings", "cross_problem")
 
 POOL_TOKENS = 2**20
 """Size of the cross-problem pool in engines, in tokens."""
-
-TokenArray: TypeAlias = npt.NDArray[np.uint32]
-"""Token ids from 0 to 2^32 - 2, shape (length,). 2^32 - 1 is reserved for the boundary token."""
 
 TokenIds: TypeAlias = TokenArray | Sequence[int]
 """Token ids as arguments. A `TokenArray` is read in place and must not change during the call; a list is copied."""

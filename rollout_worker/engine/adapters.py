@@ -75,11 +75,6 @@ class Adapters:
         self.current = None
         self._remove_unused()
 
-    async def loaded_ids(self) -> set[int]:
-        """Return vLLM's ids of the loaded adapters, once all removals in progress have finished."""
-        await asyncio.gather(*self._removals)
-        return set(await self._llm.list_loras())
-
     def _remove_unused(self) -> None:
         for adapter in [loaded for loaded in self._loaded if not loaded.num_users and loaded is not self.current]:
             self._loaded.remove(adapter)

@@ -83,7 +83,8 @@ def _read_tensors(directory: Path) -> _Tensors:
     for path in _weight_files(directory):
         try:
             with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118  # this is not a mapping
+                names = file.keys()
+                for name in names:
                     tensor = file.get_slice(name)
                     tensors[name] = (tensor.get_shape(), tensor.get_dtype())
         except (SafetensorError, OSError) as error:

@@ -44,6 +44,6 @@ class DraftCountReader:
         await asyncio.sleep(0)  # so that the other responses that end in this step are included
         ended, self._ended, self._reading = self._ended, [], None
         counts: dict[str, ResponseDraftCounts] = {}
-        for rank in await self._client.collective_rpc("das_take_counts", ended):
+        for rank in await self._client.collective_rpc("das_take_counts", ended, action="reading draft counts"):
             counts |= {call_id: ResponseDraftCounts(*numbers) for call_id, numbers in rank.items()}
         return counts

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from rollout_api.protocol.messages import DraftMode
+from rollout_worker.policy.arrays import Integers
 
 EXTRA_ARGS_KEY = "das"
 """Key of the settings in vLLM's ``SamplingParams.extra_args``."""
-
-Integers = npt.NDArray[np.int64]
 
 SOURCES: dict[DraftMode, tuple[str, ...]] = {
     DraftMode.HISTORY: ("history", "self", "siblings", "cross_problem"),

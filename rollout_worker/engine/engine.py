@@ -72,12 +72,17 @@ class Engine:
         return engine
 
     async def _prepare(self) -> None:
-        await self.collective_rpc("das_exit_with_host", os.getpid())
+        await self._client.collective_rpc(
+            "das_exit_with_host", os.getpid(), action="starting to watch the host process"
+        )
         await self.weight_versions.change(self.config.weight_version)
         if self.config.cpu and self.config.spec.max_lora_rank:
-            await self.collective_rpc("das_patch_adapters")
+            await self._client.collective_rpc("das_patch_adapters", action="patching its operators for adapters")
         drafting = self.config.drafting
-        if drafting is not None and not any(await self.collective_rpc("das_start_drafting", asdict(drafting))):
+        if drafting is None:
+            return
+        ranks = await self._client.collective_rpc("das_start_drafting", asdict(drafting), action="starting the drafter")
+        if not any(ranks):
             raise EngineError("no rank of the engine drafts, because vLLM has no output rank")
 
     @property
@@ -200,11 +205,19 @@ class Engine:
         if self.config.drafting is None:
             return True
         wanted_list = None if wanted is None else list(wanted)
-        await self.collective_rpc("das_announce", list(problems), generation, wanted_list)
+        await self._client.collective_rpc(
+            "das_announce", list(problems), generation, wanted_list, action="announcing problems to the drafter"
+        )
         deadline = time.monotonic() + timeout_s
-        while not (ready := all(await self.collective_rpc("das_history_ready"))) and time.monotonic() < deadline:
+        while not (ready := await self._is_history_ready()) and time.monotonic() < deadline:
             await asyncio.sleep(HISTORY_POLL_INTERVAL_S)
         return ready
+
+    async def _is_history_ready(self) -> bool:
+        ranks = await self._client.collective_rpc(
+            "das_history_ready", action="asking whether the history can be drafted from"
+        )
+        return all(ranks)
 
     async def set_queue(self, rollouts: int, expected_tokens: float) -> None:
         """Tell the draft policy what is queued for this engine, since that determines which rollouts are worth drafts.
@@ -214,20 +227,22 @@ class Engine:
             expected_tokens: number of tokens that all of them together are expected to generate.
         """
         if self.config.drafting is not None:
-            await self.collective_rpc("das_set_queue", rollouts, expected_tokens)
+            await self._client.collective_rpc(
+                "das_set_queue", rollouts, expected_tokens, action="passing the queue to the draft policy"
+            )
 
     async def stats(self) -> dict[str, Any]:
         """Return the statistics of ``DraftingExtension.das_stats``; empty for an engine without speculation."""
-        ranks = await self.collective_rpc("das_stats")
+        ranks = await self._client.collective_rpc("das_stats", action="reading statistics")
         return next((stats for stats in ranks if stats), {})
 
     async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
-        """Call a method of the worker extension on all ranks, and return their replies in the order of ranks.
+        """Call a method of vLLM's workers on all ranks, and return their replies in the order of ranks.
 
         Raises:
             EngineError: if the method fails, or the engine has died.
         """
-        return await self._client.collective_rpc(method, *args)
+        return await self._client.collective_rpc(method, *args, action=f"calling {method}")
 
     def close(self) -> None:
         """Stop the engine's processes."""

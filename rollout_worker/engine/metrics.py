@@ -24,9 +24,9 @@ class EngineCounters:
     """Response tokens."""
     preemptions: int = 0
     """How often a running rollout lost its keys and values, because of a lack of memory or a weight update."""
-    drafted: int = 0
+    draft_tokens: int = 0
     """Draft tokens that were verified."""
-    accepted: int = 0
+    accepted_tokens: int = 0
     """Draft tokens that were accepted."""
 
     def as_stat_logger(self) -> Any:
@@ -35,7 +35,7 @@ class EngineCounters:
 
         counters = self
 
-        class CounterUpdater(StatLoggerBase):  # type: ignore[misc]
+        class CounterUpdater(StatLoggerBase):  # type: ignore[misc]  # mypy skips vLLM, so the base class is Any
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
                 pass
 
@@ -48,8 +48,8 @@ class EngineCounters:
                     counters.waiting = scheduler_stats.num_waiting_reqs
                     counters.kv_cache_usage = scheduler_stats.kv_cache_usage
                     if scheduler_stats.spec_decoding_stats is not None:
-                        counters.drafted += scheduler_stats.spec_decoding_stats.num_draft_tokens
-                        counters.accepted += scheduler_stats.spec_decoding_stats.num_accepted_tokens
+                        counters.draft_tokens += scheduler_stats.spec_decoding_stats.num_draft_tokens
+                        counters.accepted_tokens += scheduler_stats.spec_decoding_stats.num_accepted_tokens
                 if iteration_stats is not None:
                     counters.prompt_tokens += iteration_stats.prompt_token_stats.total
                     counters.cached_tokens += iteration_stats.prompt_token_stats.cached_tokens

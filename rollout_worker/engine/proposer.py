@@ -11,6 +11,7 @@ import numpy as np
 from rollout_worker.engine.compat import patch_draft_sampling
 from rollout_worker.engine.draft_settings import DraftSettings, max_draft_lengths
 from rollout_worker.engine.sampling_params import end_token_ids
+from rollout_worker.policy.arrays import Integers, with_row
 from rollout_worker.policy.controller import StepOutcome
 from rollout_worker.policy.draft_policy import EMPTY_QUEUE, QueueState
 
@@ -148,7 +149,7 @@ class HistoryProposer:
         self.seconds += time.perf_counter() - started
         return drafts
 
-    def _step_seconds(self, rows: NDArray[np.int64], started: float, *, is_complete: bool) -> float | None:
+    def _step_seconds(self, rows: Integers, started: float, *, is_complete: bool) -> float | None:
         """Return the duration of the step; None if it did more than decode the same requests as the step before.
 
         A request that is new, or was preempted, had its prompt read in the step.
@@ -162,11 +163,11 @@ class HistoryProposer:
         self,
         drafter: Drafter,
         controller: DraftController,
-        rows: NDArray[np.int64],
-        batch_indices: NDArray[np.int64],
+        rows: Integers,
+        batch_indices: Integers,
         sampled_token_ids: list[list[int]],
-        num_sampled: NDArray[np.int64],
-        num_tokens: NDArray[np.int64],
+        num_sampled: Integers,
+        num_tokens: Integers,
         seconds: float | None,
     ) -> None:
         # A request that was preempted has lost its draft, so that this step has verified nothing of it.
@@ -179,7 +180,7 @@ class HistoryProposer:
         self._tracked["num_tokens"][rows] = num_tokens
 
     def _draft(
-        self, drafter: Drafter, controller: DraftController, rows: NDArray[np.int64], num_tokens: NDArray[np.int64]
+        self, drafter: Drafter, controller: DraftController, rows: Integers, num_tokens: Integers
     ) -> list[tuple[int, list[int]]]:
         """Return the drafts to verify, each with its index in *rows*."""
         budgets = controller.compute_budgets(rows, self.queue)
@@ -218,9 +219,7 @@ class HistoryProposer:
             later_turn=settings.later_turn,
             stop_tokens=end_token_ids(request.sampling_params),
         )
-        if row >= len(self._tracked):
-            added = np.zeros(max(16, 2 * row) - len(self._tracked), _TRACKED_REQUEST)
-            self._tracked = np.concatenate([self._tracked, added])
+        self._tracked = with_row(self._tracked, row)
         max_draft_tokens = self.max_draft_tokens
         if settings.budget is not None:
             max_draft_tokens = min(settings.budget, max_draft_tokens)
@@ -240,10 +239,10 @@ class HistoryProposer:
         self,
         drafter: Drafter,
         controller: DraftController,
-        rows: NDArray[np.int64],
-        num_tokens: NDArray[np.int64],
+        rows: Integers,
+        num_tokens: Integers,
         token_ids: NDArray[np.int32],
-        batch_indices: NDArray[np.int64],
+        batch_indices: Integers,
     ) -> None:
         """Tell the drafter the tokens that were sampled in steps in which the request was not seen."""
         for index in np.flatnonzero(num_tokens > self._tracked["num_tokens"][rows]):

@@ -31,11 +31,6 @@ class GenerationResult:
     finished: float
     """``time.monotonic()`` when the last token arrived."""
 
-    @property
-    def weight_version(self) -> int | None:
-        """The version that sampled the last token; None without tokens."""
-        return self.weight_spans[-1].weight_version if self.weight_spans else None
-
 
 class ResponseBuilder:
     """Collects the tokens of a response as vLLM returns them."""

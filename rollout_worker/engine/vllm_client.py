@@ -49,13 +49,18 @@ class VllmClient:
         finally:
             task.cancel()
 
-    async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
+    async def collective_rpc(self, method: str, *args: Any, action: str) -> list[Any]:
         """Call a method of the worker extension on all ranks, and return their replies in the order of ranks.
+
+        Args:
+            method: name of the method.
+            args: its arguments.
+            action: what it does, for the message of an error, such as "loading weights".
 
         Raises:
             EngineError: if the method fails on any rank.
         """
-        with translate_errors(f"calling {method}"):
+        with translate_errors(action):
             replies: list[Any] = await self.call(self.llm.collective_rpc(method, args=args))
         return replies
 

@@ -30,6 +30,11 @@ class _NewWeights:
     directory: Path | None = None
     """Where they are stored; None if they are broadcast."""
 
+    @property
+    def action(self) -> str:
+        """Describes the loading in messages."""
+        return f"loading weights from {self.directory or 'a broadcast'}"
+
 
 class WeightLoader:
     """Loads full weights and adapters into an engine. If loading fails, the previous weights stay in use."""
@@ -70,7 +75,11 @@ class WeightLoader:
         except ModelError as error:
             raise EngineError(self._still_serving(error)) from None
         try:
-            await self._client.collective_rpc("das_join_broadcast", asdict(weights))
+            await self._client.collective_rpc(
+                "das_join_broadcast",
+                asdict(weights),
+                action=f"joining the broadcast from {weights.host}:{weights.port}",
+            )
         except EngineError as error:
             raise EngineError(self._still_serving(error)) from error
         new = _NewWeights("das_receive_weights", asdict(weights), version, mode)
@@ -110,7 +119,7 @@ class WeightLoader:
         """Load the weights while nothing is decoded, and return for how many seconds that was."""
         is_drained = new.mode is UpdateMode.DRAIN
         requested = time.monotonic()
-        with translate_errors(f"loading weights from {new.directory or 'a broadcast'}"):
+        with translate_errors(new.action):
             # Clearing the cache preempts running requests, so that their keys and values are computed again.
             clear_cache = new.mode is not UpdateMode.KEEP
             await self._client.call(
@@ -130,7 +139,7 @@ class WeightLoader:
 
     async def _load_or_restore(self, new: _NewWeights) -> None:
         try:
-            await self._client.collective_rpc(new.method, new.argument)
+            await self._client.collective_rpc(new.method, new.argument, action=new.action)
         except EngineError as error:
             await self._restore(error)
             raise EngineError(self._still_serving(error)) from error
@@ -141,7 +150,9 @@ class WeightLoader:
         try:
             if self._directory is None:
                 raise EngineError("the previous weights were broadcast and are not stored in a directory")
-            await self._client.collective_rpc("das_load_weights", str(self._directory))
+            await self._client.collective_rpc(
+                "das_load_weights", str(self._directory), action=f"loading weights from {self._directory}"
+            )
         except EngineError as restore_error:
             self._client.close()
             raise EngineError(

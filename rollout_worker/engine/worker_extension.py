@@ -218,7 +218,7 @@ class DraftingExtension(EngineExtension):
         proposer, controller = self._das_proposer, self._das_controller
         cost = controller.fit.cost
         return {
-            "steps": proposer.steps,
+            "decoding_steps": proposer.steps,
             "tracked_responses": proposer.num_tracked,
             "proposed_tokens": proposer.proposed_tokens,
             "drafting_seconds": proposer.seconds,
@@ -231,8 +231,8 @@ class DraftingExtension(EngineExtension):
             "cost_error_ratio": controller.fit.median_relative_error,
             "timed_seconds": controller.timed_s,
             "timed_seconds_without_drafts": controller.without_drafts_s,
-            "drafting_stopped": float(controller.governor.drafting_disabled),
-            "drafting_stops": controller.governor.num_stops,
-            "explored_tokens": controller.governor.explored_tokens,
+            "drafting_disabled": float(controller.governor.drafting_disabled),
+            "drafting_disabled_total": controller.governor.num_stops,
+            "trial_tokens": controller.governor.trial_tokens,
             "history": asdict(self._das_sync.counters),
         }

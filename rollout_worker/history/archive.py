@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.server_functions import Redis
-from rollout_worker.history.blocks import START
 from rollout_worker.history.limits import ROLLOUTS_PER_IMPORT_BATCH
 from rollout_worker.history.metadata import HistoryMetadata
 from rollout_worker.history.records import HistoryRecord
@@ -162,12 +161,11 @@ def _export_problem(
     Returns:
         The number of rollouts, the number of unreadable entries, and the newest generation.
     """
-    cursor, newest, has_more = START, 0, True
+    newest = 0
     written: set[str] = set()
     corrupt: set[str] = set()
     rewards: dict[bytes, float] = {}
-    while has_more:
-        log_slice = store.read({problem_id: cursor}, with_lengths={problem_id} if cursor == START else ())[problem_id]
+    for log_slice in store.read_all(problem_id):
         rewards |= log_slice.rewards or {}
         for record in log_slice.records:
             if record.generation >= oldest and record.rollout_id not in written:
@@ -175,7 +173,6 @@ def _export_problem(
                 newest = max(newest, record.generation)
                 write(_rollout_line(problem_id, record, rewards.get(rollout_key(record.rollout_id))))
         corrupt.update(entry.entry_id for entry in log_slice.corrupt)
-        cursor, has_more = log_slice.cursor, log_slice.has_more
     return len(written), len(corrupt), newest
 
 
@@ -232,7 +229,7 @@ def import_history(
         keys = HistoryKeys.from_full_name(header.history)
     info = HistoryMetadata(client, keys, window=header.window).info()
     store = HistoryStore(client, keys, window=header.window if info is None else info.window)
-    store.open(
+    store.metadata.open(
         header.tokenizer,
         header.model,
         allow_model_mismatch=allow_model_mismatch,

@@ -10,7 +10,7 @@ from typing import Any
 from rollout_api.protocol.keys import NUM_SHARDS, HistoryKeys
 from rollout_api.redis_client.server_functions import Call, Function, Redis, run, run_all
 from rollout_worker.history.limits import PROBLEMS_PER_ROUND_TRIP, RECENT_LENGTHS_PER_SHARD
-from rollout_worker.history.queries import decode_names, query_problems, raise_first_error
+from rollout_worker.history.queries import batches, decode_names, query_problems, raise_first_error
 
 _RECORD_CHANGES, _UPDATE_SIZE = Function(__package__, "record_changes"), Function(__package__, "update_size")
 _REMOVE_IF_UNUSED = Function(__package__, "remove_if_unused")
@@ -119,9 +119,8 @@ class ProblemCatalog:
 
     def mark_used(self, problem_ids: Iterable[str]) -> None:
         """Record that problems are drafted from; the least recently used ones are evicted first."""
-        ids = list(problem_ids)
-        for at in range(0, len(ids), PROBLEMS_PER_ROUND_TRIP):
-            self._record(dict.fromkeys(ids[at : at + PROBLEMS_PER_ROUND_TRIP], ("", b"")))
+        for batch in batches(list(problem_ids), PROBLEMS_PER_ROUND_TRIP):
+            self._record(dict.fromkeys(batch, ("", b"")))
 
     def update_size(self, problem_id: str, size: int) -> None:
         """Correct the recorded size of a problem, unless it was deleted in the meantime."""

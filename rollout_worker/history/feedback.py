@@ -12,13 +12,14 @@ import redis
 from rollout_api.length_stats import LengthStats
 from rollout_api.redis_client.retry import is_transient
 from rollout_worker.history.limits import FEEDBACK_INTERVAL_S, FIRST_STATE_TOKENS, MAX_STATE_TOKENS
+from rollout_worker.history.metadata import HistoryInfo
 from rollout_worker.history.store import HistoryStore
 
 logger = logging.getLogger(__name__)
 
 
 class DrafterStatistics(Protocol):
-    """Measurements and learned state of a draft index."""
+    """Measurements and learned state of a suffix index."""
 
     def accepted_by_age(self) -> Mapping[int, tuple[float, float]]:
         """Return the numbers of (verified, accepted) draft tokens so far, by the age of their rollouts."""
@@ -55,12 +56,14 @@ class DraftingFeedback:
 
         Args:
             store: store of the history.
-            index: the draft index.
+            index: the suffix index.
             interval: seconds between two reports.
             on_failure: called with the error when a write was refused.
         """
         self.recent_lengths = LengthStats.from_lengths(())
         """Length statistics of the latest rollouts of all problems, as of the last report."""
+        self.history_info: HistoryInfo | None = None
+        """Metadata of the history, as of the last report that found it; None before."""
         self._store = store
         self._index = index
         self._interval = interval
@@ -97,14 +100,14 @@ class DraftingFeedback:
         self._used |= problem_ids
 
     def report(self) -> None:
-        """Report used problems at once, and other results if a report is due."""
+        """Report used problems at once; if a report is due, report other results, and read metadata and lengths."""
         if self._used:
             self._write(lambda: self._store.catalog.mark_used(self._used))
             self._used = set()
         if time.monotonic() < self._next_report:
             return
         self._next_report = time.monotonic() + self._interval
-        self._store.metadata.info()
+        self.history_info = self._store.metadata.info() or self.history_info
         self.recent_lengths = self._store.statistics.length_stats()
         self._report_acceptance()
         self._save_drafter_state()

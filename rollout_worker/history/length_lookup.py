@@ -38,7 +38,8 @@ class LengthLookup:
         except (redis.RedisError, TimeoutError) as error:
             self._not_before = time.monotonic() + LENGTH_LOOKUP_PAUSE_S
             logger.warning(
-                "The history does not return length statistics (%s: %s); requests are scheduled in order of arrival.",
+                "History %s does not return length statistics (%s: %s); requests are scheduled in order of arrival.",
+                self._store.keys.full_name,
                 type(error).__name__,
                 error,
             )

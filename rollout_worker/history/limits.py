@@ -15,7 +15,7 @@ MAX_KNOWN_VERSIONS = 10_000
 MAX_READ_ATTEMPTS = 3
 """Number of attempts to read a problem while it is being compacted."""
 MAX_REWARD = 3.4e38
-"""Limit of a reward's absolute value: draft indexes store rewards as float32."""
+"""Limit of a reward's absolute value: suffix indexes store rewards as float32."""
 
 # Compaction
 
@@ -51,7 +51,7 @@ LOG_INTERVAL_S = 30.0
 STOP_TIMEOUT_S = 15.0
 """Seconds to wait for a background thread to end."""
 
-# Synchronization of a draft index (HistorySync)
+# Synchronization of a suffix index (HistorySync)
 
 POLL_INTERVAL_S = 0.25
 """Seconds between two checks for changes."""

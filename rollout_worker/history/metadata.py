@@ -7,10 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from redis.typing import EncodableT, FieldT
+
 from rollout_api.protocol.keys import HISTORY_NAMES, HistoryKeys
 from rollout_api.redis_client.server_functions import Call, Function, Redis, run
 from rollout_worker.history.limits import FIELDS_PER_ROUND_TRIP, MAX_KNOWN_VERSIONS
-from rollout_worker.history.queries import decode_names
+from rollout_worker.history.queries import batches, decode_names
 from rollout_worker.history.window import ALWAYS_KEPT, cutoff_generation, oldest_kept
 
 logger = logging.getLogger(__name__)
@@ -79,9 +81,8 @@ class HistoryMetadata:
         """
         self._client = client
         self._keys = keys
-        self._window = window
-        self._age_limit: int | None = None
-        """The age limit that :meth:`info` returned last."""
+        self.window = window
+        """Number of generations per problem that this process reads."""
         self._newest = 0
         """The newest generation seen, from which a server that lost its data continues to count."""
         self._initial: dict[str, str] = {}
@@ -95,7 +96,7 @@ class HistoryMetadata:
             model: name of the model; empty if any model is accepted.
             max_bytes: byte cap in Redis; None for no cap.
         """
-        self._initial = {"tokenizer": tokenizer, "model": model, "window": str(self._window)}
+        self._initial = {"tokenizer": tokenizer, "model": model, "window": str(self.window)}
         if max_bytes is not None:
             self._initial["max_bytes"] = str(max_bytes)
 
@@ -128,8 +129,10 @@ class HistoryMetadata:
                 f"history {self._keys.full_name} holds rollouts of model {known['model']!r}, not of {model!r}; choose "
                 "another name in spec.history.name, or set spec.history.allowModelMismatch to use these rollouts, too"
             )
-        settings = {"window": str(self._window)} | ({} if max_bytes is None else {"max_bytes": str(max_bytes)})
-        self._client.hset(self._keys.meta, mapping=settings)  # type: ignore[arg-type]
+        settings: dict[FieldT, EncodableT] = {"window": self.window}
+        if max_bytes is not None:
+            settings["max_bytes"] = max_bytes
+        self._client.hset(self._keys.meta, mapping=settings)
         self._client.sadd(HISTORY_NAMES, self._keys.full_name)
         self.set_initial(tokenizer, model, max_bytes=max_bytes)
 
@@ -140,13 +143,12 @@ class HistoryMetadata:
         if not any(stored):
             return None
         known = {name: value.decode() for name, value in zip(names, stored, strict=True) if value is not None}
-        self._age_limit = _optional_int(known.get("age_limit"))
         return HistoryInfo(
             tokenizer=known.get("tokenizer", ""),
             model=known.get("model", ""),
             generation=int(known.get("generation", 0)),
-            window=int(known.get("window", self._window)),
-            age_limit=self._age_limit,
+            window=int(known.get("window", self.window)),
+            age_limit=_optional_int(known.get("age_limit")),
             max_bytes=_optional_int(known.get("max_bytes")),
         )
 
@@ -183,9 +185,9 @@ class HistoryMetadata:
         """
         fields = [(VERSION_FIELD_PREFIX + version, generation) for version, generation in published.items()]
         generation = 0
-        for at in range(0, len(fields) or 1, FIELDS_PER_ROUND_TRIP):
-            batch = [word for pair in fields[at : at + FIELDS_PER_ROUND_TRIP] for word in pair]
-            generation = int(run(self._client, Call(_MERGE, [self._keys.meta], [newest, *batch])))
+        for batch in list(batches(fields, FIELDS_PER_ROUND_TRIP)) or [[]]:  # *newest* is merged in any case
+            words = [word for pair in batch for word in pair]
+            generation = int(run(self._client, Call(_MERGE, [self._keys.meta], [newest, *words])))
         return generation
 
     def prune_versions(self) -> int:
@@ -201,8 +203,8 @@ class HistoryMetadata:
         oldest = self.generation() - MAX_KNOWN_VERSIONS
         fields = self._client.hscan_iter(self._keys.meta, match=f"{VERSION_FIELD_PREFIX}*", count=FIELDS_PER_ROUND_TRIP)
         old = [field for field, generation in fields if generation.isdigit() and int(generation) <= oldest]
-        for at in range(0, len(old), FIELDS_PER_ROUND_TRIP):
-            self._client.hdel(self._keys.meta, *old[at : at + FIELDS_PER_ROUND_TRIP])
+        for batch in batches(old, FIELDS_PER_ROUND_TRIP):
+            self._client.hdel(self._keys.meta, *batch)
         return len(old)
 
     # Retention
@@ -213,19 +215,6 @@ class HistoryMetadata:
             self._client.hdel(self._keys.meta, "age_limit")
         else:
             self._client.hset(self._keys.meta, "age_limit", age_limit)
-
-    def cutoff_generation(self, newest: int) -> int:
-        """Return the cutoff generation if *newest* is the newest one, for the age limit that :meth:`info` read last."""
-        return cutoff_generation(newest, self._age_limit)
-
-    def oldest_kept(self, generations: Iterable[int], cutoff: int) -> int:
-        """Return the oldest generation that this process reads of a problem.
-
-        Args:
-            generations: generations in which the problem was sampled.
-            cutoff: the :meth:`cutoff_generation`.
-        """
-        return oldest_kept(generations, self._window, cutoff)
 
     def retention_rule(self, newest: int | None = None) -> RetentionRule:
         """Read which generations are kept; create the history again if its server has lost it.
@@ -248,7 +237,7 @@ class HistoryMetadata:
         if self._initial and (stored_tokenizer := (tokenizer or b"").decode()) != self._initial["tokenizer"]:
             raise self._tokenizer_mismatch(stored_tokenizer, self._initial["tokenizer"])
         cutoff = cutoff_generation(self._newest, _optional_int(age_limit))
-        return RetentionRule(int(window or self._window), ALWAYS_KEPT, cutoff)
+        return RetentionRule(int(window or self.window), ALWAYS_KEPT, cutoff)
 
     # Histories without problems
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import redis
 
@@ -13,6 +13,14 @@ from rollout_api.redis_client.server_functions import Redis
 from rollout_worker.history.limits import PROBLEMS_PER_ROUND_TRIP
 
 logger = logging.getLogger(__name__)
+
+_Item = TypeVar("_Item")
+
+
+def batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    """Split *items* into consecutive batches of *size*, the last of which may be smaller."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]
 
 
 def query_problems(
@@ -31,10 +39,8 @@ def query_problems(
     Raises:
         redis.RedisError: the server fails.
     """
-    distinct = list(dict.fromkeys(problem_ids))
     replies: dict[str, Any | None] = {}
-    for at in range(0, len(distinct), PROBLEMS_PER_ROUND_TRIP):
-        batch = distinct[at : at + PROBLEMS_PER_ROUND_TRIP]
+    for batch in batches(list(dict.fromkeys(problem_ids)), PROBLEMS_PER_ROUND_TRIP):
         pipeline = client.pipeline(transaction=False)
         for problem_id in batch:
             command(pipeline, problem_id)

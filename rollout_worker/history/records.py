@@ -6,7 +6,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgpack
 import numpy as np
@@ -16,20 +16,21 @@ from numpy.typing import NDArray
 RECORD_VERSION = 3
 """Version of the encoding; versions 1 (no context) and 2 (not compressed) can still be read."""
 CONTEXT_TOKENS = 64
-"""Number of tokens in front of a response that the draft index compares."""
+"""Number of tokens in front of a response that the suffix index compares."""
 BLOCK_COMPRESSION_LEVEL = 9
 """zstd level of blocks, which are written once and read often."""
 _LOG_COMPRESSION_LEVEL = 3
 """zstd level of single records in the log."""
 _RESERVED_TOKEN_ID = 2**32 - 1
-"""Not a token id: the draft index marks the start of a response with it."""
+"""Not a token id: the suffix index marks the start of a response with it."""
 _GENERATION_LIMIT = 2**53
 """Generations below this are exact in Lua, whose numbers are doubles."""
 _HEADER = struct.Struct("<BI")
 """Version, and the CRC-32 of what follows."""
 _MAX_BYTES = 2**30
 """Maximum decompressed size of a record or block, so that damaged data does not request all memory."""
-TokenArray = NDArray[np.uint32]
+TokenArray: TypeAlias = NDArray[np.uint32]
+"""Token ids from 0 to 2^32 - 2, shape (length,). 2^32 - 1 is reserved for the boundary token of the suffix index."""
 
 
 class RecordError(ValueError):
@@ -38,7 +39,7 @@ class RecordError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class HistoryRecord:
-    """One finished rollout, with the data that draft indexes and length statistics need."""
+    """One finished rollout, with the data that suffix indexes and length statistics need."""
 
     rollout_id: str
     """The rollout id."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any
@@ -117,16 +117,6 @@ class HistoryStore:
         """Return a store that reads all generations of a history."""
         return cls(client, keys, window=_ALL_GENERATIONS)
 
-    def open(
-        self, tokenizer: str, model: str = "", *, allow_model_mismatch: bool = False, max_bytes: int | None = None
-    ) -> None:
-        """Create the history, or check that it fits; see :meth:`HistoryMetadata.open`."""
-        self.metadata.open(tokenizer, model, allow_model_mismatch=allow_model_mismatch, max_bytes=max_bytes)
-
-    def publish(self, run_uid: str, weight_version: int) -> int:
-        """Return the generation of a run's weight version; see :meth:`HistoryMetadata.publish`."""
-        return self.metadata.publish(run_uid, weight_version)
-
     # Appending
 
     def append(self, problem_id: str, record: HistoryRecord, *, newest: int | None = None) -> AppendResult:
@@ -218,6 +208,18 @@ class HistoryStore:
             lengths = next(replies) if problem_id in with_lengths else None
             slices[problem_id] = self._decode_slice(problem_id, cursor, entries, blocks, lengths, count)
         return slices
+
+    def read_all(self, problem_id: str) -> Iterator[LogSlice]:
+        """Read a problem from its start to its end, in slices; the first has the rewards and length statistics.
+
+        A rollout may be in several slices, because the problem may be compacted in the meantime.
+        """
+        cursor, has_more = START, True
+        while has_more:
+            with_lengths = {problem_id} if cursor == START else ()
+            log_slice = self.read({problem_id: cursor}, with_lengths=with_lengths)[problem_id]
+            yield log_slice
+            cursor, has_more = log_slice.cursor, log_slice.has_more
 
     def _decode_slice(
         self, problem_id: str, cursor: str, entries: Any, blocks: Any, lengths: Any, count: int

@@ -1,4 +1,4 @@
-"""Keeps a draft index up to date with a history, in a background thread; decoding never waits for Redis."""
+"""Keeps a suffix index up to date with a history, in a background thread; decoding never waits for Redis."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from rollout_worker.history.limits import (
 )
 from rollout_worker.history.records import HistoryRecord, TokenArray
 from rollout_worker.history.store import HistoryStore, LogSlice
+from rollout_worker.history.window import cutoff_generation, oldest_kept
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def rollout_name(key: bytes) -> str:
 
 
 class HistorySink(DrafterStatistics, Protocol):
-    """A draft index that receives the rollouts of a history and keeps them within its own limits."""
+    """A suffix index that receives the rollouts of a history and keeps them within its own limits."""
 
     def add(self, problem: str, rollouts: Sequence[HistoryRollout]) -> int:
         """Add rollouts and return how many were new. Even a call without rollouts counts as a use of the problem."""
@@ -177,6 +178,16 @@ class HistorySync:
         stats = self.length_stats(problem)
         return stats if stats.count else self._feedback.recent_lengths
 
+    @property
+    def num_known_problems(self) -> int:
+        """Number of problems that were read and not evicted or forgotten since."""
+        return len(self._cursors)
+
+    @property
+    def num_partly_read_problems(self) -> int:
+        """Number of problems whose rewards are kept because some of their rollouts are still to be read."""
+        return len(self._pending_rewards)
+
     def _run(self) -> None:
         pause = POLL_INTERVAL_S
         while not self._stopping:
@@ -190,7 +201,8 @@ class HistorySync:
                 self._count_failure(error)
                 expected = isinstance(error, redis.RedisError)
                 logger.warning(
-                    "The history cannot be read (%s: %s); drafting continues with what is in the index.",
+                    "History %s cannot be read (%s: %s); drafting continues with what is in the index.",
+                    self._store.keys.full_name,
                     type(error).__name__,
                     error,
                     exc_info=not expected,
@@ -246,7 +258,8 @@ class HistorySync:
 
     def _apply_cutoff(self, generation: int) -> None:
         """Drop rollouts older than a new cutoff; those that leave the window are dropped when newer ones arrive."""
-        previous, self._cutoff = self._cutoff, self._store.metadata.cutoff_generation(generation)
+        info = self._feedback.history_info
+        previous, self._cutoff = self._cutoff, cutoff_generation(generation, None if info is None else info.age_limit)
         if self._cutoff > previous:
             for problem in list(self._generations):
                 self._apply_window(problem, ())
@@ -254,7 +267,7 @@ class HistorySync:
     def _apply_window(self, problem: str, added: Iterable[int]) -> int:
         """Drop what leaves a problem's window when generations are added; return the oldest generation in it."""
         generations = self._generations.get(problem, set()).union(added)
-        oldest = self._store.metadata.oldest_kept(generations, self._cutoff)
+        oldest = oldest_kept(generations, self._store.metadata.window, self._cutoff)
         if generations and min(generations) < oldest:
             self._sink.drop_before(problem, oldest)
         self._generations[problem] = {generation for generation in generations if generation >= oldest}

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 from redis.exceptions import RedisError, ResponseError
 from rich.console import Console
-from rich.markup import escape
 from rich.text import Text
 
 from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
@@ -27,8 +26,8 @@ from rollout_api.redis_client.checks import RedisUnusableError, explain_error
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.server_functions import Redis
 from rollout_worker.history.archive import ArchiveError, export_history, import_history
-from rollout_worker.history.blocks import START
 from rollout_worker.history.catalog import StoredProblem
+from rollout_worker.history.limits import RETENTION_S
 from rollout_worker.history.maintenance.lease import new_lease_token
 from rollout_worker.history.maintenance.maintainer import HistoryMaintainer
 from rollout_worker.history.maintenance.operations import MaintenanceOperations
@@ -54,6 +53,7 @@ from rollout_worker.history_service.histograms import (
 )
 from rollout_worker.history_service.http import HistoryServer
 from rollout_worker.history_service.service import HistoryService
+from rollout_worker.runtime.exit_message import exit_with_error
 
 app = typer.Typer(
     name="rollout-history",
@@ -75,10 +75,13 @@ _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def _parse_duration(text: str) -> float:
-    match = _DURATION.fullmatch(text)
+def _parse_duration(duration: str | float) -> float:
+    """Return a duration in seconds; a number, which is the default of an option, is one already."""
+    if not isinstance(duration, str):
+        return duration
+    match = _DURATION.fullmatch(duration)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is not a duration; write a number and s, m, h or d, as in 30d")
+        raise typer.BadParameter(f"{duration!r} is not a duration; write a number and s, m, h or d, as in 30d")
     return float(match[1]) * _UNIT_SECONDS[match[2]]
 
 
@@ -98,6 +101,7 @@ Retention = Annotated[
     typer.Option(
         parser=_parse_duration,
         metavar="DURATION",
+        show_default=f"{RETENTION_S / 86400:g}d",
         help="Delete histories that were unused for this long, for example 90m, 12h or 30d.",
     ),
 ]
@@ -108,7 +112,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def serve(
     redis: RedisUrl,
     port: Annotated[int, typer.Option(help="Port of /healthz, /readyz and /metrics.")] = 8080,
-    retention: Retention = "30d",  # type: ignore[assignment]  # typer parses it
+    retention: Retention = RETENTION_S,
 ) -> None:
     """Maintain all histories on a server until SIGTERM. If several services run, one of them does the work."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -301,7 +305,7 @@ def import_from(
 def gc(
     redis: RedisUrl,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done without doing it.")] = False,
-    retention: Retention = "30d",  # type: ignore[assignment]  # typer parses it
+    retention: Retention = RETENTION_S,
 ) -> None:
     """Run maintenance over all histories now, even if a service maintains them."""
     output, failed = console(), False
@@ -404,13 +408,10 @@ def _read_problem(
     records: dict[str, HistoryRecord] = {}
     corrupt: set[str] = set()
     rewards: dict[bytes, float] = {}
-    cursor, has_more = START, True
-    while has_more:
-        log_slice = store.read({problem_id: cursor}, with_lengths={problem_id} if cursor == START else ())[problem_id]
+    for log_slice in store.read_all(problem_id):
         records |= {record.rollout_id: record for record in log_slice.records}
         corrupt.update(entry.entry_id for entry in log_slice.corrupt)
         rewards |= log_slice.rewards or {}
-        cursor, has_more = log_slice.cursor, log_slice.has_more
     oldest = info.oldest_kept(record.generation for record in records.values())
     return [record for record in records.values() if record.generation >= oldest], rewards, len(corrupt)
 
@@ -470,22 +471,17 @@ def _exit_with_message(url: str) -> Iterator[None]:
     try:
         yield
     except (RedisUnusableError, HistoryMismatchError) as error:
-        _fail(EXIT_REDIS, str(error))
+        exit_with_error(EXIT_REDIS, str(error))
     except RedisError as error:
-        _fail(EXIT_REDIS, str(explain_error(error, url)))
+        exit_with_error(EXIT_REDIS, str(explain_error(error, url)))
     except UnknownHistoryError as error:
-        _fail(_EXIT_FAILED, str(error))
+        exit_with_error(_EXIT_FAILED, str(error))
     except ArchiveError as error:
-        _fail(EXIT_STATE, str(error))
+        exit_with_error(EXIT_STATE, str(error))
     except OSError as error:
-        _fail(EXIT_STATE, f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        exit_with_error(EXIT_STATE, f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except KeyboardInterrupt:
-        _fail(EXIT_INTERRUPTED, "Interrupted.")
-
-
-def _fail(code: int, message: str) -> NoReturn:
-    errors.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True, highlight=False)
-    sys.exit(code)
+        exit_with_error(EXIT_INTERRUPTED, "Interrupted.")
 
 
 def main() -> None:

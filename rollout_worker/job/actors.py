@@ -162,7 +162,7 @@ async def _serve_once(
         setup.history_store(),
         name=name,
         worker=os.environ.get(WORKER_ENV, ""),
-        slots=job.spec.engine.max_num_seqs,
+        max_running=job.spec.engine.max_num_seqs,
         checkpoint_tokens=job.spec.engine.checkpoint_tokens,
         sampling=job.spec.sampling,
         transport=setup.weight_transport(model),

@@ -80,6 +80,14 @@ class CanaryTest:
         return json.dumps({"log_e_values": self.drift.log_e_values, "canaries": self.drift.canaries})
 
     def load_json(self, state: str) -> None:
-        """Continue the test of an earlier coordinator from :meth:`to_json`."""
-        stored = json.loads(state)
-        self.drift = DriftTest(_NUM_QUANTITIES, stored["log_e_values"], stored["canaries"])
+        """Continue the test of an earlier coordinator from :meth:`to_json`.
+
+        Raises:
+            ValueError: if *state* is not such a state. This test is not changed then.
+        """
+        try:
+            stored = json.loads(state)
+            log_e_values, canaries = list(map(float, stored["log_e_values"])), int(stored["canaries"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"not the state of a canary test: {type(error).__name__}: {error}") from None
+        self.drift = DriftTest(_NUM_QUANTITIES, log_e_values, canaries)

@@ -20,6 +20,8 @@ STATUS_EXPIRY_S = 10
 """Seconds after which a status or an expected load that is not renewed expires."""
 SHUTDOWN_REQUEST_EXPIRY_S = 600
 """Seconds after which a worker's request to its engines to leave expires."""
+WRITE_CHECK_EXPIRY_S = 60
+"""Seconds after which the key expires that is written to check whether Redis accepts writes."""
 MAX_EVENTS = 4096
 """Number of latest entries to which the event stream is trimmed."""
 MAX_BLOCKING_READ_S = 1.0
@@ -89,6 +91,8 @@ ANNOUNCEMENT_DELAY_S = 0.01
 """Seconds for which an announcement waits for other problems that arrive at the same moment."""
 ANNOUNCEMENT_RETENTION_S = 30.0
 """Seconds for which a problem's history is kept up to date after its last rollout, as the next one may come soon."""
+PUBLICATION_LOG_INTERVAL_S = 30.0
+"""Seconds between two log messages about weight versions that cannot be published to the history."""
 ENGINE_STATS_INTERVAL_S = 1.0
 """Seconds between two reads of an engine's statistics."""
 ENGINE_HANG_TIMEOUT_S = 300.0

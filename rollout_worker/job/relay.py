@@ -125,19 +125,21 @@ class Relay:
                 if refusal is not None:
                     rejected.append((entry, f"the keys of its problem cannot be written: {refusal}"))
         for entry, reason in rejected:
-            logger.warning("An entry of the %s stream is moved to the dead letters: %s", stream, reason)
+            logger.warning("Entry %s of the %s stream is moved to the dead letters: %s", entry.entry_id, stream, reason)
             self._outbox.add_dead_letter(stream, entry, reason)
         self._outbox.delete(stream, entries)
 
     def _decode_rollout(self, entry: Entry) -> tuple[str, HistoryRecord]:
         """Return the problem and the history record of an outbox entry."""
         rollout = decode(entry.data)
-        if not isinstance(rollout, Rollout) or rollout.weight_version is None:
-            raise CodecError(f"a {rollout.kind} in place of a rollout with tokens")
+        if not isinstance(rollout, Rollout):
+            raise CodecError(f"a {rollout.kind} in place of a rollout")
+        if rollout.weight_version is None:
+            raise CodecError("a rollout without tokens")
         version = rollout.weight_version
         generation = self._generations.get(version)
         if generation is None:
-            generation = self._generations[version] = self._store.publish(self._run_id, version)
+            generation = self._generations[version] = self._store.metadata.publish(self._run_id, version)
         context = unpack_tokens(entry.fields.get(CONTEXT_FIELD.encode(), b""))
         return rollout.problem_id, HistoryRecord(
             rollout_id=rollout.rollout_id,

@@ -43,8 +43,10 @@ class JobSetup:
     """Number of additional engines without speculation, for requests that want no drafts."""
     overrides: dict[str, Any] | None = None
     """Additional vLLM engine arguments."""
-    http_host: str = "127.0.0.1"
+    http_host: str | None = "127.0.0.1"
+    """Address on which the coordinator's HTTP server listens; None for all addresses."""
     http_port: int = 0
+    """Port of that server; 0 for a free one."""
     model_cache: str = ""
     """Directory of models on every machine of the job; empty for the default of each machine."""
     history_url: str = ""
@@ -85,7 +87,7 @@ class JobSetup:
         spec = self.job.spec
         allow = spec.history.allow_model_mismatch
         store = self.history_store()
-        store.open(self.tokenizer, spec.model.uri, allow_model_mismatch=allow, max_bytes=self._history_bytes)
+        store.metadata.open(self.tokenizer, spec.model.uri, allow_model_mismatch=allow, max_bytes=self._history_bytes)
 
     @property
     def _history_bytes(self) -> int:

@@ -19,7 +19,7 @@ Load = Callable[[Engine], Awaitable[float]]
 """Loads weights into an engine and returns for how many seconds decoding was paused; raises EngineError."""
 
 
-class WeightsError(RuntimeError):
+class UnusableWeightsError(RuntimeError):
     """Published weights cannot be used. The text says which ones, and why."""
 
 
@@ -37,7 +37,7 @@ class WeightTransport(Protocol):
             A function that loads the weights.
 
         Raises:
-            WeightsError: if the weights do not exist, are not allowed, or differ from what was published.
+            UnusableWeightsError: if the weights do not exist, are not allowed, or differ from what was published.
         """
         ...
 
@@ -71,9 +71,9 @@ class DirectoryTransport:
             directory = resolve(uri, self._cache, self._model, self._allowed_roots)
             found = checksum(directory) if update.sha256 is not None else None
         except (ModelError, OSError) as error:
-            raise WeightsError(str(error)) from error
+            raise UnusableWeightsError(str(error)) from error
         if found != update.sha256:
-            raise WeightsError(
+            raise UnusableWeightsError(
                 f"{directory} has the checksum {found}, but weight version {update.weight_version} was published with "
                 f"{update.sha256}: the files were changed, or are still being written"
             )
@@ -93,12 +93,12 @@ class BroadcastTransport:
             backend, host, port = "", None, None
         full = update.weights_kind is WeightsKind.FULL
         if broadcast is None or not full or backend not in BACKENDS or host is None or port is None:
-            raise WeightsError(
+            raise UnusableWeightsError(
                 f"cannot receive {update.weights_kind} weights from {update.uri}: a broadcast must contain full "
                 "weights and come from nccl://host:port or gloo://host:port"
             )
         if engine_id not in broadcast.ranks:
-            raise WeightsError(
+            raise UnusableWeightsError(
                 f"weight version {update.weight_version} was broadcast before this engine joined; the engine loads the "
                 "next version, or these weights when they are published from a directory under a later version"
             )
@@ -120,5 +120,5 @@ class CombinedTransport:
         if update.broadcast is None:
             return await self._directories.prepare(update, engine_id)
         if self._broadcasts is None:
-            raise WeightsError("this job does not accept broadcast weights: spec.weights.broadcast is false")
+            raise UnusableWeightsError("this job does not accept broadcast weights: spec.weights.broadcast is false")
         return await self._broadcasts.prepare(update, engine_id)

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 TERMINATION_LOG = Path("/dev/termination-log")
 """File that Kubernetes reads as a container's termination message (default ``terminationMessagePath``), up to 4 KiB."""
-_FINAL_FIGURES = ("done", "total", "epoch", "weight_version", "tokens", "steps", "accepted_per_step")
+_FINAL_FIGURES = ("done", "total", "epoch", "weight_version", "tokens", "decoding_steps", "accepted_per_step")
 
 
 async def run_head(setup: JobSetup, dataset: Dataset | None, *, host: str | None, port: int, ray_token: str) -> None:

@@ -23,6 +23,7 @@ from rollout_worker.engine.model_source import default_cache, load_tokenizer, re
 from rollout_worker.job.dataset.report import EpochMode, JobReport
 from rollout_worker.job.dataset.source import Dataset, count_finished, load_dataset, run_dataset
 from rollout_worker.job.dataset.trainer import DatasetTrainer
+from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.ray_job import RayJob, start_local_ray, stop_local_ray
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.job_state import JobState, lock_state_directory
@@ -114,7 +115,7 @@ async def run_local(
                     notify(f"Continuing job {state.uid}: {finished} rollouts are finished.")
                 setup.open_history()
                 work = _run_on_ray(setup, dataset, options, server, finished, notify, watch)
-                report = await _stop_if_redis_fails(work, server, url, notify)
+                report = await _stop_if_redis_fails(work, LauncherStore(server, setup.keys), url, notify)
                 state.mark_finished()
             except redis.RedisError as error:
                 raise explain_error(error, url) from error
@@ -177,13 +178,13 @@ async def _serve(setup: JobSetup, ray_job: RayJob, notify: Callable[[str], None]
 
 
 async def _stop_if_redis_fails(
-    work: Coroutine[Any, Any, _Result], server: redis.Redis, url: str, notify: Callable[[str], None]
+    work: Coroutine[Any, Any, _Result], job_store: LauncherStore, url: str, notify: Callable[[str], None]
 ) -> _Result:
     """Await *work*, but stop it when Redis rejects a write or is unavailable for more than a moment.
 
     A job waits for Redis forever, which is right for a cluster. Here it is better to tell the user at once.
     """
-    task, checks = asyncio.ensure_future(work), asyncio.ensure_future(_check_redis(server))
+    task, checks = asyncio.ensure_future(work), asyncio.ensure_future(_check_redis(job_store))
     try:
         await asyncio.wait({task, checks}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -197,14 +198,10 @@ async def _stop_if_redis_fails(
         await cancel_and_wait(task, checks)
 
 
-async def _check_redis(server: redis.Redis) -> None:
+async def _check_redis(job_store: LauncherStore) -> None:
     while True:
-        await asyncio.to_thread(retry, _write, server)
+        await asyncio.to_thread(retry, job_store.check_writable)
         await asyncio.sleep(REDIS_CHECK_INTERVAL_S)
-
-
-def _write(server: redis.Redis) -> None:
-    server.set("rollout:probe", "1", ex=60)
 
 
 def _baselines(job: RolloutJob, options: RunOptions) -> list[EpochMode]:

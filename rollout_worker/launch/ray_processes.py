@@ -14,7 +14,7 @@ import psutil
 
 from rollout_worker.job.limits import OBJECT_STORE_BYTES
 from rollout_worker.launch.limits import CONNECT_TIMEOUT_S, RAY_STOP_TIMEOUT_S
-from rollout_worker.runtime.child_process import end_with_parent
+from rollout_worker.runtime.child_process import spawn_with_parent
 
 
 @contextlib.contextmanager
@@ -28,13 +28,7 @@ def run_ray(options: Sequence[str], environment: Mapping[str, str]) -> Iterator[
     # The module is run directly, because the ``ray`` command is in a directory that depends on the image.
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     command += [f"--object-store-memory={OBJECT_STORE_BYTES}", *options]
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        process_group=0,
-        stdout=subprocess.DEVNULL,
-        preexec_fn=end_with_parent,  # noqa: PLW1509 – see there
-    )
+    process = spawn_with_parent(command, env={**os.environ, **environment}, process_group=0, stdout=subprocess.DEVNULL)
     try:
         yield process
     finally:

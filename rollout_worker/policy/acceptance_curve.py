@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+
+from rollout_worker.policy.arrays import Floats
 
 _DECAY = 0.998
 """Weight of a draft relative to the next one, so that about the last 500 drafts count."""
@@ -18,8 +19,6 @@ _OVERALL_PRIOR_DRAFTS = 10 * _PRIOR_DRAFTS
 _EFFICIENCY_GRID = np.geomspace(0.01, 50.0, 120)
 """Values of α among which :meth:`AcceptanceCurve.fit_das` searches."""
 _MIN_CAPACITY, _MAX_CAPACITY = 1e-3, 0.999
-
-Floats = npt.NDArray[np.float64]
 
 
 class DasAcceptance(NamedTuple):

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from rollout_worker.policy.arrays import Floats, Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
 from rollout_worker.policy.draft_policy import EMPTY_QUEUE, DraftBudgets, DraftPolicy, QueueState
 from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor
 from rollout_worker.policy.idle_backoff import IdleBackoff
-from rollout_worker.policy.rollout_table import Column, Floats, Integers
+from rollout_worker.policy.rollout_table import Column
 from rollout_worker.policy.step_cost import StepCost
 
 _REFERENCE_INTERVAL_STEPS = 256

@@ -6,8 +6,8 @@ from collections import deque
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from rollout_worker.policy.arrays import Floats
 from rollout_worker.policy.step_cost import StepCost
 
 _STEPS_PER_KIND = 64
@@ -30,8 +30,6 @@ _DEFAULT_DRAFTING_SHARE = 0.02
 """Prior of c_draft as a share of c_base, where the prior does not contain it."""
 _CLIP_FACTOR = 100
 """No step is taken to be more than so many times as fast as it was or as is usual, or it would outweigh all others."""
-
-_Floats = npt.NDArray[np.float64]
 
 
 class TimedStep(NamedTuple):
@@ -128,7 +126,7 @@ def _kind(tokens: int, is_uniform: bool) -> tuple[int, bool]:
     return (max(0, tokens - 1).bit_length(), is_uniform)
 
 
-def _solve(features: _Floats, values: _Floats, weights: _Floats, prior: _Floats) -> _Floats:
+def _solve(features: Floats, values: Floats, weights: Floats, prior: Floats) -> Floats:
     """Solve weighted least squares with a weak pull towards the prior and a lower limit of each coefficient.
 
     Coefficients that would fall below their limit are fixed there, and the others are solved again.

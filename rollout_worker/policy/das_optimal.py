@@ -12,11 +12,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from rollout_worker.policy.arrays import Floats
 from rollout_worker.policy.step_cost import StepCost
-
-Floats = npt.NDArray[np.float64]
 
 _BISECTION_STEPS = 60
 _FEASIBLE_MARGIN = 1e-9

@@ -9,6 +9,7 @@ import numpy as np
 
 from rollout_api.length_stats import LengthClass, LengthStats
 from rollout_worker.policy.acceptance_curve import AcceptanceCurve, DasAcceptance
+from rollout_worker.policy.arrays import Integers
 from rollout_worker.policy.das_optimal import optimal_budgets
 from rollout_worker.policy.draft_policy import (
     EMPTY_QUEUE,
@@ -18,7 +19,7 @@ from rollout_worker.policy.draft_policy import (
     QueueState,
     ReplanSchedule,
 )
-from rollout_worker.policy.rollout_table import Column, Integers, LengthLookup
+from rollout_worker.policy.rollout_table import Column, LengthsByProblem
 from rollout_worker.policy.step_cost import StepCost
 
 
@@ -30,7 +31,9 @@ class DasClasses(BoundedPolicy):
     _RECLASSIFY_TOKENS = 64
     """Number of generated tokens after which a rollout is classified again."""
 
-    def __init__(self, limits: DraftLimits, lengths: LengthLookup, overall_lengths: Callable[[], LengthStats]) -> None:
+    def __init__(
+        self, limits: DraftLimits, lengths: LengthsByProblem, overall_lengths: Callable[[], LengthStats]
+    ) -> None:
         """Create a policy; *overall_lengths* returns the lengths of all problems' rollouts."""
         super().__init__(limits, lengths)
         self._overall_lengths, self._lengths = overall_lengths, lengths
@@ -64,7 +67,7 @@ class DasOptimal(BoundedPolicy):
     the drafts of its problem.
     """
 
-    def __init__(self, limits: DraftLimits, lengths: LengthLookup) -> None:
+    def __init__(self, limits: DraftLimits, lengths: LengthsByProblem) -> None:
         super().__init__(limits, lengths)
         self._overall_curve = AcceptanceCurve(limits.per_rollout)
         self._problem_curves: dict[str, tuple[int, AcceptanceCurve]] = {}

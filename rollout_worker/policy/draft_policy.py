@@ -6,7 +6,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rollout_worker.policy.rollout_table import Floats, Integers, LengthLookup, RolloutTable
+from rollout_worker.policy.arrays import Floats, Integers
+from rollout_worker.policy.rollout_table import LengthsByProblem, RolloutTable
 from rollout_worker.policy.step_cost import StepCost
 
 REPLAN_INTERVAL_STEPS = 16
@@ -90,7 +91,7 @@ class DraftPolicy(Protocol):
 class BoundedPolicy:
     """Base class: follows the running rollouts and applies the limits of a step."""
 
-    def __init__(self, limits: DraftLimits, lengths: LengthLookup) -> None:
+    def __init__(self, limits: DraftLimits, lengths: LengthsByProblem) -> None:
         self._limits = limits
         self._rollouts = RolloutTable(lengths)
 

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
+from rollout_worker.policy.arrays import Floats, Integers
 from rollout_worker.policy.draft_policy import DraftBudgets
-from rollout_worker.policy.rollout_table import Column, Floats, Integers
+from rollout_worker.policy.rollout_table import Column
 
 EXPLORATION_SHARE = 0.005
 """Share of all generated tokens that may be drafted where drafting does not pay, to measure whether it would."""
@@ -54,7 +55,7 @@ class Governor:
         """Whether drafting is disabled for all rollouts, except for trials."""
         self.num_stops = 0
         """How often drafting was disabled."""
-        self.explored_tokens = 0
+        self.trial_tokens = 0
         """Number of tokens of all trials."""
         self._exploration = exploration
         self._allowance_tokens = 0.0
@@ -154,7 +155,7 @@ class Governor:
         if self._trial_row is not None:
             explored = int(drafted[rows == self._trial_row].sum())
             self._allowance_tokens -= explored
-            self.explored_tokens += explored
+            self.trial_tokens += explored
 
     def observe_time(self, *, without_drafts_s: float, extra_s: float, saved_s: float) -> None:
         """Record the duration of a step with drafts; disable drafting if it loses time.

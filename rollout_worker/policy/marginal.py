@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from rollout_worker.policy.arrays import Floats, Integers
 from rollout_worker.policy.draft_policy import (
     EMPTY_QUEUE,
     BoundedPolicy,
@@ -15,7 +16,7 @@ from rollout_worker.policy.draft_policy import (
     ReplanSchedule,
 )
 from rollout_worker.policy.remaining_length import last_probabilities
-from rollout_worker.policy.rollout_table import Column, Floats, Integers, LengthLookup
+from rollout_worker.policy.rollout_table import Column, LengthsByProblem
 from rollout_worker.policy.step_cost import StepCost
 
 
@@ -33,7 +34,7 @@ class Marginal(BoundedPolicy):
     equally among the running rollouts.
     """
 
-    def __init__(self, limits: DraftLimits, lengths: LengthLookup) -> None:
+    def __init__(self, limits: DraftLimits, lengths: LengthsByProblem) -> None:
         super().__init__(limits, lengths)
         self._schedule = ReplanSchedule()
         self._last_probability = Column()

@@ -9,7 +9,7 @@ from rollout_api.length_stats import LengthStats
 from rollout_worker.policy.das_policies import DasClasses, DasOptimal
 from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy
 from rollout_worker.policy.marginal import Marginal
-from rollout_worker.policy.rollout_table import LengthLookup
+from rollout_worker.policy.rollout_table import LengthsByProblem
 from rollout_worker.policy.simple_policies import Fixed
 
 PolicyName = Literal["marginal", "das-optimal", "das-classes", "fixed", "unlimited"]
@@ -25,7 +25,7 @@ def max_draft_length(policy: PolicyName, max_draft_tokens: int) -> int:
 
 
 def make_policy(
-    name: PolicyName, limits: DraftLimits, lengths: LengthLookup, overall_lengths: Callable[[], LengthStats]
+    name: PolicyName, limits: DraftLimits, lengths: LengthsByProblem, overall_lengths: Callable[[], LengthStats]
 ) -> DraftPolicy:
     """Create a policy for one engine.
 

@@ -16,10 +16,10 @@ _MIN_SAVED_SHARE = 0.05
 _MAX_MIGRATIONS = 16
 
 
-class RunningRollout(NamedTuple):
+class PlacedRollout(NamedTuple):
     """A rollout that runs on an engine."""
 
-    rollout: tuple[str, int]
+    key: tuple[str, int]
     """Request id and sample."""
     context_tokens: int
     """Number of tokens of its prompt and response so far, all of which another engine would have to read."""
@@ -30,13 +30,13 @@ class RunningRollout(NamedTuple):
 class Migration(NamedTuple):
     """The decision to continue a rollout on another engine."""
 
-    rollout: tuple[str, int]
+    key: tuple[str, int]
     """Request id and sample."""
     source: str
     target: str
 
 
-def remaining_seconds(rollouts: Sequence[RunningRollout], cost: StepCost) -> float:
+def remaining_seconds(rollouts: Sequence[PlacedRollout], cost: StepCost) -> float:
     """Predict the seconds until the last of an engine's rollouts ends; steps get shorter as the others end."""
     ordered = sorted(rollouts, key=lambda rollout: rollout.remaining_steps)
     running, context_tokens, seconds = len(ordered), sum(rollout.context_tokens for rollout in ordered), 0.0
@@ -48,7 +48,7 @@ def remaining_seconds(rollouts: Sequence[RunningRollout], cost: StepCost) -> flo
 
 
 def plan_rebalancing(
-    engines: Mapping[str, Sequence[RunningRollout]],
+    engines: Mapping[str, Sequence[PlacedRollout]],
     cost: StepCost,
     *,
     movable: Collection[tuple[str, int]] | None = None,
@@ -74,9 +74,9 @@ def plan_rebalancing(
     while len(placement) > 1 and len(migrations) < _MAX_MIGRATIONS:
         source = max(ends, key=lambda engine: ends[engine])
         target = min(ends, key=lambda engine: ends[engine])
-        best: tuple[float, RunningRollout] | None = None
+        best: tuple[float, PlacedRollout] | None = None
         for rollout in placement[source]:
-            if rollout.rollout in moved or (movable is not None and rollout.rollout not in movable):
+            if rollout.key in moved or (movable is not None and rollout.key not in movable):
                 continue
             others = [other for other in placement[source] if other is not rollout]
             takeover_s = HANDOVER_S + cost.per_token_s * rollout.context_tokens
@@ -92,7 +92,7 @@ def plan_rebalancing(
         delays[target] += HANDOVER_S + cost.per_token_s * rollout.context_tokens
         for engine in (source, target):
             ends[engine] = delays[engine] + remaining_seconds(placement[engine], cost)
-        moved.add(rollout.rollout)
-        migrations.append(Migration(rollout.rollout, source, target))
+        moved.add(rollout.key)
+        migrations.append(Migration(rollout.key, source, target))
     end_after = max(ends.values(), default=0.0)
     return migrations if end_after < end_before * (1 - _MIN_SAVED_SHARE) - HANDOVER_S else []

@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from rollout_api.length_stats import LengthStats
-
-Floats = npt.NDArray[np.float64]
+from rollout_worker.policy.arrays import Floats
 
 _QUANTILES = 8
 """Number of quantiles that describe a remaining length in :func:`estimate_remaining_work`."""

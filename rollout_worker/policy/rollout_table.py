@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
 from rollout_api.length_stats import LengthStats
+from rollout_worker.policy.arrays import Floats, Integers, with_row
 from rollout_worker.policy.remaining_length import remaining_quantiles
 
 LENGTH_QUANTILES = 8
@@ -18,13 +18,8 @@ _REPREDICT_FACTOR = 1.1
 """Growth factor of a rollout after which its length is predicted again."""
 _REPREDICT_TOKENS = 32
 """Number of tokens, in addition to that factor, after which the length is predicted again."""
-_MIN_ROWS = 16
-"""Number of rows that are allocated first."""
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.int64]
-
-LengthLookup = Callable[[str], LengthStats]
+LengthsByProblem = Callable[[str], LengthStats]
 """Returns the length statistics of a problem, by problem id."""
 
 
@@ -36,8 +31,7 @@ class Column:
 
     def initialize(self, row: int, value: float) -> None:
         """Set the value of a row, which may not exist yet."""
-        if row >= len(self._values):
-            self._values = np.concatenate([self._values, np.zeros(max(_MIN_ROWS, 2 * row) - len(self._values))])
+        self._values = with_row(self._values, row)
         self._values[row] = value
 
     def __getitem__(self, rows: Integers) -> Floats:
@@ -53,7 +47,7 @@ class RolloutTable:
     A rollout keeps its row while it runs. Afterwards, the row may be given to another rollout.
     """
 
-    def __init__(self, lengths: LengthLookup) -> None:
+    def __init__(self, lengths: LengthsByProblem) -> None:
         self.generated = np.zeros(0, np.int64)
         """Number of response tokens."""
         self.prompt_tokens = np.zeros(0, np.int64)
@@ -92,13 +86,15 @@ class RolloutTable:
 
     def _grow(self) -> None:
         allocated = len(self.generated)
-        more = max(_MIN_ROWS, allocated)
-        for name in ("generated", "prompt_tokens", "max_tokens", "tokens_per_step", "_predicted_at", "_steps"):
-            array = getattr(self, name)
-            setattr(self, name, np.concatenate([array, np.zeros(more, array.dtype)]))
-        self._predicted_ends = np.concatenate([self._predicted_ends, np.zeros((more, LENGTH_QUANTILES))])
-        self._problems += [""] * more
-        self._free += range(allocated + more - 1, allocated - 1, -1)
+        self.generated = with_row(self.generated, allocated)
+        self.prompt_tokens = with_row(self.prompt_tokens, allocated)
+        self.max_tokens = with_row(self.max_tokens, allocated)
+        self.tokens_per_step = with_row(self.tokens_per_step, allocated)
+        self._predicted_ends = with_row(self._predicted_ends, allocated)
+        self._predicted_at = with_row(self._predicted_at, allocated)
+        self._steps = with_row(self._steps, allocated)
+        self._problems += [""] * (len(self.generated) - allocated)
+        self._free += range(len(self.generated) - 1, allocated - 1, -1)
 
     def advance(self, rows: Integers, tokens: Integers) -> None:
         """Record the number of tokens that each rollout generated in one verification step; no row may occur twice."""

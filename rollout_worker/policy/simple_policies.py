@@ -1,20 +1,10 @@
-"""Policies that depend neither on cost nor on predicted lengths."""
+"""The policies ``fixed`` and ``unlimited``, which depend neither on cost nor on predicted lengths."""
 
 from __future__ import annotations
 
-import numpy as np
-
+from rollout_worker.policy.arrays import Integers
 from rollout_worker.policy.draft_policy import EMPTY_QUEUE, BoundedPolicy, DraftBudgets, QueueState
-from rollout_worker.policy.rollout_table import Integers
 from rollout_worker.policy.step_cost import StepCost
-
-
-class Off(BoundedPolicy):
-    """``off``: drafts nothing."""
-
-    def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
-        """See :meth:`DraftPolicy.compute_budgets`."""
-        return DraftBudgets(np.zeros(len(rows), np.int64), np.zeros(len(rows)), np.zeros(len(rows)))
 
 
 class Fixed(BoundedPolicy):

@@ -37,11 +37,6 @@ class StepCost(NamedTuple):
             + self.drafting_s * has_drafts
         )
 
-    @property
-    def base_tokens(self) -> float:
-        """``c_base / c_tok``: the number of tokens that cost as much as an empty step; infinite if tokens are free."""
-        return self.base_s / self.per_token_s if self.per_token_s > 0 else float("inf")
-
 
 H100_7B = StepCost(base_s=8e-3, per_token_s=26e-6, per_context_token_s=17e-9)
 """A 7B model on an H100-class GPU: c_base and c_tok as in DAS (arXiv 2511.13841), c_kv from the size of its cache."""

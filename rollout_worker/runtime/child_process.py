@@ -8,6 +8,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -15,13 +18,26 @@ _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
-def end_with_parent() -> None:
-    """Ask Linux to send SIGTERM to this process when its parent ends, even if the parent is killed.
+def spawn_with_parent(
+    command: Sequence[str | Path], *, end_signal: signal.Signals = signal.SIGTERM, **options: Any
+) -> subprocess.Popen[bytes]:
+    """Start a process to which Linux sends a signal when the calling thread or its process ends, even if it is killed.
 
-    Use it as ``preexec_fn`` of a subprocess. It is safe in a process with threads because it makes one system call and
-    takes no locks.
+    Args:
+        command: the program and its arguments.
+        end_signal: the signal.
+        options: further arguments of :class:`subprocess.Popen`.
+
+    Raises:
+        OSError: if the program cannot be started.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+    def end_with_parent() -> None:
+        _libc.prctl(_PR_SET_PDEATHSIG, end_signal)
+
+    # The function runs between fork and exec. It makes one system call and takes no locks, so that it is safe in a
+    # process with threads.
+    return subprocess.Popen(command, preexec_fn=end_with_parent, **options)  # noqa: PLW1509  # it takes no locks
 
 
 class Reaper:

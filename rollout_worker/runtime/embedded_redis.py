@@ -12,7 +12,7 @@ from pathlib import Path
 import redis
 
 from rollout_api.redis_client.checks import RedisUnusableError
-from rollout_worker.runtime.child_process import end_with_parent
+from rollout_worker.runtime.child_process import spawn_with_parent
 
 _START_TIMEOUT_S = 10.0
 """Seconds to wait for an answer of a server that is not loading its data."""
@@ -66,8 +66,7 @@ class EmbeddedRedis:
             self.url = f"redis://:{password}@127.0.0.1:{port}/0"
             if self._wait_ready(self._process):
                 return self.url
-        log = self._log.read_text(errors="replace")[-_MAX_LOG_CHARS:] if self._log.is_file() else "(it is empty)"
-        raise RedisUnusableError(f"redis-server does not start; the end of its log, {self._log}:\n{log}")
+        raise RedisUnusableError(f"redis-server does not start; the end of its log, {self._log}:\n{self._end_of_log()}")
 
     def stop(self) -> None:
         """Shut the server down; its data is kept."""
@@ -81,6 +80,11 @@ class EmbeddedRedis:
             self._process.wait()
         self._process = None
 
+    def _end_of_log(self) -> str:
+        if not self._log.is_file():
+            return "(it does not exist)"
+        return self._log.read_text(errors="replace")[-_MAX_LOG_CHARS:] or "(it is empty)"
+
     def _launch(self, program: str, port: int, password: str) -> subprocess.Popen[bytes]:
         settings = self._directory / "redis.conf"
         settings.touch(mode=0o600)
@@ -89,13 +93,12 @@ class EmbeddedRedis:
             "appendonly yes\nappendfsync everysec\nsave ''\nmaxmemory-policy noeviction\n"
             f'logfile "{self._log}"\n'
         )
-        return subprocess.Popen(
+        return spawn_with_parent(
             [program, str(settings)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=(self._keep_open,),
-            preexec_fn=end_with_parent,  # noqa: PLW1509 – see there
             # A group of its own shields the server from Ctrl-C. A session of its own would let Linux schedule it
             # separately (autogroup), with delays of seconds beside busy engines.
             process_group=0,

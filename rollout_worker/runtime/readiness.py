@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class _DualStackServer(ThreadingHTTPServer):
+    """Listens on all IPv4 addresses and, where the machine supports IPv6, on all IPv6 addresses."""
+
+    address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
 
 
 class ReadinessServer:
@@ -36,10 +48,10 @@ class ReadinessServer:
                 self.end_headers()
                 self.wfile.write(body)
 
-            def log_message(self, format: str, *args: object) -> None:  # noqa: A002 – as the base class has it
+            def log_message(self, format: str, *args: object) -> None:  # noqa: A002  # the base class names it so
                 """Log nothing, because kubelets send a request every few seconds."""
 
-        self._server = ThreadingHTTPServer(("", port), Handler)
+        self._server = _DualStackServer(("", port), Handler)
         self.port: int = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, name="readiness", daemon=True).start()
 

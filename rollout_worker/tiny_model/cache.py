@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import fcntl
 import hashlib
 import json
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from rollout_worker.tiny_model.train import Recipe, TrainingProgress, checkpoint_name, train
 
@@ -72,9 +74,40 @@ def recipe_digest(seed: int, recipe: Recipe) -> str:
         "seed": seed,
         "recipe": recipe.as_dict(),
         "reasoning-gym": version("reasoning-gym"),
-        "sources": {name: hashlib.sha256((Path(__file__).parent / name).read_bytes()).hexdigest() for name in _SOURCES},
+        "sources": {name: code_digest((Path(__file__).parent / name).read_text()) for name in _SOURCES},
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def code_digest(source: str) -> str:
+    """Return a digest of what a module does, which comments, docstrings and formatting do not change.
+
+    It is the same in every version of Python, because images may use another one than the machine that has trained.
+
+    Raises:
+        SyntaxError: if *source* is not Python.
+    """
+    return hashlib.sha256(json.dumps(_described(ast.parse(source))).encode()).hexdigest()
+
+
+def _described(node: Any) -> Any:
+    """Describe a syntax tree as data for JSON, without docstrings and without fields that are not set.
+
+    ``ast.dump`` is not used, because newer versions of Python add fields to the nodes.
+    """
+    if isinstance(node, ast.JoinedStr):  # to which Python 3.12 adds empty strings
+        node = ast.JoinedStr([part for part in node.values if getattr(part, "value", None) != ""])
+    if isinstance(node, ast.AST):
+        fields = {name: _described(value) for name, value in ast.iter_fields(node)}
+        return [type(node).__name__, {name: value for name, value in fields.items() if value not in (None, [])}]
+    if isinstance(node, list):
+        return [_described(each) for each in node if not _is_docstring(each)]
+    return None if node is None else repr(node)
+
+
+def _is_docstring(node: Any) -> bool:
+    """Return whether a statement is a string alone: the docstring of what it begins, or of the field before it."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _checkpoints(directory: Path, recipe: Recipe) -> list[Path]:

@@ -20,7 +20,8 @@ from rollout_api import (
     RolloutClient,
 )
 from tests.support.client_tests import LIMITS, PROMPTS, num_pending, receive_without_acknowledging, result_entries, run
-from tests.support.fake_job import FakeJob, wait_until
+from tests.support.fake_job import FakeJob
+from tests.support.waiting import wait_for
 
 
 def test_acknowledgement_trims_up_to_the_slowest_consumer_group(client: RolloutClient, job: FakeJob) -> None:
@@ -106,7 +107,7 @@ def test_reader_waits_for_a_slow_consumer(redis_url: str, job: FakeJob) -> None:
             async with asyncio.timeout(10):
                 while step.num_unread < LIMITS.max_unread:
                     await asyncio.sleep(0.05)
-            await asyncio.sleep(0.5)  # time in which it could read more
+            await asyncio.sleep(1.0)  # time in which it could read more
             assert LIMITS.max_unread <= step.num_unread <= LIMITS.max_unread + LIMITS.read_batch
             assert num_pending(job) <= LIMITS.max_unread + LIMITS.read_batch
             assert set(range(count)) == {int(r.rollout_id.split("/")[2]) async for r in step}
@@ -138,9 +139,9 @@ def test_requests_wait_while_the_job_is_at_capacity(redis_url: str, caplog: pyte
     job.publish_status(waiting=10)
     limits = ClientLimits(monitor_interval_s=0.1)
     with RolloutClient.connect(redis_url, job.name, limits=limits) as client:
-        wait_until(lambda: client.status.get("waiting") == 10)
+        wait_for(lambda: client.status.get("waiting") == 10)
         with client.step(0, [[i] for i in range(1, 21)]) as step:
-            wait_until(lambda: "reached its limit of 10 open rollouts" in caplog.text)
+            wait_for(lambda: "reached its limit of 10 open rollouts" in caplog.text)
             assert [] == job.requests()  # by its own count, the client would send five
             with job.serving():
                 assert 40 == len(list(step))
@@ -152,7 +153,7 @@ def test_client_waits_while_redis_is_full(
     with contextlib.ExitStack() as full:
         full.enter_context(job.out_of_memory())
         with client.step(0, PROMPTS) as step:
-            wait_until(lambda: "out of memory" in caplog.text)
+            wait_for(lambda: "out of memory" in caplog.text)
             assert 0 == len(job.requests())
             full.close()
             with job.serving():
@@ -171,7 +172,7 @@ def test_step_can_end_while_redis_is_full(redis_url: str, job: FakeJob, caplog: 
             with job.out_of_memory():
                 async with client.step(1, PROMPTS):
                     # The client waits for memory to send the requests.
-                    await asyncio.to_thread(wait_until, lambda: "out of memory" in caplog.text)
+                    await asyncio.to_thread(wait_for, lambda: "out of memory" in caplog.text)
                 await answered.end()
                 assert [] == result_entries(job)
                 assert 0 == num_pending(job)
@@ -197,7 +198,7 @@ def test_client_can_connect_while_redis_is_full(redis_url: str, job: FakeJob) ->
     async def trainer() -> None:
         async with AsyncRolloutClient.connect(redis_url, job.name):
             job.redis.delete(job.keys.client("trainer"))
-            await asyncio.to_thread(wait_until, lambda: job.redis.exists(job.keys.client("trainer")))
+            await asyncio.to_thread(wait_for, lambda: job.redis.exists(job.keys.client("trainer")))
 
     with job.out_of_memory():
         run(trainer())

@@ -20,7 +20,8 @@ from rollout_api import (
     encode,
 )
 from tests.support.client_tests import PROMPTS, num_pending
-from tests.support.fake_job import VOCABULARY, FakeJob, wait_until
+from tests.support.fake_job import VOCABULARY, FakeJob
+from tests.support.waiting import wait_for
 
 OUT_OF_VOCABULARY = Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(start=0, weight_version=0)])
 
@@ -104,7 +105,7 @@ def test_unreadable_result_does_not_lose_the_others(client: RolloutClient, job: 
         data = encode(broken).replace(b"finish_reason", b"finish_treason") if readable_id else b"rubbish"
         for request in requests:
             job.answer(request, [0, 1] if request is not requests[0] else [1])
-        wait_until(lambda: num_pending(job) == 5)
+        wait_for(lambda: num_pending(job) == 5)
         job.redis.xadd(job.keys.results("trainer"), {"d": data})
         job.answered[requests[0].request_id] = 2
         rollouts.extend(step)

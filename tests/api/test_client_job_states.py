@@ -25,7 +25,8 @@ from rollout_api import (
 )
 from rollout_api.protocol.keys import job_uid_key
 from tests.support.client_tests import PROMPTS
-from tests.support.fake_job import VOCABULARY, FakeJob, wait_until
+from tests.support.fake_job import VOCABULARY, FakeJob
+from tests.support.waiting import wait_for
 
 
 def test_missing_job_is_reported_with_existing_jobs(redis_url: str, job: FakeJob) -> None:
@@ -79,7 +80,7 @@ def test_closed_job_is_no_error_if_everything_was_answered(client: RolloutClient
             job.answer(request)
         job.set_state()
         job.publish_status(waiting=1)
-        wait_until(lambda: client.status.get("waiting") == 1)  # it has seen the end at the same time
+        wait_for(lambda: client.status.get("waiting") == 1)  # it has seen the end at the same time
         assert 6 == len(list(step))
 
 
@@ -102,7 +103,7 @@ def test_missing_coordinator_is_logged_and_awaited(
     limits = ClientLimits(coordinator_grace_s=0.5)
     with RolloutClient.connect(redis_url, job.name, limits=limits) as client, client.step(0, PROMPTS) as step:
         job.wait_for_requests(3)
-        wait_until(lambda: "has had no coordinator" in caplog.text)
+        wait_for(lambda: "has had no coordinator" in caplog.text)
         with job.serving():
             assert 6 == len(list(step))
     assert "the requests for 6 rollouts are kept in Redis" in caplog.text
@@ -132,7 +133,7 @@ def test_settings_in_a_url_do_not_break_the_client(redis_url: str, job: FakeJob)
 @pytest.mark.parametrize(
     ("target", "expected_error"),
     [
-        ("http://:secret@x", r"'http://\*\*\*@x' is no Redis URL"),
+        ("http://:secret@x", r"'http://\*\*\*@x' is not a Redis URL"),
         (17, "settings of a builtins.int cannot be copied"),
         (redis.sentinel.Sentinel([("x", 1)]).slave_for("m"), "create one with master_for"),
         (redis.Redis(redis_connect_func=print), "redis_connect_func of your client cannot be copied"),

@@ -21,8 +21,9 @@ from rollout_api import (
 )
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from tests.support.client_tests import run
-from tests.support.fake_job import HISTORY, FakeJob, record_lengths, wait_until
+from tests.support.fake_job import HISTORY, FakeJob, record_lengths
 from tests.support.redis_servers import Cluster
+from tests.support.waiting import wait_for
 
 PROBLEM_WITH_SPECIAL_CHARACTERS = "a {problem} of 100%"
 
@@ -99,7 +100,7 @@ def test_history_with_its_own_redis(redis_url: str, job: FakeJob, history_server
     for target in (history_server.url, own):
         with RolloutClient.connect(redis_url, job.name, history_redis=target) as client:
             assert (10, 10) == (client.length_stats("p").longest, client.length_stats().longest)
-    wait_until(lambda: len(own.client_list()) == 1)  # the connection of the test
+    wait_for(lambda: len(own.client_list()) == 1)  # the connection of the test
 
 
 def test_unknown_history_redis_is_an_error(redis_url: str, job: FakeJob) -> None:
@@ -119,7 +120,7 @@ def test_history_on_the_jobs_redis_is_read_there(redis_url: str, job: FakeJob, h
 
 
 def test_invalid_history_address_is_rejected_at_once(redis_url: str) -> None:
-    with pytest.raises(InvalidRequestError, match="'http://here' is no Redis URL"):
+    with pytest.raises(InvalidRequestError, match="'http://here' is not a Redis URL"):
         AsyncRolloutClient.connect(redis_url, "default/math", history_redis="http://here")
 
 
@@ -174,7 +175,7 @@ def test_history_on_a_cluster(redis_url: str, job: FakeJob, tmp_path: Path) -> N
         with pytest.raises(RedisUnreachableError, match=r"Redis at 127\.0\.0\.1:\d+ has been unreachable"):
             client.length_stats()
         node.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
-        wait_until(lambda: b"cluster_state:ok" in node.execute_command("CLUSTER", "INFO"))
+        wait_for(lambda: b"cluster_state:ok" in node.execute_command("CLUSTER", "INFO"))
         assert 2 == client.length_stats().count
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socketserver
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,9 +19,10 @@ from rollout_api import (
     RedisUnreachableError,
     RolloutClient,
 )
-from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from tests.support.client_tests import PROMPTS
-from tests.support.fake_job import FakeJob, wait_until
+from tests.support.fake_job import FakeJob
+from tests.support.redis_servers import Server
+from tests.support.waiting import wait_for
 
 
 def test_request_whose_reply_was_lost_is_sampled_once(
@@ -43,7 +42,7 @@ def test_request_whose_reply_was_lost_is_sampled_once(
 
     monkeypatch.setattr(redis.asyncio.client.Pipeline, "execute", break_once)
     with client.step(0, PROMPTS) as step:
-        wait_until(lambda: len(job.requests()) == 6)
+        wait_for(lambda: len(job.requests()) == 6)
         with job.serving():
             assert 6 == len(list(step))
     assert 6 == len(job.sampled)
@@ -69,29 +68,10 @@ def test_delivery_whose_reply_was_lost_is_read_again(
 
 
 @pytest.fixture
-def stoppable_redis(tmp_path: Path) -> Iterator[tuple[str, list[subprocess.Popen[bytes]]]]:
-    """URL of a Redis that the test may stop, and its process in a list of one."""
-    lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
-    embedded = EmbeddedRedis(tmp_path, keep_open=lock)
-    url = embedded.start()
-    embedded.stop()
-    processes = [start_redis(tmp_path)]
-    wait_until(lambda: is_available(url))
-    yield url, processes
-    processes[0].kill()
-    processes[0].wait()
-    os.close(lock)
-
-
-def start_redis(directory: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(["redis-server", str(directory / "redis.conf"), "--appendfsync", "always"])
-
-
-def is_available(url: str) -> bool:
-    try:
-        return bool(redis.Redis.from_url(url).ping())
-    except redis.ConnectionError:
-        return False
+def stoppable_redis(tmp_path: Path) -> Iterator[Server]:
+    """A Redis server that the test may stop, and that keeps its data."""
+    with Server(tmp_path, appendonly=True, password="secret") as server:
+        yield server
 
 
 @contextmanager
@@ -104,52 +84,47 @@ def http_server(url: str) -> Iterator[None]:
             received.append(self.rfile.readline())
             self.wfile.write(b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\n\r\n")
 
-    class Server(socketserver.ThreadingTCPServer):
+    class HttpServer(socketserver.ThreadingTCPServer):
         allow_reuse_address = True
 
-    with Server((urlsplit(url).hostname or "", urlsplit(url).port or 0), BadRequestHandler) as server:
+    with HttpServer((urlsplit(url).hostname or "", urlsplit(url).port or 0), BadRequestHandler) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         yield
-        wait_until(lambda: bool(received))
+        wait_for(lambda: bool(received))
         server.shutdown()
 
 
 @pytest.mark.parametrize("during_outage", [lambda _: nullcontext(), http_server])
 def test_client_waits_for_a_restart_of_redis(
-    stoppable_redis: tuple[str, list[subprocess.Popen[bytes]]],
-    tmp_path: Path,
+    stoppable_redis: Server,
     caplog: pytest.LogCaptureFixture,
     during_outage: Callable[[str], AbstractContextManager[None]],
 ) -> None:
-    url, processes = stoppable_redis
+    url = stoppable_redis.url
     job = FakeJob(url)
     with RolloutClient.connect(url, job.name, reconnect_timeout=20) as client, client.step(3, PROMPTS) as step:
         requests = job.wait_for_requests(3)
         job.answer(requests[0])
         rollouts = [next(iter(step))]
-        processes[0].kill()
-        processes[0].wait()
+        stoppable_redis.kill()
         with during_outage(url):
-            wait_until(lambda: "does not answer" in caplog.text)
-        processes[0] = start_redis(tmp_path)
+            wait_for(lambda: "does not answer" in caplog.text)
+        stoppable_redis.start()
         with job.serving():
             rollouts += step
     assert 6 == len({rollout.rollout_id for rollout in rollouts}) == len(rollouts)
     assert 6 == len(job.sampled)
 
 
-def test_requests_that_redis_lost_are_sent_again(
-    stoppable_redis: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path
-) -> None:
+def test_requests_that_redis_lost_are_sent_again(stoppable_redis: Server) -> None:
     """An append-only file that is synced once a second may lose the last requests."""
-    url, processes = stoppable_redis
+    url = stoppable_redis.url
     job = FakeJob(url)
     with RolloutClient.connect(url, job.name, reconnect_timeout=20) as client, client.step(3, PROMPTS) as step:
         job.wait_for_requests(3)
         job.redis.delete(job.keys.requests)
-        processes[0].kill()
-        processes[0].wait()
-        processes[0] = start_redis(tmp_path)
+        stoppable_redis.kill()
+        stoppable_redis.start()
         with job.serving():
             assert 6 == len(list(step))
 
@@ -177,10 +152,8 @@ def test_lost_requests_of_a_cancelled_step_are_sent_again(client: RolloutClient,
             assert {FinishReason.CANCELLED} == {rollout.finish_reason for rollout in step}
 
 
-def test_long_outage_is_an_error_and_the_step_can_be_opened_again(
-    stoppable_redis: tuple[str, list[subprocess.Popen[bytes]]], tmp_path: Path
-) -> None:
-    url, processes = stoppable_redis
+def test_long_outage_is_an_error_and_the_step_can_be_opened_again(stoppable_redis: Server) -> None:
+    url = stoppable_redis.url
     job = FakeJob(url)
     with RolloutClient.connect(url, job.name, reconnect_timeout=1.0) as client:
         with (
@@ -188,10 +161,8 @@ def test_long_outage_is_an_error_and_the_step_can_be_opened_again(
             client.step(3, PROMPTS) as step,
         ):
             job.wait_for_requests(3)
-            processes[0].kill()
-            processes[0].wait()
+            stoppable_redis.kill()
             list(step)
-        processes[0] = start_redis(tmp_path)
-        wait_until(lambda: is_available(url))
+        stoppable_redis.start()
         with job.serving():
             assert [2, 2, 2] == [len(group) for group in client.generate(PROMPTS, step=3)]

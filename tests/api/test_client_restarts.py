@@ -15,13 +15,19 @@ from rollout_api import (
     ClientLimits,
     InvalidRequestError,
     NameInUseError,
+    Refusal,
     RequestRefusedError,
     Rollout,
     RolloutClient,
 )
+from rollout_api.client.result_receiver import ResultReceiver
+from rollout_api.client.step_state import StepState
 from tests.support.client_tests import PROMPTS, num_pending, receive_without_acknowledging, result_entries, run
-from tests.support.fake_job import FakeJob, wait_until
+from tests.support.fake_job import FakeJob
+from tests.support.waiting import wait_for
 
+LATE_ENTRY = "9999999999999-0"
+"""Id of a stream entry that arrives after all others."""
 KILLED_TRAINER = """
 import os, signal, sys
 from rollout_api import RolloutClient
@@ -126,7 +132,7 @@ def test_results_are_dropped_when_a_step_ends_that_was_opened_after_theirs_was_l
                     await anext(aiter(step))
                     raise ZeroDivisionError
             await client.generate(PROMPTS, step=4)
-            await asyncio.to_thread(wait_until, lambda: num_pending(job) == 6)
+            await asyncio.to_thread(wait_for, lambda: num_pending(job) == 6)
             await client.generate(PROMPTS, step=6)
 
     with job.serving():
@@ -177,8 +183,8 @@ def test_process_that_lost_its_name_stops_reading(client: RolloutClient, job: Fa
         requests = job.wait_for_requests(3)
         job.redis.set(job.keys.client("trainer"), "elsewhere/1/token")
         job.publish_status(waiting=1)
-        wait_until(lambda: client.status.get("waiting") == 1)  # it has seen the other process at the same time
-        wait_until(lambda: job.redis.info("clients")["blocked_clients"] == 0)  # its last read has ended
+        wait_for(lambda: client.status.get("waiting") == 1)  # it has seen the other process at the same time
+        wait_for(lambda: job.redis.info("clients")["blocked_clients"] == 0)  # its last read has ended
         job.answer(requests[0])
         list(step)
     assert 0 == num_pending(job)
@@ -218,7 +224,7 @@ def test_restart_within_a_resubmitted_step_receives_the_same_rollouts(redis_url:
         )
     assert -signal.SIGKILL == killed.returncode
     job.redis.delete(job.keys.client("trainer"))  # the killed process' lease need not expire here
-    wait_until(lambda: len(result_entries(job)) == 6)
+    wait_for(lambda: len(result_entries(job)) == 6)
     with job.serving(), RolloutClient.connect(redis_url, job.name) as client, client.step(5, PROMPTS) as step:
         assert [2, 2, 2] == step.group_sizes
         rollouts = list(step)
@@ -282,6 +288,30 @@ def test_cancelled_step_resubmits_nothing(redis_url: str, job: FakeJob) -> None:
     assert [] == job.requests()
 
 
+def test_step_that_ends_while_it_resubmits_receives_nothing_afterwards(
+    redis_url: str, job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = ResultReceiver.finish
+
+    async def refuse_then_finish(self: ResultReceiver, state: StepState) -> None:
+        for request_id in list(state.request_ids):  # the reader has just received refusals
+            state.refuse(LATE_ENTRY, Refusal(request_id=request_id, reason="answered", already_answered=True))
+        await finish(self, state)
+
+    monkeypatch.setattr(ResultReceiver, "finish", refuse_then_finish)
+    with RolloutClient.connect(redis_url, job.name) as client:
+        with client.step(0, PROMPTS) as step:
+            answered, *others = job.wait_for_requests(3)
+            job.answer(answered)
+            assert 2 == len([rollout for _, rollout in zip(range(2), step, strict=False)])
+        for request in others:
+            resubmitted = request.model_copy(update={"request_id": f"{request.request_id}.r1"})
+            job.reply("trainer", job.make_rollout(resubmitted, 0))
+        with job.serving():
+            client.generate(PROMPTS, step=1)
+    assert [] == result_entries(job)
+
+
 def test_awaited_rollouts_are_counted_through_errors_cancellations_and_resubmissions(
     redis_url: str, job: FakeJob
 ) -> None:
@@ -290,7 +320,7 @@ def test_awaited_rollouts_are_counted_through_errors_cancellations_and_resubmiss
             with pytest.raises(ZeroDivisionError):
                 async with client.step(0, PROMPTS):
                     await asyncio.to_thread(job.wait_for_requests, 3)
-                    await asyncio.to_thread(wait_until, lambda: client.num_awaited == 6)
+                    await asyncio.to_thread(wait_for, lambda: client.num_awaited == 6)
                     raise ZeroDivisionError
             assert 0 == client.num_awaited
             with job.serving():

@@ -23,7 +23,8 @@ from rollout_api import (
 )
 from rollout_api.client.prompts import SamplingOverrides
 from tests.support.client_tests import PROMPTS, num_pending, result_entries, run
-from tests.support.fake_job import FakeJob, wait_until
+from tests.support.fake_job import FakeJob
+from tests.support.waiting import wait_for
 
 
 def test_generate_returns_groups_in_the_order_of_the_prompts(client: RolloutClient, job: FakeJob) -> None:
@@ -208,7 +209,7 @@ def test_step_left_early_cancels_and_drops_the_rest(
     assert [Cancel(request_ids=[request.request_id for request in requests[1:]])] == job.control_messages()
     assert "was left with 4 of 6 rollouts not received" in caplog.text
     job.answer(requests[1])
-    wait_until(lambda: result_entries(job) == [])
+    wait_for(lambda: result_entries(job) == [])
 
 
 def test_deadline_is_sent_and_its_finish_reason_returned(client: RolloutClient, job: FakeJob) -> None:

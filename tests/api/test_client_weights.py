@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,13 +16,20 @@ from rollout_api import (
     WeightUpdate,
     decode,
 )
-from tests.support.fake_job import FakeJob, wait_until
+from tests.support.fake_job import FakeJob
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     return tmp_path
+
+
+def num_report_reads(job: FakeJob) -> int:
+    """Return how often the engines' reports were read."""
+    calls: Any = job.redis.info("commandstats")
+    return int(calls.get("cmdstat_hgetall", {"calls": 0})["calls"])
 
 
 def test_publishing_waits_for_all_engines(client: RolloutClient, job: FakeJob, weights: Path) -> None:
@@ -32,10 +39,11 @@ def test_publishing_waits_for_all_engines(client: RolloutClient, job: FakeJob, w
     job.redis.hset(job.keys.engines, "lost", b"\x80")
 
     def load() -> None:
-        wait_until(lambda: bool(job.control_messages()))
+        wait_for(lambda: bool(job.control_messages()))
         job.serve_once()
         job.report_engine("a", version=4)
-        time.sleep(0.5)  # the client sees that one engine is still loading
+        before = num_report_reads(job)
+        wait_for(lambda: num_report_reads(job) >= before + 2)  # the client sees that one engine is still loading
         job.report_engine("b", version=3, failed={4: "no space left"})
 
     loading = threading.Thread(target=load)
@@ -43,6 +51,8 @@ def test_publishing_waits_for_all_engines(client: RolloutClient, job: FakeJob, w
     published = client.publish_weights(4, weights)
     loading.join()
     assert (4, ["a"], {"b": "no space left"}) == (published.version, published.loaded, published.failed)
+    with pytest.raises(WeightsError, match="version 4 is not served by all engines: b: no space left"):
+        published.raise_if_failed()
     with pytest.raises(WeightsError, match=r"no engine could load weight version 5.*truncated") as error:
         job.report_engine("a", version=4, failed={5: "truncated"})
         job.report_engine("b", version=3, failed={5: "truncated"})

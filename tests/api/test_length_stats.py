@@ -109,7 +109,7 @@ def test_survival_up_to_the_current_length_is_one(lengths: Lengths, so_far: floa
 @given(at_least_one, st.randoms())
 def test_order_of_rollouts_is_irrelevant(lengths: Lengths, random: object) -> None:
     shuffled = list(lengths)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    random.shuffle(shuffled)
     stats, other = LengthStats.from_lengths(lengths), LengthStats.from_lengths(shuffled)
     assert [stats.prob_longer_than(at) for at in range(CAP)] == pytest.approx(
         [other.prob_longer_than(at) for at in range(CAP)]

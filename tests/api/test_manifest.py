@@ -139,10 +139,10 @@ def test_a_history_may_be_on_a_cluster(url: str) -> None:
 
 @pytest.mark.parametrize("field", ["spec.redis.url", "spec.history.redis.url"])
 def test_an_error_does_not_repeat_a_password(field: str) -> None:
-    with pytest.raises(ManifestError, match="must not contain credentials") as refused:
+    with pytest.raises(ManifestError, match="must not contain credentials") as rejected:
         parse_job(manifest_with(field, "redis://user:secret@redis/0"))
-    assert "secret@" not in str(refused.value)
-    assert "redis://user:***@redis/0" in str(refused.value)
+    assert "secret@" not in str(rejected.value)
+    assert "redis://user:***@redis/0" in str(rejected.value)
 
 
 def test_all_errors_are_listed_including_those_across_sections() -> None:

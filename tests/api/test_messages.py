@@ -107,7 +107,7 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         rollout_id=str(rollout_id),
         problem_id=draw(identifiers),
         purpose=draw(st.sampled_from(Purpose)),
-        **draw(responses()),  # type: ignore[arg-type]
+        **draw(responses()),
         finish_reason=draw(st.sampled_from(FinishReason)),
         detail=draw(st.text(max_size=40)),
         num_decoding_steps=draw(st.integers(0, 1000)),

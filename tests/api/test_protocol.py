@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 import subprocess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jsonschema
@@ -18,6 +16,7 @@ from rollout_api import CodecError, decode, encode, problem_id_of
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.messages import MESSAGES
 from rollout_api.weights.checksum import checksum
+from scripts import protocol_docs
 from tests.support.fake_job import FakeJob
 
 ROOT = Path(__file__).parents[2]
@@ -38,20 +37,10 @@ def by_name(kind: str) -> list[Any]:
     return [pytest.param(vector, id=vector["name"]) for vector in VECTORS[kind]]
 
 
-@pytest.fixture(scope="module")
-def docs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("protocol_docs", ROOT / "scripts" / "protocol_docs.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_generated_files_are_up_to_date(docs: ModuleType) -> None:
-    assert docs.as_json(docs.schema()) == docs.SCHEMA.read_text()
-    assert docs.as_json(docs.vectors()) == docs.VECTORS.read_text()
-    assert docs.document(docs.PAGE.read_text()) == docs.PAGE.read_text()
+def test_generated_files_are_up_to_date() -> None:
+    assert protocol_docs.as_json(protocol_docs.schema()) == protocol_docs.SCHEMA.read_text()
+    assert protocol_docs.as_json(protocol_docs.vectors()) == protocol_docs.VECTORS.read_text()
+    assert protocol_docs.document(protocol_docs.PAGE.read_text()) == protocol_docs.PAGE.read_text()
 
 
 @pytest.mark.parametrize("vector", by_name("valid"))
@@ -78,10 +67,10 @@ def test_the_schema_uses_the_names_of_the_wire_format() -> None:
 
 @pytest.mark.parametrize("vector", by_name("invalid"))
 def test_an_invalid_vector_is_rejected_with_its_error(vector: dict[str, Any]) -> None:
-    with pytest.raises(CodecError) as refusal:
+    with pytest.raises(CodecError) as rejected:
         decode(bytes.fromhex(vector["hex"]))
-    assert re.search(REASONS[vector["reason"]], str(refusal.value))
-    assert vector["error"] == str(refusal.value)
+    assert re.search(REASONS[vector["reason"]], str(rejected.value))
+    assert vector["error"] == str(rejected.value)
 
 
 def test_every_kind_and_reason_has_a_vector() -> None:
@@ -98,17 +87,17 @@ def test_hashes_agree_with_the_vectors(tmp_path: Path) -> None:
     assert weights["sha256"] == checksum(tmp_path)
 
 
-def test_the_page_lists_every_key_that_a_client_uses(docs: ModuleType) -> None:
-    page, keys = docs.PAGE.read_text(), MessageKeys("<uid>")
+def test_the_page_lists_every_key_that_a_client_uses() -> None:
+    page, keys = protocol_docs.PAGE.read_text(), MessageKeys("<uid>")
     used = [keys.job, keys.requests, keys.control, keys.rewards, keys.results("<client>"), keys.client("<client>")]
     used += [keys.status, keys.engines, keys.lease("<engine>"), keys.dead_letters, job_uid_key("<namespace>/<name>")]
     assert [] == [key for key in used if f"`{key}`" not in page]
 
 
-def test_the_example_runs(docs: ModuleType, redis_url: str) -> None:
+def test_the_example_runs(redis_url: str) -> None:
     """Run every command of the example in a shell; the job answers in between."""
-    job = FakeJob(redis_url, uid=docs.EXAMPLE.job_uid, name="default/demo")
-    text = docs.PAGE.read_text().partition("## An example")[2]
+    job = FakeJob(redis_url, uid=protocol_docs.EXAMPLE.job_uid, name="default/demo")
+    text = protocol_docs.PAGE.read_text().partition("## An example")[2]
     commands = re.findall(r"^\$ ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
     port = redis.Redis.from_url(redis_url).connection_pool.connection_kwargs["port"]
     password = redis.Redis.from_url(redis_url).connection_pool.connection_kwargs["password"]
@@ -121,8 +110,8 @@ def test_the_example_runs(docs: ModuleType, redis_url: str) -> None:
         return done.stdout.decode(errors="replace")
 
     assert 8 == len(commands)
-    assert docs.EXAMPLE.job_uid in run(*commands[:6])
-    assert [docs.EXAMPLE] == job.requests()
+    assert protocol_docs.EXAMPLE.job_uid in run(*commands[:6])
+    assert [protocol_docs.EXAMPLE] == job.requests()
     for request in job.requests():
         job.answer(request)
     assert "rollout" in run(commands[6])

@@ -50,9 +50,9 @@ def record(rollout_id: str, generation: int) -> HistoryRecord:
 
 def use_history(store: HistoryStore) -> None:
     """Use every operation that the processes of a job use."""
-    store.open("a-tokenizer", "a/model", max_bytes=10**6)
+    store.metadata.open("a-tokenizer", "a/model", max_bytes=10**6)
     for version in range(2):
-        generation = store.publish(UID, version)
+        generation = store.metadata.publish(UID, version)
         rollouts = [(problem, record(f"{problem}/{version}", generation)) for problem in PROBLEMS]
         assert {AppendResult.APPENDED} == set(store.append_all(rollouts, newest=generation))
     store.catalog.mark_used(PROBLEMS)
@@ -87,7 +87,7 @@ def test_user_of_a_job_has_no_access_to_other_histories(admin: redis.Redis, conn
     other = HistoryStore(user, OTHER, window=4)
     assert_denied(
         other.metadata.info,
-        lambda: other.open("a-tokenizer", "a/model"),
+        lambda: other.metadata.open("a-tokenizer", "a/model"),
         lambda: other.append("p", record("new", 2), newest=2),
         lambda: other.statistics.length_entries("p"),
         lambda: other.statistics.length_stats(None),

@@ -18,9 +18,10 @@ import redis.sentinel
 
 from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error, wait_until_usable
 from rollout_api.redis_client.connection import connect, connect_async, connect_history
-from rollout_api.redis_client.retry import RetryPolicy, is_transient, retry
+from rollout_api.redis_client.retry import is_transient, retry
 from tests.support.ports import free_port
-from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server, until
+from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
+from tests.support.waiting import wait_for
 
 
 def connect_and_check(url: str) -> None:
@@ -89,12 +90,13 @@ def test_starting_process_waits_for_a_full_server(redis_url: str, caplog: pytest
     waiting = threading.Thread(target=wait_until_usable, args=(client, redis_url))
     waiting.start()
     try:
-        until(lambda: "is out of memory" in caplog.text, "the process waits")
+        waiting.join(3)
         assert waiting.is_alive()
     finally:
         client.config_set("maxmemory", 0)
     waiting.join(5)
     assert not waiting.is_alive()
+    assert "is out of memory" in caplog.text
     assert client.set("key", "value")
 
 
@@ -110,7 +112,7 @@ def test_wait_for_a_full_server_is_limited(redis_url: str, monkeypatch: pytest.M
 
 
 def test_malformed_url_is_rejected() -> None:
-    with pytest.raises(RedisUnusableError, match="no Redis URL"):
+    with pytest.raises(RedisUnusableError, match="not a Redis URL"):
         connect("http://redis")
 
 
@@ -160,7 +162,7 @@ def test_short_interruption_is_bridged(redis_url: str) -> None:
     client = connect(redis_url)
     pid = int(client.info()["process_id"])
     os.kill(pid, signal.SIGSTOP)
-    threading.Timer(2.5, os.kill, (pid, signal.SIGCONT)).start()
+    threading.Timer(3, os.kill, (pid, signal.SIGCONT)).start()
     assert retry(client.set, "key", "value")
 
 
@@ -255,9 +257,10 @@ def test_replies_of_sentinels_are_reported(tmp_path: Path) -> None:
         assert "secret" not in str(caught.value)
         running.primary.kill()
         running.servers[1].kill()
-        until(
+        wait_for(
             lambda: "s_down" in str(running.sentinels[0].client().sentinel_master("mymaster")["flags"]),
-            "the primary is considered down",
+            20,
+            "The primary is not considered down.",
         )
         with pytest.raises(RedisUnusableError, match="considers it down"):
             connect_and_check(running.url)
@@ -294,8 +297,8 @@ def test_unreachable_cluster_is_an_error_on_first_use() -> None:
     with pytest.raises(RedisUnusableError, match="cannot be reached"):
         check(client, url)
     with pytest.raises(redis.ConnectionError):
-        retry(client.get, "key", policy=RetryPolicy(max_outage=0.5))
-    assert time.monotonic() - started < 5
+        retry(client.get, "key")
+    assert time.monotonic() - started < 10
     client.close()
 
 
@@ -311,7 +314,7 @@ def test_server_without_cluster_support_is_reported(redis_url: str) -> None:
     url = redis_url.replace("redis://", "redis+cluster://")
     with connect_history(url) as client, pytest.raises(RedisUnusableError, match="write redis://") as caught:
         check(client, url)
-    assert not is_transient(caught.value.__cause__)  # type: ignore[arg-type]
+    assert not is_transient(caught.value.__cause__)
 
 
 @pytest.fixture(scope="module")
@@ -363,18 +366,19 @@ def test_starting_process_waits_for_a_missing_node(tmp_path: Path, caplog: pytes
         cluster.servers[1].kill()
         with pytest.raises(redis.ConnectionError):
             client.get(lost_key)
-        until(lambda: "fail" == cluster_state(cluster.servers[0]), "the other nodes have noticed")
+        wait_for(lambda: "fail" == cluster_state(cluster.servers[0]), 20, "The other nodes do not notice.")
         for key, error in ((lost_key, redis.ConnectionError), (available_key, redis.exceptions.ClusterDownError)):
             with pytest.raises(error) as caught:
                 client.get(key)
             assert is_transient(caught.value)
         waiting = threading.Thread(target=wait_until_usable, args=(client, cluster.url))
         waiting.start()
-        until(lambda: "Waiting: Redis at" in caplog.text, "the process waits")
+        waiting.join(1)
         assert waiting.is_alive()
         cluster.servers[1].start()
         waiting.join(20)
         assert not waiting.is_alive()
+        assert "Waiting: Redis at" in caplog.text
         assert [b"1", b"2"] == [retry(client.get, available_key), retry(client.get, lost_key)]
 
 

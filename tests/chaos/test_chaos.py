@@ -27,11 +27,13 @@ from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import CodecError, Refusal, Rollout, decode
 from tests.support.chaos_trainer import GROUPS, SAMPLES, TOKENS
 from tests.support.history_contents import rollout_ids_in
+from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.ports import free_port
 from tests.support.process_supervisor import ProcessSupervisor
 from tests.support.redis_servers import Server
 from tests.support.reference_model import make_model
 from tests.support.tcp_proxy import Proxy
+from tests.support.waiting import wait_for
 
 SEED = int(os.environ.get("CHAOS_SEED", "1"))
 SECONDS = float(os.environ.get("CHAOS_SECONDS", "240"))
@@ -140,14 +142,7 @@ class ChaosJob:
             "spec": {
                 "model": {"uri": str(self._model)},
                 "source": {"trainer": {}},
-                "engine": {
-                    "maxModelLen": 512,
-                    "dtype": "float32",
-                    "maxNumSeqs": 16,
-                    "kvCacheMemory": "256Mi",
-                    "enforceEager": True,
-                    "checkpointTokens": 32,
-                },
+                "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, "checkpointTokens": 32},
                 "sampling": {"n": SAMPLES, "maxTokens": TOKENS},
                 "workers": {"gpusPerWorker": 0, "replicas": 2},
             },
@@ -180,14 +175,15 @@ class ChaosJob:
 
     def kill_process(self, title: str, rng: random.Random) -> None:
         """Wait for a process with this title and kill it."""
-        deadline = time.monotonic() + WAIT_FOR_PROCESS_S
-        while time.monotonic() < deadline:
+
+        def is_killed() -> bool:
             if found := self.supervisor.processes(title):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rng.choice(sorted(found, key=lambda process: process.pid)).kill()
-                    return
-            time.sleep(0.1)
-        raise AssertionError(f"there was no {title} for {WAIT_FOR_PROCESS_S} s")
+                    return True
+            return False
+
+        wait_for(is_killed, WAIT_FOR_PROCESS_S, f"There is no {title}.")
 
     def kill_engine(self, rng: random.Random) -> None:
         self.kill_process("ray::EngineActor", rng)
@@ -225,11 +221,13 @@ class ChaosJob:
         self.supervisor.kill("head")
 
     def wait(self, condition: Callable[[], bool], seconds: float, failure: str) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, f"{failure} within {seconds:.0f} s; {self.logs()}"
-            self.observe()
-            time.sleep(0.2)
+        def is_met() -> bool:
+            met = condition()
+            if not met:
+                self.observe()
+            return met
+
+        wait_for(is_met, seconds, lambda: f"{failure} within {seconds:.0f} s; {self.logs()}")
 
     def observe(self) -> None:
         with contextlib.suppress(redis.RedisError, CodecError):

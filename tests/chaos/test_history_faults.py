@@ -29,6 +29,7 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.history.metadata import list_histories
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.relay import Relay
+from tests.support.acceptance import accepted_per_step
 from tests.support.history_contents import rollout_ids_in
 from tests.support.in_process_job import LiveJob, manifest, start_engine
 from tests.support.live_job_harness import ENDLESS
@@ -40,7 +41,7 @@ KEYS = HistoryKeys("default", "live")
 WINDOW = 16
 TOKENS = 400
 PROMPTS = 32
-"""Two per slot of the engine: a run takes seconds, during which the index reads new rollouts several times."""
+"""Twice as many as the engine runs at once: a run takes seconds, while the index reads new rollouts several times."""
 DELAY_S = 0.3
 """Delay of each request to Redis and of each reply."""
 PAIRS = 5
@@ -121,7 +122,7 @@ class FaultHarness:
     @contextlib.asynccontextmanager
     async def _job(self, messages: str) -> AsyncIterator[SeparateHistoryJob]:
         job = SeparateHistoryJob(messages, self.history, self.model)
-        await asyncio.to_thread(job.store.open, "tokenizer", "model", max_bytes=1 << 30)
+        await asyncio.to_thread(job.store.metadata.open, "tokenizer", "model", max_bytes=1 << 30)
         job.start_coordinator()
         job.start_worker("engine-0", self.engine)
         job.relay.start()
@@ -193,10 +194,7 @@ async def measure(engine: Engine, client: AsyncRolloutClient, asked: list[Prompt
     ]
     seconds, tokens = (sum(of) for of in zip(*steps, strict=True))
     assert tokens > TOKENS * len(asked) / 4  # the batch was full for a good part of the run
-    accepted = sum(rollout.num_accepted_tokens for rollout in rollouts) / sum(
-        rollout.num_decoding_steps for rollout in rollouts
-    )
-    return DecodingSpeed(int(tokens), seconds, max(gap for gap, _ in steps), accepted)
+    return DecodingSpeed(int(tokens), seconds, max(gap for gap, _ in steps), accepted_per_step(rollouts))
 
 
 @pytest.mark.parametrize("fault", ["slow", "silent"])
@@ -306,20 +304,13 @@ def sorted_by_problem(rollouts: list[Rollout]) -> list[Rollout]:
     return sorted(rollouts, key=lambda rollout: rollout.problem_id)
 
 
-def accepted_per_step(rollouts: list[Rollout]) -> float:
-    """Accepted draft tokens per step of a rollout."""
-    return sum(rollout.num_accepted_tokens for rollout in rollouts) / sum(
-        rollout.num_decoding_steps for rollout in rollouts
-    )
-
-
 def test_redis_killed_with_its_append_only_file_loses_and_duplicates_no_rollout(harness: FaultHarness) -> None:
     asked = prompts("killed", 24, n=4, tokens=200, temperature=1.0)
 
     async def scenario(job: SeparateHistoryJob, client: AsyncRolloutClient) -> None:
         epoch = asyncio.ensure_future(gather(client, asked))
         for appended in (8, 32, 56):
-            await job.until(lambda appended=appended: job.relay.num_appended >= appended)  # type: ignore[misc]
+            await job.until(lambda appended=appended: job.relay.num_appended >= appended)
             await asyncio.to_thread(harness.server.kill)
             await asyncio.sleep(0.5)
             await asyncio.to_thread(harness.server.start)

@@ -102,4 +102,4 @@ def test_an_invalid_state_is_rejected_and_changes_nothing() -> None:
             index.load_state_dict(bytes(wrong))
     assert before == index.state_dict()
     with pytest.raises(TypeError):
-        index.load_state_dict("text")  # type: ignore[arg-type]
+        index.load_state_dict("text")

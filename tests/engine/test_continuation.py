@@ -38,11 +38,12 @@ def is_idle(engine: EngineHarness) -> bool:
     """Return whether neither vLLM nor the drafter has a response; first sample one more, which updates both."""
     engine.sample([PROMPT], Sampling(n=1, max_tokens=2))
     stats = engine.loop.run(engine.engine.stats())
-    return engine.engine.counters.running == 0 and stats.get("tracked_responses", 0) == 0
+    num_tracked = stats["tracked_responses"] if engine.engine.config.drafting else 0
+    return engine.engine.counters.running == 0 and num_tracked == 0
 
 
-def test_partials_are_returned_after_at_most_the_interval(engine: EngineHarness) -> None:
-    interval = 40
+@pytest.mark.parametrize("interval", [40, 100])
+def test_partials_are_returned_after_at_most_the_interval(engine: EngineHarness, interval: int) -> None:
     sampling = Sampling(n=1, max_tokens=300, allowed_token_ids=WITHOUT_EOS, logprobs=True, temperature=0.3)
     partials: list[Partial] = []
     cache_usage: list[float] = []
@@ -116,6 +117,7 @@ def test_a_continued_greedy_response_equals_an_uninterrupted_one(
 @pytest.mark.parametrize(
     "settings",
     [
+        {},
         {"temperature": 0.7, "top_p": 0.9},
         {"repetition_penalty": 1.3},
         {"min_tokens": 4},
@@ -146,7 +148,7 @@ def test_the_first_draft_after_a_prefix_continues_the_history(drafting_engine: E
     for number, result in enumerate(whole):
         drafting_engine.add_history(f"whole-{number}", [result.token_ids])
     counters = drafting_engine.engine.counters
-    before = (counters.drafted, counters.accepted)
+    before = (counters.draft_tokens, counters.accepted_tokens)
     short = sampling.model_copy(update={"max_tokens": 40 + 1 + MAX_DRAFT_TOKENS + 1})
     results = drafting_engine.generate(
         [
@@ -162,7 +164,7 @@ def test_the_first_draft_after_a_prefix_continues_the_history(drafting_engine: E
         sum(response.num_draft_tokens for response in results),
         sum(response.num_accepted_tokens for response in results),
     )
-    assert counts == (counters.drafted - before[0], counters.accepted - before[1])
+    assert counts == (counters.draft_tokens - before[0], counters.accepted_tokens - before[1])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ PROMPT = [4, 4, 2, 17]
 
 def test_counts_of_drafted_and_accepted_tokens_agree_with_vllms(drafting_engine: EngineHarness) -> None:
     counters = drafting_engine.engine.counters
-    before = (counters.drafted, counters.accepted)
+    before = (counters.draft_tokens, counters.accepted_tokens)
     # Without an end of sequence, after which vLLM cuts off accepted tokens.
     sampling = Sampling(n=16, max_tokens=80, allowed_token_ids=WITHOUT_EOS, temperature=0.5)
     results = drafting_engine.sample([PROMPT], sampling, "counts")
@@ -27,19 +27,19 @@ def test_counts_of_drafted_and_accepted_tokens_agree_with_vllms(drafting_engine:
         sum(response.num_draft_tokens for response in results),
         sum(response.num_accepted_tokens for response in results),
     )
-    assert counts == (counters.drafted - before[0], counters.accepted - before[1])
+    assert counts == (counters.draft_tokens - before[0], counters.accepted_tokens - before[1])
     assert 0 < counts[1] < counts[0]
 
 
 def test_drafting_continues_up_to_the_last_token_of_the_longest_response(drafting_engine: EngineHarness) -> None:
     """Near its maximum length, vLLM would replace the drafts of the whole batch by placeholders."""
     counters = drafting_engine.engine.counters
-    before = counters.drafted
+    before = counters.draft_tokens
     length = MAX_POSITIONS - len(PROMPT)
     sampling = Sampling(n=2, max_tokens=length, allowed_token_ids=[1, 2], temperature=0)
     results = drafting_engine.sample([PROMPT], sampling, "long")
     assert [length] * 2 == [len(response.token_ids) for response in results]
-    assert sum(response.num_draft_tokens for response in results) == counters.drafted - before
+    assert sum(response.num_draft_tokens for response in results) == counters.draft_tokens - before
     # A repetition of two tokens is drafted and accepted completely, except in the step that discovers it.
     assert min(response.num_accepted_tokens for response in results) > 0.7 * length
 

@@ -117,8 +117,8 @@ async def update_while_running(engine: EngineHarness, directory: Path, mode: Upd
         results,
         [partials[number] for number in range(responses)],
         gap_s,
-        drafted=after.drafted - before.drafted,
-        accepted=after.accepted - before.accepted,
+        drafted=after.draft_tokens - before.draft_tokens,
+        accepted=after.accepted_tokens - before.accepted_tokens,
         preemptions=after.preemptions - before.preemptions,
     )
 
@@ -177,7 +177,8 @@ def test_tied_embeddings_are_reloaded_completely(
     assert max_error(small_cache_engine, second) > DIFFERENT_MODEL_ERROR
     small_cache_engine.loop.run(small_cache_engine.engine.load_weights(tied_models[1], 2))
     assert max_error(small_cache_engine, second) < MAX_LOGPROB_ERROR
-    assert 2 == small_cache_engine.sample([PROMPT], Sampling(n=1, max_tokens=5))[0].weight_version
+    [result] = small_cache_engine.sample([PROMPT], Sampling(n=1, max_tokens=5))
+    assert [WeightSpan(start=0, weight_version=2)] == result.weight_spans
     small_cache_engine.loop.run(small_cache_engine.engine.load_weights(tied_models[0], 0))
 
 
@@ -302,6 +303,7 @@ def test_the_old_weights_are_restored_if_vllm_fails_to_load_new_ones(
         with pytest.raises(EngineError, match="continues with weight version 0"):
             engine.loop.run(update_while_running(engine, checkpoint, UpdateMode.RECOMPUTE, 4))
     assert max_error(engine, reference) < MAX_LOGPROB_ERROR
-    assert 0 == engine.sample([PROMPT], Sampling(n=1, max_tokens=2))[0].weight_version
+    [result] = engine.sample([PROMPT], Sampling(n=1, max_tokens=2))
+    assert OLD_SPANS == result.weight_spans
     engine.loop.run(engine.engine.load_weights(other, 8))
     assert max_error(engine, other_reference) < MAX_LOGPROB_ERROR

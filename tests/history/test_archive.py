@@ -59,9 +59,9 @@ def client(redis_url: str) -> Any:
 def store(client: Any) -> HistoryStore:
     """A history of three problems with some rewards. One problem is partly compacted."""
     store = HistoryStore(client, KEYS, window=4)
-    store.open("tokenizer", "model", max_bytes=1 << 30)
+    store.metadata.open("tokenizer", "model", max_bytes=1 << 30)
     for generation in range(1, 6):
-        assert generation == store.publish("run", generation - 1)
+        assert generation == store.metadata.publish("run", generation - 1)
         for problem in PROBLEMS:
             some = [(problem, record(f"{problem!r}-{generation}-{number}", generation)) for number in range(3)]
             store.append_all(some, newest=generation)
@@ -74,7 +74,7 @@ def store(client: Any) -> HistoryStore:
 
 
 def content(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
-    """Return everything that draft indexes and length statistics read."""
+    """Return everything that suffix indexes and length statistics read."""
     store = HistoryStore(client, keys, window=4)
     info = store.metadata.info()
     assert info is not None or not store.catalog.problems()
@@ -138,7 +138,7 @@ def test_deleted_history_is_restored_by_an_import(store: HistoryStore, client: A
     # The same problem would be evicted first.
     assert by_use[0] == "least recently used" == store.catalog.problems()[0].problem_id
     # Published versions have their generations, and the next version gets a new one.
-    assert [1, 5, 6] == [store.publish("run", version) for version in (0, 4, 5)]
+    assert [1, 5, 6] == [store.metadata.publish("run", version) for version in (0, 4, 5)]
 
 
 def test_import_keeps_rewards_that_were_set_after_the_export(store: HistoryStore, client: Any, file: Path) -> None:
@@ -193,9 +193,9 @@ def test_archive_can_be_imported_into_another_history_and_on_a_cluster(client: A
 
 def test_existing_history_keeps_its_window_cap_and_generation(client: Any, file: Path) -> None:
     newer = HistoryStore(client, COPY, window=2)
-    newer.open("tokenizer", "model", max_bytes=1 << 20)
+    newer.metadata.open("tokenizer", "model", max_bytes=1 << 20)
     for version in range(6):
-        newer.publish("another run", version)
+        newer.metadata.publish("another run", version)
     result = import_history(client, file, COPY)
     # The last two generations of each problem are added, with three rollouts each, and the one that was cut off.
     assert ImportResult("team/copy", new=19, known=0, too_old=18, generation=6) == result
@@ -207,7 +207,7 @@ def test_existing_history_keeps_its_window_cap_and_generation(client: Any, file:
 
 def test_history_of_another_tokenizer_or_model_is_rejected(client: Any, file: Path) -> None:
     for keys, tokenizer, model in ((COPY, "another", "model"), (HistoryKeys("d", "m"), "tokenizer", "another")):
-        HistoryStore(client, keys, window=4).open(tokenizer, model)
+        HistoryStore(client, keys, window=4).metadata.open(tokenizer, model)
         with pytest.raises(HistoryMismatchError, match=f"history {keys.full_name} holds rollouts of "):
             import_history(client, file, keys)
         assert {} == content(client, keys)
@@ -257,7 +257,7 @@ def test_truncated_file_is_rejected(client: Any, file: Path) -> None:
 def test_file_with_a_changed_byte_is_rejected(client: Any, file: Path) -> None:
     whole, text = file.read_bytes(), lines(file)
     harmless = 0
-    for at in range(0, len(whole), 3):
+    for at in range(len(whole)):
         changed = bytearray(whole)
         changed[at] ^= 0x10
         file.write_bytes(changed)
@@ -270,7 +270,7 @@ def test_file_with_a_changed_byte_is_rejected(client: Any, file: Path) -> None:
             assert text == lines(file)
             harmless += 1
             MaintenanceOperations(HistoryStore(client, COPY, window=4)).delete_history()
-    assert harmless < len(whole) / 3 / 50
+    assert harmless < len(whole) / 50
 
 
 @pytest.mark.parametrize(

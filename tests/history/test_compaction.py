@@ -88,7 +88,7 @@ def test_rollouts_outside_the_window_are_deleted_from_rewritten_and_whole_blocks
     for generation in range(1, 5):
         store.append("p", record(str(generation), generation), newest=generation)
         MaintenanceOperations(store).compact("p")
-    store.publish("run", 0)
+    store.metadata.publish("run", 0)
     assert ["2", "3", "4"] == ids(store)
     for generation in range(7, 10):
         store.append("p", record(str(generation), generation), newest=generation)
@@ -102,7 +102,7 @@ def test_problem_that_is_not_sampled_any_more_can_be_trimmed(store: HistoryStore
     MaintenanceOperations(store).compact("p")
     store.append("q", record("b", 3), newest=3)
     # A job with a smaller window opens the history.
-    HistoryStore(connect_history(history_url), KEYS, window=2).open("tokenizer")
+    HistoryStore(connect_history(history_url), KEYS, window=2).metadata.open("tokenizer")
     MaintenanceOperations(store).trim("p")
     assert ([2, 3], [3]) == (store.catalog.generations(["p"])["p"], store.catalog.generations(["q"])["q"])
     store.append("p", record("30", 30), newest=30)
@@ -121,7 +121,7 @@ def test_trimming_rewrites_blocks(store: HistoryStore, history_url: str) -> None
     before = client.hgetall(KEYS.blocks("p"))
     MaintenanceOperations(store).trim("p")
     assert before == client.hgetall(KEYS.blocks("p")), "no rollout has left the window"
-    HistoryStore(client, KEYS, window=1).open("tokenizer")
+    HistoryStore(client, KEYS, window=1).metadata.open("tokenizer")
     MaintenanceOperations(store).trim("p")
     (after,) = client.hvals(KEYS.blocks("p"))
     assert ["3-0", "3-1"] == [record.rollout_id for record in decode_records(after)]
@@ -239,6 +239,6 @@ def test_no_rollout_is_lost_or_duplicated_in_any_order_of_operations(history_url
     run_state_machine_as_test(
         HistoryMachine,
         settings=settings(
-            max_examples=25, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )

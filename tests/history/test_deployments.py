@@ -27,7 +27,8 @@ from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import AppendResult, HistoryStore
 from rollout_worker.history.sync import HistorySync
 from tests.support.recording_sink import name, names
-from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server, until
+from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
+from tests.support.waiting import wait_for
 
 KEYS = HistoryKeys("default", "math")
 PROBLEMS = [f"p{number}" for number in range(12)]
@@ -70,15 +71,15 @@ class Writer:
             self._thread.join(60)
         assert not self._thread.is_alive()
 
-    def wait_for_appends(self, count: int = 16) -> None:
+    def wait_for_appends(self, count: int = 40) -> None:
         """Wait until *count* further rollouts are appended."""
         before = len(self.acknowledged)
-        until(lambda: len(self.acknowledged) >= before + count, "rollouts are appended")
+        wait_for(lambda: len(self.acknowledged) >= before + count, 20, "No rollouts are appended.")
 
-    def wait_for_attempts(self, count: int = 1) -> None:
-        """Wait until *count* further batches are being appended or have failed."""
+    def wait_for_attempt(self) -> None:
+        """Wait until a batch that was started after this call has been appended or has failed."""
         before = self.attempts
-        until(lambda: self.attempts >= before + count, "appends are attempted")
+        wait_for(lambda: self.attempts >= before + 2, 20, "No appends are attempted.")
 
     def _run(self) -> None:
         number = 0
@@ -103,16 +104,16 @@ def test_each_rollout_is_stored_once_while_slots_are_migrated(cluster: Cluster) 
         for problem in PROBLEMS[:4]:
             writer.wait_for_appends()
             move = cluster.begin_move(KEYS.log(problem))
-            writer.wait_for_attempts()  # the keys are still on the old node
+            writer.wait_for_attempt()  # the keys are still on the old node
             move.migrate(1)
-            writer.wait_for_attempts()  # some keys are on each node, so appends may fail until the others follow
+            writer.wait_for_attempt()  # some keys are on each node, so appends may fail until the others follow
             move.migrate()
             move.finish()
         writer.wait_for_appends()
         cluster.move_slot(KEYS.last_changed(KEYS.shard_of(PROBLEMS[0])))
         writer.wait_for_appends()
     cluster.wait_until_ok()
-    assert len(writer.acknowledged) > 100
+    assert len(writer.acknowledged) > 200
     found = stored_rollouts(store_at(cluster.url))
     assert set(writer.acknowledged) <= set(found)
     assert {1} == set(found.values())
@@ -125,7 +126,7 @@ def test_each_rollout_is_stored_once_while_slots_are_migrated(cluster: Cluster) 
 def test_history_is_spread_over_the_nodes_of_a_cluster(cluster: Cluster) -> None:
     connect_history(cluster.url).flushall()
     store = store_at(cluster.url)
-    store.open("tokenizer")
+    store.metadata.open("tokenizer")
     for problem in PROBLEMS:
         store.append(problem, record("a"), newest=1)
         assert MaintenanceOperations(store).compact(problem)
@@ -142,14 +143,18 @@ def test_writers_and_readers_continue_after_a_failover(tmp_path: Path) -> None:
         sync.announce(PROBLEMS, 1)
         try:
             with writer.writing():
-                until(lambda: len(writer.acknowledged) > 100, "many rollouts are appended")
+                wait_for(lambda: len(writer.acknowledged) > 100, 20, "Few rollouts are appended.")
                 replicated_until = time.monotonic()
                 with connect_history(sentinels.url) as client:
                     client.set("marker", 1)
                     assert 1 == client.wait(1, 5000), "the replica has the marker and everything before it"
                 sentinels.fail_over()
                 after = time.monotonic()
-                until(lambda: any(when > after for when in list(writer.acknowledged.values())), "appends continue")
+                wait_for(
+                    lambda: any(when > after for when in list(writer.acknowledged.values())),
+                    20,
+                    "Appends do not continue.",
+                )
                 writer.wait_for_appends()
             found = stored_rollouts(store_at(sentinels.url))
             # Replication is asynchronous: rollouts that were acknowledged just before the failover may be lost.
@@ -159,10 +164,10 @@ def test_writers_and_readers_continue_after_a_failover(tmp_path: Path) -> None:
             assert replicated <= set(found)
             assert {1} == set(found.values())
             expected = {name(rollout) for rollout, when in acknowledged if when > after}
-            until(
+            wait_for(
                 lambda: expected <= {rollout_id for problem in PROBLEMS for rollout_id in index.rollouts(problem)},
-                "the index has the rollouts",
-                seconds=30,
+                30,
+                "The index lacks rollouts.",
             )
         finally:
             sync.stop()
@@ -171,9 +176,9 @@ def test_writers_and_readers_continue_after_a_failover(tmp_path: Path) -> None:
 def test_history_is_created_again_after_its_server_lost_it(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         store, index = store_at(server.url), SuffixIndex()
-        store.open("tokenizer", "model", max_bytes=10_000)
+        store.metadata.open("tokenizer", "model", max_bytes=10_000)
         for version in range(9):
-            store.publish("run", version)
+            store.metadata.publish("run", version)
         store.append("p0", record("before", 9))
         sync = HistorySync(store_at(server.url), index)
         sync.start()
@@ -182,16 +187,16 @@ def test_history_is_created_again_after_its_server_lost_it(tmp_path: Path) -> No
             assert sync.wait_ready(10)
             server.restart()  # it loses its data
             assert AppendResult.APPENDED == retry(lambda: store.append("p0", record("after", 9)))
-            assert 10 == store.publish("run", 9)
+            assert 10 == store.metadata.publish("run", 9)
             assert AppendResult.APPENDED == store.append("p0", record("later", 10))
             expected = names("before", "after", "later")
-            until(lambda: expected == index.rollouts("p0"), "the index has the new rollouts")
+            wait_for(lambda: expected == index.rollouts("p0"), 20, "The index lacks the new rollouts.")
             info = store.metadata.info()
             assert info is not None
             assert ("tokenizer", "model", 10, 10_000) == (info.tokenizer, info.model, info.generation, info.max_bytes)
             assert [KEYS] == list_histories(connect_history(server.url))
             with pytest.raises(HistoryMismatchError):
-                store_at(server.url).open("another tokenizer")
+                store_at(server.url).metadata.open("another tokenizer")
         finally:
             sync.stop()
 
@@ -200,22 +205,24 @@ def test_generations_continue_after_data_loss_whoever_publishes_first(tmp_path: 
     with Server(tmp_path) as server:
         stores = [store_at(server.url) for _ in range(3)]
         for store in stores:
-            store.open("tokenizer")
+            store.metadata.open("tokenizer")
         engine, relay, other = stores
-        assert [10, 10] == [max(store.publish("run", version) for version in range(10)) for store in stores[:2]]
+        assert [10, 10] == [
+            max(store.metadata.publish("run", version) for version in range(10)) for store in stores[:2]
+        ]
         server.restart()  # it loses its data
-        assert 11 == retry(lambda: engine.publish("run", 10))
+        assert 11 == retry(lambda: engine.metadata.publish("run", 10))
         assert AppendResult.APPENDED == retry(lambda: relay.append("p0", record("late", 10)))
-        assert 12 == retry(lambda: other.publish("other run", 0))
+        assert 12 == retry(lambda: other.metadata.publish("other run", 0))
 
 
 def test_rollouts_are_rejected_if_another_tokenizer_took_the_name_of_a_lost_history(tmp_path: Path) -> None:
     with Server(tmp_path) as server:
         store, other = store_at(server.url), store_at(server.url)
-        store.open("tokenizer")
+        store.metadata.open("tokenizer")
         assert AppendResult.APPENDED == store.append("p0", record("a", 1))
         server.restart()  # it loses its data
-        retry(lambda: other.open("another tokenizer"))
+        retry(lambda: other.metadata.open("another tokenizer"))
         with pytest.raises(HistoryMismatchError, match="holds rollouts of another tokenizer"):
             retry(lambda: store.append("p0", record("b", 1)))
         assert {} == stored_rollouts(other)
@@ -229,11 +236,11 @@ def test_killed_server_with_an_append_only_file_loses_no_rollout(tmp_path: Path)
                 writer.wait_for_appends()
                 server.kill()
                 failures = writer.failures
-                until(lambda known=failures: writer.failures > known, "an append failed")  # type: ignore[misc]
+                wait_for(lambda known=failures: writer.failures > known, 20, "No append fails.")
                 server.start()
             writer.wait_for_appends()
         found = stored_rollouts(store_at(server.url))
-        assert len(writer.acknowledged) > 50
+        assert len(writer.acknowledged) > 100
         assert set(writer.acknowledged) <= set(found)
         assert {1} == set(found.values())
 
@@ -264,8 +271,8 @@ def test_access_rules_suffice_for_jobs_and_the_service_and_isolate_jobs(tmp_path
             server.url_of(*login) for login in (("job", "one"), ("other", "two"), ("service", "three"))
         )
         store = store_at(job)
-        store.open("tokenizer", "model", max_bytes=2**20)
-        store.publish("run", 1)
+        store.metadata.open("tokenizer", "model", max_bytes=2**20)
+        store.metadata.publish("run", 1)
         assert AppendResult.APPENDED == store.append("p0", record("a"))
         store.set_rewards("p0", {"a": 1.0})
         store.catalog.mark_used(["p0"])

@@ -32,7 +32,8 @@ from rollout_worker.history_service.cli import app
 from rollout_worker.history_service.histograms import bin_edges, length_shares
 from tests.support.history_contents import KEYS, OTHER
 from tests.support.ports import free_port
-from tests.support.redis_servers import Server, until
+from tests.support.redis_servers import Server
+from tests.support.waiting import wait_for
 
 DAY_S = 86400.0
 
@@ -50,11 +51,11 @@ def record(rollout_id: str, tokens: int, generation: int = 2, finish_reason: str
 def store(client: Any) -> HistoryStore:
     """Two histories. In the first, one problem has ten rollouts, of which two were cut off."""
     other = HistoryStore(client, OTHER, window=8)
-    other.open("0123456789abcdef", "code-model")
+    other.metadata.open("0123456789abcdef", "code-model")
     store = HistoryStore(client, KEYS, window=16)
-    store.open("fedcba9876543210", "math-model", max_bytes=64 << 30)
+    store.metadata.open("fedcba9876543210", "math-model", max_bytes=64 << 30)
     for version in range(2):
-        store.publish("run", version)
+        store.metadata.publish("run", version)
     ended = [("p", record(f"r{number}", 100 * number)) for number in range(1, 9)]
     cut = [("p", record(f"r{number}", 1000, finish_reason="length")) for number in (9, 10)]
     store.append_all([*ended, *cut], newest=2)
@@ -213,7 +214,7 @@ def test_archive_can_be_exported_and_imported(redis_url: str, store: HistoryStor
     assert len(list_histories(client)) == 3
     mismatch = "history team/code holds rollouts of another tokenizer"
     run(redis_url, "import", str(file), "--as", "team/code", expected=mismatch, code=EXIT_REDIS)
-    HistoryStore(client, HistoryKeys("default", "other-model"), window=2).open("fedcba9876543210", "another")
+    HistoryStore(client, HistoryKeys("default", "other-model"), window=2).metadata.open("fedcba9876543210", "another")
     run(redis_url, "import", str(file), "--as", "other-model", expected="of model 'another'", code=EXIT_REDIS)
     run(redis_url, "import", str(file), "--as", "other-model", "--allow-model-mismatch", expected="11 rollouts added")
     file.write_bytes(file.read_bytes()[:-20])
@@ -223,7 +224,7 @@ def test_archive_can_be_exported_and_imported(redis_url: str, store: HistoryStor
 
 
 def test_gc_maintains_all_histories(redis_url: str, store: HistoryStore, client: Any) -> None:
-    store.open("fedcba9876543210", "math-model", max_bytes=1)
+    store.metadata.open("fedcba9876543210", "math-model", max_bytes=1)
     old = HistoryStore(client, OTHER, window=8)
     old.append("p", record("r", 5), newest=2)
     age_last_use(client, OTHER, 40 * DAY_S)
@@ -311,7 +312,7 @@ def served(running: Server, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[b
             stderr=log,
         )
         try:
-            until(lambda: get(port, "/readyz")[0] == 200, "the service is ready")
+            wait_for(lambda: get(port, "/readyz")[0] == 200, 20, "The service does not become ready.")
             yield process, port
         finally:
             process.kill()
@@ -353,12 +354,13 @@ def test_service_publishes_metrics_and_ends_on_sigterm(
     process, port = served
     client: Any = connect_history(running.url)
     store = HistoryStore(client, KEYS, window=16)
-    store.open("tokenizer", "model", max_bytes=1)
-    store.publish("run", 0)
+    store.metadata.open("tokenizer", "model", max_bytes=1)
+    store.metadata.publish("run", 0)
     store.append("a prompt", record("r", 5, generation=1), newest=1)
-    until(
+    wait_for(
         lambda: metrics(port).get(("rollout_history_evicted_problems_total", "default/math")) == 1,
-        "the problem is evicted",
+        20,
+        "The problem is not evicted.",
     )
     found = metrics(port)
     for name, value in {
@@ -391,14 +393,14 @@ def test_service_is_healthy_but_not_ready_while_redis_is_unreachable(
 ) -> None:
     process, port = served
     running.kill()
-    until(lambda: get(port, "/readyz")[0] == 503, "the service is not ready")
+    wait_for(lambda: get(port, "/readyz")[0] == 503, 20, "The service is still ready.")
     assert "ConnectionError" in get(port, "/readyz")[1]
     assert 200 == get(port, "/healthz")[0]
     assert 0 == metrics(port)["rollout_history_redis_up", ""]
     running.start()
-    until(lambda: get(port, "/readyz")[0] == 200, "the service is ready again")
+    wait_for(lambda: get(port, "/readyz")[0] == 200, 20, "The service does not become ready again.")
     running.pause()
-    until(lambda: has_unread_command(running.port), "the service waits for a reply")
+    wait_for(lambda: has_unread_command(running.port), 20, "The service does not wait for a reply.")
     process.send_signal(signal.SIGTERM)
     assert 0 == process.wait(timeout=15)
 

@@ -19,7 +19,8 @@ from rollout_worker.history.metadata import list_histories
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history_service.service import HistoryService
 from tests.support.history_contents import KEYS, OTHER, WINDOW, age_history, fill, open_history, problem_ids
-from tests.support.redis_servers import Server, until
+from tests.support.redis_servers import Server
+from tests.support.waiting import wait_for
 
 DAY_S = 86400.0
 
@@ -64,9 +65,13 @@ def test_unreadable_histories_do_not_prevent_maintenance_of_the_others(running: 
     client.sadd(HISTORY_NAMES, wrong_shard.full_name)
     client.set(wrong_shard.last_used(0), "not a sorted set")
     with run_service(running.url) as service:
-        until(lambda: len(service.state.histories) == 3, "all histories are found")
+        wait_for(lambda: len(service.state.histories) == 3, 20, "Not all histories are found.")
         states = {state.history: state for state in service.state.histories}
-        until(lambda: all(state.runs or state.failed_runs for state in states.values()), "each history had its turn")
+        wait_for(
+            lambda: all(state.runs or state.failed_runs for state in states.values()),
+            20,
+            "Not every history has its turn.",
+        )
         failed = [states[keys.full_name].failed_runs for keys in (wrong_meta, wrong_shard, KEYS)]
         assert [1, 1, 0] == failed, "a failed run is not repeated at once"
         assert 1 == states[KEYS.full_name].counts.evicted
@@ -78,14 +83,14 @@ def test_service_continues_after_an_outage_of_redis(running: Server, caplog: pyt
     client: Any = connect_history(running.url)
     store = open_history(client, max_bytes=1)
     with run_service(running.url) as service:
-        until(lambda: service.state.redis_up and service.state.histories, "Redis is available")
+        wait_for(lambda: service.state.redis_up and service.state.histories, 20, "Redis is not considered available.")
         running.kill()
-        until(lambda: not service.state.redis_up, "the outage is reported")
+        wait_for(lambda: not service.state.redis_up, 20, "The outage is not reported.")
         assert "ConnectionError" in service.state.failure
         assert not service.state.histories[0].lease_held
         running.start()
         fill(store, ["p"])
-        until(lambda: service.state.histories[0].counts.evicted == 1, "the problem is evicted", seconds=40)
+        wait_for(lambda: service.state.histories[0].counts.evicted == 1, 40, "The problem is not evicted.")
         assert service.state.redis_up
         assert [] == problem_ids(store)
     assert "Histories are not being maintained: ConnectionError" in caplog.text
@@ -97,10 +102,10 @@ def test_service_starts_before_redis_and_ends_while_redis_hangs(running: Server)
     thread = threading.Thread(target=service.run)
     thread.start()
     try:
-        until(lambda: "ConnectionError" in service.state.failure, "the outage is reported")
+        wait_for(lambda: "ConnectionError" in service.state.failure, 20, "The outage is not reported.")
         running.start()
         open_history(connect_history(running.url))
-        until(lambda: holds_lease(service), "the service holds the lease")
+        wait_for(lambda: holds_lease(service), 20, "The service does not hold the lease.")
         running.pause()
     finally:
         service.stop()
@@ -117,10 +122,10 @@ def test_service_forgets_deleted_histories_and_deletes_expired_ones(running: Ser
     fill(open_history(client, OTHER), ["p"])
     age_history(client, OTHER, 31 * DAY_S)
     with run_service(running.url) as service:
-        until(lambda: service.state.expired == 1, "one history has expired")
+        wait_for(lambda: service.state.expired == 1, 20, "No history expires.")
         assert [KEYS.full_name] == [state.history for state in service.state.histories]
         MaintenanceOperations(HistoryStore(client, KEYS, window=WINDOW)).delete_history()
-        until(lambda: service.state.histories == (), "the other history is forgotten")
+        wait_for(lambda: service.state.histories == (), 20, "The other history is not forgotten.")
     assert [] == list_histories(client)
     assert 0 == client.exists(KEYS.maintainer_lease, OTHER.maintainer_lease)
 
@@ -128,9 +133,9 @@ def test_service_forgets_deleted_histories_and_deletes_expired_ones(running: Ser
 def test_second_service_takes_over_when_the_first_ends(running: Server) -> None:
     open_history(connect_history(running.url))
     with run_service(running.url) as first:
-        until(lambda: holds_lease(first), "the first service holds the lease")
+        wait_for(lambda: holds_lease(first), 20, "The first service does not hold the lease.")
         with run_service(running.url) as second:
-            until(lambda: second.state.redis_up, "the second service has tried to get the lease")
+            wait_for(lambda: second.state.redis_up, 20, "The second service does not try to get the lease.")
             assert not holds_lease(second)
             first.stop()
-            until(lambda: holds_lease(second), "the second service holds the lease")
+            wait_for(lambda: holds_lease(second), 20, "The second service does not hold the lease.")

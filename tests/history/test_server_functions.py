@@ -15,7 +15,8 @@ import redis
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.retry import retry
 from rollout_api.redis_client.server_functions import Call, Function, run, run_all
-from tests.support.redis_servers import Cluster, Server, until
+from tests.support.redis_servers import Cluster, Server
+from tests.support.waiting import wait_for
 
 PUBLISH = Function("rollout_worker.history", "publish")
 
@@ -132,7 +133,11 @@ def test_replica_raises_instead_of_failing_single_calls(tmp_path: Path) -> None:
         Server(tmp_path / "replica", settings={"replicaof": f"127.0.0.1 {primary.port}"}) as replica,
         connect_history(replica.url) as client,
     ):
-        until(lambda: replica.client().info("replication")["master_link_status"] == "up", "the replica follows")
+        wait_for(
+            lambda: replica.client().info("replication")["master_link_status"] == "up",
+            20,
+            "The replica does not follow.",
+        )
         with pytest.raises(redis.exceptions.ReadOnlyError):
             run_all(client, publish("key"))
 
@@ -167,7 +172,7 @@ def test_migrated_slot_is_found(cluster: Cluster) -> None:
         for key in KEYS[:3]:
             cluster.move_slot(key)
         assert [1] * 64 == run_all(client, publish(*KEYS))
-        assert {b"generation": b"1", b"generation:run:0": b"1"} == client.hgetall(KEYS[0])  # type: ignore[comparison-overlap]
+        assert {b"generation": b"1", b"generation:run:0": b"1"} == client.hgetall(KEYS[0])
 
 
 def test_redirections_are_followed_during_a_migration(cluster: Cluster) -> None:

@@ -75,9 +75,9 @@ def test_concurrent_appends_are_each_stored_once(store: HistoryStore, history_ur
 
 
 def test_each_version_of_a_run_has_one_generation_and_runs_share_the_count(store: HistoryStore) -> None:
-    assert [store.publish("run", 0), store.publish("run", 0), store.publish("run", 1)] == [1, 1, 2]
+    assert [1, 1, 2] == [store.metadata.publish("run", version) for version in (0, 0, 1)]
     # Version 0 of a later job is newer than all versions before it.
-    assert [store.publish("other", 0), store.publish("run", 1)] == [3, 2]
+    assert [3, 2] == [store.metadata.publish("other", 0), store.metadata.publish("run", 1)]
     assert store.metadata.generation() == 3
 
 
@@ -192,10 +192,10 @@ def test_rewards_are_read_with_the_log_on_request(store: HistoryStore) -> None:
 
 
 def test_history_of_another_tokenizer_is_rejected(store: HistoryStore) -> None:
-    store.open("fingerprint-a")
-    store.open("fingerprint-a")
+    store.metadata.open("fingerprint-a")
+    store.metadata.open("fingerprint-a")
     with pytest.raises(HistoryMismatchError, match=r"default/math .* spec\.history\.name"):
-        store.open("fingerprint-b")
+        store.metadata.open("fingerprint-b")
 
 
 def test_append_to_a_full_server_has_no_effect(redis_url: str) -> None:

@@ -109,7 +109,7 @@ def test_larger_window_and_earlier_cutoff_keep_no_less(
 # The age limit after one call.
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=500)
 @given(LIMITS, COUNTS)
 def test_limit_stays_within_its_bounds(current: int | None, by_age: Counts) -> None:
     after = next_age_limit(current, by_age)
@@ -125,7 +125,7 @@ def test_limit_below_one_generation_is_rejected(current: int) -> None:
         next_age_limit(current, {})
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=500)
 @given(st.integers(2, 63), COUNTS, st.data())
 def test_better_acceptance_of_old_rollouts_raises_the_limit_and_of_young_ones_lowers_it(
     current: int, by_age: Counts, data: st.DataObject
@@ -233,7 +233,7 @@ def test_steady_drift_gives_a_limit_of_about_its_half_life(
     assert max(last) <= 1.15 * half_life + 2
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(SEEDS, st.integers(2, 32), st.floats(0.5, 100), st.floats(0.2, 0.95), st.sampled_from([300, 1000, 5000]))
 def test_noise_does_not_make_the_limit_oscillate(
     seed: int, start: int, half_life: float, youngest: float, tokens: int

@@ -14,12 +14,14 @@ import numpy as np
 
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect
+from rollout_worker.history.metadata import HistoryMetadata
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.sync import HistorySync
 from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
 from tests.support.recording_sink import RecordingSink
 from tests.support.redis_servers import Server
+from tests.support.waiting import wait_for_async
 
 KEYS = HistoryKeys("default", "math")
 
@@ -39,32 +41,35 @@ class FakeEngine:
         return True
 
 
-class RecordingStore(HistoryStore):
+class RecordingMetadata(HistoryMetadata):
     """Counts the attempts to publish a version."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(connect(url), KEYS, window=2)
-        self.num_attempts = 0
+    num_attempts = 0
 
-    def publish(self, run: str, version: int) -> int:
+    def publish(self, run_uid: str, weight_version: int) -> int:
         try:
-            return super().publish(run, version)
+            return super().publish(run_uid, weight_version)
         finally:
             self.num_attempts += 1
 
     async def wait_for_attempt(self) -> None:
         """Wait until an attempt that starts from now on has ended."""
         before = self.num_attempts
-        async with asyncio.timeout(20):
-            while self.num_attempts == before:
-                await asyncio.sleep(0.02)
+        await wait_for_async(lambda: self.num_attempts > before, 20)
+
+
+def recording_store(url: str) -> tuple[HistoryStore, RecordingMetadata]:
+    client = connect(url)
+    store, recording = HistoryStore(client, KEYS, window=2), RecordingMetadata(client, KEYS, window=2)
+    store.metadata = recording
+    return store, recording
 
 
 @asynccontextmanager
 async def running_announcer(
     url: str, engine: Any, store: HistoryStore | None = None
 ) -> AsyncIterator[HistoryAnnouncer]:
-    announcer = HistoryAnnouncer(engine, store or RecordingStore(url), "run")
+    announcer = HistoryAnnouncer(engine, store or HistoryStore(connect(url), KEYS, window=2), "run")
     running = asyncio.ensure_future(announcer.run())
     try:
         yield announcer
@@ -93,9 +98,7 @@ def test_the_first_rollout_of_a_problem_requests_its_history(redis_url: str) -> 
             await start_rollout(announcer, "p")
             await start_rollout(announcer, "q")
             assert time.monotonic() - started < 0.5  # rollouts of known problems do not wait
-            async with asyncio.timeout(10):
-                while len(engine.announced) < 4:
-                    await asyncio.sleep(0.02)
+            await wait_for_async(lambda: len(engine.announced) >= 4, 10)
             assert ({"p", "q"}, 5, {"p", "q"}) == engine.announced[3]
 
     asyncio.run(scenario())
@@ -105,18 +108,16 @@ def test_versions_are_published_in_order_after_an_outage_of_the_history(tmp_path
     engine = FakeEngine()
 
     async def scenario(server: Server) -> None:
-        recording = RecordingStore(server.url)
-        async with running_announcer(server.url, engine, recording) as announcer:
+        recorded_store, recording = recording_store(server.url)
+        async with running_announcer(server.url, engine, recorded_store) as announcer:
             server.kill()
             for version in (1, 2, 3):
                 announcer.publish(version)
                 await recording.wait_for_attempt()
             server.start()
             store = HistoryStore(connect(server.url), KEYS, window=2)
-            async with asyncio.timeout(20):
-                while await asyncio.to_thread(store.metadata.generation) < 3:
-                    await asyncio.sleep(0.1)
-            assert [1, 2, 3] == [store.publish("run", version) for version in (1, 2, 3)]
+            await wait_for_async(lambda: store.metadata.generation() >= 3, 20)
+            assert [1, 2, 3] == [store.metadata.publish("run", version) for version in (1, 2, 3)]
 
     with Server(tmp_path) as server:
         asyncio.run(scenario(server))
@@ -126,19 +127,17 @@ def test_a_history_that_accepts_no_writes_is_still_used_for_drafts(tmp_path: Pat
     engine = FakeEngine()
 
     async def scenario(server: Server) -> None:
-        HistoryStore(connect(server.url), KEYS, window=2).publish("run", 1)
+        HistoryStore(connect(server.url), KEYS, window=2).metadata.publish("run", 1)
         server.client().config_set("maxmemory", 1)
-        recording = RecordingStore(server.url)
-        async with running_announcer(server.url, engine, recording) as announcer:
+        store, recording = recording_store(server.url)
+        async with running_announcer(server.url, engine, store) as announcer:
             announcer.publish(2)
             await recording.wait_for_attempt()
             async with asyncio.timeout(5):
                 await start_rollout(announcer, "p")
             assert [({"p"}, 1, {"p"})] == engine.announced
             server.client().config_set("maxmemory", 0)
-            async with asyncio.timeout(10):
-                while ({"p"}, 2, set()) not in engine.announced:
-                    await asyncio.sleep(0.1)
+            await wait_for_async(lambda: ({"p"}, 2, set()) in engine.announced, 10)
 
     with Server(tmp_path) as server:
         asyncio.run(scenario(server))
@@ -175,9 +174,7 @@ def test_an_evicted_problem_is_read_again_for_its_next_rollout_only(redis_url: s
             await announcer.advance(2)
             assert (["r"], 3) == (list(memory.problems), sync.counters.rollouts)
             await start_rollout(announcer, "p")
-            async with asyncio.timeout(10):
-                while "p" not in memory.problems:
-                    await asyncio.sleep(0.02)
+            await wait_for_async(lambda: "p" in memory.problems, 10)
             assert (["p"], 4) == (list(memory.problems), sync.counters.rollouts)
 
     sync.start()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -33,16 +32,18 @@ from rollout_api.protocol.messages import (
     decode,
     encode,
 )
+from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.connection import connect
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.coordinator import Coordinator
-from rollout_worker.job.coordinator.status import CoordinatorStatus, StatusBoard
+from rollout_worker.job.coordinator.status import StatusBoard
 from rollout_worker.job.coordinator.status_server import StatusServer
 from rollout_worker.job.job_store import EngineReport, JobStore, Order, OrderKind, StaleCoordinatorError
 from rollout_worker.job.ledger import LedgerEntry
 from rollout_worker.job.limits import CoordinatorLimits
 from rollout_worker.policy.canary import canary_sample
 from tests.support.in_process_job import manifest
+from tests.support.waiting import wait_for_async
 
 JOB = MessageKeys("uid")
 VOCABULARY = 10
@@ -63,7 +64,7 @@ def partial(length: int) -> Partial:
     return Partial(token_ids=[1] * length, weight_spans=[WeightSpan(start=0, weight_version=0)])
 
 
-class JobHarness:
+class CoordinatorHarness:
     """Plays the clients and engines of a job, and starts its coordinators."""
 
     def __init__(self, url: str, job_store: JobStore) -> None:
@@ -83,21 +84,6 @@ class JobHarness:
     def rollouts(self) -> list[Rollout]:
         return [reply for reply in self.replies() if isinstance(reply, Rollout)]
 
-    async def wait_for(self, condition: Callable[[], Any]) -> Any:
-        """Wait until a condition is true, and return its value."""
-
-        async def evaluate() -> Any:
-            return condition()
-
-        return await self.wait_for_async(evaluate)
-
-    async def wait_for_async(self, condition: Callable[[], Awaitable[Any]]) -> Any:
-        deadline = time.monotonic() + TIMEOUT_S
-        while not (value := await condition()):
-            assert time.monotonic() < deadline
-            await asyncio.sleep(0.02)
-        return value
-
     async def inbox(self, engine: str, count: int) -> list[Order]:
         """Wait until an engine has at least *count* orders, and return them."""
 
@@ -105,7 +91,7 @@ class JobHarness:
             found = await self.job_store.assignments.inbox(engine)
             return found if len(found) >= count else []
 
-        found: list[Order] = await self.wait_for_async(orders)
+        found: list[Order] = await wait_for_async(orders)
         return found
 
     async def finish(
@@ -120,9 +106,11 @@ class JobHarness:
         await self.job_store.rollouts.finish(asked, rollout, engine=engine, order=order.order_id)
 
     @asynccontextmanager
-    async def engine(self, name: str, slots: int = 4, counters: dict[str, float] | None = None) -> AsyncIterator[str]:
+    async def engine(
+        self, name: str, max_running: int = 4, counters: dict[str, float] | None = None
+    ) -> AsyncIterator[str]:
         """Register an engine that renews its lease and does nothing else."""
-        report = EngineReport(name, slots=slots, counters=counters or {})
+        report = EngineReport(name, max_running=max_running, counters=counters or {})
 
         async def renew() -> None:
             while True:
@@ -158,7 +146,7 @@ class JobHarness:
             await job_store.close()
 
 
-Scenario = Callable[[JobHarness], Coroutine[Any, Any, None]]
+Scenario = Callable[[CoordinatorHarness], Coroutine[Any, Any, None]]
 Run = Callable[[Scenario], None]
 
 
@@ -166,7 +154,7 @@ Run = Callable[[Scenario], None]
 def run(redis_url: str) -> Run:
     async def run_scenario(scenario: Scenario) -> None:
         job_store = JobStore.connect(redis_url, JOB)
-        await scenario(JobHarness(redis_url, job_store))
+        await scenario(CoordinatorHarness(redis_url, job_store))
         await job_store.close()
 
     return lambda scenario: asyncio.run(run_scenario(scenario))
@@ -177,7 +165,7 @@ def samples(orders: list[Order]) -> set[int]:
 
 
 def test_a_returned_rollout_is_assigned_again_even_if_its_event_was_missed(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         async with job.coordinator(), job.engine("a") as engine:
             job.send(JOB.requests, request("r", n=2))
             first, _ = await job.inbox(engine, 2)
@@ -190,7 +178,7 @@ def test_a_returned_rollout_is_assigned_again_even_if_its_event_was_missed(run: 
 
 
 def test_only_the_engine_with_the_assignment_can_return_it(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         async with job.coordinator(), job.engine("a") as engine:
             job.send(JOB.requests, request("r"))
             [order] = await job.inbox(engine, 1)
@@ -209,9 +197,9 @@ def test_only_the_engine_with_the_assignment_can_return_it(run: Run) -> None:
 
 
 def test_a_rollout_that_ended_without_a_coordinator_frees_its_engine(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         asked = request("r", n=2)
-        async with job.engine("a", slots=1) as engine:
+        async with job.engine("a", max_running=1) as engine:
             async with job.coordinator():
                 job.send(JOB.requests, asked)
                 [order] = await job.inbox(engine, 1)
@@ -235,12 +223,12 @@ def test_unknown_tokens_are_refused_before_any_engine_receives_them(run: Run) ->
         },
     }
 
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         async with job.coordinator(), job.engine("a") as engine:
             job.send(JOB.requests, *(request(name, **fields) for name, fields in invalid.items()), request("valid"))
             [order] = await job.inbox(engine, 1)
             assert order.assignment is not None and "valid" == order.assignment.request_id
-            refusals = await job.wait_for(job.replies)
+            refusals = await wait_for_async(job.replies)
         assert list(invalid) == [refusal.request_id for refusal in refusals if isinstance(refusal, Refusal)]
         assert all(f"{VOCABULARY} is not a token of the model" in refusal.reason for refusal in refusals)
 
@@ -248,16 +236,16 @@ def test_unknown_tokens_are_refused_before_any_engine_receives_them(run: Run) ->
 
 
 def test_a_cancellation_may_overtake_its_request(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         async with job.coordinator():
-            await job.wait_for(lambda: job.redis.exists(JOB.status))
+            await wait_for_async(lambda: job.redis.exists(JOB.status))
             job.send(JOB.requests, *(request(f"r{number}") for number in range(1200)))
             job.send(JOB.control, Cancel(request_ids=["r1199", "never sent"]))
-            [cancelled] = await job.wait_for(job.rollouts)
-            await job.wait_for(lambda: not job.redis.xlen(JOB.control))
+            [cancelled] = await wait_for_async(job.rollouts)
+            await wait_for_async(lambda: not job.redis.xlen(JOB.control))
             # A request that is sent after its cancellation is not cancelled.
             job.send(JOB.requests, request("never sent"))
-            async with job.engine("a", slots=2000) as engine:
+            async with job.engine("a", max_running=2000) as engine:
                 orders = await job.inbox(engine, 1200)
         assert ("uid/r1199/0/0", FinishReason.CANCELLED) == (cancelled.rollout_id, cancelled.finish_reason)
         assert "never sent" in {order.assignment.request_id for order in orders if order.assignment is not None}
@@ -266,18 +254,18 @@ def test_a_cancellation_may_overtake_its_request(run: Run) -> None:
 
 
 def test_engines_receive_work_while_thousands_of_rollouts_are_cancelled(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
-        names = [f"r{number}" for number in range(150)]
+    async def scenario(job: CoordinatorHarness) -> None:
+        names = [f"r{number}" for number in range(300)]
         async with job.coordinator(manifest(queue={"maxRollouts": 100_000})):
             job.send(JOB.requests, *(request(name, n=64) for name in names))
-            await job.wait_for(lambda: job.redis.hlen(JOB.ledger(names[-1])))
+            await wait_for_async(lambda: job.redis.hlen(JOB.ledger(names[-1])))
             job.send(JOB.requests, request("kept"))
             job.send(JOB.control, Cancel(request_ids=names))
-            await job.wait_for(lambda: job.redis.hget(JOB.ledger(names[-1]), "cancelled") == b"1")
+            await wait_for_async(lambda: job.redis.hget(JOB.ledger(names[-1]), "cancelled") == b"1")
             async with job.engine("a") as engine:
                 [order] = await job.inbox(engine, 1)
-                assert job.redis.xlen(JOB.results("trainer")) < 150 * 64
-            await job.wait_for(lambda: job.redis.xlen(JOB.results("trainer")) == 150 * 64)
+                assert job.redis.xlen(JOB.results("trainer")) < 300 * 64
+            await wait_for_async(lambda: job.redis.xlen(JOB.results("trainer")) == 300 * 64)
         assert order.assignment is not None and "kept" == order.assignment.request_id
         assert {FinishReason.CANCELLED} == {rollout.finish_reason for rollout in job.rollouts()}
 
@@ -285,9 +273,9 @@ def test_engines_receive_work_while_thousands_of_rollouts_are_cancelled(run: Run
 
 
 def test_a_replaced_coordinator_ends_even_if_it_has_no_work(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         async with job.unchecked_coordinator() as (_, running):
-            await job.wait_for(lambda: job.redis.exists(JOB.status))
+            await wait_for_async(lambda: job.redis.exists(JOB.status))
             async with job.coordinator():
                 with pytest.raises(StaleCoordinatorError):
                     await asyncio.wait_for(running, TIMEOUT_S)
@@ -296,9 +284,9 @@ def test_a_replaced_coordinator_ends_even_if_it_has_no_work(run: Run) -> None:
 
 
 def test_cancelling_hundreds_of_requests_takes_few_commands(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         names = [f"r{number}" for number in range(500)]
-        async with job.coordinator(), job.engine("a", slots=250) as a, job.engine("b", slots=250) as b:
+        async with job.coordinator(), job.engine("a", max_running=250) as a, job.engine("b", max_running=250) as b:
             job.send(JOB.requests, *map(request, names))
             for engine in (a, b):
                 await job.inbox(engine, 250)
@@ -306,7 +294,7 @@ def test_cancelling_hundreds_of_requests_takes_few_commands(run: Run) -> None:
             with job.redis.monitor() as monitor:
                 for _ in range(3):  # a client repeats a cancellation until all its rollouts are answered
                     job.send(JOB.control, Cancel(request_ids=names))
-                await job.wait_for(lambda: not job.redis.xlen(JOB.control))
+                await wait_for_async(lambda: not job.redis.xlen(JOB.control))
                 job.redis.echo("end")
                 commands = takewhile(
                     lambda line: not line.startswith("ECHO"), (entry["command"] for entry in monitor.listen())
@@ -322,27 +310,27 @@ def test_cancelling_hundreds_of_requests_takes_few_commands(run: Run) -> None:
 
 
 def test_cancellations_of_unknown_requests_are_kept_only_until_all_requests_are_read(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         async with job.coordinator(manifest(queue={"maxRollouts": 8})):
             job.send(JOB.requests, request("r", n=8))
-            await job.wait_for(lambda: job.redis.exists(JOB.ledger("r")))
+            await wait_for_async(lambda: job.redis.exists(JOB.ledger("r")))
             # While the queue is full, no request is read.
             for version in (1, 2, 3):
                 job.send(JOB.control, Cancel(request_ids=["unread"]), WeightUpdate(weight_version=version, uri="/x"))
-                await job.wait_for(lambda version=version: job.redis.xlen(JOB.control) == version)
+                await wait_for_async(lambda version=version: job.redis.xlen(JOB.control) == version)
             job.send(JOB.control, Cancel(request_ids=["r"]))
-            await job.wait_for(lambda: not job.redis.xlen(JOB.control))
+            await wait_for_async(lambda: not job.redis.xlen(JOB.control))
 
     run(scenario)
 
 
 def test_the_next_coordinator_tells_an_engine_about_weights_that_it_missed(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         async with job.coordinator():
             job.send(JOB.control, WeightUpdate(weight_version=7, uri="/seven"))
-            await job.wait_for(lambda: not job.redis.xlen(JOB.control))
+            await wait_for_async(lambda: not job.redis.xlen(JOB.control))
         async with job.engine("a") as engine:
-            await job.wait_for(lambda: job.redis.exists(JOB.lease(engine)))  # it registers without a coordinator
+            await wait_for_async(lambda: job.redis.exists(JOB.lease(engine)))  # it registers without a coordinator
             async with job.coordinator():
                 [order] = await job.inbox(engine, 1)
         assert order.kind is OrderKind.UPDATE_WEIGHTS
@@ -351,9 +339,9 @@ def test_the_next_coordinator_tells_an_engine_about_weights_that_it_missed(run: 
 
 
 def test_a_rollout_whose_event_was_missed_does_not_count_as_empty(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         short, long = request("short", n=4), request("long", n=4)
-        async with job.coordinator(), job.engine("a", slots=1) as engine:  # it is assigned one more rollout ahead
+        async with job.coordinator(), job.engine("a", max_running=1) as engine:  # it is assigned one more rollout ahead
             job.send(JOB.requests, short, long)
             probes = {order.request_id: order for order in await job.inbox(engine, 2)}
             await job.finish(long, probes["long"], 12)
@@ -369,11 +357,11 @@ def test_a_rollout_whose_event_was_missed_does_not_count_as_empty(run: Run) -> N
 
 
 def test_an_outdated_weight_update_becomes_a_dead_letter(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         async with job.coordinator():
             updates = [WeightUpdate(weight_version=version, uri=f"/{version}") for version in (7, 6)]
             job.send(JOB.control, *updates)
-            await job.wait_for(lambda: not job.redis.xlen(JOB.control))
+            await wait_for_async(lambda: not job.redis.xlen(JOB.control))
             assert [7] == [update.weight_version for update in await job.job_store.job.weights()]
         [(_, letter)] = job.redis.xrange(JOB.dead_letters)
         assert b"weight version 6 is older than 7, which was published before" == letter[b"reason"]
@@ -382,20 +370,20 @@ def test_an_outdated_weight_update_becomes_a_dead_letter(run: Run) -> None:
 
 
 def test_rollouts_migrate_from_an_engine_with_slow_steps_to_an_idle_one(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         # A step takes one second per rollout.
         slow = {"cost_base_seconds": 0.1, "cost_token_seconds": 1.0, "cost_context_token_seconds": 1e-6}
         pinned_by_stop = request("stop", n=2, sampling={"stop": ["x"], "max_tokens": 400})
-        async with job.coordinator() as coordinator, job.engine("a", slots=16, counters=slow) as a:
+        async with job.coordinator() as coordinator, job.engine("a", max_running=16, counters=slow) as a:
             job.send(JOB.requests, request("r", n=6, sampling={"max_tokens": 400}), pinned_by_stop)
             await job.inbox(a, 8)
-            async with job.engine("b", slots=16, counters=slow):
+            async with job.engine("b", max_running=16, counters=slow):
 
                 async def migrations() -> list[Order]:
                     orders = await job.job_store.assignments.inbox(a)
                     return [order for order in orders if order.kind is OrderKind.MIGRATE]
 
-                migrating = await job.wait_for_async(migrations)
+                migrating = await wait_for_async(migrations)
                 # About half of the rollouts migrate, and none that cannot continue from a partial.
                 assert {"r"} == {order.request_id for order in migrating}
                 assert 3 <= len(migrating) <= 5
@@ -412,15 +400,15 @@ def test_rollouts_migrate_from_an_engine_with_slow_steps_to_an_idle_one(run: Run
                 (taken,) = await job.inbox("b", 1)
                 assert taken.assignment is not None
                 assert (migrated.key, True) == (taken.assignment.key, taken.assignment.resumed)
-                await job.wait_for(lambda: (coordinator.board.last or {}).get("migrated") == len(migrating))
+                await wait_for_async(lambda: (coordinator.board.last or {}).get("migrated") == len(migrating))
 
     run(scenario)
 
 
 def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordinators(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         names = [name for name in map(str, range(4000)) if canary_sample(name, 4) is not None][:60]
-        async with job.engine("a", slots=1000) as engine:
+        async with job.engine("a", max_running=1000) as engine:
 
             async def answer(some: list[str], board: StatusBoard) -> CoordinatorStatus:
                 asked = {name: request(name, n=4) for name in some}
@@ -432,7 +420,7 @@ def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordin
                     # Canaries are longer and less probable, as if drafting changed the distribution.
                     length, logprob = (9, -2.0) if canary else (5, -1.0)
                     await job.finish(asked[order.request_id], order, length, engine=engine, logprob=logprob)
-                status: CoordinatorStatus = await job.wait_for(
+                status: CoordinatorStatus = await wait_for_async(
                     lambda: board.last if board.last and board.last["canaries"] >= before + len(some) else None
                 )
                 return status
@@ -440,7 +428,7 @@ def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordin
             async with job.coordinator() as coordinator:
                 early = await answer(names[:4], coordinator.board)
                 assert not early["distribution_drift"]
-                await job.wait_for(lambda: b'"canaries": 4' in (job.redis.get(JOB.canaries) or b""))
+                await wait_for_async(lambda: b'"canaries": 4' in (job.redis.get(JOB.canaries) or b""))
             async with job.coordinator() as coordinator:
                 late = await answer(names[4:], coordinator.board)
         assert (60, True) == (late["canaries"], late["distribution_drift"])
@@ -449,13 +437,30 @@ def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordin
     run(scenario)
 
 
+@pytest.mark.parametrize(
+    "state", [b"", b"\xff", b"{", b"null", b"[]", b'{"canaries": 3}', b'{"canaries": [], "log_e_values": [0.0]}']
+)
+def test_an_unreadable_state_of_the_canary_test_starts_a_new_test(
+    run: Run, caplog: pytest.LogCaptureFixture, state: bytes
+) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
+        job.redis.set(JOB.canaries, state)
+        async with job.coordinator() as coordinator:
+            status = await wait_for_async(lambda: coordinator.board.last)
+        assert (0, 1.0, False) == (status["canaries"], status["drift_e_value"], status["distribution_drift"])
+
+    run(scenario)
+    [warning] = [message for message in caplog.messages if "canary" in message]
+    assert JOB.canaries in warning
+
+
 async def get(url: str) -> tuple[int, str]:
     async with aiohttp.ClientSession() as session, session.get(url) as response:
         return response.status, await response.text()
 
 
 def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
-    async def scenario(job: JobHarness) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
         starting = StatusServer(StatusBoard(manifest()))
         port = await starting.start("127.0.0.1", 0)
         code, body = await get(f"http://127.0.0.1:{port}/status")
@@ -463,7 +468,7 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         await starting.stop()
 
         timed = {"timed_seconds": 6.0, "timed_seconds_without_drafts": 8.0}
-        async with job.coordinator() as coordinator, job.engine("a", slots=4, counters=timed) as engine:
+        async with job.coordinator() as coordinator, job.engine("a", max_running=4, counters=timed) as engine:
             server = StatusServer(coordinator.board)
             url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
             asked = request("r", n=7)
@@ -485,13 +490,14 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
                 status: dict[str, Any] = json.loads(body)
                 return status if status.get("done") == 1 and status["assigned"] == 4 else {}
 
-            status = await job.wait_for_async(finished)
+            status = await wait_for_async(finished)
             load = await job.job_store.job.expected_load()
             _, body = await get(f"{url}/metrics")
             assert (200, "ok\n") == await get(f"{url}/healthz")
             await server.stop()
-        assert ("default/live", 1, 1, 9, 4, 8, 5) == tuple(
-            status[name] for name in ("job", "requests", "dead_letters", "tokens", "steps", "drafted", "accepted")
+        assert ("default/live", 1, 1) == tuple(status[name] for name in ("job", "requests", "dead_letters"))
+        assert (9, 4, 8, 5) == tuple(
+            status[name] for name in ("tokens", "decoding_steps", "draft_tokens", "accepted_tokens")
         )
         assert (status["waiting"], 0.25) == (load.rollouts, status["saved"])
         assert 6 == status["waiting"] + status["assigned"]
@@ -511,9 +517,9 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
             ("rollout_weight_version", "weight_version"),
             ("rollout_rollouts_total", "done"),
             ("rollout_tokens_total", "tokens"),
-            ("rollout_steps_total", "steps"),
-            ("rollout_drafted_tokens_total", "drafted"),
-            ("rollout_accepted_tokens_total", "accepted"),
+            ("rollout_decoding_steps_total", "decoding_steps"),
+            ("rollout_draft_tokens_total", "draft_tokens"),
+            ("rollout_accepted_tokens_total", "accepted_tokens"),
             ("rollout_engines_lost_total", "engines_lost"),
             ("rollout_dead_letters_total", "dead_letters"),
         ):

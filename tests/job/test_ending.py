@@ -26,7 +26,7 @@ NAME = "default/math"
 def server(redis_url: str) -> redis.Redis:
     """A server with a job that has a finished rollout in its outbox, and with a key of another job."""
     client = connect(redis_url)
-    history(client).open("tokenizer")
+    history(client).metadata.open("tokenizer")
     sampling = '{"n": 1, "max_tokens": 4}'
     description = {"version": 1, "model": "m", "vocabulary": 9, "sampling": sampling, "max_model_len": 9}
     client.hset(JOB.job, mapping=description | {"max_request_bytes": 9999, "max_rollouts": 9, "state": "running"})

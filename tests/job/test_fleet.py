@@ -18,6 +18,7 @@ from ray.cluster_utils import Cluster
 from rollout_worker.job.fleet import ENGINE_RESOURCE, Fleet, ray_namespace
 from rollout_worker.job.ray_job import join_ray
 from rollout_worker.job.setup import JobSetup
+from tests.support.waiting import wait_for
 
 MANIFEST = {
     "apiVersion": "das.rollout.dev/v1alpha1",
@@ -89,11 +90,12 @@ def engine_of(setup: JobSetup, number: int = 0) -> ray.actor.ActorHandle:
 
 def wait_for_error(fleet: Fleet, seconds: float) -> None:
     """Run passes of the fleet until one finds an engine that cannot start."""
-    deadline = time.monotonic() + seconds
-    while not fleet.errors:
-        assert time.monotonic() < deadline
+
+    def has_error() -> bool:
         fleet.run_once()
-        time.sleep(0.2)
+        return bool(fleet.errors)
+
+    wait_for(has_error, seconds)
 
 
 def wait_for_pid(fleet: Fleet, setup: JobSetup, number: int = 0, *, other_than: int | None = None) -> int:
@@ -105,22 +107,21 @@ def wait_for_pid(fleet: Fleet, setup: JobSetup, number: int = 0, *, other_than: 
         number: number of the engine.
         other_than: process id of the engine before it was killed or lost.
     """
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
+
+    def new_pid() -> int | None:
         fleet.run_once()
         assert {} == fleet.errors
         with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it restarts, or does not exist yet
             pid = int(ray.get(engine_of(setup, number).pid.remote(), timeout=0.5))
-            if pid != other_than:
-                return pid
-    raise AssertionError(f"engine {number} has not started")
+            return pid if pid != other_than else None
+        return None
+
+    found: int = wait_for(new_pid, 60, f"Engine {number} has not started.")
+    return found
 
 
 def wait_for_nodes(count: int) -> None:
-    deadline = time.monotonic() + 60
-    while sum(node["Alive"] for node in ray.nodes()) != count:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) == count, 60)
 
 
 def test_an_engine_that_was_killed_restarts_without_an_error(setup: JobSetup) -> None:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections import Counter
@@ -23,8 +22,10 @@ from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from tests.support.history_contents import rollout_ids_in
+from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.ports import free_port
 from tests.support.random_policies import TASKS, make_policies
+from tests.support.waiting import wait_for
 
 UID = "a-job-of-pods"
 EPOCHS = 2
@@ -60,13 +61,7 @@ class Pods:
                 "source": {
                     "dataset": {"tasks": TASKS, "epochs": EPOCHS, "checkpoints": ["policy/0", "policy/1"]},
                 },
-                "engine": {
-                    "maxModelLen": 512,
-                    "dtype": "float32",
-                    "maxNumSeqs": 16,
-                    "kvCacheMemory": "256Mi",
-                    "enforceEager": True,
-                },
+                "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16},
                 "sampling": {"n": SAMPLES, "maxTokens": 300},
                 "workers": {"gpusPerWorker": 0},
             },
@@ -107,13 +102,15 @@ class Pods:
 
     def wait(self, condition: Callable[[], Any], *names: str, seconds: float = 120) -> Any:
         """Wait for a condition while the processes *names* are running."""
-        deadline = time.monotonic() + seconds
-        while not (found := condition()):
-            for name in names:
-                assert self.alive(name), self.log(name)
-            assert time.monotonic() < deadline, {name: self.log(name)[-3000:] for name in self._processes}
-            time.sleep(0.1)
-        return found
+
+        def found() -> Any:
+            result = condition()
+            if not result:
+                for name in names:
+                    assert self.alive(name), self.log(name)
+            return result
+
+        return wait_for(found, seconds, lambda: str({name: self.log(name)[-3000:] for name in self._processes}))
 
     def status(self) -> dict[str, Any]:
         try:

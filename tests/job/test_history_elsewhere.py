@@ -33,7 +33,7 @@ def history_url(tmp_path: Path) -> Iterator[str]:
     lock = os.open(tmp_path / "lock", os.O_CREAT | os.O_RDWR)
     server = EmbeddedRedis(tmp_path / "redis", keep_open=lock)
     url = server.start()
-    HistoryStore(connect(url), HISTORY, window=16).open("tokenizer")
+    HistoryStore(connect(url), HISTORY, window=16).metadata.open("tokenizer")
     yield url
     server.stop()
     os.close(lock)

@@ -64,7 +64,7 @@ class Job:
 
     def serve(self, version: int) -> int:
         """Publish a weight version; return its generation."""
-        return self.store.publish(self.uid, version)
+        return self.store.metadata.publish(self.uid, version)
 
     def finish(self, name: str, tokens: Sequence[int], *, version: int) -> str:
         """Put a finished rollout of problem ``p`` into the outbox; return its id."""
@@ -219,8 +219,12 @@ def test_a_history_of_another_tokenizer_is_rejected_and_unchanged(first: Job, re
     first.serve(0)
     first.finish_and_store("r", range(20, 40), version=0)
     before = dump(first.server)
-    with pytest.raises(HistoryMismatchError, match=r"tokenizer \(aaaaaaaaaaaa…, this model's is bbbbbbbbbbbb…\)"):
+    with pytest.raises(HistoryMismatchError) as mismatch:
         Job(redis_url, "second", tokenizer="b" * 40, history={"maxBytes": "2Gi", "allowModelMismatch": True})
+    assert (
+        "history default/shared holds rollouts of another tokenizer (aaaaaaaaaaaa…, this model's is bbbbbbbbbbbb…); "
+        "choose another name in spec.history.name"
+    ) == str(mismatch.value)
     assert before == dump(first.server)
     Job(redis_url, "second", tokenizer="b" * 40, history={"name": "another"})
 
@@ -229,8 +233,12 @@ def test_a_history_of_another_model_is_rejected_and_unchanged(first: Job, redis_
     first.serve(0)
     theirs = first.finish_and_store("r", range(20, 40), version=0)
     before = dump(first.server)
-    with pytest.raises(HistoryMismatchError, match="of model 'org/model', not of 'org/larger'"):
+    with pytest.raises(HistoryMismatchError) as mismatch:
         Job(redis_url, "second", model="org/larger", history={"maxBytes": "2Gi"})
+    assert (
+        "history default/shared holds rollouts of model 'org/model', not of 'org/larger'; choose another name in "
+        "spec.history.name, or set spec.history.allowModelMismatch to use these rollouts, too"
+    ) == str(mismatch.value)
     assert before == dump(first.server)
     # the mismatch may be allowed explicitly
     second = Job(redis_url, "second", model="org/larger", history={"allowModelMismatch": True})

@@ -32,11 +32,11 @@ from rollout_worker.job.job_store import (
     StaleCoordinatorError,
     Stream,
 )
-from rollout_worker.job.ledger import read_ledger
+from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.relay import Relay
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 
-REPORT = EngineReport("engine-0", slots=4)
+REPORT = EngineReport("engine-0", max_running=4)
 
 
 class StoreHarness:
@@ -93,14 +93,14 @@ def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarness) -> 
         assert await rollouts.finish(asked, rollout(asked, 1))
         assert await requests.read(first) is None
         assert Admission.ANSWERED is await requests.admit(harness.submit(asked), asked)
-        totals = {"rollouts": 2, "tokens": 10, "steps": 4, "drafted": 8, "accepted": 6}
+        totals = {"rollouts": 2, "tokens": 10, "decoding_steps": 4, "draft_tokens": 8, "accepted_tokens": 6}
         assert totals == await rollouts.totals()
 
     harness.run(scenario)
     assert ["uid/r/0/0", "uid/r/1/0"] == harness.results()
     assert 0 == harness.redis.xlen(JOB.requests)
     assert 0 < harness.redis.ttl(JOB.ledger("r"))
-    ledger = read_ledger(harness.redis, JOB, ["r"])["r"]
+    ledger = LauncherStore(harness.redis, JOB).read_ledger(["r"])["r"]
     assert {0: 5, 1: 5} == {sample: entry.length for sample, entry in ledger.items()}
 
 
@@ -298,8 +298,8 @@ def answer_requests(url: str, stop_before: int) -> None:
         count()
         return await async_send(self, *args, **options)
 
-    redis.connection.AbstractConnection.send_packed_command = counted_sync  # type: ignore[method-assign]
-    redis.asyncio.connection.AbstractConnection.send_packed_command = counted_async  # type: ignore[method-assign]
+    redis.connection.AbstractConnection.send_packed_command = counted_sync
+    redis.asyncio.connection.AbstractConnection.send_packed_command = counted_async
     harness = StoreHarness(url)
 
     async def scenario(job_store: JobStore) -> None:

@@ -88,6 +88,13 @@ def test_the_end_of_a_later_turns_prompt_reaches_the_history_but_not_the_client(
     assert [[], prompt[-64:], prompt[:3]] == [record.context.tolist() for record in harness.records()]
 
 
+def test_an_outbox_entry_without_the_end_of_its_prompt_reaches_the_history(harness: RelayHarness) -> None:
+    asked = request(n=1, trajectory_id="t", turn=1)
+    harness.send(JOB.outbox, rollout(asked, 0))
+    harness.relay.drain()
+    assert [("uid/r/0/1", [])] == [(record.rollout_id, record.context.tolist()) for record in harness.records()]
+
+
 @pytest.mark.parametrize("stream", [JOB.outbox, JOB.rewards])
 @pytest.mark.parametrize("data", [b"garbage", b"", encode(request())])
 def test_an_entry_that_cannot_be_decoded_becomes_a_dead_letter(harness: RelayHarness, stream: str, data: bytes) -> None:

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -20,10 +22,14 @@ import yaml
 
 from rollout_api.protocol.exit_codes import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_worker.job.ledger import LedgerEntry, read_ledger
+from rollout_worker.job.job_store.launcher import LauncherStore
+from rollout_worker.job.ledger import LedgerEntry
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from tests.support.acceptance import accepted_per_step
 from tests.support.history_contents import rollout_ids_in
+from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.random_policies import TASKS, make_policies
+from tests.support.waiting import wait_for
 
 SAMPLES = 8
 PROBLEMS = sum(task["problems"] for task in TASKS)
@@ -66,13 +72,7 @@ class CommandHarness:
                         "checkpoints": [f"policy/{epoch}" for epoch in range(epochs)],
                     }
                 },
-                "engine": {
-                    "maxModelLen": 512,
-                    "dtype": "float32",
-                    "maxNumSeqs": BATCH,
-                    "kvCacheMemory": "256Mi",
-                    "enforceEager": True,
-                },
+                "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": BATCH},
                 "sampling": {"n": self.samples, "maxTokens": 160},
                 "workers": {"gpusPerWorker": 0},
             },
@@ -134,7 +134,7 @@ class CommandHarness:
         ]
         return {
             f"{self.uid}/{name}/{sample}/0": entry
-            for name, samples in read_ledger(self.client, keys, names).items()
+            for name, samples in LauncherStore(self.client, keys).read_ledger(names).items()
             for sample, entry in samples.items()
         }
 
@@ -145,11 +145,12 @@ class CommandHarness:
         return epochs * PROBLEMS * self.samples
 
     def wait_for(self, condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-        deadline = time.monotonic() + 240
-        while not condition():
-            assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        def is_met() -> bool:
+            met = condition()
+            assert met or process.poll() is None, process.communicate()[0]
+            return met
+
+        wait_for(is_met, 240)
 
     def close(self) -> None:
         self.server.stop()
@@ -162,12 +163,6 @@ def harness(tmp_path: Path, cache: Path) -> Iterator[CommandHarness]:
     harness.url = harness.server.start()
     yield harness
     harness.close()
-
-
-def accepted_per_step(entries: list[Any]) -> float:
-    return sum(entry["num_accepted_tokens"] for entry in entries) / sum(
-        entry["num_decoding_steps"] for entry in entries
-    )
 
 
 def of_epoch(ledger: dict[str, LedgerEntry], epoch: int) -> dict[str, LedgerEntry]:
@@ -233,10 +228,7 @@ def test_a_run_that_is_killed_during_an_epoch_is_continued_with_its_history(harn
     process.send_signal(signal.SIGKILL)
     process.wait()
     # Ray's and the engine's processes end by themselves, and may finish some rollouts before they do.
-    deadline = time.monotonic() + 30
-    while any(alive(pid) for pid in processes):
-        assert time.monotonic() < deadline, "the engine outlived the run that was killed"
-        time.sleep(0.1)
+    wait_for(lambda: not any(map(alive, processes)), 30, "The engine outlives the run that was killed.")
     done = harness.ledger()
     assert half <= len(done) < harness.expected(3)
     keys = HistoryKeys("default", "story")
@@ -265,9 +257,9 @@ def test_a_run_that_is_killed_during_an_epoch_is_continued_with_its_history(harn
     # The new process had loaded the history and its calibration before its first batch.
     (third,) = [run for run in report["epoch_runs"] if run["epoch"] == 3]
     new_rows = sorted((row for row in third["rollouts"] if row["finished"] is not None), key=lambda r: r["finished"])
-    first = new_rows[:BATCH]
-    problems = {row["problem_id"] for row in first}
-    before = [vars(entry) for entry in of_epoch(done, 2).values() if entry.problem_id in problems]
+    first = [SimpleNamespace(**row) for row in new_rows[:BATCH]]
+    problems = {row.problem_id for row in first}
+    before = [entry for entry in of_epoch(done, 2).values() if entry.problem_id in problems]
     assert accepted_per_step(first) >= 0.9 * accepted_per_step(before)
 
 
@@ -320,6 +312,31 @@ def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: C
     assert "spec.lifecycle.activeDeadlineSeconds" in result.output
     assert_kept(done)
     assert len(harness.ledger()) < harness.expected(2)
-    in_history = harness.in_history()
-    assert {1} == set(in_history.values())
-    assert set(in_history) <= set(harness.ledger())
+    done = harness.ledger()
+
+    # The same command completes the job.
+    del harness.manifest["spec"]["lifecycle"]
+    result = harness.run("--no-compare")
+    assert result.code == 0, result.output
+    assert_kept(done)
+    assert harness.expected(2) == len(harness.ledger())
+    assert set(harness.ledger()) == set(harness.in_history())
+    assert {1} == set(harness.in_history().values())
+
+
+def test_an_unreachable_redis_and_a_wrong_password_are_reported_within_ten_seconds(harness: CommandHarness) -> None:
+    def run() -> str:
+        started = time.monotonic()
+        result = harness.run("--no-compare")
+        assert time.monotonic() - started < 10
+        assert EXIT_REDIS == result.code, result.output
+        return result.output
+
+    url = harness.url
+    harness.url = url.replace("redis://:", "redis://:wrong")
+    assert "refused the user name or password" in run()
+    harness.server.stop()
+    harness.url = url
+    output = run()
+    assert "cannot be reached" in output
+    assert str(urlsplit(url).password) not in output

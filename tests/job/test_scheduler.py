@@ -13,14 +13,14 @@ NONE: frozenset[str] = frozenset()
 
 
 def engine(
-    name: str = "a", slots: int = 4, assigned: int = 0, version: int = 0, non_speculative: bool = False
+    name: str = "a", max_running: int = 4, assigned: int = 0, version: int = 0, non_speculative: bool = False
 ) -> EngineLoad:
-    return EngineLoad(name, slots, assigned, version, non_speculative)
+    return EngineLoad(name, max_running, assigned, version, non_speculative)
 
 
 def group(name: str, arrival: int, samples: int = 4, predicted: float = 0.0, **more: object) -> WaitingGroup:
     fields: dict[str, object] = {"predicted_length": predicted, **more}
-    return WaitingGroup(name, "trainer", list(range(samples)), arrival, **fields)  # type: ignore[arg-type]
+    return WaitingGroup(name, "trainer", list(range(samples)), arrival, **fields)
 
 
 def place(scheduler: ProbeThenLongest, *engines: EngineLoad, slow: frozenset[str] = NONE) -> list[tuple[str, int, str]]:
@@ -44,26 +44,26 @@ def test_one_sample_of_each_group_starts_first_then_the_longest_predicted() -> N
         ("long", 1, "a"),
         ("middle", 1, "a"),
         ("short", 1, "a"),
-    ] == place(scheduler, engine(slots=8))
+    ] == place(scheduler, engine(max_running=8))
 
 
 def test_a_new_prediction_reorders_the_groups() -> None:
     scheduler = scheduler_with(group("x", 1, 2, 10), group("y", 2, 2, 20))
-    assert [("y", 0, "a"), ("x", 0, "a")] == place(scheduler, engine(slots=2))
+    assert [("y", 0, "a"), ("x", 0, "a")] == place(scheduler, engine(max_running=2))
     scheduler.predict("x", 900)
-    assert [("x", 1, "a"), ("y", 1, "a")] == place(scheduler, engine(slots=2))
+    assert [("x", 1, "a"), ("y", 1, "a")] == place(scheduler, engine(max_running=2))
 
 
 def test_priority_takes_precedence() -> None:
     scheduler = scheduler_with(group("long", 1, 1, 1000), group("urgent", 2, 2, 1, priority=5))
-    assert [("urgent", 0, "a"), ("urgent", 1, "a")] == place(scheduler, engine(slots=2))
+    assert [("urgent", 0, "a"), ("urgent", 1, "a")] == place(scheduler, engine(max_running=2))
 
 
 def test_engines_are_filled_evenly_and_beyond_their_slots_only_while_many_samples_wait() -> None:
     scheduler = scheduler_with(group("g", 1, 6))
     assert Counter(a=3, b=3) == Counter(where for *_, where in place(scheduler, engine("a"), engine("b")))
     scheduler = scheduler_with(group("g", 1, 100))
-    assert 5 == len(place(scheduler, engine("a", slots=4)))
+    assert 5 == len(place(scheduler, engine("a", max_running=4)))
 
 
 def test_a_pinned_group_waits_for_its_weight_version() -> None:
@@ -153,7 +153,7 @@ def test_every_sample_is_placed_once_and_only_where_it_may_run(
     counts = Counter((placement.request_id, placement.sample) for placement in placed)
     assert counts <= expected
     assert (expected - counts).total() == scheduler.waiting()
-    # With engines of every kind and enough slots, all remaining samples are placed.
+    # With engines of every kind that can run enough rollouts, all remaining samples are placed.
     kinds = [(version, non_speculative) for version in (0, 1) for non_speculative in (False, True)]
     unlimited = [EngineLoad(f"u{number}", 1000, 0, *kind) for number, kind in enumerate(kinds)]
     for _ in range(60):

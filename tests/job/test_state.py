@@ -59,7 +59,7 @@ def test_a_change_that_does_not_affect_rollouts_continues_the_job(tmp_path: Path
 def test_abandoned_jobs_lose_no_finished_rollout(tmp_path: Path, messages: list[str], redis_url: str) -> None:
     client: redis.Redis = connect(redis_url)
     store = HistoryStore(client, HistoryKeys("default", "story"), window=16)
-    store.open("tokenizer")
+    store.metadata.open("tokenizer")
     path = tmp_path / "job.json"
     uids = []
     for n in (1, 2, 3):

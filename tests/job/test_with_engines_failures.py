@@ -16,19 +16,19 @@ from tests.support.in_process_job import CHECKPOINT_TOKENS, LiveJob, manifest
 from tests.support.live_job_harness import (
     ENDLESS,
     JobHarness,
-    SnapshotRedis,
     assert_delivered_once,
     gather,
     prompt_index,
     prompts,
     wait_for_status,
 )
+from tests.support.redis_servers import Server
 from tests.support.reference_model import ReferenceDistribution
 
 
 def test_rollouts_of_a_lost_engine_continue_from_their_checkpoints(job_harness: JobHarness) -> None:
     """Their log-probabilities are the model's own across the point where another engine continues."""
-    length = 240
+    length = 400
 
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         reference = ReferenceDistribution(job_harness.models / "0")
@@ -90,7 +90,7 @@ def test_engines_finish_and_deliver_their_rollouts_without_a_coordinator(job_har
             ended = num_ended()
             return ended + sum(map(running.redis.xlen, running.redis.keys(running.keys.inbox("*"))))
 
-        sampling = Sampling(n=4, max_tokens=300, allowed_token_ids=ENDLESS)
+        sampling = Sampling(n=4, max_tokens=480, allowed_token_ids=ENDLESS)
         async with client.step(1, prompts(8, sampling=sampling)) as step:
             await running.until(lambda: num_assigned_or_ended() >= 32)
             await running.kill("coordinator")
@@ -106,8 +106,8 @@ def test_an_engine_that_was_wrongly_considered_lost_registers_again(job_harness:
         def registered() -> set[bytes]:
             return set(running.redis.hkeys(running.keys.engines))
 
-        sampling = Sampling(n=16, max_tokens=300, allowed_token_ids=ENDLESS)
-        task = asyncio.ensure_future(gather(client, 1, prompts(4, sampling=sampling)))
+        sampling = Sampling(n=16, max_tokens=400, allowed_token_ids=ENDLESS)
+        task = asyncio.ensure_future(gather(client, 1, prompts(8, sampling=sampling)))
         for _ in range(2):
             await running.until(lambda: running.redis.hlen(running.keys.partials) >= 2)
             considered_lost = registered()
@@ -115,14 +115,14 @@ def test_an_engine_that_was_wrongly_considered_lost_registers_again(job_harness:
                 running.redis.delete(running.keys.lease(engine.decode()))
             await running.until(lambda lost=considered_lost: len(registered() - lost) == 2)
         assert not task.done()
-        assert_delivered_once(running, await task, 64)
+        assert_delivered_once(running, await task, 128)
 
     job_harness.run(scenario)
 
 
 def test_redis_may_lose_its_last_writes(job_harness: JobHarness, tmp_path: Path) -> None:
     """After a crash or a failover, the last requests, results and assignments may be lost."""
-    server = SnapshotRedis(tmp_path)
+    server = Server(tmp_path)  # without an append-only file: after a restart, it has the data of its last snapshot
 
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         def num_events() -> int:
@@ -131,7 +131,7 @@ def test_redis_may_lose_its_last_writes(job_harness: JobHarness, tmp_path: Path)
         sampling = Sampling(n=4, max_tokens=200, allowed_token_ids=ENDLESS)
         first = asyncio.ensure_future(gather(client, 1, prompts(12, sampling=sampling)))
         await running.until(lambda: num_events() >= 6)
-        await asyncio.to_thread(server.save_snapshot)
+        await asyncio.to_thread(server.client().save)
         saved = num_events()
         second = asyncio.ensure_future(gather(client, 2, prompts(6, sampling=sampling)))
         await running.until(lambda: num_events() >= saved + 8)
@@ -144,17 +144,15 @@ def test_redis_may_lose_its_last_writes(job_harness: JobHarness, tmp_path: Path)
         await wait_for_status(client, lambda status: status["assigned"] == 0)
         assert 0 == running.redis.hlen(running.keys.partials)
 
-    try:
+    with server:
         job_harness.with_redis(server.url).run(scenario)
-    finally:
-        server.stop()
 
 
 def test_weights_that_redis_has_lost_are_published_again(job_harness: JobHarness, tmp_path: Path) -> None:
-    server = SnapshotRedis(tmp_path)
+    server = Server(tmp_path)
 
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        await asyncio.to_thread(server.save_snapshot)
+        await asyncio.to_thread(server.client().save)
         await running.kill("coordinator")
         publishing = asyncio.ensure_future(client.publish_weights(1, job_harness.models / "1", timeout=40))
         await running.until(lambda: running.redis.xlen(running.keys.control) == 1)
@@ -163,10 +161,8 @@ def test_weights_that_redis_has_lost_are_published_again(job_harness: JobHarness
         running.start_coordinator()
         assert 2 == len((await publishing).loaded)
 
-    try:
+    with server:
         job_harness.with_redis(server.url).run(scenario)
-    finally:
-        server.stop()
 
 
 def test_a_rollout_with_which_several_engines_are_lost_fails_and_others_do_not(job_harness: JobHarness) -> None:
@@ -204,15 +200,15 @@ def test_a_rollout_with_which_several_engines_are_lost_fails_and_others_do_not(j
 
 def test_a_worker_that_is_told_to_leave_hands_over_its_rollouts(job_harness: JobHarness) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        sampling = Sampling(n=4, max_tokens=300, allowed_token_ids=ENDLESS)
-        task = asyncio.ensure_future(gather(client, 1, prompts(10, sampling=sampling)))
+        sampling = Sampling(n=4, max_tokens=450, allowed_token_ids=ENDLESS)
+        task = asyncio.ensure_future(gather(client, 1, prompts(20, sampling=sampling)))
         await running.until(lambda: running.redis.hlen(running.keys.partials) >= 10)
         worker, ended = running.workers.pop("engine-0"), running.tasks.pop("engine-0")
         started = time.monotonic()
         await worker.drain(0.2)
         await ended
         assert time.monotonic() - started < 3
-        assert_delivered_once(running, await task, 40)
+        assert_delivered_once(running, await task, 80)
         assert {} == running.redis.hgetall(running.keys.attempts)  # the loss is not attributed to any rollout
         # A worker that joins receives work.
         running.start_worker("engine-2", job_harness.engines["engine-0"])
@@ -224,7 +220,7 @@ def test_a_worker_that_is_told_to_leave_hands_over_its_rollouts(job_harness: Job
 
 
 def test_migrated_rollouts_continue_from_their_partials(job_harness: JobHarness) -> None:
-    length = 300
+    length = 400
 
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         sampling = Sampling(n=16, max_tokens=length, allowed_token_ids=ENDLESS, logprobs=True)

@@ -13,6 +13,7 @@ from rollout_api import AsyncRolloutClient, FinishReason, Prompt, Rollout, Rollo
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Refusal, RolloutRequest, WeightUpdate, decode
 from rollout_worker.engine.engine import Engine
+from rollout_worker.job.coordinator.metrics import ENGINE_METRICS
 from tests.support.in_process_job import LiveJob, manifest
 from tests.support.live_job_harness import (
     ENDLESS,
@@ -38,6 +39,16 @@ def test_both_engines_answer_a_step_and_its_rollouts_reach_the_history(job_harne
             lambda status: (48, 0, 0, 0) == tuple(status[name] for name in ("done", "waiting", "assigned", "requests")),
         )
         assert {"engine-0", "engine-1"} == {engine["name"] for engine in status["engines"]}
+
+    job_harness.run(scenario)
+
+
+def test_every_counter_of_an_engine_has_a_metric(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        counters = [worker.report.counters for worker in running.workers.values()]
+        await running.until(lambda: all("measured_timestamp_seconds" in each for each in counters))
+        # The other counters are set by a weight update.
+        assert [ENGINE_METRICS.keys() - {"weights_gap_seconds"}] * 2 == [each.keys() for each in counters]
 
     job_harness.run(scenario)
 
@@ -188,8 +199,8 @@ def test_turns_run_on_the_engine_that_has_their_prefix_cached(job_harness: JobHa
 
 
 def test_a_client_that_does_not_read_delays_only_itself(job_harness: JobHarness) -> None:
-    job = manifest(queue={"maxUnreadResults": "32Ki"})
-    total = 320
+    job = manifest(queue={"maxUnreadResults": "64Ki"})
+    total = 640
 
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         sampling = Sampling(n=16, max_tokens=100, allowed_token_ids=ENDLESS)
@@ -203,16 +214,18 @@ def test_a_client_that_does_not_read_delays_only_itself(job_harness: JobHarness)
                 sampling=sampling,
             )
             running.redis.xadd(keys.requests, {"d": encode(request)})
+        await running.until(lambda: running.redis.xlen(keys.results(slow)) > 60)
         await wait_for_status(client, lambda status: status["slow_clients"] == [slow] and not status["assigned"])
         stopped_at = running.redis.xlen(keys.results(slow))
         assert 8 == len(await gather(client, 1, prompts(2)))
+        await asyncio.sleep(2)  # time in which further rollouts would be assigned and end
         assert stopped_at == running.redis.xlen(keys.results(slow)) < total
         assert running.redis.memory_usage(keys.results(slow)) < 400_000
         async with AsyncRolloutClient.connect(job_harness.url, uid=running.uid, name=slow):
             received = 0
             async with asyncio.timeout(60):
                 while received < total:
-                    entries: Any = running.redis.xreadgroup("trainer", slow, {keys.results(slow): ">"}, count=640)
+                    entries: Any = running.redis.xreadgroup("trainer", slow, {keys.results(slow): ">"}, count=total)
                     received += sum(len(found) for _, found in entries)
                     await asyncio.sleep(0.05)
 
@@ -221,29 +234,39 @@ def test_a_client_that_does_not_read_delays_only_itself(job_harness: JobHarness)
 
 def test_thousands_of_rollouts_that_end_at_once_leave_nothing_open(job_harness: JobHarness) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        async with client.step(1, prompts(200, sampling=Sampling(n=16, max_tokens=400))) as step:
-            await running.until(lambda: running.redis.xlen(running.keys.requests) == 200)
+        async with client.step(1, prompts(400, sampling=Sampling(n=16, max_tokens=400))) as step:
+            await running.until(lambda: running.redis.xlen(running.keys.requests) == 400)
             await step.cancel()
-            assert 3200 == len([rollout async for rollout in step])
+            assert 6400 == len([rollout async for rollout in step])
         await asyncio.wait_for(client.close_job(), 10)
         await running.until_nothing_is_open()
 
     job_harness.run(scenario)
 
 
-def test_thousands_of_short_requests_are_all_answered(job_harness: JobHarness) -> None:
+def test_groups_of_sixty_four_are_whole(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        asked = [list(prompt.token_ids) for prompt in prompts(4)]
+        groups = await client.generate(asked, step=1, n=64, max_tokens=30)
+        assert [64] * 4 == [len(group) for group in groups]
+        assert_delivered_once(running, [rollout for group in groups for rollout in group], 256)
+
+    job_harness.run(scenario)
+
+
+def test_ten_thousand_short_requests_are_all_answered(job_harness: JobHarness) -> None:
     job = manifest(engine=manifest().spec.engine.model_dump(by_alias=True, mode="json") | {"maxNumSeqs": 64})
 
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         asked = [
-            Prompt([index % EOS, index // EOS % EOS, index // EOS**2], sampling={"n": 1, "max_tokens": 4})
-            for index in range(2000)
+            Prompt([index % EOS, index // EOS % EOS, index // EOS**2], sampling={"n": 1, "max_tokens": 8})
+            for index in range(10_000)
         ]
         rollouts = await gather(client, 1, asked)
-        assert 2000 == len({rollout.rollout_id for rollout in rollouts})
+        assert 10_000 == len({rollout.rollout_id for rollout in rollouts})
         assert 0 == running.redis.xlen(running.keys.results("trainer"))
 
-    job_harness.run(scenario, job=job)
+    job_harness.run(scenario, job=job, seconds=300)
 
 
 def test_the_job_ends_when_it_is_closed_and_the_history_contains_its_rollouts(job_harness: JobHarness) -> None:

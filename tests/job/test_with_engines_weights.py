@@ -110,7 +110,7 @@ def test_an_update_does_not_wait_for_a_pinned_rollout_that_waits_for_the_update(
                 await asyncio.sleep(0.5)
                 return await read()
 
-            job_store.job.weights = read_slowly  # type: ignore[method-assign]
+            job_store.job.weights = read_slowly
         sampling = Sampling(n=4, max_tokens=20, allowed_token_ids=ENDLESS)
         async with client.step(1, prompts(60, sampling=sampling, weight_version=0)) as pinned:
             await running.until(lambda: running.redis.xlen(running.keys.results("trainer")) > 20)
@@ -133,6 +133,7 @@ def test_pinned_rollouts_keep_their_version_during_an_update_that_drains(job_har
         assert 160 == len(old)
         assert {0} == versions(old)
         late = [rollout for rollout in old if not rollout.finish_reason.complete]
+        assert late
         assert all("no engine serves weight version 0 any more" in rollout.detail for rollout in late)
 
     job_harness.run(scenario)
@@ -196,6 +197,7 @@ def test_weights_are_broadcast_from_a_trainers_memory(job_harness: JobHarness) -
             await client.publish_weights(
                 8, ModelInMemory(AutoModelForCausalLM.from_config(config), host="127.0.0.1", port=port)
             )
+        assert 2 == len(rejected.value.failed)
         assert all("has shape" in reason for reason in rejected.value.failed.values())
         assert {4} == versions(await gather(client, 9, prompts(2)))
 
@@ -236,7 +238,7 @@ def test_an_adapter_is_loaded_only_on_its_own_full_weights(
         loaded.append(directory)
         return await load_weights(directory, *more)
 
-    engine.load_weights = load_and_record  # type: ignore[method-assign]
+    engine.load_weights = load_and_record
 
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         sampling = Sampling(n=2, max_tokens=40, logprobs=True)

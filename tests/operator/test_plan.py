@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from rollout_operator import names
 from rollout_operator.head_status import EngineStatus, HeadStatus
-from rollout_operator.observed import ApplyFailure
+from rollout_operator.observed import Rejection, Target
 
 from tests.support.simulated_cluster import SimulatedCluster
 
+QUEUE_SCHEDULING_GATE = "kueue.x-k8s.io/admission"
+"""Scheduling gate with which Kueue holds pods back."""
 SPEC: dict[str, Any] = {
     "source": {"trainer": {}},
     "model": {"uri": "Qwen/Qwen3-8B"},
@@ -38,8 +40,8 @@ def running_job(**sections: dict[str, Any]) -> SimulatedCluster:
 
 
 def head_status(workers: list[str], *, waiting: int = 0, assigned: int = 4, idle: float = 0.0) -> HeadStatus:
-    engines = tuple(EngineStatus(worker=name, slots=16, assigned=assigned, idle_seconds=idle) for name in workers)
-    return HeadStatus(waiting=waiting, assigned=assigned * len(workers), engines=engines, seconds_left=1000.0)
+    engines = tuple(EngineStatus(worker=name, max_running=16, assigned=assigned, idle_seconds=idle) for name in workers)
+    return HeadStatus(waiting=waiting, assigned=assigned * len(workers), engines=engines, remaining_seconds=1000.0)
 
 
 def test_a_new_job_gets_a_head_workers_and_their_objects() -> None:
@@ -89,7 +91,9 @@ def test_a_job_succeeds_when_its_head_does() -> None:
     cluster.reconcile()
     assert "90" == cluster.status["progress"]["summary"]
     cluster.terminate(
-        "math-head", 0, message='{"done": 128, "tokens": 1000, "steps": 400, "accepted_per_step": 1.5, "saved": 0.381}'
+        "math-head",
+        0,
+        message='{"done": 128, "tokens": 1000, "decoding_steps": 400, "accepted_per_step": 1.5, "saved": 0.381}',
     )
     cluster.reconcile()
     assert "Succeeded" == cluster.status["state"]
@@ -180,7 +184,7 @@ def test_a_manifest_that_the_head_rejects_fails_the_job_at_once() -> None:
     cluster = running_job()
     cluster.terminate("math-head", 2, message="error: /etc/rollout/job.yaml has 1 error")
     cluster.reconcile()
-    assert ("True", "ManifestRefused") == cluster.condition("Failed")
+    assert ("True", "ManifestInvalid") == cluster.condition("Failed")
 
 
 @pytest.mark.parametrize(
@@ -255,17 +259,16 @@ def test_a_deleted_job_waits_for_its_pods_and_the_cleanup() -> None:
     assert cluster.job is None
 
 
-@pytest.mark.parametrize("how", ["failed", "hangs", "refused", "does not start"])
+@pytest.mark.parametrize("how", ["failed", "hangs", "rejected", "does not start"])
 def test_an_impossible_cleanup_does_not_block_deletion(how: str) -> None:
     cluster = running_job()
     cluster.delete_job()
     cluster.reconcile()
     for name in [*cluster.workers(), *cluster.heads()]:
         cluster.finish_deletion(name)
-    if how == "refused":  # as in a namespace that is being deleted
-        cluster.apply_failures = (
-            ApplyFailure("Pod math-cleanup", "Forbidden", "namespace rl is being terminated", cluster.now),
-        )
+    if how == "rejected":  # as in a namespace that is being deleted
+        target = Target("Pod", "math-cleanup")
+        cluster.rejections = (Rejection(target, "Forbidden", "namespace rl is being terminated", cluster.now),)
     cluster.reconcile()
     if how == "failed":
         cluster.terminate("math-cleanup", 3, message="error: Redis cannot be reached")
@@ -331,7 +334,10 @@ def test_autoscaling_follows_the_queue_and_removes_idle_workers() -> None:
     for name in cluster.workers():
         cluster.run(name)
     busy, *idle = cluster.workers()
-    engines = (EngineStatus(worker=busy, slots=16, assigned=3), *head_status(idle, assigned=0, idle=100.0).engines)
+    engines = (
+        EngineStatus(worker=busy, max_running=16, assigned=3),
+        *head_status(idle, assigned=0, idle=100.0).engines,
+    )
     cluster.head = HeadStatus(assigned=3, engines=engines)
     cluster.reconcile()
     remaining = [name for name in cluster.workers() if "deletionTimestamp" not in cluster.pods[name]["metadata"]]
@@ -360,7 +366,8 @@ def test_the_errors_of_engines_that_cannot_start_are_reported() -> None:
 
 def test_autoscaling_adds_no_worker_for_a_short_queue() -> None:
     cluster = running_job(workers={"autoscale": True, "replicas": 2})
-    cluster.head = head_status(cluster.workers(), waiting=60, assigned=16).model_copy(update={"seconds_left": 20.0})
+    status = head_status(cluster.workers(), waiting=60, assigned=16)
+    cluster.head = status.model_copy(update={"remaining_seconds": 20.0})
     cluster.reconcile()
     assert 2 == len(cluster.workers())
 
@@ -414,7 +421,7 @@ def test_a_job_whose_pods_are_gated_by_a_queue_is_queued() -> None:
     cluster.reconcile()
     for pod in cluster.pods.values():
         assert "team" == pod["metadata"]["labels"][names.QUEUE_LABEL]
-        pod["spec"]["schedulingGates"] = [{"name": names.QUEUE_SCHEDULING_GATE}]
+        pod["spec"]["schedulingGates"] = [{"name": QUEUE_SCHEDULING_GATE}]
     grouped = [name for name, pod in cluster.pods.items() if names.POD_GROUP_LABEL in pod["metadata"]["labels"]]
     assert {"math-head", "math-worker-0"} == set(grouped)
     cluster.reconcile()

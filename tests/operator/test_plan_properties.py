@@ -103,9 +103,10 @@ class JobLifecycle(RuleBasedStateMachine):
     @rule(waiting=st.integers(0, 100), assigned=st.integers(0, 16), idle=st.sampled_from([0.0, 100.0]))
     def update_head_status(self, waiting: int, assigned: int, idle: float) -> None:
         engines = tuple(
-            EngineStatus(worker=name, slots=16, assigned=assigned, idle_seconds=idle) for name in self.cluster.workers()
+            EngineStatus(worker=name, max_running=16, assigned=assigned, idle_seconds=idle)
+            for name in self.cluster.workers()
         )
-        self.cluster.head = HeadStatus(waiting=waiting, assigned=assigned, engines=engines, seconds_left=500.0)
+        self.cluster.head = HeadStatus(waiting=waiting, assigned=assigned, engines=engines, remaining_seconds=500.0)
 
     # The user
 

@@ -41,7 +41,7 @@ def test_coefficients_that_steps_do_not_determine_keep_their_proportion() -> Non
     fit = CostFit(H100_7B)
     for _ in range(256):
         fit.observe(TimedStep(1, 1000, True, 2 * H100_7B.step_time(1, 1000)))
-    assert H100_7B.base_tokens == pytest.approx(fit.cost.base_tokens, rel=0.01)
+    assert H100_7B.base_s / H100_7B.per_token_s == pytest.approx(fit.cost.base_s / fit.cost.per_token_s, rel=0.01)
     assert 2 * H100_7B.step_time(1, 1000) == pytest.approx(fit.cost.step_time(1, 1000), rel=0.01)
 
 

@@ -14,14 +14,13 @@ from rollout_api.length_stats import LengthStats
 from rollout_worker.policy.das_policies import DasClasses, DasOptimal
 from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy, QueueState
 from rollout_worker.policy.marginal import Marginal
-from rollout_worker.policy.rollout_table import LengthLookup
-from rollout_worker.policy.simple_policies import Fixed, Off
+from rollout_worker.policy.rollout_table import LengthsByProblem
+from rollout_worker.policy.simple_policies import Fixed
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 
 COSTS = st.builds(StepCost, st.floats(1e-4, 0.1), st.floats(1e-6, 1e-2), st.floats(0, 1e-6), st.floats(0, 1e-2))
-PolicyFactory = Callable[[DraftLimits, LengthLookup, LengthStats], DraftPolicy]
+PolicyFactory = Callable[[DraftLimits, LengthsByProblem, LengthStats], DraftPolicy]
 POLICIES: dict[str, PolicyFactory] = {
-    "off": lambda limits, lengths, overall: Off(limits, lengths),
     "fixed": lambda limits, lengths, overall: Fixed(limits, lengths),
     "das-classes": lambda limits, lengths, overall: DasClasses(limits, lengths, lambda: overall),
     "das-optimal": lambda limits, lengths, overall: DasOptimal(limits, lengths),
@@ -126,7 +125,7 @@ def test_marginal_treats_rollouts_alike_while_many_are_queued() -> None:
         [policy.open(problem, prompt_tokens=10, generated=0, max_tokens=4000) for problem in ("short", "long")]
     )
     survivals = policy.compute_budgets(rows, H100_7B, QueueState(100, 20_000.0)).min_survivals
-    even = 2 / (2 + H100_7B.base_tokens)
+    even = 2 / (2 + H100_7B.base_s / H100_7B.per_token_s)
     assert [even, even] == pytest.approx(survivals.tolist(), rel=0.1)
 
 

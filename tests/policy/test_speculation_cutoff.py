@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_worker.policy.speculation_cutoff import MIN_DECODING_S, ONE_VERSION_FACTOR, SpeculationCutoff
+from rollout_worker.policy.speculation_cutoff import MIN_DECODING_S, SpeculationCutoff
 
 
 def decode(cutoff: SpeculationCutoff, version: int, seconds: float, *, disabled: bool, start_s: float = 0.0) -> float:
@@ -24,7 +24,7 @@ def test_the_cutoff_is_reached_after_drafting_was_disabled_for_several_versions(
 
 def test_the_cutoff_is_reached_later_with_one_version() -> None:
     cutoff = SpeculationCutoff()
-    total_s = decode(cutoff, 1, (ONE_VERSION_FACTOR - 0.1) * MIN_DECODING_S, disabled=True)
+    total_s = decode(cutoff, 1, 3.9 * MIN_DECODING_S, disabled=True)
     assert not cutoff.is_reached
     decode(cutoff, 1, 0.2 * MIN_DECODING_S, disabled=True, start_s=total_s)
     assert cutoff.is_reached

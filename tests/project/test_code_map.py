@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.project.test_repository import FENCE, ROOT, tracked
+from scripts import code_map
+from scripts.code_map import PAGE, ROOT, tracked_files
+from tests.project.test_repository import FENCE
 
-PAGE = ROOT / "docs" / "code-map.md"
 ROWS = re.compile(r"^\| (.+?) \|", re.MULTILINE)
 CODE = re.compile(r"`([^`\s]+)`")
 FOLDERS = {
@@ -28,18 +27,6 @@ FOLDERS = {
     "tests",
 }
 """Folders whose files the documentation names; `docs` and `examples` may also be those of another project."""
-
-
-def load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("code_map", ROOT / "scripts" / "code_map.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-code_map = load_script()
 
 
 def section(heading: str) -> str:
@@ -80,30 +67,30 @@ def test_the_descriptions_are_those_of_the_files() -> None:
 
 
 def test_the_map_names_every_top_level_folder() -> None:
-    folders = {name.split("/")[0] for name in tracked() if "/" in name}
+    folders = {name.split("/")[0] for name in tracked_files() if "/" in name}
     assert folders == named(section("Top-level folders"))
 
 
 def test_the_map_names_every_test_folder() -> None:
-    folders = {"/".join(name.split("/")[:2]) for name in tracked("tests/*/*")}
+    folders = {"/".join(name.split("/")[:2]) for name in tracked_files("tests/*/*")}
     assert folders == {name for name in named(section("`tests`")) if "/" in name}
 
 
 def test_the_map_names_every_file_of_the_chart_and_the_crds() -> None:
-    files = set(tracked("charts/*", "crds/*")) - {"charts/das-rollout/README.md"}
+    files = set(tracked_files("charts/*", "crds/*")) - {"charts/das-rollout/README.md"}
     assert files == named(section("`charts` and `crds`"))
 
 
 def test_the_map_names_every_requirements_file() -> None:
-    files = {Path(name).name for name in tracked("requirements/*")}
+    files = {Path(name).name for name in tracked_files("requirements/*")}
     assert files == named(section("`requirements`"))
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *tracked("docs/*.md", "charts/*.md", "examples/*.md")]
+    "page", ["README.md", "CONTRIBUTING.md", *tracked_files("docs/*.md", "charts/*.md", "examples/*.md")]
 )
 def test_the_documentation_names_only_files_that_exist(page: str) -> None:
-    files = tracked()
+    files = tracked_files()
     folders = {str(parent) for name in files for parent in Path(name).parents}
     unknown = []
     for name in CODE.findall(FENCE.sub("", (ROOT / page).read_text())):

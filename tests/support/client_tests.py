@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from rollout_api import ClientLimits, Rollout, RolloutClient, decode
 from rollout_api.protocol.keys import TRAINER_GROUP
-from tests.support.fake_job import FakeJob, wait_until
+from tests.support.fake_job import FakeJob
+from tests.support.waiting import wait_for
 
 PROMPTS = [[1, 2, 3], [4, 5], [6]]
 """Prompts of a step; each is sampled twice."""
@@ -40,4 +41,4 @@ def receive_without_acknowledging(redis_url: str, job: FakeJob, *steps: int) -> 
             client.step(step, PROMPTS).start()
         for request in job.wait_for_requests(len(PROMPTS) * len(steps)):
             job.answer(request)
-        wait_until(lambda: num_pending(job) == 2 * len(PROMPTS) * len(steps))
+        wait_for(lambda: num_pending(job) == 2 * len(PROMPTS) * len(steps))

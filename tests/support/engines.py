@@ -21,7 +21,8 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
-from tests.support.reference_model import MAX_POSITIONS, LoopThread
+from tests.support.manifests import SMALL_CPU_ENGINE
+from tests.support.reference_model import LoopThread
 
 KEYS = HistoryKeys("default", "engine-tests")
 MAX_DRAFT_TOKENS = 6
@@ -29,10 +30,8 @@ HISTORY_TIMEOUT_S = 30
 
 
 def engine_config(model: Path, drafting: DraftingConfig | None = None) -> EngineConfig:
-    """Return the configuration of a small CPU engine. In float32, rounding does not decide which token is sampled."""
-    spec = EngineSpec(
-        max_model_len=MAX_POSITIONS, dtype="float32", max_num_seqs=64, kv_cache_memory="256Mi", enforce_eager=True
-    )
+    """Return the configuration of a small CPU engine."""
+    spec = EngineSpec.model_validate({**SMALL_CPU_ENGINE, "maxNumSeqs": 64})
     return EngineConfig(model=model, spec=spec, cpu=True, drafting=drafting)
 
 

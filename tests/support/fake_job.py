@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +26,7 @@ from rollout_api import (
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from rollout_api.protocol.length_entries import pack_entry, pack_recent
 from rollout_api.protocol.messages import Message
+from tests.support.waiting import wait_for
 
 VOCABULARY = 1000
 """Number of token ids of the fake job's model."""
@@ -93,7 +93,7 @@ class FakeJob:
 
     def wait_for_requests(self, count: int) -> list[RolloutRequest]:
         """Wait until there are at least *count* requests in the stream, and return them."""
-        wait_until(lambda: len(self.requests()) >= count)
+        wait_for(lambda: len(self.requests()) >= count)
         return self.requests()
 
     # What the job writes.
@@ -245,11 +245,3 @@ def record_lengths(server: redis.Redis, problem: str, generation: int, lengths: 
         HISTORY.recent_lengths(HISTORY.shard_of(problem)), *(pack_recent(generation, *length) for length in lengths)
     )
     server.hset(HISTORY.meta, "generation", generation)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 15.0) -> None:
-    """Wait until *condition* is true; fail after *seconds*."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true in time"
-        time.sleep(0.01)

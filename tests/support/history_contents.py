@@ -27,7 +27,7 @@ def open_history(
 ) -> HistoryStore:
     """Create a history, or change the settings of an existing one."""
     store = HistoryStore(client, keys, window=window)
-    store.open("tokenizer", "model", max_bytes=max_bytes)
+    store.metadata.open("tokenizer", "model", max_bytes=max_bytes)
     return store
 
 

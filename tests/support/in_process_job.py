@@ -25,6 +25,8 @@ from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.weight_transport import BroadcastTransport, CombinedTransport, DirectoryTransport
 from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
+from tests.support.manifests import SMALL_CPU_ENGINE
+from tests.support.waiting import wait_for_async
 
 CHECKPOINT_TOKENS = 32
 _uids = itertools.count()
@@ -39,14 +41,7 @@ def manifest(**spec: Any) -> RolloutJob:
             "spec": {
                 "model": {"uri": "/model"},
                 "source": {"trainer": {}},
-                "engine": {
-                    "maxModelLen": 512,
-                    "dtype": "float32",
-                    "maxNumSeqs": 16,
-                    "kvCacheMemory": "256Mi",
-                    "enforceEager": True,
-                    "checkpointTokens": CHECKPOINT_TOKENS,
-                },
+                "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, "checkpointTokens": CHECKPOINT_TOKENS},
                 "sampling": {"n": 4, "maxTokens": 100},
                 "workers": {"gpusPerWorker": 0, "replicas": 2},
             }
@@ -107,7 +102,7 @@ class LiveJob:
             self.store,
             name=name,
             worker="",
-            slots=self.job.spec.engine.max_num_seqs,
+            max_running=self.job.spec.engine.max_num_seqs,
             checkpoint_tokens=self.job.spec.engine.checkpoint_tokens,
             sampling=self.job.spec.sampling,
             transport=CombinedTransport(DirectoryTransport(self.model, self.model.parent, ["/"]), BroadcastTransport()),
@@ -131,14 +126,19 @@ class LiveJob:
             async def silent(_: str) -> None:
                 pass
 
-            self.job_stores.pop(name).engines.release = silent  # type: ignore[method-assign]
+            self.job_stores.pop(name).engines.release = silent
         await cancel_and_wait(self.tasks.pop(name))
 
     async def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
-        async with asyncio.timeout(seconds):
-            while not await asyncio.to_thread(condition):
+        """Wait until a condition is met, which is evaluated in a thread, or raise the error of a part that fails."""
+
+        async def is_met() -> bool:
+            met = await asyncio.to_thread(condition)
+            if not met:
                 self.check()
-                await asyncio.sleep(0.02)
+            return met
+
+        await wait_for_async(is_met, seconds, max_interval_s=0.02)
 
     def check(self) -> None:
         """Raise the error of a part that has failed."""

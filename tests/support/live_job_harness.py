@@ -2,58 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-import redis
-
 from rollout_api import AsyncRolloutClient, Prompt, Rollout, RolloutId
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_worker.engine.engine import Engine
 from tests.support.in_process_job import LiveJob, live, manifest
-from tests.support.ports import free_port
 from tests.support.reference_model import EOS, VOCABULARY, LoopThread
+from tests.support.waiting import wait_for_async
 
 ENDLESS = list(range(EOS))
 """Allowed token ids with which a rollout continues until max_tokens, because the end token is not among them."""
 
 Scenario = Callable[[LiveJob, AsyncRolloutClient], Coroutine[Any, Any, None]]
-
-
-class SnapshotRedis:
-    """A Redis server that loses everything since its last snapshot when it restarts."""
-
-    def __init__(self, directory: Path) -> None:
-        port = free_port()
-        self.url = f"redis://127.0.0.1:{port}/0"
-        self._command = ["redis-server", "--port", str(port), "--dir", str(directory)]
-        self._command += ["--save", "", "--bind", "127.0.0.1"]
-        self._start()
-
-    def _start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-        while True:
-            try:
-                if redis.Redis.from_url(self.url).ping():
-                    return
-            except redis.RedisError:
-                time.sleep(0.02)
-
-    def save_snapshot(self) -> None:
-        redis.Redis.from_url(self.url).save()
-
-    def restart(self) -> None:
-        self.stop()
-        self._start()
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
 
 class JobHarness:
@@ -109,9 +73,7 @@ async def gather(client: AsyncRolloutClient, step: int, prompts: list[Prompt]) -
 
 async def wait_for_status(client: AsyncRolloutClient, condition: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     """Wait until the job's status, which is published once a second, fulfils a condition."""
-    async with asyncio.timeout(20):
-        while not (client.status and condition(client.status)):
-            await asyncio.sleep(0.05)
+    await wait_for_async(lambda: client.status and condition(client.status), 20, lambda: f"status: {client.status}")
     return client.status
 
 

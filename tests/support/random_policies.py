@@ -15,9 +15,9 @@ def make_policies(cache: Path, *, versions: int) -> list[str]:
     """Create the models ``policy/0``, ``policy/1``, … in a model cache, each slightly different from the last one."""
     import reasoning_gym
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
 
     from rollout_worker.tiny_model.tokenizer import build_tokenizer
+    from tests.support.reference_model import small_qwen3
 
     questions = [
         entry["question"]
@@ -26,21 +26,13 @@ def make_policies(cache: Path, *, versions: int) -> list[str]:
     ]
     tokenizer = build_tokenizer(questions, vocabulary=320)
     torch.manual_seed(5)
-    config = Qwen3Config(
+    model = small_qwen3(
         vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
         max_position_embeddings=1024,
         tie_word_embeddings=False,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
-        bos_token_id=None,
     )
-    model = Qwen3ForCausalLM(config).float()
     names = []
     with torch.no_grad():
         model.lm_head.weight *= 30.0

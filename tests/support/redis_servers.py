@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import signal
 import subprocess
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import redis
 
+from rollout_worker.runtime.child_process import spawn_with_parent
 from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
 _START_TIMEOUT_S = 20.0
-_PR_SET_PDEATHSIG = 1
 _SLOTS = 16384
-_libc = ctypes.CDLL(None)
-
-
-def until(condition: Callable[[], Any], description: str, *, seconds: float = _START_TIMEOUT_S) -> None:
-    """Wait until a condition is true; a Redis error counts as false."""
-    deadline = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(redis.RedisError):
-            if condition():
-                return
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {description}"
-        time.sleep(0.02)
+_wait_for = partial(wait_for, timeout_s=_START_TIMEOUT_S, ignored=redis.RedisError)
 
 
 @dataclass(frozen=True)
@@ -173,16 +162,17 @@ class Server(Closing):
         """Start the server unless it is running, and wait until it answers."""
         if self._process is not None:
             return
-        self._process = subprocess.Popen(
+        # SIGKILL, because a paused process does not receive other signals.
+        spawn = partial(spawn_with_parent, end_signal=signal.SIGKILL) if self._end_with_parent else subprocess.Popen
+        self._process = spawn(
             [self._program, str(self.directory / "redis.conf"), *(["--sentinel"] if self._sentinel else [])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            preexec_fn=_end_with_parent if self._end_with_parent else None,  # noqa: PLW1509 – it makes one system call
             process_group=0,
         )
         with contextlib.closing(self.client()) as client:
-            until(client.ping, f"redis-server answers, see {self.directory}/log")
+            _wait_for(client.ping, message=f"redis-server does not answer; see {self.directory}/log")
 
     def stop(self) -> None:
         """Shut the server down."""
@@ -297,7 +287,10 @@ class Cluster(Closing):
     def wait_until_ok(self) -> None:
         """Wait until every node serves all slots and knows all others."""
         for server in self.servers:
-            until(lambda server=server: self._is_ok(server), "every node serves all slots and knows all others")
+            _wait_for(
+                lambda server=server: self._is_ok(server),
+                message="A node does not serve all slots, or does not know all others.",
+            )
 
     def _is_ok(self, server: Server) -> bool:
         with contextlib.closing(server.client()) as client:
@@ -371,7 +364,10 @@ class Sentinels(Closing):
             replica = {"replicaof": f"127.0.0.1 {self.primary.port}"}
             self.servers.append(Server(directory / "second", password=password, settings=replica, **tls))
             with contextlib.closing(self.servers[1].client()) as client:
-                until(lambda: client.info("replication")["master_link_status"] == "up", "the replica follows")
+                _wait_for(
+                    lambda: client.info("replication")["master_link_status"] == "up",
+                    message="The replica does not follow.",
+                )
             lines = [
                 f"sentinel monitor {self.SERVICE} 127.0.0.1 {self.primary.port} {sentinels // 2 + 1}",
                 f"sentinel down-after-milliseconds {self.SERVICE} 500",
@@ -385,7 +381,9 @@ class Sentinels(Closing):
                 where = directory / f"sentinel{number}"
                 self.sentinels.append(Server(where, password=sentinel_password, sentinel=lines, **tls))
             for sentinel in self.sentinels:
-                until(lambda sentinel=sentinel: self._knows_all(sentinel), "the Sentinels know each other")
+                _wait_for(
+                    lambda sentinel=sentinel: self._knows_all(sentinel), message="The Sentinels do not know each other."
+                )
         except BaseException:
             self.close()
             raise
@@ -407,11 +405,13 @@ class Sentinels(Closing):
         lost.kill()
         self.primary = next(server for server in self.servers if server is not lost)
         with contextlib.closing(self.primary.client()) as client:
-            until(lambda: client.role()[0] == "master", "the replica is the primary", seconds=60)
+            _wait_for(
+                lambda: client.role()[0] == "master", timeout_s=60, message="The replica does not become the primary."
+            )
         for sentinel in self.sentinels:
-            until(
+            _wait_for(
                 lambda sentinel=sentinel: self._names(sentinel) == self.primary.port,
-                "the Sentinels name the new primary",
+                message="The Sentinels do not name the new primary.",
             )
 
     def _names(self, sentinel: Server) -> int:
@@ -430,8 +430,3 @@ class Sentinels(Closing):
         """Kill all servers."""
         for server in (*self.sentinels, *self.servers):
             server.close()
-
-
-def _end_with_parent() -> None:
-    # SIGKILL, because a paused process does not receive other signals.
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -34,33 +34,39 @@ _IMPOSSIBLE = 1e-9
 _Result = TypeVar("_Result")
 
 
-def make_model(directory: Path, *, seed: int = 3, tied: bool = False) -> Path:
-    """Create a random Qwen3 model whose next-token distributions are neither flat nor deterministic.
+def small_qwen3(**settings: Any) -> Any:
+    """Return a Qwen3 model of two small layers with random weights in float32 and further settings."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    Its tokenizer has one word for each token.
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    words = {f"w{token}": token for token in range(EOS)} | {"<eos>": EOS}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
-    torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=64,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=tied,
-        eos_token_id=EOS,
         bos_token_id=None,
+        **settings,
     )
-    model = Qwen3ForCausalLM(config).float()
+    return Qwen3ForCausalLM(config).float()
+
+
+def make_model(directory: Path, *, seed: int = 3, tied: bool = False) -> Path:
+    """Create a random Qwen3 model whose next-token distributions are neither flat nor deterministic.
+
+    Its tokenizer has one word for each token.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{token}": token for token in range(EOS)} | {"<eos>": EOS}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
+    torch.manual_seed(seed)
+    model = small_qwen3(
+        vocab_size=VOCABULARY, max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=tied, eos_token_id=EOS
+    )
     with torch.no_grad():
         # With tied embeddings, a larger factor would make every token repeat itself.
         model.lm_head.weight *= 4.0 if tied else 12.0

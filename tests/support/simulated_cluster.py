@@ -12,7 +12,7 @@ from rollout_operator.actions import Action, Apply, Create, DeleteJob, DeletePod
 from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.conditions import format_timestamp
 from rollout_operator.head_status import HeadStatus
-from rollout_operator.observed import ApplyFailure, Observed, PodView
+from rollout_operator.observed import Observed, PodView, Rejection
 from rollout_operator.plan import plan
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
@@ -32,7 +32,7 @@ class SimulatedCluster:
     pods: dict[str, dict[str, Any]] = field(default_factory=dict)
     objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
-    apply_failures: tuple[ApplyFailure, ...] = ()
+    rejections: tuple[Rejection, ...] = ()
     failed: set[str] = field(default_factory=set)
     """Uids of pods whose failure was not caused by the cluster."""
     _uids: Any = field(default_factory=itertools.count)
@@ -57,7 +57,7 @@ class SimulatedCluster:
             cluster=ClusterInfo(),
             default_image="worker:1",
             last_head_status=self.head,
-            apply_failures=self.apply_failures,
+            rejections=self.rejections,
         )
 
     def plan(self) -> Plan:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollout_worker.tiny_model import Recipe, TrainingProgress, ensure
+from rollout_worker.tiny_model.cache import code_digest
 
 SMALL = Recipe(
     vocabulary=300,
@@ -121,6 +122,39 @@ def test_an_outdated_or_incomplete_policy_is_replaced(tmp_path: Path, damage: st
     assert [None, "step-0002", None, "step-0004"] == [now.checkpoint for now in steps]
     assert (checkpoints[0] / "model.safetensors").is_file()
     assert [".tiny.lock", "tiny"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_a_policy_is_outdated_once_the_code_of_its_training_changes_but_not_its_comments() -> None:
+    source = '''"""A module."""
+
+import math
+
+RATE = 0.5  # per step
+"""The learning rate."""
+
+
+class Schedule:
+    """The rates."""
+
+    def rate(self, step: int) -> float:
+        """Return a rate."""
+        return RATE if step is not None else math.nan
+'''
+    reworded = source.replace("A module.", "Another module.").replace("per step", "per batch")
+    reworded = reworded.replace("The learning rate.", "A rate.").replace("Return a rate.", "Return\n\n        one.")
+    reworded = reworded.replace("The rates.", "Rates.").replace("(self, step: int)", "(self,\n        step: int)")
+    without = source.replace('    """The rates."""\n\n', "").replace('"""The learning rate."""\n', "")
+    assert 3 == len({source, reworded, without})
+    assert {code_digest(source)} == {code_digest(reworded), code_digest(without)}
+    for changed in (
+        source.replace("0.5", "0.25"),
+        source.replace("RATE if", "RATE + 1 if"),
+        source.replace("math.nan", "None"),
+        source.replace("step is not None", "step is None"),
+        source.replace("float:", "int:"),
+        source.replace("def rate", "def other"),
+    ):
+        assert code_digest(source) != code_digest(changed)
 
 
 def test_a_killed_run_leaves_no_incomplete_policy(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def test_each_sample_of_a_group_is_a_request(servers: LLMServerManager, job: Upd
     assert 1 == len({request.problem for request in requests})
 
 
-class Trainer(Worker):  # type: ignore[misc]
+class Trainer(Worker):
     """A trainer rank that updates weights as verl's ActorRolloutRefWorker does."""
 
     def __init__(self, weights: str, model: str) -> None:

@@ -17,8 +17,8 @@ struct UnknownRequest : std::out_of_range {
   using std::out_of_range::out_of_range;
 };
 
-// Maps handles to requests. A handle consists of a serial number and, in its low bits, the slot of the request. find()
-// and remove() throw UnknownRequest for a handle that is not open.
+// Maps handles to requests. A handle consists of a serial number and, in its low bits, the index of the request's
+// entry. find() and remove() throw UnknownRequest for a handle that is not open.
 class RequestTable {
  public:
   using Handle = std::int64_t;
@@ -30,17 +30,17 @@ class RequestTable {
   std::shared_ptr<Request> remove(Handle handle);
 
  private:
-  struct Slot {
+  struct Entry {
     Handle handle = -1;
     std::shared_ptr<Request> request;
   };
-  static constexpr Handle kMaxSlots = Handle{1} << 24;
+  static constexpr Handle kMaxEntries = Handle{1} << 24;
 
   const std::shared_ptr<Request>& at(Handle handle) const;  // mutex_ is held
 
   mutable std::mutex mutex_;  // guards the next three; it is held for look-ups only
-  std::vector<Slot> slots_;
-  std::vector<Handle> free_slots_;
+  std::vector<Entry> entries_;
+  std::vector<Handle> free_indices_;
   Handle next_serial_ = 0;
 };
 

@@ -1,6 +1,6 @@
 #!lua
 -- Append one rollout to its problem, once, and delete rollouts that have left the problem's window.
--- KEYS: log, lengths, blocks (one slot).
+-- KEYS: log, lengths, blocks (one hash slot).
 -- ARGV: length entry (16 bytes, beginning with the rollout's key; empty: only delete), generation, record,
 --   window (number of the problem's generations that are kept), always kept (number of generations that are kept
 --   however old they are), cutoff generation (further generations are kept only from this one on).

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Decay the acceptance counts by age, once for each new generation.
--- KEYS: acceptance by age, meta (one slot).
+-- KEYS: acceptance by age, meta (one hash slot).
 -- ARGV: newest generation, half-life of a count in generations.
 -- Returns whether the counts were changed (1 or 0).
 local newest = tonumber(ARGV[1])

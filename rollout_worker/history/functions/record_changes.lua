@@ -1,6 +1,6 @@
 #!lua
 -- Record that problems of one shard were used, and how they changed.
--- KEYS: last used, last changed, sizes, recent lengths (one slot).
+-- KEYS: last used, last changed, sizes, recent lengths (one hash slot).
 -- ARGV: number of recent lengths to keep; then for each problem its id, its new size in bytes (empty: it was only used)
 --   and the length entries of its new rollouts, 8 bytes each.
 -- Change numbers follow the server's clock, but increase even if the clock is set back.

@@ -13,6 +13,7 @@ from rollout_worker.history.limits import (
     MAX_BLOCK_RATIO,
     PROBLEMS_PER_ROUND_TRIP,
 )
+from rollout_worker.history.queries import batches
 from rollout_worker.history.records import HistoryRecord, RecordError, decode_record, decode_records, encode_records
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.window import oldest_kept
@@ -103,8 +104,8 @@ class MaintenanceOperations:
     def delete_history(self) -> None:
         """Delete the history with everything in it. The call may be repeated if it fails."""
         while problems := self._store.catalog.problems():
-            for at in range(0, len(problems), PROBLEMS_PER_ROUND_TRIP):
-                self._store.catalog.delete(problems[at : at + PROBLEMS_PER_ROUND_TRIP])
+            for batch in batches(problems, PROBLEMS_PER_ROUND_TRIP):
+                self._store.catalog.delete(batch)
         pipeline = self._client.pipeline(transaction=False)
         for shard in range(NUM_SHARDS):
             for key in self._keys.shard_keys(shard):

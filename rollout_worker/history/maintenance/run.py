@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,6 +14,7 @@ from rollout_worker.history.catalog import StoredProblem
 from rollout_worker.history.limits import PROBLEMS_PER_ROUND_TRIP
 from rollout_worker.history.maintenance.operations import MaintenanceOperations
 from rollout_worker.history.maintenance.planner import MaintenancePlan, MaintenancePlanner
+from rollout_worker.history.queries import batches
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.window import describe_age_limit
 
@@ -107,7 +108,7 @@ class MaintenanceRun:
         """Delete the history, unless a job has started to use it again."""
         catalog = self._store.catalog
         # The catalog is read again, because problems may have been used since the plan was made.
-        for batch in _batches(catalog.problems()):
+        for batch in batches(catalog.problems(), PROBLEMS_PER_ROUND_TRIP):
             if self._stopping():
                 return
             catalog.delete(batch)
@@ -227,7 +228,7 @@ class MaintenanceRun:
     def _delete(self, problems: Sequence[StoredProblem]) -> tuple[int, int]:
         """Delete problems that are still unused; return their number and size."""
         count = size = 0
-        for batch in _batches(problems):
+        for batch in batches(problems, PROBLEMS_PER_ROUND_TRIP):
             if not self._may_continue():
                 break
             deleted = self._store.catalog.delete(batch)
@@ -274,8 +275,3 @@ class MaintenanceRun:
                 error,
             )
             return None
-
-
-def _batches(problems: Sequence[StoredProblem]) -> Iterable[Sequence[StoredProblem]]:
-    for at in range(0, len(problems), PROBLEMS_PER_ROUND_TRIP):
-        yield problems[at : at + PROBLEMS_PER_ROUND_TRIP]

@@ -21,8 +21,6 @@ class MaintenanceThread:
     """A thread that maintains one history while no other process holds the lease."""
 
     def __init__(self, client: Redis, keys: HistoryKeys) -> None:
-        self.failure: Exception | None = None
-        """The error of the last run, if it failed."""
         self._stopping = threading.Event()
         # A job uses its own history, however long its rollouts take; it therefore never expires here.
         self._maintainer = HistoryMaintainer(
@@ -46,9 +44,7 @@ class MaintenanceThread:
             pause = MAINTENANCE_INTERVAL_S
             try:
                 pause = pause_after(self._maintainer.run_once())
-                self.failure = None
             except Exception as error:  # the job must continue; the history only speeds it up
-                self.failure = error
                 if time.monotonic() - last_log > LOG_INTERVAL_S:
                     last_log = time.monotonic()
                     expected = isinstance(error, redis.RedisError)

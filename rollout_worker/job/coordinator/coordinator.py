@@ -23,7 +23,6 @@ from rollout_worker.job.coordinator.recovery import Recovery, describe_job
 from rollout_worker.job.coordinator.rollout_placer import RolloutPlacer
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
-from rollout_worker.job.coordinator.scheduler import ProbeThenLongest, Scheduler
 from rollout_worker.job.coordinator.slow_clients import SlowClients
 from rollout_worker.job.coordinator.status import StatusBoard
 from rollout_worker.job.coordinator.status_publisher import StatusPublisher
@@ -61,7 +60,6 @@ class Coordinator:
         separate_history: bool = False,
         total_rollouts: int | None = None,
         engine_errors: Mapping[str, str] | None = None,
-        scheduler: Scheduler | None = None,
         limits: CoordinatorLimits | None = None,
     ) -> None:
         """Create a coordinator; :meth:`run` starts it.
@@ -74,7 +72,6 @@ class Coordinator:
             separate_history: whether the history has a Redis server of its own.
             total_rollouts: number of rollouts in all epochs of a dataset source; None for a job that serves trainers.
             engine_errors: engines that cannot start, with the reasons; may change over time.
-            scheduler: the order in which rollouts start; by default :class:`ProbeThenLongest`.
             limits: intervals and limits.
         """
         limits = limits or CoordinatorLimits()
@@ -84,7 +81,7 @@ class Coordinator:
         self._canaries = CanaryTest()
         self._dead_letters = DeadLetters(job_store)
         self._orders = FencedOrders(job_store)
-        self._queue = RolloutQueue(scheduler or ProbeThenLongest(), limits)
+        self._queue = RolloutQueue(limits)
         self._tracker = RolloutTracker(self._queue, self._canaries)
         self._answers = Answers(job_store, self._tracker, self._queue, limits)
         self._weights = WeightAnnouncer(job_store, self._orders)

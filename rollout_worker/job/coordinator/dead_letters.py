@@ -20,6 +20,6 @@ class DeadLetters:
 
     async def add(self, stream: Stream, entry: Entry, reason: str) -> None:
         """Move an entry of a stream to the dead letters."""
-        logger.warning("An entry of the %s stream is moved to the dead letters: %s", stream, reason)
+        logger.warning("Entry %s of the %s stream is moved to the dead letters: %s", entry.entry_id, stream, reason)
         self.count += 1
         await retry_async(self._job_store.incoming.dead_letter, stream, entry, reason)

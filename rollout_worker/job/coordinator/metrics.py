@@ -6,7 +6,45 @@ from collections.abc import Iterator, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from rollout_worker.job.coordinator.status import CoordinatorStatus, StatusBoard
+from rollout_api.protocol.status import CoordinatorStatus
+from rollout_worker.job.coordinator.status import StatusBoard
+
+_Kind = type[GaugeMetricFamily | CounterMetricFamily]
+_GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
+
+ENGINE_METRICS: dict[str, tuple[_Kind, str]] = {
+    "running": (_GAUGE, "Rollouts that vLLM is decoding."),
+    "waiting": (_GAUGE, "Rollouts that vLLM has queued."),
+    "kv_cache_usage": (_GAUGE, "Share of the KV cache that is in use."),
+    "prompt_tokens": (_COUNTER, "Tokens of prompts and prefixes that were read."),
+    "cached_tokens": (_COUNTER, "The part of these tokens whose keys and values were cached."),
+    "tokens": (_COUNTER, "Response tokens."),
+    "preemptions": (_COUNTER, "How often a running rollout lost its keys and values."),
+    "draft_tokens": (_COUNTER, "Draft tokens that were verified."),
+    "accepted_tokens": (_COUNTER, "Draft tokens that were accepted."),
+    "proposed_tokens": (_COUNTER, "Draft tokens that the drafter proposed."),
+    "weights_gap_seconds": (_GAUGE, "Pause of decoding during the last weight update."),
+    "decoding_steps": (_COUNTER, "Decoding steps."),
+    "drafting_seconds": (_COUNTER, "Time that the drafter has taken in these steps."),
+    "index_bytes": (_GAUGE, "Memory of the suffix index."),
+    "cost_base_seconds": (_GAUGE, "Cost model: constant part of a verification step."),
+    "cost_token_seconds": (_GAUGE, "Cost model: time per verified token."),
+    "cost_context_token_seconds": (_GAUGE, "Cost model: time per token of context."),
+    "cost_drafting_seconds": (_GAUGE, "Cost model: time of drafting in a step."),
+    "cost_error_ratio": (_GAUGE, "Median relative error of the cost model."),
+    "timed_seconds": (_COUNTER, "Duration of the measured steps."),
+    "timed_seconds_without_drafts": (_COUNTER, "Predicted duration of the measured steps' tokens without drafts."),
+    "drafting_disabled": (_GAUGE, "Whether the governor has disabled drafting."),
+    "drafting_disabled_total": (_COUNTER, "How often the governor has disabled drafting."),
+    "trial_tokens": (_COUNTER, "Tokens of trials, which were drafted while drafting was disabled."),
+    "history_rollouts": (_COUNTER, "Rollouts that were read from the history."),
+    "history_tokens": (_COUNTER, "Tokens of these rollouts."),
+    "history_corrupt": (_COUNTER, "Records of the history that could not be read."),
+    "history_evictions": (_COUNTER, "Problems that were evicted from the suffix index."),
+    "history_failures": (_COUNTER, "Reads and writes of the history that failed."),
+    "measured_timestamp_seconds": (_GAUGE, "Unix time of the last measurement."),
+}
+"""Counter in an engine's report → kind and description of its metric, the name of which begins ``rollout_engine_``."""
 
 
 class StatusMetrics:
@@ -22,21 +60,19 @@ class StatusMetrics:
             return
         job = [status["job"]]
         for name, (text, value) in self._gauges(status).items():
-            yield _family(GaugeMetricFamily, name, text, ["job"], [(job, value)])
+            yield _family(_GAUGE, name, text, ["job"], [(job, value)])
         for name, (text, value) in _counters(status).items():
-            yield _family(CounterMetricFamily, name, text, ["job"], [(job, value)])
+            yield _family(_COUNTER, name, text, ["job"], [(job, value)])
         unread = [([*job, client], count) for client, count in status["unread"].items()]
-        yield _family(
-            GaugeMetricFamily, "results_unread", "Results that a client has not read.", ["job", "client"], unread
-        )
-        for name in sorted({name for engine in status["engines"] for name in engine["counters"]}):
+        yield _family(_GAUGE, "results_unread", "Results that a client has not read.", ["job", "client"], unread)
+        for name, (kind, text) in ENGINE_METRICS.items():
             rows = [
                 ([*job, engine["name"]], engine["counters"][name])
                 for engine in status["engines"]
                 if name in engine["counters"]
             ]
-            text = "From the engine's last report."
-            yield _family(GaugeMetricFamily, f"engine_{name}", text, ["job", "engine"], rows)
+            if rows:
+                yield _family(kind, f"engine_{name}", text, ["job", "engine"], rows)
 
     def _gauges(self, status: CoordinatorStatus) -> dict[str, tuple[str, float]]:
         gauges: dict[str, tuple[str, float]] = {
@@ -64,8 +100,11 @@ class StatusMetrics:
         }
         if status["saved"] is not None:
             gauges["saved_ratio"] = ("Fraction of the decoding time that drafting has saved.", status["saved"])
-        if status["seconds_left"] is not None:
-            gauges["left_seconds"] = ("Estimated time until all open requests are answered.", status["seconds_left"])
+        if status["remaining_seconds"] is not None:
+            gauges["remaining_seconds"] = (
+                "Estimated time until all open requests are answered.",
+                status["remaining_seconds"],
+            )
         if status["tail_seconds"] is not None:
             gauges["tail_seconds"] = ("Estimated time until the longest open rollout ends.", status["tail_seconds"])
         return gauges
@@ -75,10 +114,10 @@ def _counters(status: CoordinatorStatus) -> dict[str, tuple[str, float]]:
     return {
         "rollouts": ("Rollouts that have ended.", status["done"]),
         "tokens": ("Response tokens of rollouts that have ended.", status["tokens"]),
-        "steps": ("Decoding steps of rollouts that have ended.", status["steps"]),
-        "drafted_tokens": ("Draft tokens of rollouts that have ended.", status["drafted"]),
-        "accepted_tokens": ("Accepted draft tokens of rollouts that have ended.", status["accepted"]),
-        "canaries": ("Rollouts without drafts that were compared with their siblings.", status["canaries"]),
+        "decoding_steps": ("Decoding steps of rollouts that have ended.", status["decoding_steps"]),
+        "draft_tokens": ("Draft tokens of rollouts that have ended.", status["draft_tokens"]),
+        "accepted_tokens": ("Accepted draft tokens of rollouts that have ended.", status["accepted_tokens"]),
+        "canaries": ("Canaries that were compared with their siblings.", status["canaries"]),
         "engines_lost": ("Engines that this coordinator has lost.", status["engines_lost"]),
         "rollouts_migrated": ("Rollouts that this coordinator has migrated to idle engines.", status["migrated"]),
         "dead_letters": ("Messages that this coordinator has moved to the dead letters.", status["dead_letters"]),
@@ -86,7 +125,7 @@ def _counters(status: CoordinatorStatus) -> dict[str, tuple[str, float]]:
 
 
 def _family(
-    kind: type[GaugeMetricFamily | CounterMetricFamily],
+    kind: _Kind,
     name: str,
     text: str,
     labels: list[str],

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from rollout_worker.engine.admission import can_continue
 from rollout_worker.job.coordinator.open_request import OpenRequest
 from rollout_worker.job.job_store import EngineReport
-from rollout_worker.policy.rebalance import Migration, RunningRollout, plan_rebalancing
+from rollout_worker.policy.rebalance import Migration, PlacedRollout, plan_rebalancing
 from rollout_worker.policy.remaining_length import estimate_remaining_work
 from rollout_worker.policy.step_cost import StepCost
 
@@ -44,7 +44,7 @@ def plan_migrations(
         return []
     cost = StepCost(*(statistics.median(values) for values in zip(*costs, strict=True)))
     now = time.monotonic()
-    comparable: defaultdict[tuple[bool, int], dict[str, list[RunningRollout]]] = defaultdict(dict)
+    comparable: defaultdict[tuple[bool, int], dict[str, list[PlacedRollout]]] = defaultdict(dict)
     movable: set[tuple[str, int]] = set()
     for engine, report in engines.items():
         if report.draining or report.upcoming_version != report.version:
@@ -52,12 +52,12 @@ def plan_migrations(
         rollouts = comparable[report.non_speculative, report.version][engine] = []
         for request, sample in running.get(engine, ()):
             remaining = request.remaining_work_of(sample, tokens_per_second, now)
-            rollout = (request.request_id, sample)
+            key = (request.request_id, sample)
             context_tokens = len(request.request.prompt_token_ids) + remaining.generated
             steps = estimate_remaining_work([remaining]).total_tokens / tokens_per_step
-            rollouts.append(RunningRollout(rollout, context_tokens, steps))
+            rollouts.append(PlacedRollout(key, context_tokens, steps))
             # A pinned rollout would start from the beginning if its version were not served any more.
             pinned = request.request.weight_version is not None
             if can_continue(request.request.sampling) and not request.cancelled and not pinned:
-                movable.add(rollout)
+                movable.add(key)
     return [move for group in comparable.values() for move in plan_rebalancing(group, cost, movable=movable)]

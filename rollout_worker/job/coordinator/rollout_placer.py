@@ -31,7 +31,7 @@ class RolloutPlacer:
         loads = [
             EngineLoad(
                 engine,
-                report.slots,
+                report.max_running,
                 len(self._tracker.assigned[engine]),
                 report.upcoming_version,
                 report.non_speculative,
@@ -78,7 +78,7 @@ class RolloutPlacer:
             tokens_per_step=1.0 + accepted_per_step,
         )
         for move in moves:
-            request_id, sample = move.rollout
+            request_id, sample = move.key
             request = requests[request_id]
             logger.info("Rollout %s is migrated from engine %s.", request.rollout_id(sample), move.source)
             order = Order.migrate(Assignment(request_id, sample, request.entry_id))

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rollout_api.protocol.messages import DraftMode
 from rollout_worker.job.coordinator.open_request import OpenRequest
-from rollout_worker.job.coordinator.scheduler import EngineLoad, Placement, Scheduler, WaitingGroup
+from rollout_worker.job.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingGroup
 from rollout_worker.job.job_store.assignments import RolloutKey
 from rollout_worker.job.limits import CoordinatorLimits
 
@@ -18,8 +18,8 @@ class RolloutQueue:
     rollout at a time, so that it cannot take other suspects with it.
     """
 
-    def __init__(self, scheduler: Scheduler, limits: CoordinatorLimits) -> None:
-        self._scheduler, self._limits = scheduler, limits
+    def __init__(self, limits: CoordinatorLimits) -> None:
+        self._scheduler, self._limits = ProbeThenLongest(), limits
         self._loss_counts: dict[str, int] = {}
         """Rollout id → number of engines lost with it since it last made progress."""
         self._partial_ids: set[str] = set()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
-_SLOTS_PER_QUEUED_ROLLOUT = 8
-"""Slots for each rollout that an engine is assigned in addition, so that it never waits for the coordinator."""
+_RUNNING_PER_AHEAD = 8
+"""Running rollouts for each one that an engine is assigned ahead, so that it never waits for the coordinator."""
 _MAX_PREFERRED_LOAD = 2
-"""Rollouts per slot up to which the next turn of a trajectory waits for the engine that has its prefix cached."""
+"""Load up to which the next turn of a trajectory waits for the engine that has its prefix cached."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +18,8 @@ class EngineLoad:
 
     engine: str
     """Id of the engine."""
-    slots: int
-    """Number of rollouts that it decodes at the same time."""
+    max_running: int
+    """Maximum number of rollouts that it decodes at once."""
     assigned: int
     """Number of rollouts that are assigned to it."""
     version: int
@@ -30,8 +29,8 @@ class EngineLoad:
 
     @property
     def load(self) -> float:
-        """Assigned rollouts per slot."""
-        return self.assigned / self.slots
+        """Assigned rollouts, in relation to those that can run at once."""
+        return self.assigned / self.max_running
 
 
 @dataclass
@@ -69,54 +68,20 @@ class Placement:
     engine: str
 
 
-class Scheduler(Protocol):
-    """Holds the waiting groups and decides which samples start on which engines."""
-
-    def add(self, group: WaitingGroup) -> None:
-        """Add a group, or further samples of a known one."""
-        ...
-
-    def predict(self, request_id: str, length: float) -> None:
-        """Change the expected length of a group's samples, in tokens."""
-        ...
-
-    def remove(self, request_id: str) -> list[int]:
-        """Remove a group and return its waiting samples."""
-        ...
-
-    def place(
-        self, engines: Iterable[EngineLoad], slow_clients: frozenset[str], occupied: frozenset[str]
-    ) -> list[Placement]:
-        """Remove the samples that can start now, and return where each starts.
-
-        Args:
-            engines: all engines that take work.
-            slow_clients: clients that do not read their results, whose samples must not start.
-            occupied: engines that already have an isolated sample.
-        """
-        ...
-
-    def waiting(self) -> int:
-        """Return the number of waiting samples."""
-        ...
-
-    def groups(self) -> Iterator[WaitingGroup]:
-        """Yield all groups with waiting samples."""
-        ...
-
-
 _Lane = tuple[str, bool, int | None, bool]
 """What decides where a group may run: client, whether it wants no drafts, pinned version, and isolation."""
 
 
 @dataclass
 class ProbeThenLongest:
-    """Starts one sample of each group first, then those with the longest expected length.
+    """Holds the waiting groups and decides which samples start on which engines.
+
+    One sample of each group starts first, then those with the longest expected length.
 
     A long rollout that starts late delays the end of the training step, and the length of a group's first rollout
     predicts the lengths of the others (Seer, arXiv 2511.14617, also starts one sample of each group first). Priorities
-    take precedence over both. An engine is assigned as many rollouts as it has slots, and a few more while many are
-    waiting.
+    take precedence over both. An engine is assigned as many rollouts as it can run at once, and a few more while many
+    are waiting.
     """
 
     _groups: dict[str, WaitingGroup] = field(default_factory=dict)
@@ -124,7 +89,7 @@ class ProbeThenLongest:
     _waiting: int = 0
 
     def add(self, group: WaitingGroup) -> None:
-        """See :class:`Scheduler`."""
+        """Add a group, or further samples of a known one."""
         if (known := self._groups.get(group.request_id)) is not None:
             new = [sample for sample in group.samples if sample not in known.samples]
             known.samples[:0] = new
@@ -139,13 +104,13 @@ class ProbeThenLongest:
         self._push(group)
 
     def predict(self, request_id: str, length: float) -> None:
-        """See :class:`Scheduler`."""
+        """Change the expected length of a group's samples, in tokens."""
         if (group := self._groups.get(request_id)) is not None and group.predicted_length != length:
             group.predicted_length = length
             self._push(group)
 
     def remove(self, request_id: str) -> list[int]:
-        """See :class:`Scheduler`."""
+        """Remove a group and return its waiting samples."""
         group = self._groups.pop(request_id, None)
         if group is None:
             return []
@@ -153,21 +118,27 @@ class ProbeThenLongest:
         return group.samples
 
     def waiting(self) -> int:
-        """See :class:`Scheduler`."""
+        """Return the number of waiting samples."""
         return self._waiting
 
     def groups(self) -> Iterator[WaitingGroup]:
-        """See :class:`Scheduler`."""
+        """Yield all groups with waiting samples."""
         yield from self._groups.values()
 
     def place(
         self, engines: Iterable[EngineLoad], slow_clients: frozenset[str], occupied: frozenset[str]
     ) -> list[Placement]:
-        """See :class:`Scheduler`."""
+        """Remove the samples that can start now, and return where each starts.
+
+        Args:
+            engines: all engines that take work.
+            slow_clients: clients that do not read their results, whose samples must not start.
+            occupied: engines that already have an isolated sample.
+        """
         loads = {engine.engine: engine for engine in engines}
         kinds = {engine.non_speculative for engine in loads.values()}
         placed = self._place_on_preferred_engines(loads, slow_clients, kinds)
-        slots = sum(engine.slots for engine in loads.values())
+        capacity = sum(engine.max_running for engine in loads.values())
         with_isolated = set(occupied)
         # The least loaded engine takes the first sample that it may run, until no engine can take any.
         available = [(engine.load, name) for name, engine in loads.items()]
@@ -175,8 +146,8 @@ class ProbeThenLongest:
         while available and self._waiting:
             _, name = heapq.heappop(available)
             engine = loads[name]
-            ahead = max(1, engine.slots // _SLOTS_PER_QUEUED_ROLLOUT) if self._waiting > slots else 0
-            if engine.assigned >= engine.slots + ahead:
+            ahead = max(1, engine.max_running // _RUNNING_PER_AHEAD) if self._waiting > capacity else 0
+            if engine.assigned >= engine.max_running + ahead:
                 continue
             group = self._first(engine, slow_clients, kinds, with_isolated)
             if group is None:
@@ -190,7 +161,7 @@ class ProbeThenLongest:
     def _place_on_preferred_engines(
         self, loads: dict[str, EngineLoad], slow_clients: frozenset[str], kinds: set[bool]
     ) -> list[Placement]:
-        """Place turns on the engines that have their prefixes cached, even if they wait there a little for a slot."""
+        """Place turns on the engines that have their prefixes cached, even if they wait there a little."""
         placed = []
         for group in [group for group in self._groups.values() if group.preferred_engine is not None]:
             engine = loads.get(group.preferred_engine or "")

@@ -1,4 +1,4 @@
-"""The coordinator's status of its job, as a JSON document."""
+"""Makes the coordinator's status of its job, and measures what it contains."""
 
 from __future__ import annotations
 
@@ -6,102 +6,13 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypedDict
 
 from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
 from rollout_worker.job.job_store import EngineReport
 from rollout_worker.job.limits import MIN_VERIFIED_TOKENS, THROUGHPUT_WINDOW_S
 from rollout_worker.policy.canary import DriftTest
 from rollout_worker.policy.remaining_length import RemainingWork
-
-
-class EngineEntry(TypedDict):
-    """One engine in the coordinator's status, according to its last report."""
-
-    id: str
-    name: str
-    worker: str
-    """Name of its worker."""
-    version: int
-    """Weight version that it serves."""
-    non_speculative: bool
-    """Whether it runs without speculation for requests that want no drafts."""
-    speculation_disabled: bool
-    """Whether it runs without speculation because drafting did not pay."""
-    draining: bool
-    slots: int
-    assigned: int
-    """Number of assigned rollouts."""
-    idle_seconds: float
-    """Seconds since it last had a rollout."""
-    failed: dict[str, str]
-    """Weight versions that it could not load, with the reasons."""
-    counters: dict[str, float]
-
-
-class CoordinatorStatus(TypedDict):
-    """The coordinator's status of its job; also the body of ``GET /status``."""
-
-    job: str
-    """``namespace/name`` of the job."""
-    uid: str
-    coordinator: int
-    """Number of the coordinator; each one that takes over has a higher number."""
-    state: str
-    """``running`` or ``closing``."""
-    weight_version: int
-    """Weight version that the engines should serve."""
-    requests: int
-    """Number of open requests."""
-    waiting: int
-    """Rollouts that are not assigned to an engine."""
-    assigned: int
-    """Rollouts that are assigned to an engine and have not ended."""
-    done: int
-    """Rollouts that have ended."""
-    total: int | None
-    """Number of rollouts in all epochs of a dataset source; None for a job that serves trainers."""
-    epoch: int | None
-    """Current epoch of a dataset source."""
-    tokens: int
-    """Response tokens of all rollouts that have ended."""
-    steps: int
-    """Decoding steps of these rollouts, as counted by the engines that finished them."""
-    drafted: int
-    """Draft tokens of these rollouts, counted likewise."""
-    accepted: int
-    """Accepted draft tokens of these rollouts, counted likewise."""
-    accepted_per_step: float
-    saved: float | None
-    """Fraction of the decoding time that drafting has saved, by the engines' cost models; None if it is unknown."""
-    canaries: int
-    """Canaries that were compared with their siblings."""
-    drift_e_value: float
-    """Evidence that drafting changes the output distribution. It is not expected to grow from 1 while it does not."""
-    distribution_drift: bool
-    """Whether that evidence has ever reached the alarm threshold."""
-    unverified: list[str]
-    """Engines on which vLLM does not verify the drafts that are proposed."""
-    tokens_per_second: float
-    seconds_left: float | None
-    """Estimated seconds until all open requests are answered, at the current speed; None if it is unknown."""
-    work_seconds: float | None
-    """The same estimate, if all engines were busy until the end."""
-    tail_seconds: float | None
-    """Estimated seconds until the longest open rollout ends if it runs from now on; more engines do not shorten it."""
-    engines: list[EngineEntry]
-    engine_errors: dict[str, str]
-    """Engines that cannot start, with the reasons."""
-    engines_lost: int
-    """Engines that this coordinator has lost."""
-    migrated: int
-    """Rollouts that this coordinator has migrated to idle engines."""
-    dead_letters: int
-    """Messages that this coordinator has moved to the dead letters."""
-    unread: dict[str, int]
-    """Number of unread results of each client."""
-    slow_clients: list[str]
-    """Clients with too many unread results."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +93,7 @@ class StatusBoard:
         assigned = sum(current.assigned.values())
         work, tail = self._estimate_seconds(current, assigned)
         totals = current.totals
-        steps, accepted = totals.get("steps", 0), totals.get("accepted", 0)
+        decoding_steps, accepted_tokens = totals.get("decoding_steps", 0), totals.get("accepted_tokens", 0)
         status: CoordinatorStatus = {
             "job": self._job,
             "uid": current.uid,
@@ -196,17 +107,17 @@ class StatusBoard:
             "total": self._total_rollouts,
             "epoch": None if self._total_rollouts is None else current.weight_version,
             "tokens": totals.get("tokens", 0),
-            "steps": steps,
-            "drafted": totals.get("drafted", 0),
-            "accepted": accepted,
-            "accepted_per_step": accepted / steps if steps else 0.0,
+            "decoding_steps": decoding_steps,
+            "draft_tokens": totals.get("draft_tokens", 0),
+            "accepted_tokens": accepted_tokens,
+            "accepted_per_step": accepted_tokens / decoding_steps if decoding_steps else 0.0,
             "saved": self._savings.fraction,
             "canaries": current.drift.canaries,
             "drift_e_value": current.drift.e_value,
             "distribution_drift": current.drift.drifted,
             "unverified": [report.name for report in current.engines.values() if _drafts_unverified(report.counters)],
             "tokens_per_second": self.tokens_per_second,
-            "seconds_left": None if work is None or tail is None else max(work, tail),
+            "remaining_seconds": None if work is None or tail is None else max(work, tail),
             "work_seconds": work,
             "tail_seconds": tail,
             "engines": [self._engine_entry(engine, current, now) for engine in current.engines],
@@ -239,7 +150,7 @@ class StatusBoard:
             "non_speculative": report.non_speculative,
             "speculation_disabled": report.speculation_disabled,
             "draining": report.draining,
-            "slots": report.slots,
+            "max_running": report.max_running,
             "assigned": current.assigned.get(engine, 0),
             "idle_seconds": now - self._busy_at[engine],
             "failed": {str(version): reason for version, reason in report.failed.items()},
@@ -297,7 +208,7 @@ def _drafts_unverified(counters: Mapping[str, float]) -> bool:
     """Return whether vLLM verifies other drafts than those that are proposed: none of them, or different ones."""
     if "proposed_tokens" not in counters or counters.get("tokens", 0.0) < MIN_VERIFIED_TOKENS:
         return False
-    if not counters["steps"]:
+    if not counters["decoding_steps"]:
         return True
-    proposed, verified = counters["proposed_tokens"], counters["drafted"]
+    proposed, verified = counters["proposed_tokens"], counters["draft_tokens"]
     return abs(proposed - verified) > MIN_VERIFIED_TOKENS + 0.5 * max(proposed, verified)

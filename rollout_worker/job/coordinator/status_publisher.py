@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 
+from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.canaries import CanaryTest
 from rollout_worker.job.coordinator.control import ControlProcessor
@@ -15,11 +17,13 @@ from rollout_worker.job.coordinator.rollout_placer import RolloutPlacer
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.coordinator.slow_clients import SlowClients
-from rollout_worker.job.coordinator.status import CoordinatorStatus, StatusBoard, StatusInput
+from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.job_record import ExpectedLoad
 from rollout_worker.policy.remaining_length import estimate_remaining_work
+
+logger = logging.getLogger(__name__)
 
 
 class StatusPublisher:
@@ -49,10 +53,18 @@ class StatusPublisher:
         """Number of canaries in the state that was last stored."""
 
     async def restore(self) -> None:
-        """Continue the canary test of an earlier coordinator."""
-        if (state := await retry_async(self._job_store.job.canaries)) is not None:
-            self._canaries.load_json(state)
-            self._stored_canaries = self._canaries.drift.canaries
+        """Continue the canary test of an earlier coordinator, if its state can be read."""
+        try:
+            if (state := await retry_async(self._job_store.job.canaries)) is not None:
+                self._canaries.load_json(state)
+                self._stored_canaries = self._canaries.drift.canaries
+        except ValueError as error:
+            logger.warning(
+                "Cannot read the state of the canary test in %s; the test goes on without the canaries of earlier "
+                "coordinators: %s",
+                self._job_store.keys.canaries,
+                error,
+            )
 
     @property
     def rollout_speed(self) -> float:

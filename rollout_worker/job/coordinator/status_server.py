@@ -5,6 +5,7 @@ from __future__ import annotations
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from rollout_api.protocol.status import ServedStatus
 from rollout_worker.job.coordinator.metrics import StatusMetrics
 from rollout_worker.job.coordinator.status import StatusBoard
 from rollout_worker.job.limits import STALE_STATUS_S
@@ -26,7 +27,8 @@ class StatusServer(HttpServer):
         redis_error = None
         if self._board.age_s > STALE_STATUS_S:
             redis_error = f"Redis has not answered the coordinator for {self._board.age_s:.0f} s"
-        return web.json_response({**self._board.last, "redis_error": redis_error})
+        status: ServedStatus = {**self._board.last, "redis_error": redis_error}
+        return web.json_response(status)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n")

@@ -72,4 +72,8 @@ class UnservableRequests:
         now = time.monotonic()
         if now >= self._next_log.setdefault(version, now + self._limits.unserved_version_log_delay_s):
             self._next_log[version] = now + self._limits.unserved_version_log_interval_s
-            logger.warning("Rollouts wait for weight version %d, which no engine serves or loads.", version)
+            logger.warning(
+                "Rollouts wait for weight version %d, which no engine serves or loads; publish it, or cancel the "
+                "requests that are pinned to it.",
+                version,
+            )

@@ -115,7 +115,7 @@ class JobReport:
     dead_letters: int = 0
     """Number of finished rollouts that could not be read on their way to the history."""
     index_bytes: int = 0
-    """Memory of the engines' draft indexes at the end."""
+    """Memory of the engines' suffix indexes at the end."""
 
     def find(self, epoch: int, mode: EpochMode) -> EpochRun | None:
         """Return the run of *epoch* in *mode*; None if there was none."""
@@ -135,7 +135,7 @@ class JobReport:
             baseline = self.find(run.epoch, EpochMode.NON_SPECULATIVE)
             comparable = baseline and run.makespan and baseline.makespan and not self.rollouts_from_earlier_runs
             if run.mode is EpochMode.DAS and baseline and comparable:
-                name = f"makespan, epoch {run.epoch}, plain vLLM / das"
+                name = f"makespan, epoch {run.epoch}, plain vLLM / history"
                 target = 1.0 if run.epoch > 1 else None
                 rows.append(_figure(name, baseline.makespan / run.makespan, "plain vLLM", target))
         return rows

@@ -21,7 +21,7 @@ from rollout_worker.engine.model_source import resolve_checkpoint
 from rollout_worker.job.dataset.problems import DatasetProblem, load_problems
 from rollout_worker.job.dataset.report import EpochMode, JobReport
 from rollout_worker.job.dataset.trainer import DatasetTrainer
-from rollout_worker.job.ledger import count_finished_rollouts
+from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
 
 _CLIENT_NAME = "dataset"
@@ -67,7 +67,7 @@ def load_dataset(job: RolloutJob, model: Path, tokenizer: Any, cache: Path) -> D
 
 def count_finished(server: redis.Redis, keys: MessageKeys) -> int:
     """Count the dataset's rollouts that earlier runs of the job have finished."""
-    return retry(count_finished_rollouts, server, keys, _CLIENT_NAME)
+    return retry(LauncherStore(server, keys).count_finished_rollouts, _CLIENT_NAME)
 
 
 async def run_dataset(

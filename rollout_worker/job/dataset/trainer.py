@@ -23,7 +23,7 @@ from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.dataset.problems import DatasetProblem
 from rollout_worker.job.dataset.report import EpochMode, EpochRun, JobReport, RolloutRow
 from rollout_worker.job.job_store.launcher import LauncherStore
-from rollout_worker.job.ledger import LedgerEntry, read_ledger
+from rollout_worker.job.ledger import LedgerEntry
 from rollout_worker.job.limits import (
     FINAL_COUNTERS_TIMEOUT_S,
     OUTBOX_POLL_INTERVAL_S,
@@ -60,7 +60,7 @@ class DatasetProgress:
     """The job's last status."""
 
     @property
-    def seconds_left(self) -> float | None:
+    def remaining_seconds(self) -> float | None:
         """Estimated time until the job ends, at the average speed so far."""
         if not self.all_done:
             return None
@@ -104,8 +104,7 @@ class DatasetTrainer:
         self._job = job
         self._problems, self._checkpoints, self._tokenizer = problems, checkpoints, tokenizer
         self._client, self._comparison_client = client, comparison_client
-        self._server, self._keys, self._store = server, keys, store
-        self._job_store = LauncherStore(server, keys)
+        self._keys, self._store, self._job_store = keys, store, LauncherStore(server, keys)
         self._baselines, self._finished_before = baselines, finished_before
         self._problem_by_id = {problem.problem_id: problem for problem in problems}
 
@@ -152,7 +151,7 @@ class DatasetTrainer:
         """Read the finished rollouts of an epoch: rollout id → ledger entry."""
         requests = self._client.step(epoch, self._prompts(EpochMode.DAS)).prepare_requests()
         request_ids = [request.request_id for request in requests]
-        ledger = await asyncio.to_thread(retry, read_ledger, self._server, self._keys, request_ids)
+        ledger = await asyncio.to_thread(retry, self._job_store.read_ledger, request_ids)
         return {
             str(RolloutId(self._keys.uid, request_id, sample)): entry
             for request_id, samples in ledger.items()

@@ -19,6 +19,7 @@ from rollout_worker.job.limits import (
     ANNOUNCEMENT_INTERVAL_S,
     ANNOUNCEMENT_RETENTION_S,
     HISTORY_WAIT_S,
+    PUBLICATION_LOG_INTERVAL_S,
 )
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class HistoryAnnouncer:
         self._generation: int | None = None
         self._unpublished: deque[int] = deque()
         """Weight versions that were served and are not published yet."""
+        self._next_log = 0.0
+        """``time.monotonic()`` from which on a failed publication is logged again."""
 
     @contextmanager
     def in_use(self, problem: str) -> Iterator[None]:
@@ -126,14 +129,21 @@ class HistoryAnnouncer:
         while self._unpublished:
             version = self._unpublished[0]
             try:
-                generation = await asyncio.to_thread(self._store.publish, self._run_id, version)
+                generation = await asyncio.to_thread(self._store.metadata.publish, self._run_id, version)
             except redis.RedisError as error:
-                logger.info(
-                    "Cannot publish weight version %d to the history; it will be retried: %s: %s",
-                    version,
-                    type(error).__name__,
-                    error,
-                )
+                self._log_failure(version, error)
                 return
             self._unpublished.popleft()
             await self.advance(generation)
+
+    def _log_failure(self, version: int, error: redis.RedisError) -> None:
+        now = time.monotonic()
+        if now >= self._next_log:
+            self._next_log = now + PUBLICATION_LOG_INTERVAL_S
+            logger.warning(
+                "Cannot publish weight version %d to the history %s; retrying: %s: %s",
+                version,
+                self._store.keys.full_name,
+                type(error).__name__,
+                error,
+            )

@@ -17,7 +17,7 @@ from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
 logger = logging.getLogger(__name__)
 
 _STATS = (
-    "steps",
+    "decoding_steps",
     "drafting_seconds",
     "index_bytes",
     "cost_base_seconds",
@@ -27,9 +27,9 @@ _STATS = (
     "cost_error_ratio",
     "timed_seconds",
     "timed_seconds_without_drafts",
-    "drafting_stopped",
-    "drafting_stops",
-    "explored_tokens",
+    "drafting_disabled",
+    "drafting_disabled_total",
+    "trial_tokens",
     "proposed_tokens",
 )
 _HISTORY_STATS = ("rollouts", "tokens", "corrupt", "evictions", "failures")
@@ -65,7 +65,7 @@ class EngineMonitor:
             self._report.counters |= counters
             self._report.counters["measured_timestamp_seconds"] = time.time()
             if "timed_seconds" in stats and not self._report.draining:
-                self._check_cutoff(stats["timed_seconds"], bool(stats["drafting_stopped"]))
+                self._check_cutoff(stats["timed_seconds"], bool(stats["drafting_disabled"]))
 
     def _check_cutoff(self, seconds: float, stopped: bool) -> None:
         """Cut speculation off where it does not pay: while the engine is idle, or at the latest after a while."""

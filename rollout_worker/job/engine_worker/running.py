@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.protocol.messages import FinishReason
 from rollout_worker.job.job_store import Assignment, Order
 from rollout_worker.job.job_store.assignments import RolloutKey
@@ -124,7 +123,3 @@ class RunningRollouts:
         for task in self.tasks:
             task.cancel()
         self._by_key.clear()
-
-    async def cancel(self) -> None:
-        """Cancel all rollouts and wait until their tasks have ended."""
-        await cancel_and_wait(*self.tasks)

@@ -13,7 +13,7 @@ from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.running import RunningRollouts
 from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.weight_transport import WeightsError, WeightTransport
+from rollout_worker.job.weight_transport import UnusableWeightsError, WeightTransport
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class WeightUpdater:
             report.weights = update.identity
             logger.info("Serving weight version %d; decoding was paused for %.3f s.", version, gap)
             report.counters["weights_gap_seconds"] = gap
-        except (WeightsError, EngineError) as error:
+        except (UnusableWeightsError, EngineError) as error:
             if self._engine.stopped:
                 raise
             logger.warning("Cannot load weight version %d; still serving version %d: %s", version, served, error)

@@ -53,7 +53,7 @@ class EngineWorker:
         *,
         name: str,
         worker: str,
-        slots: int,
+        max_running: int,
         checkpoint_tokens: int,
         sampling: Sampling,
         transport: WeightTransport,
@@ -69,7 +69,7 @@ class EngineWorker:
             store: the job's history.
             name: name of the engine, which stays the same over its restarts.
             worker: id of the worker process on this machine that may tell the engine to leave; '' if there is none.
-            slots: number of rollouts that the engine decodes at the same time.
+            max_running: maximum number of rollouts that the engine decodes at once.
             checkpoint_tokens: maximum number of tokens of a rollout that are lost with this engine.
             sampling: the job's sampling settings, which a request may override.
             transport: how published weights are brought into the engine.
@@ -79,7 +79,7 @@ class EngineWorker:
         """
         non_speculative = engine.config.drafting is None and not speculation_disabled
         report = EngineReport(
-            name, worker, os.getpid(), slots, non_speculative, speculation_disabled, engine.weight_version
+            name, worker, os.getpid(), max_running, non_speculative, speculation_disabled, engine.weight_version
         )
         if broadcast:
             report.broadcast, report.ranks = engine.config.broadcast_backend, engine.config.ranks

@@ -110,11 +110,11 @@ class Order:
 class AssignmentStore:
     """Sends orders to engines, and takes assignments back."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, package: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
         self._client, self._keys = client, keys
-        self._assign = async_function(client, package, "assign")
-        self._reclaim = async_function(client, package, "reclaim")
-        self._return = async_function(client, package, "return_assignment")
+        self._assign = async_function(client, __package__, "assign")
+        self._reclaim = async_function(client, __package__, "reclaim")
+        self._return = async_function(client, __package__, "return_assignment")
 
     # The coordinator's side
 

@@ -24,8 +24,8 @@ class EngineReport:
     """Id of the worker process that the engine belongs to."""
     pid: int = 0
     """Process id of the engine's actor."""
-    slots: int = 1
-    """Number of rollouts that are decoded at the same time."""
+    max_running: int = 1
+    """Maximum number of rollouts that the engine decodes at once."""
     non_speculative: bool = False
     """Whether vLLM runs without speculation in order to serve requests that want no drafts."""
     speculation_disabled: bool = False
@@ -80,9 +80,9 @@ class RegisteredEngine(NamedTuple):
 class EngineRegistry:
     """Renews and reads the leases and reports of engines."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, package: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
         self._client, self._keys = client, keys
-        self._heartbeat = async_function(client, package, "heartbeat")
+        self._heartbeat = async_function(client, __package__, "heartbeat")
 
     async def heartbeat(self, engine: str, report: EngineReport, *, register: bool = False) -> bool:
         """Publish a report and renew the engine's lease, or create it; return False if the lease had expired."""

@@ -10,7 +10,8 @@ import redis.asyncio
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.messages import SCHEMA_VERSION, WeightsKind, WeightUpdate, decode, encode
 from rollout_worker.job.job_store.encoding import as_text
-from rollout_worker.job.limits import JOB_RETENTION_S, KEYS_PER_SCAN, STATUS_EXPIRY_S
+from rollout_worker.job.job_store.job_keys import add_expiry, async_key_batches
+from rollout_worker.job.limits import STATUS_EXPIRY_S
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,10 @@ class JobRecord:
         Clients can still read their results for :data:`~rollout_worker.job.limits.JOB_RETENTION_S`.
         """
         await self._client.hset(self._keys.job, "state", "closed")
-        batch = self._client.pipeline(transaction=False)
-        async for key in self._client.scan_iter(self._keys.pattern(), count=KEYS_PER_SCAN):
-            batch.expire(key, JOB_RETENTION_S, lt=True)  # keys that expire earlier, such as leases, still do
-            if len(batch) >= KEYS_PER_SCAN:
-                await batch.execute()
-        await batch.execute()
+        async for batch in async_key_batches(self._client, self._keys):
+            pipeline = self._client.pipeline(transaction=False)
+            add_expiry(pipeline, batch)
+            await pipeline.execute()
 
     async def set_status(self, status: bytes) -> None:
         """Publish the coordinator's status, which expires if it is not renewed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import redis
@@ -11,11 +12,13 @@ import redis
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.engines import EngineReport
+from rollout_worker.job.job_store.job_keys import add_expiry, key_batches
+from rollout_worker.job.ledger import META_FIELDS, LedgerEntry
 from rollout_worker.job.limits import (
     DELETED_JOB_NOTICE_S,
-    JOB_RETENTION_S,
-    KEYS_PER_SCAN,
+    LEDGERS_PER_SCAN,
     SHUTDOWN_REQUEST_EXPIRY_S,
+    WRITE_CHECK_EXPIRY_S,
 )
 
 _TOKEN_BYTES = 32
@@ -62,7 +65,42 @@ class LauncherStore:
         """Tell the engines of a worker to leave the job within *grace_s* seconds."""
         self._client.set(self._keys.shutdown_grace(worker), grace_s, ex=SHUTDOWN_REQUEST_EXPIRY_S)
 
+    # Finished rollouts
+
+    def read_ledger(self, request_ids: Sequence[str]) -> dict[str, dict[int, LedgerEntry]]:
+        """Return the finished rollouts of requests: request id → sample → entry.
+
+        Raises:
+            CodecError: if an entry cannot be decoded.
+        """
+        pipeline = self._client.pipeline(transaction=False)
+        for request_id in request_ids:
+            pipeline.hgetall(self._keys.ledger(request_id))
+        replies: list[dict[bytes, Any]] = pipeline.execute()
+        return {
+            request_id: {
+                int(sample): LedgerEntry.unpack(entry) for sample, entry in fields.items() if sample not in META_FIELDS
+            }
+            for request_id, fields in zip(request_ids, replies, strict=True)
+        }
+
+    def count_finished_rollouts(self, client_name: str) -> int:
+        """Return the number of finished rollouts that a client has requested."""
+        pipeline = self._client.pipeline(transaction=False)
+        for ledger in self._client.scan_iter(self._keys.ledger(f"{client_name}:*"), count=LEDGERS_PER_SCAN):
+            pipeline.hkeys(ledger)
+        replies: list[list[bytes]] = pipeline.execute()
+        return sum(field not in META_FIELDS for fields in replies for field in fields)
+
     # The job as a whole
+
+    def check_writable(self) -> None:
+        """Write a key that expires soon.
+
+        Raises:
+            redis.RedisError: if Redis is unavailable or rejects writes.
+        """
+        self._client.set(self._keys.write_check, "1", ex=WRITE_CHECK_EXPIRY_S)
 
     def status(self) -> dict[str, Any] | None:
         """Return the coordinator's last status; None if it has expired.
@@ -93,10 +131,9 @@ class LauncherStore:
 
     def expire_keys(self) -> None:
         """Let all keys of the job expire; until then, clients can read their results."""
-        for keys in self._key_batches():
+        for batch in key_batches(self._client, self._keys):
             pipeline = self._client.pipeline(transaction=False)
-            for key in keys:
-                pipeline.expire(key, JOB_RETENTION_S, lt=True)  # keys that expire earlier, such as leases, still do
+            add_expiry(pipeline, batch)
             pipeline.execute()
 
     def delete_keys(self, *, keep_notice: bool) -> None:
@@ -105,9 +142,9 @@ class LauncherStore:
         Args:
             keep_notice: whether clients can still read for a while why the job has ended.
         """
-        for keys in self._key_batches():
+        for batch in key_batches(self._client, self._keys):
             pipeline = self._client.pipeline(transaction=False)
-            for key in keys:
+            for key in batch:
                 if keep_notice and key == self._keys.job.encode():
                     pipeline.expire(key, DELETED_JOB_NOTICE_S)
                 else:
@@ -118,7 +155,3 @@ class LauncherStore:
         """Delete the entry by which clients find the job ``namespace/name``, unless another job has taken the name."""
         if self._client.get(job_uid_key(name)) == self._keys.uid.encode():
             self._client.delete(job_uid_key(name))
-
-    def _key_batches(self) -> list[list[bytes]]:
-        keys = list(self._client.scan_iter(self._keys.pattern(), count=KEYS_PER_SCAN))
-        return [keys[start : start + KEYS_PER_SCAN] for start in range(0, len(keys), KEYS_PER_SCAN)]

@@ -40,10 +40,10 @@ class RequestProgress(NamedTuple):
 class RequestStore:
     """Admits requests and reads their progress."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, package: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
         self._client, self._keys = client, keys
-        self._admit = async_function(client, package, "admit")
-        self._cancel = async_function(client, package, "cancel")
+        self._admit = async_function(client, __package__, "admit")
+        self._cancel = async_function(client, __package__, "cancel")
 
     async def admit(self, entry_id: str, request: RolloutRequest) -> Admission:
         """Open the ledger of a request. Unless the result is ADMITTED, the entry is deleted."""

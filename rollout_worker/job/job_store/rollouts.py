@@ -40,10 +40,10 @@ class StartState(NamedTuple):
 class RolloutStore:
     """Checkpoints running rollouts and records finished ones."""
 
-    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, package: str) -> None:
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
         self._client, self._keys = client, keys
-        self._finish_function = async_function(client, package, "finish")
-        self._checkpoint_function = async_function(client, package, "checkpoint")
+        self._finish_function = async_function(client, __package__, "finish")
+        self._checkpoint_function = async_function(client, __package__, "checkpoint")
 
     async def finish(self, request: RolloutRequest, rollout: Rollout, *, engine: str = "", order: str = "") -> bool:
         """Record an ended rollout, send it to the client and queue it for the history, in one atomic operation.
@@ -108,7 +108,7 @@ class RolloutStore:
         )
 
     async def totals(self) -> dict[str, int]:
-        """Return the job's totals: rollouts, tokens, steps, drafted, accepted."""
+        """Return the job's totals: rollouts, tokens, decoding_steps, draft_tokens and accepted_tokens."""
         return {as_text(key): int(value) for key, value in (await self._client.hgetall(self._keys.totals)).items()}
 
     async def checkpoint(self, request: RolloutRequest, sample: int, partial: Partial) -> bool:

@@ -17,9 +17,6 @@ from rollout_worker.job.job_store.results import ResultStore
 from rollout_worker.job.job_store.rollouts import RolloutStore
 from rollout_worker.job.limits import MAX_BLOCKING_READ_S
 
-_FUNCTIONS_PACKAGE = "rollout_worker.job"
-"""Package with the Lua functions."""
-
 
 class JobStore:
     """The state of one job in Redis. Each attribute stores one part of it."""
@@ -28,11 +25,11 @@ class JobStore:
         self.keys = keys
         self.job = JobRecord(client, keys)
         self.incoming = IncomingStreams(client, keys)
-        self.requests = RequestStore(client, keys, _FUNCTIONS_PACKAGE)
-        self.rollouts = RolloutStore(client, keys, _FUNCTIONS_PACKAGE)
+        self.requests = RequestStore(client, keys)
+        self.rollouts = RolloutStore(client, keys)
         self.results = ResultStore(client, keys)
-        self.assignments = AssignmentStore(client, keys, _FUNCTIONS_PACKAGE)
-        self.engines = EngineRegistry(client, keys, _FUNCTIONS_PACKAGE)
+        self.assignments = AssignmentStore(client, keys)
+        self.engines = EngineRegistry(client, keys)
         self._client = client
 
     @classmethod

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.cluster.example_jobs import ExampleJobs
 from tests.support.cluster.real_cluster import RealCluster, real_cluster
-from tests.support.cluster.waiting import wait_for
+from tests.support.waiting import wait_for
 
 JOB_DELETION_TIMEOUT_S = 240.0
 """The cleanup of a job whose image cannot be pulled takes its timeout of two minutes."""

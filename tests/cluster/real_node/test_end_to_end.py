@@ -7,22 +7,29 @@ import re
 import pytest
 
 from rollout_api.protocol.keys import MessageKeys
-from rollout_worker.job.ledger import LedgerEntry, read_ledger
-from tests.support.cluster.example_jobs import EPOCHS, QUICKSTART, TRAINER_JOB, ExampleJobs, num_problems, quickstart
+from rollout_worker.job.job_store.launcher import LauncherStore
+from rollout_worker.job.ledger import LedgerEntry
+from tests.support.acceptance import accepted_per_step
+from tests.support.cluster.control_plane import GARBAGE_COLLECTION_TIMEOUT_S
+from tests.support.cluster.example_jobs import (
+    QUICKSTART,
+    TRAINER_JOB,
+    ExampleJobs,
+    num_epochs,
+    num_problems,
+    quickstart,
+)
 from tests.support.cluster.real_cluster import RELEASE, RealCluster
-from tests.support.cluster.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(1200)
 
-GARBAGE_COLLECTION_TIMEOUT_S = 120
+DELETION_TIMEOUT_S = 180.0
+"""Seconds within which the trainer's job, which has a TTL of 60 s, is deleted after its success."""
 
 
-def accepted_per_step(entries: list[LedgerEntry]) -> float:
-    return sum(entry.num_accepted_tokens for entry in entries) / sum(entry.num_decoding_steps for entry in entries)
-
-
-def test_helm_test_succeeds(cluster: RealCluster, examples: ExampleJobs) -> None:
-    assert "Succeeded" in cluster.helm("test", RELEASE, "--timeout=3m")
+def test_helm_test_succeeds(cluster: RealCluster) -> None:
+    assert "Succeeded" in cluster.helm("test", RELEASE, "--timeout=2m")
 
 
 def test_a_trainer_runs_two_epochs_and_only_the_history_remains(cluster: RealCluster, examples: ExampleJobs) -> None:
@@ -35,15 +42,9 @@ def test_a_trainer_runs_two_epochs_and_only_the_history_remains(cluster: RealClu
     assert 2 == len(accepted), log
     assert accepted[1] > accepted[0], log
 
-    cluster.kubectl(
-        "patch",
-        "rolloutjob",
-        TRAINER_JOB,
-        "--type=merge",
-        "-p",
-        '{"spec": {"lifecycle": {"ttlSecondsAfterFinished": 1}}}',
+    wait_for(
+        lambda: not cluster.get("rolloutjob", TRAINER_JOB), DELETION_TIMEOUT_S, "The job is not deleted after its TTL."
     )
-    wait_for(lambda: not cluster.get("rolloutjob", TRAINER_JOB), 60, "The job is not deleted after its TTL.")
     kinds = "pods,services,configmaps,poddisruptionbudgets,networkpolicies,serviceaccounts"
     wait_for(
         lambda: not cluster.kubectl("get", kinds, "-l", f"das.rollout.dev/job={TRAINER_JOB}", "-o", "name"),
@@ -59,10 +60,12 @@ def test_a_dataset_job_finishes_and_its_second_epoch_accepts_more_draft_tokens(
 ) -> None:
     status = examples.run(QUICKSTART)
     job = quickstart()
-    num_rollouts = num_problems(job) * job["spec"]["sampling"]["n"] * EPOCHS
+    epochs = num_epochs(job)
+    num_rollouts = num_problems(job) * job["spec"]["sampling"]["n"] * epochs
     expected = {"done": num_rollouts, "total": num_rollouts, "summary": f"{num_rollouts}/{num_rollouts}"}
     assert expected.items() <= status["progress"].items()
     watched = examples.watch_log.read_text()
+    assert re.search(rf"^{QUICKSTART} +Running ", watched, re.MULTILINE)
     shown = [int(done) for done in re.findall(rf"^{QUICKSTART} .* (\d+)/{num_rollouts} ", watched, re.MULTILINE)]
     assert shown == sorted(shown)
     assert len(set(shown)) >= 3, watched
@@ -71,10 +74,10 @@ def test_a_dataset_job_finishes_and_its_second_epoch_accepts_more_draft_tokens(
     assert (num_rollouts, num_rollouts) == (len(rollouts), len(set(rollouts)))
     keys = MessageKeys(cluster.get("rolloutjob", QUICKSTART)["metadata"]["uid"])
     prefix = keys.ledger("")
-    by_epoch: dict[int, list[LedgerEntry]] = {epoch: [] for epoch in range(1, EPOCHS + 1)}
+    by_epoch: dict[int, list[LedgerEntry]] = {epoch: [] for epoch in range(1, epochs + 1)}
     with cluster.redis() as server:
         requests = [key.decode().removeprefix(prefix) for key in server.scan_iter(keys.ledger("dataset:*"), count=1000)]
-        for request, samples in read_ledger(server, keys, requests).items():
+        for request, samples in LauncherStore(server, keys).read_ledger(requests).items():
             by_epoch[int(request.split(":")[1])] += samples.values()
     assert accepted_per_step(by_epoch[2]) > accepted_per_step(by_epoch[1])
 

@@ -8,15 +8,19 @@ from typing import Any
 import pytest
 
 from tests.support.cluster.real_cluster import RealCluster, job_manifest
-from tests.support.cluster.waiting import wait_for
+from tests.support.waiting import wait_for
 
+MESSAGE_TIMEOUT_S = 150.0
+"""Seconds within which an Event reports the cause, counted from the creation of the jobs or later."""
+FAILED_TIMEOUT_S = 60.0
+"""Seconds within which the job has failed after the Event."""
 FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
     ("no-image", {"image": {"name": "nowhere.invalid/none:1"}}, "ErrImagePull", "nowhere.invalid/none:1"),
     (
         "no-model",
         {"model": {"uri": "no/such-model"}, "lifecycle": {"backoffLimit": 0}},
         "ModelNotFound",
-        "'no/such-model'",
+        "model 'no/such-model' is neither a directory in the model cache",
     ),
     (
         "no-password",
@@ -62,13 +66,13 @@ def test_the_cause_of_a_failure_is_reported(faulty_jobs: RealCluster, name: str,
         return any(posted == reason and message in text for posted, text in faulty_jobs.events(name))
 
     try:
-        wait_for(is_reported, 240)
+        wait_for(is_reported, MESSAGE_TIMEOUT_S)
     except TimeoutError:
         pytest.fail(f"{faulty_jobs.events(name)}\n{faulty_jobs.describe(name)}")
     if reason in ("ErrImagePull", "CreateContainerConfigError"):
         conditions = {condition["type"]: condition for condition in faulty_jobs.status(name)["conditions"]}
         assert "False" == conditions["WorkersReady"]["status"]
     else:
-        status = faulty_jobs.wait_for_state(name, "Failed", 120)
+        status = faulty_jobs.wait_for_state(name, "Failed", FAILED_TIMEOUT_S)
         failed = next(condition for condition in status["conditions"] if condition["type"] == "Failed")
         assert message in failed["message"]

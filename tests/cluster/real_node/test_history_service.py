@@ -9,22 +9,27 @@ from prometheus_client.parser import text_string_to_metric_families
 from rollout_api.protocol.keys import HISTORY_NAMES
 from rollout_worker.history.limits import COMPACTION_DELAY_S
 from tests.support.cluster.example_jobs import (
-    EPOCHS,
     HISTORY_BYTES,
     QUICKSTART,
     SEPARATE_HISTORY,
     SEPARATE_PROBLEMS,
     ExampleJobs,
+    num_epochs,
     num_problems,
     quickstart,
 )
 from tests.support.cluster.real_cluster import NAMESPACE, RELEASE, RealCluster, is_ready
-from tests.support.cluster.waiting import wait_for
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(1200)
 
 HISTORY = f"{NAMESPACE}/{QUICKSTART}"
 DEPLOYMENT = f"{RELEASE}-history"
+TAKEOVER_TIMEOUT_S = 60.0
+"""Seconds within which another pod maintains a history whose maintainer was killed, and within which it has done so."""
+POD_START_TIMEOUT_S = 120.0
+"""Seconds until a further pod is ready: an allowance for slow machines and no requirement on the history service."""
+EPOCHS = num_epochs(quickstart())
 PROBLEMS = num_problems(quickstart())
 ROLLOUTS = PROBLEMS * quickstart()["spec"]["sampling"]["n"] * EPOCHS
 
@@ -117,7 +122,7 @@ def test_a_history_that_no_longer_changes_is_compacted_without_loss(
         leader = service.leader()
         return leader is not None and leader[1]["compacted_problems_total"] >= PROBLEMS
 
-    wait_for(is_compacted, COMPACTION_DELAY_S + 90, service.logs)
+    wait_for(is_compacted, COMPACTION_DELAY_S + 60, service.logs)
     rollouts = cluster.rollouts_in_history(QUICKSTART)
     assert (ROLLOUTS, ROLLOUTS) == (len(rollouts), len(set(rollouts)))
 
@@ -125,13 +130,13 @@ def test_a_history_that_no_longer_changes_is_compacted_without_loss(
 def test_another_pod_takes_over_when_the_leader_is_killed(cluster: RealCluster, service: HistoryService) -> None:
     service.scale(2)
     try:
-        wait_for(lambda: len(service.pods()) == 2, 120, service.logs)
-        leader, _ = wait_for(service.leader, 60, service.logs)
+        wait_for(lambda: len(service.pods()) == 2, POD_START_TIMEOUT_S, service.logs)
+        leader, _ = wait_for(service.leader, 30, service.logs)
         cluster.kubectl("delete", "pod", leader, "--force", "--grace-period=0")
-        other, before = wait_for(lambda: service.leader(excluded=leader), 90, service.logs)
+        other, before = wait_for(lambda: service.leader(excluded=leader), TAKEOVER_TIMEOUT_S, service.logs)
         wait_for(
             lambda: service.metrics(other).get("maintenance_runs_total", 0) > before["maintenance_runs_total"],
-            90,
+            TAKEOVER_TIMEOUT_S,
             service.logs,
         )
         assert [other] == [pod for pod in service.pods() if service.metrics(pod).get("lease_held")]

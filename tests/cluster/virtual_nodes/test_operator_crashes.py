@@ -6,10 +6,23 @@ from collections.abc import Callable
 
 from rollout_operator.leader_election import LEASE_DURATION_S
 
-from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.control_plane import GARBAGE_COLLECTION_TIMEOUT_S, ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess, new_operator
 from tests.support.cluster.virtual_nodes import VirtualNodes
+
+CRASHES_TIMEOUT_S = 180.0
+"""An allowance for slow machines, on which each of the many starts of a crashing operator takes seconds."""
+CONFLICTS_TIMEOUT_S = 60.0
+"""Seconds within which two operators at once, which conflict with each other, start or replace pods of four jobs."""
+TAKEOVER_TIMEOUT_S = 45.0
+"""Seconds within which a new job's pods run although the leader was killed and its Lease has to expire first."""
+RELEASED_LEASE_TIMEOUT_S = LEASE_DURATION_S - 5.0
+"""Seconds within which a new job's pods run after the leader has ended: it does not take the duration of a Lease."""
+RECOVERY_TIMEOUT_S = 60.0
+"""Seconds within which an operator notices what happened while it could not watch, once it can again."""
+RESTART_TIMEOUT_S = 90.0
+"""Seconds within which a new job's pods run after a restart of the API server, whose other clients recover, too."""
 
 
 def test_an_operator_that_crashes_around_every_change_reaches_the_same_result(
@@ -19,7 +32,7 @@ def test_an_operator_that_crashes_around_every_change_reaches_the_same_result(
     operator.start(crashing=True)
 
     def wait(condition: Callable[[], bool]) -> None:
-        jobs.wait(lambda: not operator.is_running() or condition(), 180)
+        jobs.wait(lambda: not operator.is_running() or condition(), CRASHES_TIMEOUT_S)
         assert operator.is_running(), operator.log()[-3000:]
 
     try:
@@ -39,7 +52,7 @@ def test_an_operator_that_crashes_around_every_change_reaches_the_same_result(
         wait(lambda: jobs.get("math") is None)
     finally:
         operator.terminate()
-    jobs.wait(lambda: not jobs.pods("math"), 120)
+    jobs.wait(lambda: not jobs.pods("math"), GARBAGE_COLLECTION_TIMEOUT_S)
 
 
 def test_a_second_operator_takes_over_when_the_leader_ends(
@@ -58,7 +71,7 @@ def test_a_second_operator_takes_over_when_the_leader_ends(
     leader, other = operators if leading[0] else reversed(operators)
     leader.kill()
     jobs.create("second")
-    jobs.wait_for_running("second", 3)
+    jobs.wait_for_running("second", 3, TAKEOVER_TIMEOUT_S)
     assert 1.0 == other.metric("rollout_operator_leading")
 
     # An operator that is terminated releases its lease, so the next one does not wait until it expires.
@@ -66,7 +79,7 @@ def test_a_second_operator_takes_over_when_the_leader_ends(
     leader.wait_until_ready()
     assert 0 == other.terminate()
     jobs.create("third")
-    jobs.wait_for_running("third", 3, LEASE_DURATION_S - 1)
+    jobs.wait_for_running("third", 3, RELEASED_LEASE_TIMEOUT_S)
     leader.terminate()
 
 
@@ -80,11 +93,14 @@ def test_two_operators_at_once_create_no_pod_twice(cluster: ControlPlane, jobs: 
     for name in names:
         jobs.create(name)
     for name in names:
-        jobs.wait_for_running(name, 3)
+        jobs.wait_for_running(name, 3, CONFLICTS_TIMEOUT_S)
         assert 3 == len(jobs.pods(name))
         nodes.terminate_pod(jobs.namespace, f"{name}-worker-0", 1)
     for name in names:
-        jobs.wait(lambda name=name: jobs.status(name).get("failedPods") == 1 and len(jobs.running(name)) == 3)
+        jobs.wait(
+            lambda name=name: jobs.status(name).get("failedPods") == 1 and len(jobs.running(name)) == 3,
+            CONFLICTS_TIMEOUT_S,
+        )
     for operator in operators:
         operator.terminate()
 
@@ -101,7 +117,10 @@ def test_a_pod_deleted_during_an_interrupted_watch_is_replaced(
     cluster.restart_api_server()
     jobs.core.delete_namespaced_pod("math-worker-1", jobs.namespace, grace_period_seconds=0)
     operator.resume()
-    jobs.wait(lambda: (worker := jobs.pods("math").get("math-worker-1")) and worker.metadata.uid != deleted, 120)
+    jobs.wait(
+        lambda: (worker := jobs.pods("math").get("math-worker-1")) and worker.metadata.uid != deleted,
+        RECOVERY_TIMEOUT_S,
+    )
     assert "interrupted for too long" in operator.log()
 
 
@@ -114,7 +133,7 @@ def test_the_operator_continues_after_a_restart_of_the_api_server(
     cluster.restart_api_server()
     cluster.wait_until_jobs_are_served()
     jobs.create("after")
-    jobs.wait_for_running("after", 3, 120)
+    jobs.wait_for_running("after", 3, RESTART_TIMEOUT_S)
     assert 3 == len(jobs.pods("before"))
     assert operator.is_running()
 
@@ -129,6 +148,6 @@ def test_the_operator_waits_while_the_api_server_does_not_serve_rollout_jobs(
     jobs.wait(lambda: "404" in operator.log())
     cluster.register_api_group()
     jobs.create("after")
-    jobs.wait_for_running("after", 3, 120)
+    jobs.wait_for_running("after", 3, RECOVERY_TIMEOUT_S)
     assert 3 == len(jobs.pods("before"))
     assert 0 == operator.terminate()

@@ -17,38 +17,31 @@ from rollout_operator.redis_users import user_prefix
 
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from tests.support.cluster.chart import render_chart
-from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.control_plane import GARBAGE_COLLECTION_TIMEOUT_S, ControlPlane
 from tests.support.cluster.jobs import Jobs
-from tests.support.cluster.waiting import wait_for
-from tests.support.ports import free_port
+from tests.support.redis_servers import Server
+from tests.support.waiting import wait_for
 
 PASSWORD, KEY = "admin-password", "k" * 40
 PREFIX = user_prefix(KEY.encode())
-GARBAGE_COLLECTION_TIMEOUT_S = 120.0
+USER_TIMEOUT_S = 30.0
+"""Seconds within which the user of a new job is created, or created again on a server that has forgotten it."""
+CLEANUP_TIMEOUT_S = 90.0
+"""Seconds within which the user of a deleted job is removed, and a Secret that somebody deleted is created again."""
 
 
 class RedisUsersProcess:
     """The process under test, and a Redis server that forgets its users when it is restarted."""
 
     def __init__(self, directory: Path, kubeconfig: Path, namespace: str) -> None:
-        self._directory, self._port = directory, free_port()
-        url = f"redis://:{PASSWORD}@127.0.0.1:{self._port}/0"
+        self._directory = directory
+        self.server = Server(directory / "redis", password=PASSWORD)
+        url = f"{self.server.url}/0"
         self.admin = redis.Redis.from_url(url)
-        self.start_server()
         command = [sys.executable, "-m", "rollout_operator.redis_users", f"--namespace={namespace}"]
         variables = {"KUBECONFIG": str(kubeconfig), "ROLLOUT_REDIS_ADMIN_URL": url, "ROLLOUT_REDIS_USER_KEY": KEY}
         with (directory / "users.log").open("ab") as log:
             self._process = subprocess.Popen(command, env={**os.environ, **variables}, stdout=log, stderr=log)
-
-    def start_server(self) -> None:
-        """Start the Redis server."""
-        command = ["redis-server", "--port", str(self._port), "--requirepass", PASSWORD, "--save", ""]
-        self._server = subprocess.Popen(command, cwd=self._directory, stdout=subprocess.DEVNULL)
-
-    def kill_server(self) -> None:
-        """Kill the Redis server."""
-        self._server.kill()
-        self._server.wait()
 
     def log(self) -> str:
         """Return the log of the process."""
@@ -65,7 +58,7 @@ class RedisUsersProcess:
         """End the process and the server."""
         self._process.terminate()
         self._process.wait(20)
-        self.kill_server()
+        self.server.close()
 
 
 @pytest.fixture
@@ -112,7 +105,9 @@ def test_each_job_has_a_user_that_reaches_its_own_keys_only(
         uids[name] = jobs.create(name, redis={"managed": True}, history={"name": name})["metadata"]["uid"]
     jobs.create("unmanaged")
     math, code = connect(jobs, "math"), connect(jobs, "code")
-    wait_for(lambda: {f"{PREFIX}{uid}" for uid in uids.values()} == redis_users.users(), 60, redis_users.log)
+    wait_for(
+        lambda: {f"{PREFIX}{uid}" for uid in uids.values()} == redis_users.users(), USER_TIMEOUT_S, redis_users.log
+    )
 
     # A user may access the keys of its own job and history.
     keys, history = MessageKeys(uids["math"]), HistoryKeys(jobs.namespace, "math")
@@ -145,18 +140,17 @@ def test_each_job_has_a_user_that_reaches_its_own_keys_only(
             pytest.fail(f"Call {number} was permitted.")
 
     # The users are created again after a restart of the server, which has forgotten them.
-    redis_users.kill_server()
-    redis_users.start_server()
-    wait_for(lambda: can_read(math, keys), 60, redis_users.log)
+    redis_users.server.restart()
+    wait_for(lambda: can_read(math, keys), USER_TIMEOUT_S, redis_users.log)
 
     # The user of a deleted job is removed, but not that of another installation on the same server. At the same time,
     # a Secret that somebody has deleted is created again.
     redis_users.admin.acl_setuser("rollout-other-uid", enabled=True)
     jobs.core.delete_namespaced_secret(redis_secret("math"), jobs.namespace)
     jobs.delete("code")
-    wait_for(lambda: {f"{PREFIX}{uids['math']}"} == redis_users.users(), 90, redis_users.log)
+    wait_for(lambda: {f"{PREFIX}{uids['math']}"} == redis_users.users(), CLEANUP_TIMEOUT_S, redis_users.log)
     assert "rollout-other-uid" in redis_users.admin.acl_users()
-    wait_for(lambda: secret_exists(jobs, "math"), 90, redis_users.log)
+    wait_for(lambda: secret_exists(jobs, "math"), CLEANUP_TIMEOUT_S, redis_users.log)
     wait_for(lambda: not secret_exists(jobs, "code"), GARBAGE_COLLECTION_TIMEOUT_S, "The Secret outlives its job.")
 
     for text in (redis_users.log(), json.dumps(jobs.get("math"))):

@@ -38,7 +38,7 @@ def crash_at(moment: str, number: int) -> None:
             if is_last:
                 os._exit(CRASH_EXIT_CODE)
 
-    KubernetesApi.request = crashing_request  # type: ignore[method-assign]
+    KubernetesApi.request = crashing_request
 
 
 def run_repeatedly() -> None:

@@ -11,9 +11,10 @@ from rollout_operator import names
 
 from rollout_api.manifest.rollout_job import API_VERSION, GROUP, KIND, PLURAL, VERSION
 from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.waiting import wait_for
+from tests.support.waiting import wait_for
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
+"""Seconds within which the operator, the scheduler and the kubelet react to a change, unless a test says otherwise."""
 SPEC: dict[str, Any] = {
     "source": {"trainer": {}},
     "model": {"uri": "Qwen/Qwen3-8B"},

@@ -20,8 +20,8 @@ import yaml
 from kubernetes import client
 
 from tests.support.cluster.control_plane import START_TIMEOUT_S, ControlPlane
-from tests.support.cluster.waiting import wait_for
 from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
 NAME = "node1"
 ADDRESS = "10.89.0.1"

@@ -12,9 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.waiting import wait_for
 from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
+READY_TIMEOUT_S = 60.0
+"""Seconds until a started operator has reached the API server. Most of them are an allowance for slow machines."""
+STOP_TIMEOUT_S = 20.0
+"""Seconds within which a terminated operator ends: the termination grace period of its pod."""
 _CRASHING_OPERATOR = Path(__file__).with_name("crashing_operator.py")
 
 
@@ -57,7 +61,7 @@ class OperatorProcess:
             except OSError:
                 return False
 
-        wait_for(is_ready, 120, "The operator does not become ready.")
+        wait_for(is_ready, READY_TIMEOUT_S, "The operator does not become ready.")
 
     def get(self, path: str) -> str:
         """Return the response of one of the HTTP endpoints."""
@@ -76,7 +80,7 @@ class OperatorProcess:
     def terminate(self) -> int:
         """Send SIGTERM, and return the exit code."""
         self._started.terminate()
-        return self._started.wait(30)
+        return self._started.wait(STOP_TIMEOUT_S)
 
     def kill(self) -> None:
         """Send SIGKILL, and wait for the end."""

@@ -27,9 +27,9 @@ from rollout_api.protocol.keys import HistoryKeys
 from tests.support.cluster.chart import CHART, HELM
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.node import ADDRESS, Node, create_bridge
-from tests.support.cluster.waiting import wait_for
 from tests.support.history_contents import rollout_ids_in
 from tests.support.ports import accepts, free_port
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]

@@ -1,7 +1,7 @@
 #!lua flags=allow-oom
 -- Replace log entries and blocks of a problem by one block, if all of them are still there. This also runs on a full
 -- server, because it frees memory.
--- KEYS: log, lengths, blocks (one slot).
+-- KEYS: log, lengths, blocks (one hash slot).
 -- ARGV: name of the new block (empty: none is needed, because everything has left the window), its content, number of
 --   blocks to replace, their names, ids of the log entries to replace.
 -- Returns whether anything was replaced (1 or 0) and the size of the keys in bytes.

@@ -1,6 +1,6 @@
 #!lua
 -- Record that requests were cancelled. Unknown requests are ignored.
--- KEYS: ledger of each request (one slot).
+-- KEYS: ledger of each request (one hash slot).
 -- Returns 1.
 for _, ledger in ipairs(KEYS) do
   if redis.call('EXISTS', ledger) == 1 then

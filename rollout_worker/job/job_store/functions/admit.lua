@@ -1,6 +1,6 @@
 #!lua
 -- Admit a request once, so that a request that was sent twice is only one request.
--- KEYS: ledger of the request, requests (one slot).
+-- KEYS: ledger of the request, requests (one hash slot).
 -- ARGV: id of the request's entry, number of samples.
 -- Returns 1 if the request is admitted, now or earlier from this same entry. Otherwise the entry is deleted, and the
 -- result is 0 if the request is open under another entry, -1 if it is fully answered, -2 if it is open with another

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Renew or create an engine's lease, and store its report. Memory does not grow, so this is allowed on a full server.
--- KEYS: lease, engines (one slot).
+-- KEYS: lease, engines (one hash slot).
 -- ARGV: engine, report, duration of the lease in milliseconds, 1 to create a lease.
 -- Returns 1; 0 if the lease had expired, so that the engine's rollouts are reassigned.
 if ARGV[4] ~= '1' and redis.call('EXISTS', KEYS[1]) == 0 then

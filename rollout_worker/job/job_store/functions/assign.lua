@@ -1,6 +1,6 @@
 #!lua
 -- Append orders to an engine's inbox, if the calling coordinator is the newest one and the engine is alive.
--- KEYS: fencing token, lease of the engine, inbox of the engine (one slot).
+-- KEYS: fencing token, lease of the engine, inbox of the engine (one hash slot).
 -- ARGV: number of the coordinator; then, for each order, the number of strings that follow, and its alternating field
 --   names and values.
 -- Returns the ids of the new entries; 'stale' if there is a newer coordinator, 'gone' if the engine's lease has expired.

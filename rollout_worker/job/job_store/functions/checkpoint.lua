@@ -1,6 +1,6 @@
 #!lua
 -- Store the partial of a running rollout, and reset the number of engines lost with it.
--- KEYS: ledger of the request, partials, attempts (one slot).
+-- KEYS: ledger of the request, partials, attempts (one hash slot).
 -- ARGV: rollout id, sample, partial.
 -- Returns 1 if the partial is stored, 0 if the rollout has ended.
 if redis.call('HEXISTS', KEYS[1], ARGV[2]) == 1 or redis.call('EXISTS', KEYS[1]) == 0 then

@@ -1,6 +1,6 @@
 #!lua flags=allow-oom
 -- Remove an engine whose lease has expired, with its inbox.
--- KEYS: fencing token, lease, inbox, engines (one slot).
+-- KEYS: fencing token, lease, inbox, engines (one hash slot).
 -- ARGV: number of the coordinator, engine.
 -- Returns the entries of the inbox; 'stale' if there is a newer coordinator, 'alive' if the lease was renewed.
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then

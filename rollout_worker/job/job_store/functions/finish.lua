@@ -2,7 +2,7 @@
 -- Record once that a rollout has ended: in the ledger, the client's results, the outbox and the totals. The last
 -- rollout of a request also ends the request.
 -- KEYS: ledger of the request, requests, results of the client, outbox, partials, attempts, events, inbox of the
---   engine, trajectory, totals (one slot).
+--   engine, trajectory, totals (one hash slot).
 -- ARGV: rollout id, sample, ledger entry, result, the rollout for the history (empty: it is not stored there),
 --   id of the order (empty: there is none), engine, request id, seconds that the ledger is kept after the end of the
 --   request, seconds that the trajectory's engine is remembered (0: there is no trajectory), maximum number of events,
@@ -30,9 +30,9 @@ if ARGV[5] ~= '' then
 end
 redis.call('HINCRBY', KEYS[10], 'rollouts', 1)
 redis.call('HINCRBY', KEYS[10], 'tokens', ARGV[12])
-redis.call('HINCRBY', KEYS[10], 'steps', ARGV[13])
-redis.call('HINCRBY', KEYS[10], 'drafted', ARGV[14])
-redis.call('HINCRBY', KEYS[10], 'accepted', ARGV[15])
+redis.call('HINCRBY', KEYS[10], 'decoding_steps', ARGV[13])
+redis.call('HINCRBY', KEYS[10], 'draft_tokens', ARGV[14])
+redis.call('HINCRBY', KEYS[10], 'accepted_tokens', ARGV[15])
 redis.call('HDEL', KEYS[5], rollout)
 redis.call('HDEL', KEYS[6], rollout)
 if ARGV[10] ~= '0' then

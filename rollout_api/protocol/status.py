@@ -1,0 +1,101 @@
+"""The coordinator's status of its job, as a JSON document."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+
+class EngineEntry(TypedDict):
+    """One engine in the coordinator's status, according to its last report."""
+
+    id: str
+    name: str
+    worker: str
+    """Name of its worker."""
+    version: int
+    """Weight version that it serves."""
+    non_speculative: bool
+    """Whether it runs without speculation for requests that want no drafts."""
+    speculation_disabled: bool
+    """Whether it runs without speculation because drafting did not pay."""
+    draining: bool
+    max_running: int
+    assigned: int
+    """Number of assigned rollouts."""
+    idle_seconds: float
+    """Seconds since it last had a rollout."""
+    failed: dict[str, str]
+    """Weight versions that it could not load, with the reasons."""
+    counters: dict[str, float]
+
+
+class CoordinatorStatus(TypedDict):
+    """The coordinator's status of its job, which it publishes in Redis."""
+
+    job: str
+    """``namespace/name`` of the job."""
+    uid: str
+    coordinator: int
+    """Number of the coordinator; each one that takes over has a higher number."""
+    state: str
+    """``running`` or ``closing``."""
+    weight_version: int
+    """Weight version that the engines should serve."""
+    requests: int
+    """Number of open requests."""
+    waiting: int
+    """Rollouts that are not assigned to an engine."""
+    assigned: int
+    """Rollouts that are assigned to an engine and have not ended."""
+    done: int
+    """Rollouts that have ended."""
+    total: int | None
+    """Number of rollouts in all epochs of a dataset source; None for a job that serves trainers."""
+    epoch: int | None
+    """Current epoch of a dataset source."""
+    tokens: int
+    """Response tokens of all rollouts that have ended."""
+    decoding_steps: int
+    """Decoding steps of these rollouts, as counted by the engines that finished them."""
+    draft_tokens: int
+    """Draft tokens of these rollouts, counted likewise."""
+    accepted_tokens: int
+    """Accepted draft tokens of these rollouts, counted likewise."""
+    accepted_per_step: float
+    saved: float | None
+    """Fraction of the decoding time that drafting has saved, by the engines' cost models; None if it is unknown."""
+    canaries: int
+    """Canaries that were compared with their siblings."""
+    drift_e_value: float
+    """Evidence that drafting changes the output distribution. It is not expected to grow from 1 while it does not."""
+    distribution_drift: bool
+    """Whether that evidence has ever reached the alarm threshold."""
+    unverified: list[str]
+    """Engines on which vLLM does not verify the drafts that are proposed."""
+    tokens_per_second: float
+    remaining_seconds: float | None
+    """Estimated seconds until all open requests are answered, at the current speed; None if it is unknown."""
+    work_seconds: float | None
+    """The same estimate, if all engines were busy until the end."""
+    tail_seconds: float | None
+    """Estimated seconds until the longest open rollout ends if it runs from now on; more engines do not shorten it."""
+    engines: list[EngineEntry]
+    engine_errors: dict[str, str]
+    """Engines that cannot start, with the reasons."""
+    engines_lost: int
+    """Engines that this coordinator has lost."""
+    migrated: int
+    """Rollouts that this coordinator has migrated to idle engines."""
+    dead_letters: int
+    """Messages that this coordinator has moved to the dead letters."""
+    unread: dict[str, int]
+    """Number of unread results of each client."""
+    slow_clients: list[str]
+    """Clients with too many unread results."""
+
+
+class ServedStatus(CoordinatorStatus):
+    """The body of the coordinator's ``GET /status``."""
+
+    redis_error: str | None
+    """Why Redis is unavailable, while the job waits for it."""

@@ -1,13 +1,13 @@
 .DEFAULT_GOAL := help
 VENV := .venv/bin
 NATIVE := $(wildcard rollout_worker/drafting/native/*.[ch]pp)
-CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/das-rollout
+CACHE := $(HOME)/.cache/das-rollout
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/project \
 	$(addprefix tests/history/,test_eviction.py test_records.py test_window.py)
 ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model
 # These depend on step times, or train a model: beside other engines they would fail or take many times as long.
-SERIAL_TESTS := tests/engine/test_default_engine.py tests/job/test_run.py tests/trainers
+SERIAL_TESTS := tests/engine/test_default_engine.py tests/job/test_announcer.py tests/job/test_run.py tests/trainers
 OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/trainers tests/chaos tests/cluster tests/support,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 # The tests of a file, and files that share engines, run in one process: see tests/conftest.py.
 PARALLEL := --numprocesses
@@ -38,7 +38,7 @@ test-chaos: env  ## Kill parts of a job on several Ray nodes (CHAOS_SEED, CHAOS_
 kubernetes:  ## Build the Kubernetes that test-cluster uses, if it is not cached.
 	tests/support/cluster/build-kubernetes $(CACHE)/kubernetes
 
-images: kubernetes  ## Build the images that test-cluster runs, if they are outdated.
+images: tiny-model kubernetes  ## Build the images that test-cluster runs, if they are outdated.
 	[ -n "$(KUBECONFIG)" ] || tests/support/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
 
 test-cluster: env images  ## Test the operator on its own Kubernetes, or on the cluster of KUBECONFIG.
@@ -59,13 +59,14 @@ format: env  ## Format the code and apply automatic fixes.
 	$(VENV)/ruff check --fix .
 	$(VENV)/clang-format -i $(NATIVE)
 
-generate: env  ## Generate the CRD, the chart's copy of it, and the reference pages.
+generate: env  ## Generate the CRD, the chart's copy of it, the reference pages, and the images' requirements.
 	$(VENV)/python scripts/crd.py
 	$(VENV)/python scripts/manifest_docs.py
 	$(VENV)/python scripts/protocol_docs.py
 	$(VENV)/python scripts/code_map.py
+	$(VENV)/python scripts/image_requirements.py
 
-wheels: env  ## Build the wheel and the source distribution into dist/.
+wheels: env  ## Build the wheel into dist/.
 	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
 chart: env  ## Lint and package the Helm chart into dist/.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 VOCABULARY = 32_768
 END = VOCABULARY
 """A token id outside the vocabulary of traces; forced rollouts end with it."""
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "das-rollout" / "benchmarks"
+_CACHE = Path.home() / ".cache" / "das-rollout" / "benchmarks"
 
 
 def random_model(hidden: int = 1024, layers: int = 15, positions: int = 2048) -> Path:

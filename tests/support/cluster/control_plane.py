@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -18,14 +17,19 @@ import yaml
 from kubernetes import client, config
 
 from rollout_api.manifest.rollout_job import GROUP, VERSION
-from tests.support.cluster.waiting import wait_for
 from tests.support.ports import free_port
+from tests.support.waiting import wait_for
 
 HERE = Path(__file__).parent
-CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "das-rollout" / "kubernetes"
+CACHE = Path.home() / ".cache" / "das-rollout" / "kubernetes"
 CRD = HERE.parents[2] / "crds" / f"rolloutjobs.{GROUP}.yaml"
 START_TIMEOUT_S = 180.0
 """Seconds until a part of the control plane must be ready. A loaded machine needs most of a minute for some."""
+GARBAGE_COLLECTION_TIMEOUT_S = 120.0
+"""Seconds until the dependents of a deleted object are gone.
+
+The garbage collector discovers a new kind of owner only after half a minute.
+"""
 
 
 def build_kubernetes() -> Path:

@@ -232,7 +232,7 @@ class DraftingExtension(EngineExtension):
             "timed_seconds": controller.timed_s,
             "timed_seconds_without_drafts": controller.without_drafts_s,
             "drafting_disabled": float(controller.governor.drafting_disabled),
-            "drafting_disabled_total": controller.governor.num_stops,
+            "drafting_stops": controller.governor.num_stops,
             "trial_tokens": controller.governor.trial_tokens,
             "history": asdict(self._das_sync.counters),
         }

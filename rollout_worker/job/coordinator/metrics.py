@@ -35,7 +35,7 @@ ENGINE_METRICS: dict[str, tuple[_Kind, str]] = {
     "timed_seconds": (_COUNTER, "Duration of the measured steps."),
     "timed_seconds_without_drafts": (_COUNTER, "Predicted duration of the measured steps' tokens without drafts."),
     "drafting_disabled": (_GAUGE, "Whether the governor has disabled drafting."),
-    "drafting_disabled_total": (_COUNTER, "How often the governor has disabled drafting."),
+    "drafting_stops": (_COUNTER, "How often the governor has disabled drafting."),
     "trial_tokens": (_COUNTER, "Tokens of trials, which were drafted while drafting was disabled."),
     "history_rollouts": (_COUNTER, "Rollouts that were read from the history."),
     "history_tokens": (_COUNTER, "Tokens of these rollouts."),

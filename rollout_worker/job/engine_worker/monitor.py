@@ -28,7 +28,7 @@ _STATS = (
     "timed_seconds",
     "timed_seconds_without_drafts",
     "drafting_disabled",
-    "drafting_disabled_total",
+    "drafting_stops",
     "trial_tokens",
     "proposed_tokens",
 )

@@ -28,7 +28,8 @@ START_TIMEOUT_S = 180.0
 GARBAGE_COLLECTION_TIMEOUT_S = 120.0
 """Seconds until the dependents of a deleted object are gone.
 
-The garbage collector discovers a new kind of owner only after half a minute.
+The garbage collector discovers a new kind of owner only after half a minute. The rest is an allowance for slow machines
+and no requirement on the operator.
 """
 
 

@@ -410,9 +410,9 @@ def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordin
         names = [name for name in map(str, range(4000)) if canary_sample(name, 4) is not None][:60]
         async with job.engine("a", max_running=1000) as engine:
 
-            async def answer(some: list[str], board: StatusBoard) -> CoordinatorStatus:
+            async def answer(some: list[str], board: StatusBoard, canaries: int) -> CoordinatorStatus:
+                """Complete some requests, and return the first status that has counted this many canaries in total."""
                 asked = {name: request(name, n=4) for name in some}
-                before = 0 if board.last is None else board.last["canaries"]
                 job.send(JOB.requests, *asked.values())
                 for order in await job.inbox(engine, 4 * len(some)):
                     assert order.assignment is not None
@@ -421,16 +421,16 @@ def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordin
                     length, logprob = (9, -2.0) if canary else (5, -1.0)
                     await job.finish(asked[order.request_id], order, length, engine=engine, logprob=logprob)
                 status: CoordinatorStatus = await wait_for_async(
-                    lambda: board.last if board.last and board.last["canaries"] >= before + len(some) else None
+                    lambda: board.last if board.last and board.last["canaries"] >= canaries else None
                 )
                 return status
 
             async with job.coordinator() as coordinator:
-                early = await answer(names[:4], coordinator.board)
+                early = await answer(names[:4], coordinator.board, canaries=4)
                 assert not early["distribution_drift"]
                 await wait_for_async(lambda: b'"canaries": 4' in (job.redis.get(JOB.canaries) or b""))
             async with job.coordinator() as coordinator:
-                late = await answer(names[4:], coordinator.board)
+                late = await answer(names[4:], coordinator.board, canaries=60)
         assert (60, True) == (late["canaries"], late["distribution_drift"])
         assert late["drift_e_value"] > 1000 > early["drift_e_value"] > 1
 

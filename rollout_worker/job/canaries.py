@@ -88,6 +88,6 @@ class CanaryTest:
         try:
             stored = json.loads(state)
             log_e_values, canaries = list(map(float, stored["log_e_values"])), int(stored["canaries"])
-        except (ValueError, KeyError, TypeError) as error:
+            self.drift = DriftTest(_NUM_QUANTITIES, log_e_values, canaries)
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"not the state of a canary test: {type(error).__name__}: {error}") from None
-        self.drift = DriftTest(_NUM_QUANTITIES, log_e_values, canaries)

@@ -65,13 +65,17 @@ class DriftTest:
             quantities: number of quantities that are measured of each rollout.
             log_e_values: natural logarithm of the e-value of each alternative in each quantity, from an earlier test.
             canaries: number of canaries that the earlier test has observed.
+
+        Raises:
+            ValueError: if *log_e_values* does not have one finite number for each alternative in each quantity.
         """
         count = quantities * (len(_TILTS) + len(_SPREADS))
+        log_e_values = [0.0] * count if log_e_values is None else list(log_e_values)
+        if len(log_e_values) != count or not all(map(math.isfinite, log_e_values)):
+            raise ValueError(f"{count} finite logarithms of e-values are needed, but there are {log_e_values}")
         self.canaries = canaries
         """Number of observed canaries."""
-        self.log_e_values = (
-            list(log_e_values) if log_e_values is not None and len(log_e_values) == count else [0.0] * count
-        )
+        self.log_e_values = log_e_values
         self._quantities = quantities
 
     @property

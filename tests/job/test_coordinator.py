@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import takewhile
@@ -35,6 +36,7 @@ from rollout_api.protocol.messages import (
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.connection import connect
 from rollout_worker.history.store import HistoryStore
+from rollout_worker.job.canaries import CanaryTest
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.coordinator.status import StatusBoard
 from rollout_worker.job.coordinator.status_server import StatusServer
@@ -437,8 +439,26 @@ def test_canaries_that_differ_from_their_siblings_raise_the_alarm_across_coordin
     run(scenario)
 
 
+def canary_state(canaries: float, *log_e_values: float) -> bytes:
+    """Return the state of a canary test, with the log e-values of a new test after those that are given."""
+    complete = [*log_e_values, *CanaryTest().drift.log_e_values[len(log_e_values) :]]
+    return json.dumps({"canaries": canaries, "log_e_values": complete}).encode()
+
+
 @pytest.mark.parametrize(
-    "state", [b"", b"\xff", b"{", b"null", b"[]", b'{"canaries": 3}', b'{"canaries": [], "log_e_values": [0.0]}']
+    "state",
+    [
+        b"",
+        b"\xff",
+        b"{",
+        b"null",
+        b"[]",
+        b'{"canaries": 3}',
+        b'{"canaries": [], "log_e_values": [0.0]}',
+        b'{"canaries": 3, "log_e_values": [0.0]}',
+        canary_state(math.inf),
+        canary_state(3, math.nan),
+    ],
 )
 def test_an_unreadable_state_of_the_canary_test_starts_a_new_test(
     run: Run, caplog: pytest.LogCaptureFixture, state: bytes

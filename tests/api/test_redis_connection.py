@@ -90,13 +90,13 @@ def test_starting_process_waits_for_a_full_server(redis_url: str, caplog: pytest
     waiting = threading.Thread(target=wait_until_usable, args=(client, redis_url))
     waiting.start()
     try:
+        wait_for(lambda: "is out of memory" in caplog.text, 20)
         waiting.join(3)
         assert waiting.is_alive()
     finally:
         client.config_set("maxmemory", 0)
     waiting.join(5)
     assert not waiting.is_alive()
-    assert "is out of memory" in caplog.text
     assert client.set("key", "value")
 
 
@@ -373,12 +373,12 @@ def test_starting_process_waits_for_a_missing_node(tmp_path: Path, caplog: pytes
             assert is_transient(caught.value)
         waiting = threading.Thread(target=wait_until_usable, args=(client, cluster.url))
         waiting.start()
+        wait_for(lambda: "Waiting: Redis at" in caplog.text, 20)
         waiting.join(1)
         assert waiting.is_alive()
         cluster.servers[1].start()
         waiting.join(20)
         assert not waiting.is_alive()
-        assert "Waiting: Redis at" in caplog.text
         assert [b"1", b"2"] == [retry(client.get, available_key), retry(client.get, lost_key)]
 
 

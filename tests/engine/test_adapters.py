@@ -28,6 +28,7 @@ from tests.support.reference_model import (
     merged_distribution,
 )
 from tests.support.responses import MAX_LOGPROB_ERROR, MIN_P_VALUE, PROMPT, WITHOUT_EOS, prefix_of, tokens_of
+from tests.support.waiting import wait_for_async
 
 RANK = 5
 BASE_VERSION = 3
@@ -125,9 +126,11 @@ def test_running_responses_keep_their_adapter_and_unused_adapters_are_removed(
             await engine.load_adapter(adapter, version)
             tasks.append(await start_response(lora_engine))
         results = list(await asyncio.gather(*tasks))
-        async with asyncio.timeout(30):
-            while [1] != [len(loaded) for loaded in await engine.collective_rpc("list_loras")]:
-                await asyncio.sleep(0.01)
+
+        async def unused_are_removed() -> bool:
+            return [1] == [len(loaded) for loaded in await engine.collective_rpc("list_loras")]
+
+        await wait_for_async(unused_are_removed, 30, "vLLM keeps adapters that no response uses.")
         return results
 
     results = lora_engine.loop.run(run())

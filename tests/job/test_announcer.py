@@ -116,7 +116,11 @@ def test_versions_are_published_in_order_after_an_outage_of_the_history(tmp_path
                 await recording.wait_for_attempt()
             server.start()
             store = HistoryStore(connect(server.url), KEYS, window=2)
-            await wait_for_async(lambda: store.metadata.generation() >= 3, 20)
+
+            async def are_published() -> bool:
+                return await asyncio.to_thread(store.metadata.generation) >= 3
+
+            await wait_for_async(are_published, 20)
             assert [1, 2, 3] == [store.metadata.publish("run", version) for version in (1, 2, 3)]
 
     with Server(tmp_path) as server:

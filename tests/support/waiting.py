@@ -54,7 +54,7 @@ async def wait_for_async(
 
     Args:
         condition: called repeatedly; what it returns may be awaitable.
-        timeout_s: seconds after which to give up, even if the condition has not returned.
+        timeout_s: seconds after which to give up, even if an awaitable that the condition has returned is not done.
         message: text of the error, or a function that returns it and is called only when the wait fails.
         max_interval_s: longest time between two calls, in seconds.
 

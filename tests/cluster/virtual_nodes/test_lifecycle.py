@@ -15,6 +15,7 @@ from tests.support.cluster.control_plane import GARBAGE_COLLECTION_TIMEOUT_S, Co
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import running_operator
 from tests.support.cluster.virtual_nodes import CAPACITY, VirtualNodes
+from tests.support.waiting import wait_for
 
 REPLACEMENT_TIMEOUT_S = 180.0
 """Seconds from the loss of a node until its worker is replaced.
@@ -173,19 +174,31 @@ def test_idle_jobs_are_not_reconciled_and_unchanged_ones_cause_no_requests(
         def num_reconciles() -> float:
             return operator.metric("rollout_operator_reconciles_total")
 
+        def wait_until_settled() -> None:
+            """Wait until the operator has handled the last events about a job that has reached its state."""
+            counted = changed_at = 0.0
+
+            def is_settled() -> bool:
+                nonlocal counted, changed_at
+                if (now_counted := num_reconciles()) != counted:
+                    counted, changed_at = now_counted, time.monotonic()
+                return time.monotonic() - changed_at >= SETTLING_S
+
+            wait_for(is_settled, 60, "The operator does not stop reconciling.")
+
         idle = [f"idle-{number}" for number in range(5)]
         for name in idle:
             jobs.create(name, lifecycle={"suspend": True})
         for name in idle:
             jobs.wait_for_state(name, "Suspended")
-        time.sleep(SETTLING_S)
+        wait_until_settled()
         before = num_reconciles()
         time.sleep(OBSERVATION_S)
         assert before == num_reconciles()
 
         jobs.create("running")
         jobs.wait(lambda: jobs.status("running").get("workers", {}).get("summary") == "2/2")
-        time.sleep(SETTLING_S)
+        wait_until_settled()
         before, requests = num_reconciles(), operator.metric("rollout_operator_api_requests_total")
         time.sleep(OBSERVATION_S)
         # The running job is reconciled once per status period.

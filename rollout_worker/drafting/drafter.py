@@ -6,14 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from rollout_worker.arrays import Floats, Integers, with_row
 from rollout_worker.drafting.index import Draft, SuffixIndex, TokenArray, TokenIds
-
-Integers = npt.NDArray[np.int64]
-
-_MIN_ROWS = 16
-"""Number of rows that are allocated first."""
 
 
 class DraftCounts(NamedTuple):
@@ -65,7 +60,7 @@ class Drafter:
         handle = self._index.open(
             problem, prompt, sources=tuple(sources), context_length=context_length, stop_tokens=list(stop_tokens)
         )
-        self._handles, self._counts = _with_row(self._handles, row), _with_row(self._counts, row)
+        self._handles, self._counts = with_row(self._handles, row), with_row(self._counts, row)
         self._handles[row], self._counts[row] = handle, 0
 
     def advance(self, rows: Integers, tokens: Sequence[TokenIds], drafted: Integers) -> None:
@@ -82,7 +77,7 @@ class Drafter:
         self._counts[rows] += np.stack([drafted, accepted, generated], axis=1)
         self._index.extend_batch(self._handles[rows].tolist(), tokens)
 
-    def draft(self, rows: Integers, budgets: Integers, min_survivals: npt.NDArray[np.float64]) -> list[Draft]:
+    def draft(self, rows: Integers, budgets: Integers, min_survivals: Floats) -> list[Draft]:
         """Draft up to ``budgets[i]`` tokens for the rollout of ``rows[i]``.
 
         A draft ends before the first token whose survival is below ``min_survivals[i]``. All arguments have the shape
@@ -94,10 +89,3 @@ class Drafter:
         """Close a rollout and return its token counts."""
         self._index.close(int(self._handles[row]))
         return DraftCounts(*self._counts[row].tolist())
-
-
-def _with_row(array: Integers, row: int) -> Integers:
-    """Return *array* if it has a row of this number, else a copy with up to twice as many rows; new ones are zeros."""
-    if row < len(array):
-        return array
-    return np.concatenate([array, np.zeros((max(_MIN_ROWS, 2 * row) - len(array), *array.shape[1:]), np.int64)])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from rollout_api.protocol.messages import DraftMode
-from rollout_worker.policy.arrays import Integers
+from rollout_worker.arrays import Integers
 
 EXTRA_ARGS_KEY = "das"
 """Key of the settings in vLLM's ``SamplingParams.extra_args``."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollout_worker.arrays import Integers, with_row
 from rollout_worker.engine.compat import patch_draft_sampling
 from rollout_worker.engine.draft_settings import DraftSettings, max_draft_lengths
 from rollout_worker.engine.sampling_params import end_token_ids
-from rollout_worker.policy.arrays import Integers, with_row
 from rollout_worker.policy.controller import StepOutcome
 from rollout_worker.policy.draft_policy import EMPTY_QUEUE, QueueState
 

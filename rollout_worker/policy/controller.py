@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rollout_worker.policy.arrays import Floats, Integers
+from rollout_worker.arrays import Floats, Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
 from rollout_worker.policy.draft_policy import EMPTY_QUEUE, DraftBudgets, DraftPolicy, QueueState
 from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor

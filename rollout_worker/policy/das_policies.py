@@ -8,8 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from rollout_api.length_stats import LengthClass, LengthStats
+from rollout_worker.arrays import Integers
 from rollout_worker.policy.acceptance_curve import AcceptanceCurve, DasAcceptance
-from rollout_worker.policy.arrays import Integers
 from rollout_worker.policy.das_optimal import optimal_budgets
 from rollout_worker.policy.draft_policy import (
     EMPTY_QUEUE,

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from rollout_worker.policy.arrays import Floats, Integers
+from rollout_worker.arrays import Floats, Integers
 from rollout_worker.policy.rollout_table import LengthsByProblem, RolloutTable
 from rollout_worker.policy.step_cost import StepCost
 

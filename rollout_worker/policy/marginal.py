@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from rollout_worker.policy.arrays import Floats, Integers
+from rollout_worker.arrays import Floats, Integers
 from rollout_worker.policy.draft_policy import (
     EMPTY_QUEUE,
     BoundedPolicy,

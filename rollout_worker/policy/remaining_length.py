@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.policy.arrays import Floats
+from rollout_worker.arrays import Floats
 
 _QUANTILES = 8
 """Number of quantiles that describe a remaining length in :func:`estimate_remaining_work`."""

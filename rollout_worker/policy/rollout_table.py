@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.policy.arrays import Floats, Integers, with_row
+from rollout_worker.arrays import Floats, Integers, with_row
 from rollout_worker.policy.remaining_length import remaining_quantiles
 
 LENGTH_QUANTILES = 8

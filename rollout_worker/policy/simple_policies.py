@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollout_worker.policy.arrays import Integers
+from rollout_worker.arrays import Integers
 from rollout_worker.policy.draft_policy import EMPTY_QUEUE, BoundedPolicy, DraftBudgets, QueueState
 from rollout_worker.policy.step_cost import StepCost
 

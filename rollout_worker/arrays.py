@@ -1,4 +1,4 @@
-"""Types of the arrays that describe a batch, and how arrays grow with it."""
+"""Types of the arrays that describe the rollouts of a batch, and a function that makes such arrays longer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
 def with_row(array: npt.NDArray[_Scalar], row: int) -> npt.NDArray[_Scalar]:
-    """Return *array* if it has a row of this number, else a longer copy; new rows consist of zeros.
+    """Return *array* if it has the row *row*; otherwise a copy that has it, with zeros in all new rows.
 
-    The copy has up to twice as many rows as needed, so that few are made while rows are added one by one.
+    The copy has at least twice as many rows as *row*, so that few copies are made while rows are added one by one.
     """
     if row < len(array):
         return array

@@ -102,7 +102,7 @@ def row(field: FieldInfo, path: str, optional_section: str = "") -> str:
 
 
 def rows(model: type[BaseModel], path: str, optional_section: str = "") -> Iterator[str]:
-    """Yield a table row for each field below *path*, except for sections and lists of sections without a description.
+    """Yield a table row for each field below *path*; a section, or a list of them, has one only if it is described.
 
     Args:
         model: the section.

@@ -83,7 +83,7 @@ def _read_tensors(directory: Path) -> _Tensors:
     for path in _weight_files(directory):
         try:
             with safe_open(path, framework="numpy") as file:
-                names = file.keys()
+                names = file.keys()  # the file itself is not iterable
                 for name in names:
                     tensor = file.get_slice(name)
                     tensors[name] = (tensor.get_shape(), tensor.get_dtype())

@@ -27,5 +27,5 @@ def translate_errors(action: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise EngineError(
-            f"vLLM failed while {action}: {error or type(error).__name__}; the engine's log on its worker has details"
+            f"vLLM failed while {action}: {error or type(error).__name__}; the log of the engine's worker has details"
         ) from error

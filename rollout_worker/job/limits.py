@@ -71,6 +71,11 @@ STALE_STATUS_S = 8.0
 RUNNING_LENGTH_STEP = 64
 """Tokens to which estimated lengths of running rollouts are rounded, so that similar ones are counted together."""
 
+# The engine worker and the relay
+
+FAILURE_LOG_INTERVAL_S = 30.0
+"""Seconds between two log messages about a continuing failure."""
+
 # The engine worker
 
 HEARTBEAT_INTERVAL_S = 1.0
@@ -91,8 +96,6 @@ ANNOUNCEMENT_DELAY_S = 0.01
 """Seconds for which an announcement waits for other problems that arrive at the same moment."""
 ANNOUNCEMENT_RETENTION_S = 30.0
 """Seconds for which a problem's history is kept up to date after its last rollout, as the next one may come soon."""
-PUBLICATION_LOG_INTERVAL_S = 30.0
-"""Seconds between two log messages about weight versions that cannot be published to the history."""
 ENGINE_STATS_INTERVAL_S = 1.0
 """Seconds between two reads of an engine's statistics."""
 ENGINE_HANG_TIMEOUT_S = 300.0
@@ -126,8 +129,6 @@ RELAY_POLL_INTERVAL_S = 0.05
 """Seconds between two reads of an empty outbox."""
 RELAY_RETRY_DELAY_S = 1.0
 """Seconds after which a failed batch is repeated."""
-RELAY_LOG_INTERVAL_S = 30.0
-"""Seconds between two log messages about a continuing failure."""
 RELAY_BATCH = 64
 """Maximum number of entries of each stream in one batch."""
 RELAY_STOP_TIMEOUT_S = 15.0

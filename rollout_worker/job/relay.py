@@ -20,8 +20,8 @@ from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.job_store.incoming import Entry
 from rollout_worker.job.job_store.outbox import HistoryStream, Outbox
 from rollout_worker.job.limits import (
+    FAILURE_LOG_INTERVAL_S,
     RELAY_BATCH,
-    RELAY_LOG_INTERVAL_S,
     RELAY_POLL_INTERVAL_S,
     RELAY_RETRY_DELAY_S,
     RELAY_STOP_TIMEOUT_S,
@@ -77,7 +77,7 @@ class Relay:
                 moved = retry(self._move_batch)
                 self._failure = None
             except Exception as error:  # the relay must outlive every error; entries wait in Redis meanwhile
-                if self._failure is None or time.monotonic() - logged_at > RELAY_LOG_INTERVAL_S:
+                if self._failure is None or time.monotonic() - logged_at > FAILURE_LOG_INTERVAL_S:
                     logged_at = time.monotonic()
                     logger.error(
                         "Cannot move finished rollouts to the history; retrying: %s: %s", type(error).__name__, error

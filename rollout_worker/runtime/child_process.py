@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
+_prctl = ctypes.CDLL(None).prctl
 
 
 def spawn_with_parent(
     command: Sequence[str | Path], *, end_signal: signal.Signals = signal.SIGTERM, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a process to which Linux sends a signal when the calling thread or its process ends, even if it is killed.
+    """Start a process to which Linux sends a signal when the calling thread ends, even if this process is killed.
 
     Args:
         command: the program and its arguments.
@@ -33,11 +33,11 @@ def spawn_with_parent(
     """
 
     def end_with_parent() -> None:
-        _libc.prctl(_PR_SET_PDEATHSIG, end_signal)
+        _prctl(_PR_SET_PDEATHSIG, end_signal)
 
-    # The function runs between fork and exec. It makes one system call and takes no locks, so that it is safe in a
-    # process with threads.
-    return subprocess.Popen(command, preexec_fn=end_with_parent, **options)  # noqa: PLW1509  # it takes no locks
+    # A preexec_fn is unsafe in a process with threads if it waits for a lock that another thread held during the fork.
+    # This one only makes a system call.
+    return subprocess.Popen(command, preexec_fn=end_with_parent, **options)  # noqa: PLW1509
 
 
 class Reaper:

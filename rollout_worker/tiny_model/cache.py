@@ -74,12 +74,12 @@ def recipe_digest(seed: int, recipe: Recipe) -> str:
         "seed": seed,
         "recipe": recipe.as_dict(),
         "reasoning-gym": version("reasoning-gym"),
-        "sources": {name: code_digest((Path(__file__).parent / name).read_text()) for name in _SOURCES},
+        "sources": {name: code_digest((Path(__file__).parent / name).read_bytes()) for name in _SOURCES},
     }
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
-def code_digest(source: str) -> str:
+def code_digest(source: str | bytes) -> str:
     """Return a digest of what a module does, which comments, docstrings and formatting do not change.
 
     It is the same in every version of Python, because images may use another one than the machine that has trained.

@@ -86,7 +86,7 @@ class RequestAdmission:
             return None
 
     async def _register(self, entry: Entry, request: RolloutRequest) -> bool:
-        """Open the ledger of a request; return False if the request is a repetition."""
+        """Open the ledger of a request, or refuse it; return whether it is admitted."""
         admission = await retry_async(self._job_store.requests.admit, entry.entry_id, request)
         if admission in _REJECTED:
             refusal = Refusal(

@@ -6,8 +6,10 @@ import heapq
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-_RUNNING_PER_AHEAD = 8
-"""Running rollouts for each one that an engine is assigned ahead, so that it never waits for the coordinator."""
+_RUNNING_PER_EXTRA_ASSIGNMENT = 8
+"""Rollouts that an engine can run at once, per additional rollout that it is assigned beyond them.
+
+Additional rollouts start as soon as others end, without waiting for the coordinator."""
 _MAX_PREFERRED_LOAD = 2
 """Load up to which the next turn of a trajectory waits for the engine that has its prefix cached."""
 
@@ -146,7 +148,7 @@ class ProbeThenLongest:
         while available and self._waiting:
             _, name = heapq.heappop(available)
             engine = loads[name]
-            ahead = max(1, engine.max_running // _RUNNING_PER_AHEAD) if self._waiting > capacity else 0
+            ahead = max(1, engine.max_running // _RUNNING_PER_EXTRA_ASSIGNMENT) if self._waiting > capacity else 0
             if engine.assigned >= engine.max_running + ahead:
                 continue
             group = self._first(engine, slow_clients, kinds, with_isolated)

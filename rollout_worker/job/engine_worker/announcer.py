@@ -18,8 +18,8 @@ from rollout_worker.job.limits import (
     ANNOUNCEMENT_DELAY_S,
     ANNOUNCEMENT_INTERVAL_S,
     ANNOUNCEMENT_RETENTION_S,
+    FAILURE_LOG_INTERVAL_S,
     HISTORY_WAIT_S,
-    PUBLICATION_LOG_INTERVAL_S,
 )
 
 logger = logging.getLogger(__name__)
@@ -134,12 +134,13 @@ class HistoryAnnouncer:
                 self._log_failure(version, error)
                 return
             self._unpublished.popleft()
+            self._next_log = 0.0
             await self.advance(generation)
 
     def _log_failure(self, version: int, error: redis.RedisError) -> None:
         now = time.monotonic()
         if now >= self._next_log:
-            self._next_log = now + PUBLICATION_LOG_INTERVAL_S
+            self._next_log = now + FAILURE_LOG_INTERVAL_S
             logger.warning(
                 "Cannot publish weight version %d to the history %s; retrying: %s: %s",
                 version,

@@ -33,6 +33,6 @@ async def async_key_batches(client: redis.asyncio.Redis, keys: MessageKeys) -> A
 
 
 def add_expiry(pipeline: Any, keys: Iterable[bytes]) -> None:
-    """Let keys expire after :data:`JOB_RETENTION_S`, once *pipeline*, of either kind of client, is executed."""
+    """Add commands to *pipeline*, synchronous or not, that let *keys* expire after :data:`JOB_RETENTION_S`."""
     for key in keys:
         pipeline.expire(key, JOB_RETENTION_S, lt=True)  # keys that expire earlier, such as leases, still do

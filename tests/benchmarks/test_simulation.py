@@ -114,6 +114,19 @@ def test_figures_compare_marginal_with_the_modes_of_the_same_size() -> None:
     assert pytest.approx(0.9) == figures["saving of marginal, batch 128 over 8"].value
 
 
+def test_marginal_is_compared_with_the_best_threshold_of_a_peer() -> None:
+    peer = "arctic-inference-per-problem"
+    seconds = {Case(peer, 1, 16, 0.1): 9.0, Case(peer, 1, 16, 0.5): 8.0, Case("marginal", 1, 16): 6.0}
+    (figure,) = figures_of(seconds)
+    assert (0.75, f"{peer}, best of 2 thresholds") == (figure.value, figure.peer)
+
+
+def test_a_constant_threshold_drafts_what_survives_it() -> None:
+    rollouts = [trajectory("p", number, *range(10, 30), *range(100, 130)) for number in range(3)]
+    step = simulate(MODES["constant-threshold"], *rollouts)
+    assert 0 < step.drafted < simulate(MODES["unlimited"], *rollouts).drafted
+
+
 def test_cost_model_is_a_name_or_a_file() -> None:
     assert H100_7B == hardware_of("h100-7b").cost
     with pytest.raises(ValueError, match=r"--cost-model h200: FileNotFound.*h100-7b, fit, or a JSON file"):

@@ -261,7 +261,7 @@ def test_decoding_is_not_slowed_down_while_redis_is(harness: FaultHarness, fault
 def test_redis_that_restarts_empty_during_an_epoch_loses_only_the_history(
     harness: FaultHarness,
 ) -> None:
-    asked, greedy = prompts("emptied", 12, n=4, tokens=200, temperature=1.0), prompts("new history", 12)
+    asked, greedy = prompts("emptied", 12, n=16, tokens=200, temperature=1.0), prompts("new history", 12)
 
     async def scenario(job: SeparateHistoryJob, client: AsyncRolloutClient) -> None:
         epoch = asyncio.ensure_future(gather(client, asked))
@@ -272,13 +272,13 @@ def test_redis_that_restarts_empty_during_an_epoch_loses_only_the_history(
         await asyncio.to_thread(harness.restart_empty)
         assert not epoch.done()
         ids = [rollout.rollout_id for rollout in await epoch]
-        assert 48 == len(set(ids)) == len(ids)
+        assert 192 == len(set(ids)) == len(ids)
 
         await job.until(lambda: job.redis.xlen(job.keys.outbox) == 0)
         found = await harness.stored()
         assert {1} == set(found.values())
         assert set(found) < set(ids)
-        assert 48 - lost == len(found)
+        assert 192 - lost == len(found)
         about = await asyncio.to_thread(job.store.metadata.info)
         assert about is not None
         assert ("tokenizer", "model", WINDOW, 1 << 30) == (about.tokenizer, about.model, about.window, about.max_bytes)

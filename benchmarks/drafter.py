@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.figures import Figure, quantile, report, spread
+from benchmarks.makespan import MAX_BATCHED_TOKENS, MAX_DRAFT
 from benchmarks.problems import Problem, add_trace_arguments, selected_problems
 from benchmarks.replay import END_OF_TURN, Draft, ReplayedRollout, count_accepted, with_end_of_turn
 from benchmarks.traces import Tokens, Trajectory
@@ -35,14 +36,12 @@ from rollout_worker.policy.draft_policy import DraftLimits
 from rollout_worker.policy.marginal import Marginal
 from rollout_worker.policy.step_cost import H100_7B
 
-MAX_DRAFT = 16
-"""Maximum tokens of a draft: a job's default."""
-MAX_BATCHED_TOKENS = 8192
 HISTORY = 50
 """Maximum history rollouts per problem."""
 GROUP = 8
 """Rollouts of one problem that start together."""
 WARM_UP_STEPS = 200
+"""First steps, which are not measured."""
 
 
 def first_turn(trajectory: Trajectory) -> Tokens:

@@ -286,6 +286,21 @@ def plot(file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     save_svg(figure, file)
 
 
+def probabilities(text: str) -> list[float]:
+    """Return the probabilities of a comma-separated list.
+
+    Raises:
+        argparse.ArgumentTypeError: if *text* is no such list.
+    """
+    try:
+        values = list(map(float, text.split(",")))
+    except ValueError:
+        values = []
+    if not values or not all(0 <= value <= 1 for value in values):
+        raise argparse.ArgumentTypeError(f"give probabilities from 0 to 1, separated by commas, not {text!r}")
+    return values
+
+
 def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -302,12 +317,13 @@ def main() -> None:
     parser.add_argument("--policies", default=",".join(MODES), help="comma-separated modes [%(default)s]")
     parser.add_argument(
         "--min-token-prob",
+        type=probabilities,
         default=str(MIN_TOKEN_PROB),
         help="comma-separated survivals below which arctic-inference ends a draft [%(default)s, as in vLLM]",
     )
     parser.add_argument("--json", type=Path, help="file for the results")
     parser.add_argument(
-        "--plot", type=Path, help="SVG file for a plot of the unfinished rollouts over time, whose data --json contains"
+        "--plot", type=Path, help="SVG file for a plot of the unfinished rollouts over time; --json then has its data"
     )
     options = parser.parse_args()
     modes = options.policies.split(",")
@@ -319,13 +335,12 @@ def main() -> None:
         parser.error(str(error))
     problems = selected_problems(parser, options)
     _inputs.append(_Inputs(problems, hardware))
-    thresholds = list(map(float, options.min_token_prob.split(",")))
     cases = [
         Case(mode, workers, batch, threshold)
         for workers in map(int, options.workers.split(","))
         for batch in map(int, options.batch.split(","))
         for mode in modes
-        for threshold in (thresholds if mode in TREES else [None])
+        for threshold in (options.min_token_prob if mode in TREES else [None])
         if batch >= workers
     ]
     steps: dict[Case, SimulatedStep] = {}

@@ -43,5 +43,5 @@ def test_rollout_that_has_ended_becomes_history_and_the_next_one_starts(problem:
 
 def test_measured_drafts_are_accepted(problem: Problem) -> None:
     measured = measure([problem], 2, steps=20)
+    assert measured["drafted_per_step"] > 0.5
     assert measured["tokens_per_step"] > 1.5
-    assert measured["p99_milliseconds"] >= measured["milliseconds"]["median"] > 0

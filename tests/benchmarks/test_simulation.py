@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from benchmarks.makespan import MODES, Case, figures_of, hardware_of
+from benchmarks.makespan import MODES, Case, figures_of, hardware_of, probabilities
 from benchmarks.problems import Problem
 from benchmarks.simulation import Hardware, MeasuredSurvival, Mode, SimulatedStep, Simulation
 from benchmarks.traces import Segment, Trajectory
@@ -119,6 +120,13 @@ def test_marginal_is_compared_with_the_best_threshold_of_a_peer() -> None:
     seconds = {Case(peer, 1, 16, 0.1): 9.0, Case(peer, 1, 16, 0.5): 8.0, Case("marginal", 1, 16): 6.0}
     (figure,) = figures_of(seconds)
     assert (0.75, f"{peer}, best of 2 thresholds") == (figure.value, figure.peer)
+
+
+@pytest.mark.parametrize("text", ["", "often", "0.1,,0.2", "0.1,1.5", "nan"])
+def test_thresholds_that_are_no_probabilities_are_rejected(text: str) -> None:
+    assert [0.1, 1.0] == probabilities("0.1,1")
+    with pytest.raises(argparse.ArgumentTypeError, match="give probabilities from 0 to 1, separated by commas"):
+        probabilities(text)
 
 
 def test_a_constant_threshold_drafts_what_survives_it() -> None:

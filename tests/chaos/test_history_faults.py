@@ -305,7 +305,7 @@ def sorted_by_problem(rollouts: list[Rollout]) -> list[Rollout]:
 
 
 def test_redis_killed_with_its_append_only_file_loses_and_duplicates_no_rollout(harness: FaultHarness) -> None:
-    asked = prompts("killed", 24, n=4, tokens=200, temperature=1.0)
+    asked = prompts("killed", 24, n=8, tokens=200, temperature=1.0)
 
     async def scenario(job: SeparateHistoryJob, client: AsyncRolloutClient) -> None:
         epoch = asyncio.ensure_future(gather(client, asked))
@@ -316,7 +316,7 @@ def test_redis_killed_with_its_append_only_file_loses_and_duplicates_no_rollout(
             await asyncio.to_thread(harness.server.start)
         assert not epoch.done()
         ids = [rollout.rollout_id for rollout in await epoch]
-        assert 96 == len(set(ids)) == len(ids)
+        assert 192 == len(set(ids)) == len(ids)
         await job.until(lambda: job.redis.xlen(job.keys.outbox) == 0)
         assert Counter(ids) == await harness.stored()
         lengths = [await asyncio.to_thread(job.store.statistics.length_entries, prompt.problem_id) for prompt in asked]

@@ -185,12 +185,16 @@ std::size_t add(das::SuffixIndex& index, const std::string& problem, nb::handle 
       const char* const shape = " must be (rollout_id, generation, tokens[, context[, reward]])";
       throw nb::type_error((position + shape).c_str());
     }
+    // Items are read before they are converted, because reading may raise, but nb::try_cast() is noexcept.
+    const nb::object first = item[0];
     std::string id;
-    if (!nb::try_cast(item[0], id)) throw nb::type_error((position + ": the rollout id must be a str").c_str());
-    const std::optional<std::int64_t> generation = integer_of(item[1]);
+    if (!nb::try_cast(first, id)) throw nb::type_error((position + ": the rollout id must be a str").c_str());
+    const nb::object second = item[1];
+    const std::optional<std::int64_t> generation = integer_of(second);
     if (!generation) throw nb::type_error((position + ": the generation must be a 64-bit int").c_str());
     const auto name = [&] { return "rollout '" + id + "' of problem '" + problem + "'"; };
-    tokens.emplace_back(item[2], name);
+    const nb::object third = item[2];
+    tokens.emplace_back(third, name);
     const nb::object context = length > 3 ? nb::object(item[3]) : nb::object(nb::make_tuple());
     contexts.emplace_back(context, [&] { return "the context of " + name(); });
     const nb::object reward = length > 4 ? nb::object(item[4]) : nb::none();

@@ -139,7 +139,9 @@ class SuffixIndex:
                 the problems that were opened or added to least recently are evicted, those with open requests last, and
                 finally the cross-problem pool. `take_evicted` returns the evicted problems, so that they can be added
                 again when they are needed. New data counts while it is being built and may exceed the limit until the
-                background thread evicts; `add` waits for that.
+                background thread evicts; `add` waits for that. Open requests, with their prompts and live texts, are
+                never evicted. The histories and the pool may always use half of the limit, so if open requests need
+                more than the other half, `bytes` may exceed the limit by what they need beyond it.
             pool_tokens: size of the cross-problem pool, which holds the last rollouts of all problems. One call of
                 `add` contributes at most a sixteenth of it, or one rollout. Without a pool (0), the source
                 ``"cross_problem"`` finds nothing.

@@ -14,9 +14,8 @@ constexpr std::size_t kMaxLiveTokens = std::size_t{1} << 20;
 
 }  // namespace
 
-Request::Request(const std::shared_ptr<ByteCounter>& total, ProblemPin pin, std::size_t depth,
-                 const RequestOptions& options)
-    : charge(std::make_shared<ByteCounter>(total), sizeof(Request)),
+Request::Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options)
+    : charge(std::make_shared<ByteCounter>(bytes.all, bytes.in_use), sizeof(Request)),
       problem(std::move(pin)),
       sources(options.sources),
       problem_hash(das::problem_hash(problem.id())),
@@ -37,7 +36,7 @@ Request::Request(const std::shared_ptr<ByteCounter>& total, ProblemPin pin, std:
   if (sources.siblings) {
     const std::lock_guard lock(problem->live);
     if (!problem->live_texts || problem->live_texts->texts.tokens() > kMaxLiveTokens) {
-      problem->live_texts = std::make_shared<SharedLiveTexts>(problem->charge.counter());
+      problem->live_texts = std::make_shared<SharedLiveTexts>(problem->live_bytes);
     }
     live_texts = problem->live_texts;
     text_id = live_texts->texts.begin(response.tokens());

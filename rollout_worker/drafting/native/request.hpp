@@ -62,7 +62,7 @@ struct Anchor {
 };
 
 struct Request {
-  Request(const std::shared_ptr<ByteCounter>& total, ProblemPin pin, std::size_t depth, const RequestOptions& options);
+  Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options);
 
   // Appends sampled tokens to the response. Requires the lock.
   void append(std::span<const Token> tokens);

@@ -6,8 +6,7 @@ namespace das {
 
 SuffixIndex::SuffixIndex(std::size_t depth, std::size_t threads, IndexLimits limits)
     : depth_(depth),
-      bytes_(std::make_shared<ByteCounter>()),
-      pool_(bytes_, depth, limits.pool_tokens, background_),
+      pool_(bytes_.all, depth, limits.pool_tokens, background_),
       problems_(bytes_),
       writer_(depth, problems_, pool_, background_),
       evictor_(bytes_, limits.max_bytes, problems_, pool_, background_),

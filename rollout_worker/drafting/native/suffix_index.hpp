@@ -56,7 +56,7 @@ class SuffixIndex {
   std::vector<std::string> rollouts(std::string_view problem);  // in the order in which they were added
   std::size_t tokens(std::string_view problem);
   std::size_t pool_tokens() const { return pool_.tokens(); }
-  std::size_t bytes() const { return bytes_->bytes(); }
+  std::size_t bytes() const { return bytes_.all->bytes(); }
   std::size_t bytes(std::string_view problem);
 
   Handle open(std::string_view problem, const RequestOptions& options);
@@ -75,7 +75,7 @@ class SuffixIndex {
 
  private:
   const std::size_t depth_;
-  const std::shared_ptr<ByteCounter> bytes_;
+  const IndexBytes bytes_;
   CrossProblemPool pool_;
   ProblemRegistry problems_;
   HistoryWriter writer_;

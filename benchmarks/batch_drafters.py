@@ -36,6 +36,9 @@ class _Drafts:
         self.drafts = np.full((size, MAX_DRAFT), -1, np.int64)
         self.lengths = np.zeros(size, np.int32)
 
+    def before_step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
+        """See :class:`BatchDrafter`."""
+
 
 class IndexDrafter(_Drafts):
     """The suffix index with all sources, under the policy ``marginal``. Budgets are computed after each step."""
@@ -180,7 +183,7 @@ class SuffixProposerDrafter(_Drafts):
         self._proposed = drafts
 
     def before_step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
-        """Bring what was sampled into the shape that vLLM has when it calls its proposer."""
+        """See :class:`BatchDrafter`."""
         batch = self._batch
         self._sampled = [row[:count].tolist() for row, count in zip(sampled, num_sampled.tolist(), strict=True)]
         for place, tokens in enumerate(self._sampled):
@@ -234,7 +237,7 @@ class SuffixGpuDrafter(_Drafts):
         self._drafter.harvest_rows([self._torch.from_numpy(tokens.astype(np.int32))], [len(tokens)])
 
     def before_step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
-        """Bring what was sampled into the shape that the drafter takes."""
+        """See :class:`BatchDrafter`."""
         valid = np.arange(sampled.shape[1]) < num_sampled[:, None]
         self._sampled = self._torch.from_numpy(np.where(valid, sampled, -1).astype(np.int32))
 

@@ -36,12 +36,10 @@ MakeDrafter = Callable[[Sequence[Problem], int, int], BatchDrafter]
 def run_steps(drafter: BatchDrafter, batch: RecordedBatch, steps: int) -> dict[str, Any]:
     """Run decoding steps and return the seconds that each spent drafting, and the numbers of tokens."""
     seconds, drafted, sampled = [], 0, 0
-    prepare = getattr(drafter, "before_step", None)
     for _ in range(steps):
         batch.verify(drafter.drafts, drafter.lengths)
         verified = drafter.lengths.copy()
-        if prepare is not None:
-            prepare(batch.sampled, batch.num_sampled)
+        drafter.before_step(batch.sampled, batch.num_sampled)
         started = time.perf_counter()
         drafter.step(batch.sampled, batch.num_sampled)
         ended = time.perf_counter()

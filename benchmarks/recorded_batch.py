@@ -38,6 +38,9 @@ class BatchDrafter(Protocol):
     def close(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
         """End the rollout at a place; its tokens become history."""
 
+    def before_step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
+        """Bring the arguments of :meth:`step` into the shape in which an engine would pass them."""
+
     def step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
         """Draft for all places. This is the critical path of a decoding step.
 

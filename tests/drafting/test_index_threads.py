@@ -166,3 +166,64 @@ def test_siblings_draft_from_texts_that_grow_in_other_threads() -> None:
     if errors:
         raise errors[0]
     assert 0 == index.bytes()
+
+
+def test_steps_while_histories_and_requests_change() -> None:
+    """Steps with drafting ahead run beside changes of the history, and beside calls for the same requests."""
+    index = SuffixIndex(threads=2, draft_ahead=True, pool_tokens=2000, max_bytes=400_000)
+    rng = np.random.default_rng(0)
+    done = threading.Event()
+    errors: list[BaseException] = []
+
+    def change() -> None:
+        try:
+            texts = np.random.default_rng(1)
+            for number in range(150):
+                problem = f"p{number % 3}"
+                index.add(problem, [(str(number), number, texts.integers(0, 5, 60).astype(np.uint32))])
+                index.drop_before(problem, number - 12)
+                index.look_ups()
+                index.bytes()
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    def call(handles: list[int]) -> None:
+        try:
+            while not done.is_set():
+                for handle in handles:
+                    index.extend(handle, [1])
+                    index.draft(handle, 3)
+                    index.occurrences(handle)
+        except BaseException as error:
+            errors.append(error)
+
+    shared = [index.open("p0", [1, 2, 3]) for _ in range(2)]
+    threads = [threading.Thread(target=change), threading.Thread(target=call, args=(shared,))]
+    for thread in threads:
+        thread.start()
+    handles = shared + [index.open(f"p{number % 3}") for number in range(10)]
+    sampled = np.zeros((12, 5), np.int64)
+    tokens, survivals = np.zeros((12, 4), np.int64), np.zeros((12, 4), np.float32)
+    lengths = np.zeros(12, np.int32)
+    while not done.is_set():
+        sampled[:, 0] = rng.integers(0, 5, 12)
+        index.step(
+            np.array(handles, np.int64),
+            sampled,
+            np.ones(12, np.int32),
+            np.full(12, 4, np.int32),
+            np.zeros(12, np.float32),
+            tokens,
+            survivals,
+            lengths,
+        )
+        assert set(tokens.ravel().tolist()) <= {-1, 0, 1, 2, 3, 4}
+        index.close(handles.pop())
+        handles.append(index.open("p1", [4, 4]))
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    assert sum(index.look_ups()) > 0

@@ -181,7 +181,8 @@ class SuffixIndex:
 
         Args:
             depth: number of tokens that are compared, 1 to 255, including the boundary token.
-            threads: number of threads that draft for a batch, including the caller's.
+            threads: number of threads that draft for a batch, including the caller's. With `draft_ahead`, no more are
+                used than there are processors besides that of the thread that drafts ahead.
             max_bytes: limit for `bytes`, including open requests; None: no limit. Beyond the limit, the histories of
                 the problems that were opened or added to least recently are evicted, those with open requests last, and
                 finally the cross-problem pool. `take_evicted` returns the evicted problems, so that they can be added

@@ -4,6 +4,7 @@
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 namespace das {
 
@@ -12,6 +13,15 @@ namespace {
 // The data of requests was written by the background thread, so that it is in the cache of another processor. It is
 // fetched while this many rows before are handled, and the objects that point to it as many rows earlier.
 constexpr std::size_t kPrefetched = 6;
+
+// The fewest drafts for which another thread is woken.
+constexpr std::size_t kDraftsPerThread = 8;
+
+// Returns the number of processors besides that of the background thread.
+std::size_t spare_processors() {
+  static const std::size_t processors = std::thread::hardware_concurrency();
+  return processors - std::min<std::size_t>(processors, 1);
+}
 
 }  // namespace
 
@@ -83,13 +93,20 @@ void BatchStepper::step_ahead(const Step& step) {
     }
   };
   if (missed_.empty()) return ahead_->start(requests_);
-  workers_.run(workers_.size(), [&](std::size_t thread) {
-    if (thread == 0) {
-      ahead_->share(missing_);
-    } else {
-      missing_.take_all();
-    }
-  });
+  // Few drafts are computed before another thread would be awake, and one without a processor of its own would not
+  // help.
+  const std::size_t threads = std::min({workers_.size(), spare_processors(), missed_.size() / kDraftsPerThread});
+  if (threads < 2) {
+    ahead_->share(missing_);
+  } else {
+    workers_.run(threads, [&](std::size_t thread) {
+      if (thread == 0) {
+        ahead_->share(missing_);
+      } else {
+        missing_.take_all();
+      }
+    });
+  }
   ahead_->start(requests_);
 }
 

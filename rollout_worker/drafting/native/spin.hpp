@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <thread>
 
 #if defined(__x86_64__) || defined(__i386__)
@@ -18,13 +19,13 @@ inline void pause_briefly() {
 #endif
 }
 
-// Waits until is_done() returns true, for a limited time, and returns its last result. Returns at once if there is only
-// one processor, since the other thread could not run in the meantime.
+// Waits until is_done() returns true, for a limited time, and returns its last result. Returns at once if there are
+// fewer processors than `threads`, those that work at the same time, since one of them could not run in the meantime.
 template <class IsDone>
-bool spin_until(IsDone is_done, std::chrono::microseconds limit) {
-  static const bool has_processors = std::thread::hardware_concurrency() > 1;
+bool spin_until(IsDone is_done, std::chrono::microseconds limit, std::size_t threads = 2) {
+  static const std::size_t processors = std::thread::hardware_concurrency();
   if (is_done()) return true;
-  if (!has_processors) return false;
+  if (processors < threads) return false;
   constexpr int kPausesPerLook = 16;
   const auto end = std::chrono::steady_clock::now() + limit;
   do {

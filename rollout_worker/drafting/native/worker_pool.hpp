@@ -1,5 +1,5 @@
-// A small pool of threads that share the work of one call. They spin for a moment before they sleep, because waking a
-// thread takes about as long as a call.
+// A small pool of threads that share the work of one call. If there are enough processors, they spin for a moment
+// before they sleep, because waking a thread takes about as long as a call.
 #pragma once
 
 #include <atomic>

@@ -26,10 +26,14 @@ from rollout_worker.policy.step_cost import H100_7B
 HISTORY = 50
 """Maximum history rollouts per problem."""
 WARM_UP_STEPS = 100
-"""First steps of a round, which are not measured."""
+"""First steps of a round, which are not measured; fewer if fewer are measured."""
 TARGETS_US = {(256, "p50"): 300, (256, "p99"): 600, (8, "p50"): 30}
 """Targets for one drafting thread, in microseconds, by batch size and quantile."""
-PEERS: Sequence[type[SuffixProposerDrafter] | type[SuffixGpuDrafter]] = (SuffixProposerDrafter, SuffixGpuDrafter)
+PEERS: dict[type[SuffixProposerDrafter] | type[SuffixGpuDrafter], int] = {
+    SuffixProposerDrafter: 1,
+    SuffixGpuDrafter: 10,
+}
+"""The peers, each with the number by which its steps are divided, because one step takes up to seconds."""
 MakeDrafter = Callable[[Sequence[Problem], int, int], BatchDrafter]
 
 
@@ -63,7 +67,7 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
         drafter = make(problems, size, longest)
         batch = RecordedBatch(problems, size, MAX_DRAFT)
         batch.start(drafter)
-        run_steps(drafter, batch, WARM_UP_STEPS)
+        run_steps(drafter, batch, min(WARM_UP_STEPS, steps))
         before = drafter.look_ups() if isinstance(drafter, IndexDrafter) else (0, 0)
         gc.collect()
         gc.disable()
@@ -127,7 +131,8 @@ def main() -> None:
     options = parser.parse_args()
     problems = selected_problems(parser, options, history=HISTORY)
     measurements = []
-    for size in map(int, options.batch.split(",")):
+    sizes = list(map(int, options.batch.split(",")))
+    for size in sizes:
         for threads in map(int, options.threads.split(",")):
 
             def make(problems: Sequence[Problem], size: int, longest: int, threads: int = threads) -> BatchDrafter:
@@ -136,8 +141,11 @@ def main() -> None:
             measured = measure(make, problems, size, steps=options.steps, rounds=options.rounds)
             measurements.append({**measured, "threads": threads})
             print(measurements[-1], flush=True)
-        for peer in PEERS if options.peer_steps else ():
-            measurements.append(measure(peer, problems, size, steps=options.peer_steps, rounds=1))
+    # The peers come last, because PyTorch's threads would disturb the index.
+    for peer, share in PEERS.items():
+        for size in sizes if options.peer_steps else ():
+            steps = max(1, options.peer_steps // share)
+            measurements.append({**measure(peer, problems, size, steps=steps, rounds=1), "steps": steps})
             print(measurements[-1], flush=True)
     report(options.json, figures_of(measurements), trace=options.trace.name, measurements=measurements)
 

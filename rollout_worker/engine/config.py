@@ -10,6 +10,7 @@ from typing import Any
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_worker.engine.compat import lora_rank
+from rollout_worker.engine.compat_v2 import PROPOSER
 from rollout_worker.engine.drafting_config import DraftingConfig
 from rollout_worker.engine.limits import CPU_KV_CACHE_BYTES, MAX_BATCH_ADAPTERS, MAX_CPU_ADAPTERS
 from rollout_worker.engine.model_source import max_positions
@@ -80,7 +81,7 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
     if config.drafting is not None:
         settings["speculative_config"] = {
             "method": "custom_class",
-            "model": "rollout_worker.engine.proposer.HistoryProposer",
+            "model": PROPOSER,
             "num_speculative_tokens": config.drafting.max_draft_tokens,
         }
         settings["worker_extension_cls"] = f"{_EXTENSIONS}.DraftingExtension"
@@ -105,6 +106,10 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
         # vLLM would bind every engine of a machine to the same cores, the first ones. More threads than free cores
         # make a step many times slower.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.cores)}
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        # V2 needs Triton, which runs its kernels on CPUs in its interpreter.
+        if ({**defaults, **inherited})["VLLM_USE_V2_MODEL_RUNNER"] == "1":
+            defaults["TRITON_INTERPRET"] = "1"
     variables = {name: value for name, value in defaults.items() if name not in inherited}
     if config.drafting is not None:
         positions = max_positions(config.model)

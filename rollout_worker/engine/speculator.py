@@ -1,0 +1,289 @@
+"""Connects the drafting loop to the V2 model runner of vLLM.
+
+**Interface.** V2 builds a speculator on each rank of the last pipeline stage and calls :meth:`HistorySpeculator.propose`
+after each step. With asynchronous scheduling, the scheduler has planned the next step by then, with
+``num_speculative_tokens`` places for each request.
+
+**Order of events.** ``propose`` only starts to copy the number of tokens of each request to the host. The scheduler then
+plans the next step, while the GPU still computes the last one. When the runner is about to execute the planned step,
+:class:`DraftScheduling` waits for the copy, drafts, copies the drafts to the device and reduces the planned step to the
+places that have drafts. The runner therefore knows exactly how many tokens each request has, and a step without drafts
+is the same as without speculation.
+
+**Ranks.** Only one rank drafts; the others receive its drafts, so that all ranks execute the same step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from rollout_worker.arrays import Integers
+from rollout_worker.engine.draft_settings import DraftSettings
+from rollout_worker.engine.drafting_loop import RunningBatch
+from rollout_worker.engine.sampling_params import end_token_ids
+
+if TYPE_CHECKING:
+    from rollout_worker.engine.drafting_loop import DraftingLoop
+
+Broadcast = Callable[[Any], Any]
+"""Returns the object that the drafting rank passes, on every rank; the other ranks pass None."""
+
+_NO_DRAFT = -1
+
+
+class SampledStep(NamedTuple):
+    """A step whose numbers of tokens are being copied to the host."""
+
+    request_ids: list[str]
+    rows: Integers
+    """Row of each request in the runner's state, shape (requests,)."""
+    verified: Integers
+    """Number of draft tokens that the step verified, shape (requests,)."""
+    total_len: torch.Tensor
+    """Number of tokens by row, on the host, shape (max_num_reqs,); valid after :meth:`wait`."""
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> Integers:
+        """Wait until the step has sampled its tokens; return the number of tokens of each request, shape (requests,)."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.total_len.numpy()[self.rows].astype(np.int64)
+
+
+class HistorySpeculator(BaseSpeculator):
+    """Copies the numbers of tokens of each step to the host. The drafts are made by :class:`DraftScheduling`."""
+
+    supports_mm_inputs = False
+    enable_adaptive_verification = True
+    """Asks V2 for CUDA graphs that fit drafts of different lengths; see :class:`ExactVerification`."""
+    draft_logits: torch.Tensor | None = None
+    draft_token_confidence_probs: torch.Tensor | None = None
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        rows, width = req_states.draft_tokens.shape
+        self.verified: dict[str, int] = {}
+        """Number of draft tokens that the running step verifies, by request id."""
+        self.sampled: deque[SampledStep] = deque(maxlen=vllm_config.parallel_config.pipeline_parallel_size + 1)
+        """The steps for which nothing was drafted yet, oldest first. The pipeline holds one for each of its stages."""
+        self.on_launched: Callable[[], None] | None = None
+        """Called when everything that a step runs on the device was launched."""
+        self._no_drafts = torch.full((rows, width), _NO_DRAFT, dtype=torch.int64, device=device)
+        self._req_states, self._is_cuda = req_states, device.type == "cuda"
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Do nothing, because drafting runs no model."""
+
+    def capture(self) -> None:
+        """Do nothing, because drafting runs no model."""
+
+    def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **__: Any) -> torch.Tensor:
+        """Start to copy the numbers of tokens of all requests to the host.
+
+        Returns:
+            Placeholders, shape (requests, num_speculative_tokens); :class:`DraftScheduling` replaces them.
+        """
+        if not dummy_run:
+            source = self._req_states.total_len.gpu
+            total_len = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._is_cuda)
+            total_len.copy_(source, non_blocking=True)
+            copied = None
+            if self._is_cuda:
+                copied = torch.cuda.Event()
+                copied.record()
+            request_ids = list(input_batch.req_ids)
+            verified = np.fromiter(
+                (self.verified.get(request_id, 0) for request_id in request_ids), np.int64, len(request_ids)
+            )
+            rows = input_batch.idx_mapping_np.astype(np.int64)
+            self.sampled.append(SampledStep(request_ids, rows, verified, total_len, copied))
+            if self.on_launched is not None:
+                self.on_launched()
+        return self._no_drafts[: input_batch.num_reqs]
+
+
+class DraftScheduling:
+    """Replaces the places that the scheduler has planned for drafts by the drafts; one for each model runner.
+
+    It wraps two methods of the runner: ``execute_model``, where the drafts are made and the planned step is reduced, and
+    ``prepare_inputs``, where the drafts are copied to the device (afterwards, since ranks of earlier pipeline stages
+    receive the placeholders of the last step in between).
+    """
+
+    def __init__(self, runner: Any, broadcast: Broadcast | None) -> None:
+        """Wrap the methods of *runner*.
+
+        Args:
+            runner: vLLM's ``GPUModelRunner`` (V2).
+            broadcast: sends the drafts to the other ranks; None if there are none.
+        """
+        self._runner, self._broadcast = runner, broadcast
+        self._loop: DraftingLoop | None = None
+        self._ready: dict[str, list[int]] = {}
+        """Drafts of requests that were not scheduled since, by request id."""
+        self._scheduled: dict[str, list[int]] = {}
+        """Drafts of the step that is executed, to be copied to the device."""
+        device = runner.req_states.device
+        self._buffer = torch.full(
+            runner.req_states.draft_tokens.shape, _NO_DRAFT, dtype=torch.int64, pin_memory=device.type == "cuda"
+        )
+        self._execute_model, self._prepare_inputs = runner.execute_model, runner.prepare_inputs
+        runner.execute_model, runner.prepare_inputs = self.execute_model, self.prepare_inputs
+
+    def start(self, loop: DraftingLoop) -> None:
+        """Make drafts on this rank."""
+        self._loop = loop
+        self._runner.speculator.on_launched = loop.plan
+
+    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        """Make the drafts of a planned step, reduce the step to them, and execute it."""
+        if not kwargs.get("dummy_run"):
+            scheduler_output = self._schedule_drafts(scheduler_output)
+        return self._execute_model(scheduler_output, *args, **kwargs)
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Copy the drafts to the device, and prepare the inputs."""
+        if self._scheduled:
+            states = self._runner.req_states
+            for request_id, tokens in self._scheduled.items():
+                self._buffer[states.req_id_to_index[request_id], : len(tokens)] = torch.tensor(tokens)
+            states.draft_tokens.copy_(self._buffer, non_blocking=True)
+        return self._prepare_inputs(*args, **kwargs)
+
+    def _schedule_drafts(self, scheduler_output: Any) -> Any:
+        planned = scheduler_output.scheduled_spec_decode_tokens
+        if self._loop is not None:
+            self._follow(self._loop, scheduler_output)
+            if planned:
+                self._draft(self._loop, planned)
+        self._scheduled = {}
+        if planned:
+            drafts = {
+                request_id: self._ready.pop(request_id)[: len(places)]
+                for request_id, places in planned.items()
+                if request_id in self._ready
+            }
+            self._scheduled = drafts if self._broadcast is None else self._broadcast(drafts)
+            lengths = {request_id: len(tokens) for request_id, tokens in self._scheduled.items()}
+            scheduler_output = reduce_to_drafts(scheduler_output, lengths)
+            if self._runner.speculator is not None:
+                self._runner.speculator.verified = lengths
+        return scheduler_output
+
+    def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:
+        loop.remove(scheduler_output.finished_req_ids)
+        for request_id in scheduler_output.finished_req_ids:
+            self._ready.pop(request_id, None)
+        for request in scheduler_output.scheduled_new_reqs:
+            # A request that was preempted is passed as a new one, without the tokens that vLLM has discarded.
+            self._ready.pop(request.req_id, None)
+            if loop.knows(request.req_id):
+                loop.rewind(request.req_id, len(request.prefill_token_ids))
+                continue
+            params = request.sampling_params
+            settings = DraftSettings.from_extra_args(None if params is None else params.extra_args)
+            if settings is not None:
+                loop.add(request.req_id, settings, request.prompt_len, end_token_ids(params))
+
+    def _draft(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> None:
+        """Draft for the requests of a planned step.
+
+        The steps in which they were sampled are waited for; later ones, which the pipeline still runs, are not.
+        """
+        sampled = self._runner.speculator.sampled
+        count = max(
+            (number for number, step in enumerate(sampled, 1) if not planned.keys().isdisjoint(step.request_ids)), default=0
+        )
+        for _ in range(count):
+            step = sampled.popleft()
+            if loop.skip_step():
+                continue
+            token_ids = host_view(self._runner.req_states.all_token_ids)
+            drafts = loop.draft(RunningBatch(step.request_ids, step.wait(), token_ids, step.rows, step.verified))
+            for place, tokens in zip(drafts.places.tolist(), drafts.tokens, strict=True):
+                self._ready[step.request_ids[place]] = tokens
+
+
+def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the host's memory of a ``StagedWriteTensor`` that the device accesses through unified addressing."""
+    buffer = getattr(tensor, "_uva_buf", None)
+    return np.asarray(tensor.gpu.numpy() if buffer is None else buffer.np)
+
+
+def reduce_to_drafts(scheduler_output: Any, lengths: dict[str, int]) -> Any:
+    """Return a copy of a planned step in which each request has *lengths* places for drafts instead of the planned ones.
+
+    The scheduler keeps the original. From it, it computes how many places were rejected; a place that was removed counts
+    as rejected.
+    """
+    scheduled = dict(scheduler_output.num_scheduled_tokens)
+    drafts: dict[str, list[int]] = {}
+    for request_id, places in scheduler_output.scheduled_spec_decode_tokens.items():
+        length = lengths.get(request_id, 0)
+        scheduled[request_id] -= len(places) - length
+        if length:
+            drafts[request_id] = places[:length]
+    return dataclasses.replace(
+        scheduler_output,
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens=drafts,
+    )
+
+
+class ExactVerification:
+    """Stands in for V2's ``AdaptiveVerificationManager``, which enables CUDA graphs for drafts of different lengths.
+
+    vLLM's manager selects draft positions on the device, so that the host knows only upper bounds. Here, the host has
+    selected them before, in :func:`reduce_to_drafts`, so that the layout that the host has prepared is exact.
+    """
+
+    def __init__(self, query_start_loc: torch.Tensor) -> None:
+        self._query_start_loc = query_start_loc
+        self._cu_num_logits = torch.empty_like(query_start_loc)
+        self._layout: tuple[np.ndarray[Any, Any], int] | None = None
+
+    def add_request(self, req_idx: int) -> None:
+        """Do nothing; there are no confidences."""
+
+    def record_confidences(self, confidence_probs: object, input_batch: object) -> None:
+        """Do nothing; there are no confidences."""
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> tuple[()]:
+        """Return nothing, because the costs of steps are measured while they run."""
+        return ()
+
+    def set_initial_cost_curves(self, samples: object) -> None:
+        """Do nothing; see :meth:`batches_to_profile`."""
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        """Return the number of tokens of the step."""
+        return sum(num_tokens_per_req.values())
+
+    def compact_batch(
+        self,
+        num_draft_tokens_per_req: np.ndarray[Any, Any],
+        num_scheduled_tokens: np.ndarray[Any, Any],
+        cu_num_logits_np: np.ndarray[Any, Any],
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return the layout as it is."""
+        self._layout = cu_num_logits_np, int(num_draft_tokens_per_req.sum())
+        return num_scheduled_tokens, cu_num_logits_np
+
+    def reallocate_drafts(
+        self, req_ids: list[str], idx_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return the boundaries of logits and queries on the device, and the number of draft tokens."""
+        from vllm.utils.torch_utils import async_tensor_h2d
+
+        assert self._layout is not None
+        (cu_num_logits_np, drafts), self._layout = self._layout, None
+        cu_num_logits = self._cu_num_logits[: len(cu_num_logits_np)]
+        async_tensor_h2d(cu_num_logits_np, out=cu_num_logits)
+        return cu_num_logits, self._query_start_loc, drafts

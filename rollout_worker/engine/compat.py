@@ -158,12 +158,16 @@ def _exclude_rows_without_adapter(operator: Callable[..., None]) -> Callable[...
     return patched
 
 
-def patch_draft_sampling() -> bool:
-    """Replace vLLM's ``expand_batch_to_tokens`` if it returns wrong values on this machine.
+def patch_draft_sampling(device_type: str) -> bool:
+    """Replace the ``expand_batch_to_tokens`` of vLLM's V1 model runner if it returns wrong values on this machine.
 
     On CPU builds without Triton, the function writes to a temporary tensor (vllm#55005, seen in 0.32 and 0.33).
     Temperature, top_p and top_k of draft positions are then uninitialized memory, so that the output distribution is
-    silently wrong. Call this after the platform's kernels were loaded.
+    silently wrong. Call this after the platform's kernels were loaded. On GPUs, the function launches a Triton kernel
+    that writes to its result. It is not probed there.
+
+    Args:
+        device_type: type of the device that samples, ``cpu`` or ``cuda``.
 
     Returns:
         Whether it was defective and is replaced now.
@@ -171,6 +175,8 @@ def patch_draft_sampling() -> bool:
     Raises:
         EngineError: if the replacement returns wrong values as well.
     """
+    if device_type != "cpu":
+        return False
     import torch
     from vllm.v1.sample import rejection_sampler
 

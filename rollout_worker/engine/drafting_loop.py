@@ -193,6 +193,10 @@ class DraftingLoop:
             tokens: its prompt and what follows.
         """
         settings, prompt_tokens, end_tokens = self._settings[request_id]
+        earlier = self._earlier.get(settings.key)
+        if earlier is not None:
+            # All tokens of the response are counted again.
+            self._earlier[settings.key] = earlier._replace(generated=0)
         row = self._controller.open(
             settings.problem, prompt_tokens=prompt_tokens, generated=0, max_tokens=settings.max_tokens
         )

@@ -27,12 +27,13 @@ class HistoryProposer:
     def __init__(self, vllm_config: Any) -> None:
         self.sampling_patched = False
         """Whether vLLM's sampling of draft positions was defective and is patched."""
+        self._device_type = str(vllm_config.device_config.device_type)
         self._runner: Any = None
         self._loop: DraftingLoop | None = None
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Patch vLLM's sampling. vLLM calls this in the worker process after its kernels were loaded."""
-        self.sampling_patched = patch_draft_sampling()
+        self.sampling_patched = patch_draft_sampling(self._device_type)
 
     def start(self, runner: Any, loop: DraftingLoop) -> None:
         """Start to propose drafts for the batch of *runner*, made by *loop*."""

@@ -109,20 +109,21 @@ class HistorySpeculator(BaseSpeculator):
 
 
 class DraftScheduling:
-    """Replaces the places that the scheduler has planned for drafts by the drafts; one for each model runner.
+    """Replaces the places that the scheduler has planned for drafts by the drafts; one for each rank.
 
-    It wraps two methods of the runner: ``execute_model``, where the drafts are made and the planned step is reduced, and
-    ``prepare_inputs``, where the drafts are copied to the device (afterwards, since ranks of earlier pipeline stages
-    receive the placeholders of the last step in between).
+    It wraps two methods: ``execute_model`` of vLLM's worker, where the drafts are made and the planned step is reduced,
+    and ``prepare_inputs`` of its model runner, where the drafts are copied to the device. In between, later pipeline
+    stages receive the hidden states of the step, and earlier ones the placeholders of a previous step.
     """
 
-    def __init__(self, runner: Any, broadcast: Broadcast | None) -> None:
-        """Wrap the methods of *runner*.
+    def __init__(self, worker: Any, broadcast: Broadcast | None) -> None:
+        """Wrap the methods.
 
         Args:
-            runner: vLLM's ``GPUModelRunner`` (V2).
+            worker: vLLM's worker of this rank, with the V2 model runner.
             broadcast: sends the drafts to the other ranks; None if there are none.
         """
+        runner = worker.model_runner
         self._runner, self._broadcast = runner, broadcast
         self._loop: DraftingLoop | None = None
         self._ready: dict[str, list[int]] = {}
@@ -133,19 +134,17 @@ class DraftScheduling:
         self._buffer = torch.full(
             runner.req_states.draft_tokens.shape, _NO_DRAFT, dtype=torch.int64, pin_memory=device.type == "cuda"
         )
-        self._execute_model, self._prepare_inputs = runner.execute_model, runner.prepare_inputs
-        runner.execute_model, runner.prepare_inputs = self.execute_model, self.prepare_inputs
+        self._execute_model, worker.execute_model = worker.execute_model, self.execute_model
+        self._prepare_inputs, runner.prepare_inputs = runner.prepare_inputs, self.prepare_inputs
 
     def start(self, loop: DraftingLoop) -> None:
         """Make drafts on this rank."""
         self._loop = loop
         self._runner.speculator.on_launched = loop.plan
 
-    def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_model(self, scheduler_output: Any) -> Any:
         """Make the drafts of a planned step, reduce the step to them, and execute it."""
-        if not kwargs.get("dummy_run"):
-            scheduler_output = self._schedule_drafts(scheduler_output)
-        return self._execute_model(scheduler_output, *args, **kwargs)
+        return self._execute_model(self._schedule_drafts(scheduler_output))
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the drafts to the device, and prepare the inputs."""

@@ -201,7 +201,7 @@ class DraftingExtension(EngineExtension):
         from rollout_worker.engine.speculator import DraftScheduling
 
         check(self.model_runner, self.vllm_config)
-        return DraftScheduling(self.model_runner, broadcast_drafts(self.vllm_config))
+        return DraftScheduling(self, broadcast_drafts(self.vllm_config))
 
     def das_announce(self, problems: list[str], generation: int, wanted: list[str] | None) -> None:
         """Fetch the history of *problems* in the background; see :meth:`Engine.announce`."""

@@ -46,6 +46,9 @@ token, so that underestimated probabilities recover.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from rollout_worker.drafting import _native
 from rollout_worker.drafting._native import Draft
 from rollout_worker.history.records import TokenArray
@@ -54,7 +57,9 @@ __all__ = [
     "POOL_TOKENS",
     "SOURCES",
     "Draft",
+    "DraftCounts",
     "LearnedState",
+    "LookUps",
     "Occurrence",
     "Rollout",
     "Source",
@@ -76,6 +81,9 @@ POOL_TOKENS = 2**20
 
 TokenIds: TypeAlias = TokenArray | Sequence[int]
 """Token ids as arguments. A `TokenArray` is read in place and must not change during the call; a list is copied."""
+
+
+_NO_LIMIT = 2**63 - 1
 
 
 class Rollout(NamedTuple):
@@ -118,6 +126,26 @@ class SourceCounts(NamedTuple):
     """Verified tokens that the model sampled."""
 
 
+class DraftCounts(NamedTuple):
+    """Token counts of one request."""
+
+    drafted: int
+    """Draft tokens of `SuffixIndex.step` that were passed to verification."""
+    accepted: int
+    """Draft tokens that were accepted."""
+    generated: int
+    """Response tokens."""
+
+
+class LookUps(NamedTuple):
+    """Numbers of drafts that `SuffixIndex.step` has returned, by how it obtained them."""
+
+    found: int
+    """Drafts that had been prepared."""
+    computed: int
+    """Drafts that were computed during the call."""
+
+
 class SuffixIndex:
     """A suffix index with its open requests; see the module's documentation.
 
@@ -128,7 +156,13 @@ class SuffixIndex:
     """
 
     def __init__(
-        self, depth: int = 64, threads: int = 1, *, max_bytes: int | None = None, pool_tokens: int = 0
+        self,
+        depth: int = 64,
+        threads: int = 1,
+        *,
+        max_bytes: int | None = None,
+        pool_tokens: int = 0,
+        draft_ahead: bool = False,
     ) -> None:
         """Create an empty index.
 
@@ -139,10 +173,15 @@ class SuffixIndex:
                 the problems that were opened or added to least recently are evicted, those with open requests last, and
                 finally the cross-problem pool. `take_evicted` returns the evicted problems, so that they can be added
                 again when they are needed. New data counts while it is being built and may exceed the limit until the
-                background thread evicts; `add` waits for that.
+                background thread evicts; `add` waits for that. Open requests, with their prompts and live texts, are
+                never evicted. The histories and the pool may always use half of the limit, so if open requests need
+                more than the other half, `bytes` may exceed the limit by what they need beyond it.
             pool_tokens: size of the cross-problem pool, which holds the last rollouts of all problems. One call of
                 `add` contributes at most a sixteenth of it, or one rollout. Without a pool (0), the source
                 ``"cross_problem"`` finds nothing.
+            draft_ahead: whether a thread of its own computes drafts between two calls of `step`, for the outcomes that
+                the verification of the last drafts may have. `step` then looks most drafts up and takes much less time,
+                but what it returns depends on how much time that thread had.
 
         Raises:
             ValueError: for arguments out of range.
@@ -155,7 +194,7 @@ class SuffixIndex:
             raise ValueError(f"max_bytes must be 1 or more, or None for no limit, got {max_bytes}")
         if pool_tokens < 0:
             raise ValueError(f"pool_tokens must be 0 or more, got {pool_tokens}")
-        self._native = _native.SuffixIndex(depth, threads, max_bytes or 0, pool_tokens)
+        self._native = _native.SuffixIndex(depth, threads, max_bytes or 0, pool_tokens, draft_ahead)
 
     def add(
         self,
@@ -208,7 +247,7 @@ class SuffixIndex:
         return self._native.take_evicted()
 
     def wait_idle(self) -> None:
-        """Wait until the background thread has nothing left to merge or evict."""
+        """Wait until nothing is left to merge or evict, and all likely drafts are prepared."""
         self._native.wait_idle()
 
     def problems(self) -> list[str]:
@@ -248,6 +287,10 @@ class SuffixIndex:
         *,
         context_length: int = 0,
         stop_tokens: TokenIds = (),
+        undrafted_tokens: int = 0,
+        min_tokens: int = 0,
+        max_tokens: int | None = None,
+        max_draft_tokens: int | None = None,
     ) -> int:
         """Open a request with an empty response and return its handle.
 
@@ -260,18 +303,31 @@ class SuffixIndex:
             context_length: number of tokens at the end of the prompt that are the response's context. This is 0 for the
                 first turn of a trajectory, and the length of the text after the trajectory's prompt for later turns.
             stop_tokens: tokens after which nothing is sampled, so that a draft ends with them.
+            undrafted_tokens: number of the first response tokens for which nothing is drafted.
+            min_tokens: while the response is shorter than this, a draft and the token after it end before this length.
+            max_tokens: maximum length of the response, which a draft and the token after it do not exceed; None: no
+                limit.
+            max_draft_tokens: maximum length of a draft; None: no limit.
 
         Raises:
-            ValueError: for a token id out of range, a negative `context_length`, or invalid `sources`.
+            ValueError: for a token id out of range, a negative number, or invalid `sources`.
         """
         unknown = set(sources) - set(SOURCES)
         if unknown or not sources or isinstance(sources, str):
             raise ValueError(f"sources must be some of {', '.join(map(repr, SOURCES))}, got {sources!r}")
-        if context_length < 0:
-            raise ValueError(f"context_length must be 0 or more tokens, got {context_length}")
-        return self._native.open(
-            problem, prompt, context_length, [source in sources for source in SOURCES], stop_tokens
-        )
+        numbers = {
+            "context_length": context_length,
+            "undrafted_tokens": undrafted_tokens,
+            "min_tokens": min_tokens,
+            "max_tokens": _NO_LIMIT if max_tokens is None else max_tokens,
+            "max_draft_tokens": _NO_LIMIT if max_draft_tokens is None else max_draft_tokens,
+        }
+        for name, number in numbers.items():
+            if not 0 <= number <= _NO_LIMIT:
+                raise ValueError(f"{name} must be 0 or more tokens, got {number}")
+        _, *limits = numbers.values()
+        used = [source in sources for source in SOURCES]
+        return self._native.open(problem, prompt, context_length, used, stop_tokens, limits)
 
     def extend(self, handle: int, tokens: TokenIds) -> None:
         """Append sampled tokens to a request's response and learn from them.
@@ -292,9 +348,56 @@ class SuffixIndex:
         """
         self._native.extend_batch(handles, tokens)
 
-    def close(self, handle: int) -> None:
-        """Close a request and release its state. Raises KeyError for a handle that is not open."""
-        self._native.close(handle)
+    def close(self, handle: int) -> DraftCounts:
+        """Close a request, release its state and return its token counts.
+
+        Raises:
+            KeyError: for a handle that is not open.
+        """
+        return DraftCounts(*self._native.close(handle))
+
+    def step(
+        self,
+        handles: npt.NDArray[np.int64],
+        sampled: npt.NDArray[np.int64],
+        num_sampled: npt.NDArray[np.int32],
+        budgets: npt.NDArray[np.int32],
+        min_survivals: npt.NDArray[np.float32],
+        tokens: npt.NDArray[np.int64],
+        survivals: npt.NDArray[np.float32],
+        lengths: npt.NDArray[np.int32],
+        verified: npt.NDArray[np.int32] | None = None,
+    ) -> None:
+        """Append the tokens that a decoding step sampled, and draft for the next step, in one call without the GIL.
+
+        All arrays are C-contiguous and have a row for each of n requests. `tokens`, `survivals` and `lengths` are
+        written in place.
+
+        Args:
+            handles: handles of the requests, each once, shape (n,).
+            sampled: the sampled tokens: accepted draft tokens and one more, shape (n, S).
+            num_sampled: how many tokens of each row of `sampled` were sampled, 0 to S, shape (n,). Without a new token,
+                the request is drafted for again.
+            budgets: maximum number of draft tokens, shape (n,). The limits given to `open` apply as well, and K. With 0
+                or less left, nothing is drafted.
+            min_survivals: a draft ends before the first token whose survival is below this, 0 to 1, shape (n,).
+            tokens: receives the drafts, filled up with -1, shape (n, K).
+            survivals: receives the survival of each draft token, filled up with 0, shape (n, K).
+            lengths: receives the lengths of the drafts, shape (n,).
+            verified: how many tokens of each last draft were verified, shape (n,), at most its length (larger numbers
+                count as that); None: all. Only `close` reports it.
+
+        Raises:
+            KeyError: for a handle that is not open.
+            TypeError: for an argument that is not an array of the given type and number of dimensions.
+            ValueError: for shapes that do not agree, a handle that occurs twice, or a value out of range. As for the
+                other errors, nothing is changed.
+        """
+        self._native.step(handles, sampled, num_sampled, budgets, min_survivals, tokens, survivals, lengths, verified)
+
+    def look_ups(self) -> LookUps:
+        """Return how many drafts `step` has looked up and computed since the index was created."""
+        return LookUps(*self._native.look_ups())
 
     def draft(self, handle: int, budget: int, min_survival: float = 0.0) -> Draft:
         """Draft up to `budget` tokens for one request; see `draft_batch`."""

@@ -74,6 +74,22 @@ def test_invalid_rollouts_are_rejected(rollout: Any, message: str) -> None:
         SuffixIndex().add("p", [rollout])
 
 
+@pytest.mark.parametrize("readable", range(5))
+def test_an_error_while_a_rollout_is_read_is_raised(readable: int) -> None:
+    class Unreadable:
+        def __len__(self) -> int:
+            return 5
+
+        def __getitem__(self, position: int) -> object:
+            if position >= readable:
+                raise LookupError(f"position {position} is unreadable")
+            return ("a", 0, [1], [], 0.5)[position]
+
+    rollout: Any = Unreadable()
+    with pytest.raises(LookupError, match=f"position {readable} is unreadable"):
+        SuffixIndex().add("p", [rollout])
+
+
 def test_invalid_rewards_are_rejected() -> None:
     index = SuffixIndex()
     index.add("p", [("a", 0, [1])])

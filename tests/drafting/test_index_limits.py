@@ -210,6 +210,26 @@ def test_live_texts_count_and_cause_evictions() -> None:
     assert index.bytes() <= 6 * one_problem_bytes()
 
 
+def test_histories_within_half_of_the_limit_survive_live_texts_beyond_the_limit() -> None:
+    index = SuffixIndex(max_bytes=6 * one_problem_bytes())
+    for number in range(2):
+        index.add(str(number), [("a", 0, text(number))])
+    handle = index.open("other")
+    index.extend(handle, text(9, 8 * LENGTH))
+    assert index.bytes("other") > 6 * one_problem_bytes()
+    index.wait_idle()
+    assert 1 == index.add("0", [("b", 1, [77])])
+    assert [] == index.take_evicted()
+    assert [2, 3] == drafted(index, "0", after=1)
+    for number in range(2, 5):
+        index.add(str(number), [("a", 0, text(number))])
+    # Half of the limit has room for two problems, and for what "other" needs besides its live texts.
+    assert ["1", "0", "2"] == index.take_evicted()
+    assert ["3", "4"] == index.problems()
+    assert [300_000, 300_001] == drafted(index, "3")
+    index.close(handle)
+
+
 def test_a_small_rest_of_a_segment_takes_little_memory() -> None:
     index, other = SuffixIndex(), SuffixIndex()
     index.add("p", [(str(number), number, text(number)) for number in range(50)])

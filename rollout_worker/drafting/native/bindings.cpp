@@ -185,12 +185,16 @@ std::size_t add(das::SuffixIndex& index, const std::string& problem, nb::handle 
       const char* const shape = " must be (rollout_id, generation, tokens[, context[, reward]])";
       throw nb::type_error((position + shape).c_str());
     }
+    // Items are read before they are converted, because reading may raise, but nb::try_cast() is noexcept.
+    const nb::object first = item[0];
     std::string id;
-    if (!nb::try_cast(item[0], id)) throw nb::type_error((position + ": the rollout id must be a str").c_str());
-    const std::optional<std::int64_t> generation = integer_of(item[1]);
+    if (!nb::try_cast(first, id)) throw nb::type_error((position + ": the rollout id must be a str").c_str());
+    const nb::object second = item[1];
+    const std::optional<std::int64_t> generation = integer_of(second);
     if (!generation) throw nb::type_error((position + ": the generation must be a 64-bit int").c_str());
     const auto name = [&] { return "rollout '" + id + "' of problem '" + problem + "'"; };
-    tokens.emplace_back(item[2], name);
+    const nb::object third = item[2];
+    tokens.emplace_back(third, name);
     const nb::object context = length > 3 ? nb::object(item[3]) : nb::object(nb::make_tuple());
     contexts.emplace_back(context, [&] { return "the context of " + name(); });
     const nb::object reward = length > 4 ? nb::object(item[4]) : nb::none();
@@ -208,11 +212,11 @@ std::size_t add(das::SuffixIndex& index, const std::string& problem, nb::handle 
 }
 
 std::int64_t open(das::SuffixIndex& index, const std::string& problem, nb::handle prompt, std::size_t context_length,
-                  const das::Sources& sources, nb::handle stop_tokens) {
+                  const das::Sources& sources, nb::handle stop_tokens, const das::DraftLimits& limits) {
   const TokenArgument tokens(prompt, [] { return std::string("the prompt"); });
   const TokenArgument stops(stop_tokens, [] { return std::string("stop_tokens"); });
   const nb::gil_scoped_release released;
-  return index.open(problem, {tokens.tokens(), context_length, sources, stops.tokens()});
+  return index.open(problem, {tokens.tokens(), context_length, sources, stops.tokens(), limits});
 }
 
 void extend(das::SuffixIndex& index, std::int64_t handle, nb::handle tokens) {
@@ -276,6 +280,97 @@ nb::list occurrences(das::SuffixIndex& index, std::int64_t handle, std::int64_t 
                                reward, occurrence.anchored));
   }
   return rows;
+}
+
+// Returns a C-contiguous array argument whose dtype and number of dimensions must be exact.
+template <class Array>
+Array array_argument(const char* name, nb::handle object, const char* type) {
+  Array array;
+  if (nb::try_cast<Array>(object, array, false)) return array;
+  throw nb::type_error((std::string(name) + " must be a C-contiguous array of shape and type " + type).c_str());
+}
+
+// Checks that the first dimension of an argument of step() has the length of the batch.
+void check_rows(const char* name, std::size_t rows, std::size_t expected) {
+  if (rows == expected) return;
+  throw nb::value_error((std::string(name) + " has " + std::to_string(rows) + " rows, but there are " +
+                         std::to_string(expected) + " handles")
+                            .c_str());
+}
+
+template <class T>
+using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+template <class T>
+using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+// Checks the values of the arguments of step(). They are the caller's arrays, so that this costs no copy.
+void check_step(const das::Step& step) {
+  const auto reject = [](std::size_t row, const std::string& what) {
+    throw nb::value_error(("row " + std::to_string(row) + ": " + what).c_str());
+  };
+  for (std::size_t i = 0; i < step.handles.size(); ++i) {
+    const std::int32_t count = step.num_sampled[i];
+    if (count < 0 || static_cast<std::size_t>(count) > step.max_sampled) {
+      reject(i, "num_sampled must be 0 to " + std::to_string(step.max_sampled) + ", got " + std::to_string(count));
+    }
+    for (const std::int64_t token : step.sampled.subspan(i * step.max_sampled, static_cast<std::size_t>(count))) {
+      if (token < 0 || token >= das::kBoundary) {
+        reject(i, "sampled has " + std::to_string(token) + "; token ids are 0 to 4294967294");
+      }
+    }
+    if (step.budgets[i] < 0) reject(i, "a budget must be 0 or more tokens, got " + std::to_string(step.budgets[i]));
+    const float survival = step.min_survivals[i];
+    if (!(survival >= 0.0F && survival <= 1.0F)) {
+      reject(i, "min_survival must be a probability from 0 to 1, got " + std::to_string(survival));
+    }
+    if (!step.verified.empty() && step.verified[i] < 0) {
+      reject(i, "verified must be 0 or more tokens, got " + std::to_string(step.verified[i]));
+    }
+  }
+}
+
+void step(das::SuffixIndex& index, nb::handle handles, nb::handle sampled, nb::handle num_sampled, nb::handle budgets,
+          nb::handle min_survivals, nb::handle tokens, nb::handle survivals, nb::handle lengths, nb::handle verified) {
+  const auto handles_in = array_argument<Vector<const std::int64_t>>("handles", handles, "(n,) int64");
+  const auto sampled_in = array_argument<Matrix<const std::int64_t>>("sampled", sampled, "(n, S) int64");
+  const auto counts_in = array_argument<Vector<const std::int32_t>>("num_sampled", num_sampled, "(n,) int32");
+  const auto budgets_in = array_argument<Vector<const std::int32_t>>("budgets", budgets, "(n,) int32");
+  const auto thresholds = array_argument<Vector<const float>>("min_survivals", min_survivals, "(n,) float32");
+  const auto tokens_out = array_argument<Matrix<std::int64_t>>("tokens", tokens, "(n, K) int64, writable");
+  const auto survivals_out = array_argument<Matrix<float>>("survivals", survivals, "(n, K) float32, writable");
+  const auto lengths_out = array_argument<Vector<std::int32_t>>("lengths", lengths, "(n,) int32, writable");
+  const std::size_t rows = handles_in.size();
+  check_rows("sampled", sampled_in.shape(0), rows);
+  check_rows("num_sampled", counts_in.size(), rows);
+  check_rows("budgets", budgets_in.size(), rows);
+  check_rows("min_survivals", thresholds.size(), rows);
+  check_rows("tokens", tokens_out.shape(0), rows);
+  check_rows("survivals", survivals_out.shape(0), rows);
+  check_rows("lengths", lengths_out.size(), rows);
+  if (tokens_out.shape(1) != survivals_out.shape(1)) {
+    throw nb::value_error(("tokens and survivals must have the same shape, got " + std::to_string(tokens_out.shape(1)) +
+                           " and " + std::to_string(survivals_out.shape(1)) + " columns")
+                              .c_str());
+  }
+  Vector<const std::int32_t> verified_in;
+  if (!verified.is_none()) {
+    verified_in = array_argument<Vector<const std::int32_t>>("verified", verified, "(n,) int32");
+    check_rows("verified", verified_in.size(), rows);
+  }
+  const das::Step arguments{{handles_in.data(), rows},
+                            {sampled_in.data(), sampled_in.size()},
+                            sampled_in.shape(1),
+                            {counts_in.data(), rows},
+                            {verified_in.is_valid() ? verified_in.data() : nullptr, verified_in.is_valid() ? rows : 0},
+                            {budgets_in.data(), rows},
+                            {thresholds.data(), rows},
+                            {tokens_out.data(), tokens_out.size()},
+                            {survivals_out.data(), survivals_out.size()},
+                            tokens_out.shape(1),
+                            {lengths_out.data(), rows}};
+  check_step(arguments);
+  const nb::gil_scoped_release released;
+  index.step(arguments);
 }
 
 // Returns the getter of a draft property that lists one value of each token.
@@ -373,10 +468,9 @@ NB_MODULE(_native, m) {
   nb::class_<das::SuffixIndex>(m, "SuffixIndex")
       .def(
           "__init__",
-          [](das::SuffixIndex* index, std::size_t depth, std::size_t threads, std::size_t bytes, std::size_t pool) {
-            new (index) das::SuffixIndex(depth, threads, {bytes, pool});
-          },
-          nb::arg("depth"), nb::arg("threads"), nb::arg("max_bytes"), nb::arg("pool_tokens"))
+          [](das::SuffixIndex* index, std::size_t depth, std::size_t threads, std::size_t bytes, std::size_t pool,
+             bool draft_ahead) { new (index) das::SuffixIndex(depth, threads, {bytes, pool}, draft_ahead); },
+          nb::arg("depth"), nb::arg("threads"), nb::arg("max_bytes"), nb::arg("pool_tokens"), nb::arg("draft_ahead"))
       .def("add", &add, nb::arg("problem"), nb::arg("rollouts"))
       .def("set_rewards", &set_rewards, nb::arg("problem"), nb::arg("rewards"))
       .def("take_evicted", &das::SuffixIndex::take_evicted, released())
@@ -395,15 +489,36 @@ NB_MODULE(_native, m) {
       .def(
           "open",
           [](das::SuffixIndex& index, const std::string& problem, nb::handle prompt, std::size_t context_length,
-             std::array<bool, das::kSources> sources, nb::handle stop_tokens) {
+             std::array<bool, das::kSources> sources, nb::handle stop_tokens, std::array<std::int64_t, 4> limits) {
             return open(index, problem, prompt, context_length, {sources[0], sources[1], sources[2], sources[3]},
-                        stop_tokens);
+                        stop_tokens, {limits[0], limits[1], limits[2], limits[3]});
           },
           nb::arg("problem"), nb::arg("prompt").none(), nb::arg("context_length"), nb::arg("sources"),
-          nb::arg("stop_tokens"))
+          nb::arg("stop_tokens"), nb::arg("limits"))
       .def("extend", &extend, nb::arg("handle"), nb::arg("tokens").none())
       .def("extend_batch", &extend_batch, nb::arg("handles"), nb::arg("tokens"))
-      .def("close", &das::SuffixIndex::close, nb::arg("handle"), released())
+      .def("close",
+           [](das::SuffixIndex& index, std::int64_t handle) {
+             das::RequestCounts counts;
+             {
+               const nb::gil_scoped_release released;
+               counts = index.close(handle);
+             }
+             return nb::make_tuple(counts.drafted, counts.accepted, counts.generated);
+           },
+           nb::arg("handle"))
+      .def("step", &step, nb::arg("handles"), nb::arg("sampled"), nb::arg("num_sampled"), nb::arg("budgets"),
+           nb::arg("min_survivals"), nb::arg("tokens"), nb::arg("survivals"), nb::arg("lengths"),
+           nb::arg("verified").none())
+      .def("look_ups",
+           [](das::SuffixIndex& index) {
+             das::LookUpCounts counts;
+             {
+               const nb::gil_scoped_release released;
+               counts = index.look_ups();
+             }
+             return nb::make_tuple(counts.found, counts.computed);
+           })
       .def("draft", &draft, nb::arg("handle"), nb::arg("budget"), nb::arg("min_survival"))
       .def("draft_batch", &draft_batch, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survival"))
       .def("occurrences", &occurrences, nb::arg("handle"), nb::arg("length"))

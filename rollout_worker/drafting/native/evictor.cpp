@@ -1,5 +1,6 @@
 #include "evictor.hpp"
 
+#include <memory>
 #include <thread>
 #include <utility>
 

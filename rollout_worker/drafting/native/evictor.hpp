@@ -1,9 +1,9 @@
-// Eviction: keeps the index below its byte limit.
+// Eviction: keeps the histories and the pool within the byte limit of the index.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -15,17 +15,24 @@
 
 namespace das {
 
-// Evicts the histories of the least recently used problems, and finally the cross-problem pool, in the background.
+// Evicts the histories of the least recently used problems, and finally the cross-problem pool, in the background. They
+// may use what open requests leave of the limit, but at least half of it. Otherwise, requests that exceed the limit by
+// themselves would cause every history to be evicted, although that would not bring the index below the limit.
 class Evictor {
  public:
   // There is no limit if `max_bytes` is 0.
-  Evictor(const std::shared_ptr<ByteCounter>& bytes, std::size_t max_bytes, ProblemRegistry& problems,
-          CrossProblemPool& pool, BackgroundThread& background)
+  Evictor(const IndexBytes& bytes, std::size_t max_bytes, ProblemRegistry& problems, CrossProblemPool& pool,
+          BackgroundThread& background)
       : bytes_(bytes), max_bytes_(max_bytes), problems_(problems), pool_(pool), background_(background) {}
 
-  bool is_over_limit() const { return max_bytes_ > 0 && bytes_->bytes() > max_bytes_; }
+  bool is_over_limit() const {
+    if (max_bytes_ == 0) return false;
+    const std::size_t all = bytes_.all->bytes();
+    const std::size_t in_use = std::min(bytes_.in_use->bytes(), all);
+    return all - in_use > max_bytes_ - std::min(in_use, max_bytes_ / 2);
+  }
 
-  // Has the background thread evict until the index is within the limit.
+  // Has the background thread evict while is_over_limit().
   void schedule();
 
   // Returns the problems whose history was evicted since the last call, in this order.
@@ -34,7 +41,7 @@ class Evictor {
  private:
   void evict();
 
-  const std::shared_ptr<ByteCounter> bytes_;
+  const IndexBytes bytes_;
   const std::size_t max_bytes_;
   ProblemRegistry& problems_;
   CrossProblemPool& pool_;

@@ -9,22 +9,25 @@
 
 namespace das {
 
-// A memory resource that counts the bytes allocated through it, also in its parent. All containers of one problem (or
+// A memory resource that counts the bytes allocated through it, also in its parents. All containers of one problem (or
 // of one open request) allocate through the same counter, so its value is the sum of their capacities.
 class ByteCounter final : public std::pmr::memory_resource {
  public:
-  explicit ByteCounter(std::shared_ptr<ByteCounter> parent = nullptr) : parent_(std::move(parent)) {}
+  explicit ByteCounter(std::shared_ptr<ByteCounter> parent = nullptr, std::shared_ptr<ByteCounter> other = nullptr)
+      : parent_(std::move(parent)), other_(std::move(other)) {}
 
   std::size_t bytes() const { return bytes_.load(std::memory_order_relaxed); }
 
   void add(std::size_t bytes) {
     bytes_.fetch_add(bytes, std::memory_order_relaxed);
     if (parent_) parent_->add(bytes);
+    if (other_) other_->add(bytes);
   }
 
   void subtract(std::size_t bytes) {
     bytes_.fetch_sub(bytes, std::memory_order_relaxed);
     if (parent_) parent_->subtract(bytes);
+    if (other_) other_->subtract(bytes);
   }
 
  private:
@@ -42,7 +45,15 @@ class ByteCounter final : public std::pmr::memory_resource {
   bool do_is_equal(const std::pmr::memory_resource& other) const noexcept override { return this == &other; }
 
   std::shared_ptr<ByteCounter> parent_;
+  std::shared_ptr<ByteCounter> other_;
   std::atomic<std::size_t> bytes_{0};
+};
+
+// The counters of the whole index.
+struct IndexBytes {
+  std::shared_ptr<ByteCounter> all = std::make_shared<ByteCounter>();
+  // The part of `all` that eviction cannot release: open requests and what they share.
+  std::shared_ptr<ByteCounter> in_use = std::make_shared<ByteCounter>();
 };
 
 // Counts a fixed-size object that is not allocated through the counter. It also keeps the counter alive for the

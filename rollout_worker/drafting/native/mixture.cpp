@@ -230,11 +230,9 @@ float Mixture::calibrated(const DraftPosition& position, std::size_t k) const {
                   index_weight_[position.index].value());
 }
 
-std::size_t Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Baseline baseline,
+void Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Baseline baseline,
                            std::span<const Token> stop_tokens, std::size_t budget, double min_survival,
                            std::pmr::vector<DraftPosition>& draft) const {
-  draft.clear();
-  draft.reserve(std::min(budget, kDistinctIndices));
   std::uint16_t vote_classes = 0;
   for (Occurrence& occurrence : occurrences) {
     occurrence.vote_class = vote_class(occurrence, baseline);
@@ -250,15 +248,14 @@ std::size_t Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Bas
     DraftPosition& position = draft.emplace_back();
     position.index = static_cast<std::uint8_t>(std::min(index, kDistinctIndices - 1));
     position.has_several_classes = has_several_classes;
-    position.previous = index == 0 ? last : draft[index - 1].token;
+    position.previous = last;
     mix(occurrences, index, position, voted);
     if (position.token == kBoundary) {
       draft.pop_back();
       break;
     }
     position.probability = calibrated(position, position.chosen);
-    survival *= position.probability;
-    if (survival < min_survival) return index;
+    last = position.token;
     std::size_t kept = 0;
     for (std::size_t i = 0; i < occurrences.size(); ++i) {
       if (voted[i] != position.chosen) continue;
@@ -266,10 +263,11 @@ std::size_t Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Bas
       if (kept < i) occurrences[kept] = occurrences[i];
       ++kept;
     }
+    survival *= position.probability;
+    if (survival < min_survival) return;
     occurrences.erase(occurrences.begin() + static_cast<std::ptrdiff_t>(kept), occurrences.end());
     if (std::find(stop_tokens.begin(), stop_tokens.end(), position.token) != stop_tokens.end()) break;
   }
-  return draft.size();
 }
 
 void Mixture::learn(const DraftPosition& position, Token actual) {

@@ -89,14 +89,18 @@ class Mixture {
 
   Mixture();
 
-  // Drafts up to `budget` positions after the token `last` into `draft`, and returns how many were drafted. The draft
-  // ends after one of `stop_tokens`, and before the first token whose survival is below `min_survival`. In the latter
-  // case `draft` contains that position as well, so that the model also learns from what it did not draft; otherwise an
-  // underestimated probability would never be corrected. Keeps in `occurrences` only those that propose the whole
-  // draft.
-  std::size_t draft(std::vector<Occurrence>& occurrences, Token last, Baseline baseline,
+  // Appends up to `budget` positions after the token `last` to `draft`. The draft ends after one of `stop_tokens`, or
+  // with the first token whose survival is below `min_survival`. That token is not drafted, but the model learns from
+  // its position as well; otherwise an underestimated probability would never be corrected. Keeps in `occurrences` only
+  // those that propose the whole draft.
+  void draft(std::vector<Occurrence>& occurrences, Token last, Baseline baseline,
                     std::span<const Token> stop_tokens, std::size_t budget, double min_survival,
                     std::pmr::vector<DraftPosition>& draft) const;
+
+  // Returns the calibrated probability of one of the candidates at a position.
+  float probability(const DraftPosition& position, std::size_t candidate) const {
+    return calibrated(position, candidate);
+  }
 
   // Learns from the token `actual`, which was sampled at a position that was reached.
   void learn(const DraftPosition& position, Token actual);

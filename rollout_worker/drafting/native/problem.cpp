@@ -22,8 +22,10 @@ std::array<std::uint64_t, 2> hash_of(std::span<const Token> tokens) {
 
 }  // namespace
 
-Problem::Problem(const std::shared_ptr<ByteCounter>& total)
-    : charge(std::make_shared<ByteCounter>(total), sizeof(Problem)), rollouts(charge.counter().get()) {
+Problem::Problem(const IndexBytes& bytes)
+    : charge(std::make_shared<ByteCounter>(bytes.all), sizeof(Problem)),
+      live_bytes(std::make_shared<ByteCounter>(charge.counter(), bytes.in_use)),
+      rollouts(charge.counter().get()) {
   history.store(std::make_shared<const Segments>(charge.counter()));
 }
 
@@ -62,7 +64,7 @@ std::shared_ptr<const IndexedPrompt> Problem::index_prompt(std::span<const Token
   }
   const Document document{.tokens = prompt};
   auto indexed = std::make_shared<const IndexedPrompt>(
-      IndexedPrompt{prompt.size(), hash, Segment::build(charge.counter(), {&document, 1}, depth)});
+      IndexedPrompt{prompt.size(), hash, Segment::build(live_bytes, {&document, 1}, depth)});
   const std::lock_guard lock(live);
   last_prompt = indexed;
   return indexed;

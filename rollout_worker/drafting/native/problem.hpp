@@ -47,7 +47,7 @@ using ProblemMap = std::pmr::map<std::pmr::string, std::unique_ptr<Problem>, std
 using RolloutMap = std::pmr::map<std::pmr::string, RolloutRecord, std::less<>>;
 
 struct Problem {
-  explicit Problem(const std::shared_ptr<ByteCounter>& total);
+  explicit Problem(const IndexBytes& bytes);
 
   // The next three require the writer lock.
   std::vector<std::string> rollout_ids() const;  // in the order in which they were added
@@ -60,6 +60,7 @@ struct Problem {
   std::shared_ptr<const IndexedPrompt> index_prompt(std::span<const Token> prompt, std::size_t depth);
 
   Charge charge;
+  const std::shared_ptr<ByteCounter> live_bytes;  // of the live texts and the prompt; they also count in `charge`
 
   std::mutex writer;  // guards the next four, and replacing `history`
   RolloutMap rollouts;

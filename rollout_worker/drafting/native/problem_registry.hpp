@@ -39,7 +39,7 @@ class ProblemPin {
 
 class ProblemRegistry {
  public:
-  explicit ProblemRegistry(const std::shared_ptr<ByteCounter>& bytes) : bytes_(bytes), problems_(bytes.get()) {}
+  explicit ProblemRegistry(const IndexBytes& bytes) : bytes_(bytes), problems_(bytes.all.get()) {}
 
   // Returns an empty pin if there is no such problem.
   ProblemPin find(std::string_view problem);
@@ -59,7 +59,7 @@ class ProblemRegistry {
  private:
   friend class ProblemPin;
 
-  const std::shared_ptr<ByteCounter> bytes_;
+  const IndexBytes bytes_;
   std::mutex mutex_;  // guards the next two; it is held for look-ups only
   ProblemMap problems_;
   std::list<ProblemMap::iterator> by_use_;  // least recently used first

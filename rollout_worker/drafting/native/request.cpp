@@ -14,18 +14,18 @@ constexpr std::size_t kMaxLiveTokens = std::size_t{1} << 20;
 
 }  // namespace
 
-Request::Request(const std::shared_ptr<ByteCounter>& total, ProblemPin pin, std::size_t depth,
-                 const RequestOptions& options)
-    : charge(std::make_shared<ByteCounter>(total), sizeof(Request)),
+Request::Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options)
+    : charge(std::make_shared<ByteCounter>(bytes.all, bytes.in_use), sizeof(Request)),
       problem(std::move(pin)),
       sources(options.sources),
+      limits(options.limits),
       problem_hash(das::problem_hash(problem.id())),
       stop_tokens(options.stop_tokens.begin(), options.stop_tokens.end(), charge.counter().get()),
       response(depth, charge.counter().get()),
       own_text(depth, charge.counter().get()),
       anchors(charge.counter().get()),
-      next_anchors(charge.counter().get()),
-      positions(charge.counter().get()) {
+      sets{DraftSet(charge.counter().get()), DraftSet(charge.counter().get())},
+      pending(charge.counter().get()) {
   const auto all = options.prompt;
   const auto context = all.last(std::min({options.context_length, depth, all.size()}));
   if (context.empty()) response.push(kBoundary);
@@ -37,7 +37,7 @@ Request::Request(const std::shared_ptr<ByteCounter>& total, ProblemPin pin, std:
   if (sources.siblings) {
     const std::lock_guard lock(problem->live);
     if (!problem->live_texts || problem->live_texts->texts.tokens() > kMaxLiveTokens) {
-      problem->live_texts = std::make_shared<SharedLiveTexts>(problem->charge.counter());
+      problem->live_texts = std::make_shared<SharedLiveTexts>(problem->live_bytes);
     }
     live_texts = problem->live_texts;
     text_id = live_texts->texts.begin(response.tokens());
@@ -47,29 +47,31 @@ Request::Request(const std::shared_ptr<ByteCounter>& total, ProblemPin pin, std:
   }
 }
 
-void Request::append(std::span<const Token> tokens) {
+void Request::append_own(std::span<const Token> tokens, std::span<const Anchor> new_anchors) {
+  if (!new_anchors.empty()) anchors.assign(new_anchors.begin(), new_anchors.end());
+  response.push(tokens);
+  if (prompt) own_text.push(tokens);
+}
+
+void Request::append_live(std::span<const Token> tokens) {
   if (sources.siblings) {
     const std::lock_guard writing(problem->live);
     live_texts->texts.append(text_id, tokens);
   } else if (sources.self) {
     live_texts->texts.append(text_id, tokens);
   }
-  response_length += tokens.size();
-  // Without new anchors the old ones remain, since there may have been no match for some time.
-  if (!next_anchors.empty()) anchors.swap(next_anchors);
-  next_anchors.clear();
-  response.push(tokens);
-  if (prompt) own_text.push(tokens);
 }
 
-void Request::close() {
+RequestCounts Request::close() {
   const std::lock_guard lock(mutex);
   is_closed = true;
-  if (!sources.siblings) return;
-  const std::lock_guard writing(problem->live);
-  live_texts.reset();
-  // If only the problem still holds the texts, no open request searches them any more.
-  if (problem->live_texts.use_count() == 1) problem->live_texts.reset();
+  if (sources.siblings) {
+    const std::lock_guard writing(problem->live);
+    live_texts.reset();
+    // If only the problem still holds the texts, no open request searches them any more.
+    if (problem->live_texts.use_count() == 1) problem->live_texts.reset();
+  }
+  return counts;
 }
 
 }  // namespace das

@@ -2,14 +2,18 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <memory_resource>
 #include <mutex>
 #include <span>
 #include <vector>
 
+#include "draft_set.hpp"
 #include "live_texts.hpp"
 #include "memory.hpp"
 #include "mixture.hpp"
@@ -25,11 +29,38 @@ struct Sources {
   bool cross_problem;
 };
 
+// Limits for the lengths of a request's drafts, in tokens.
+struct DraftLimits {
+  static constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+
+  std::int64_t undrafted_tokens = 0;      // nothing is drafted before the response has this length
+  std::int64_t min_tokens = 0;            // a draft that begins before this length of the response ends before it
+  std::int64_t max_tokens = kNone;        // and any draft ends before this one
+  std::int64_t max_draft_tokens = kNone;  // the longest draft
+
+  // Returns the longest draft for a response of `generated` tokens. The step also samples the token after the draft, so
+  // that one place is left for it.
+  std::size_t max_length(std::size_t generated) const {
+    const auto length = static_cast<std::int64_t>(generated);
+    if (length < undrafted_tokens) return 0;
+    const std::int64_t end = length < min_tokens ? min_tokens : max_tokens;
+    return static_cast<std::size_t>(std::max<std::int64_t>(0, std::min(max_draft_tokens, end - length - 1)));
+  }
+};
+
 struct RequestOptions {
   std::span<const Token> prompt;
   std::size_t context_length;  // number of tokens at the end of the prompt that are the response's context
   Sources sources;
   std::span<const Token> stop_tokens;  // no token is sampled after one of these
+  DraftLimits limits;
+};
+
+// Numbers of tokens of one request.
+struct RequestCounts {
+  std::uint64_t drafted = 0;  // tokens of drafts that were verified
+  std::uint64_t accepted = 0;
+  std::uint64_t generated = 0;
 };
 
 // The last tokens of a growing text, as many as are compared.
@@ -54,25 +85,23 @@ class RecentTokens {
   std::pmr::vector<Token> tokens_;
 };
 
-// A position in a rollout of the history that a request has followed.
-struct Anchor {
-  std::uint64_t segment;        // serial number
-  std::size_t position;         // in the segment
-  std::size_t response_length;  // of the request when it was at this position
-};
-
 struct Request {
-  Request(const std::shared_ptr<ByteCounter>& total, ProblemPin pin, std::size_t depth, const RequestOptions& options);
+  Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options);
 
-  // Appends sampled tokens to the response. Requires the lock.
-  void append(std::span<const Token> tokens);
-  // Releases what the request shares with its siblings. Takes the lock.
-  void close();
+  // The next two require the lock.
+  // Appends sampled tokens to the texts that only this request reads. The anchors of the draft before them replace the
+  // current ones, unless there are none, since there may have been no match for some time.
+  void append_own(std::span<const Token> tokens, std::span<const Anchor> new_anchors);
+  // Appends sampled tokens to the live texts.
+  void append_live(std::span<const Token> tokens);
+  // Releases what the request shares with its siblings, and returns the counts. Takes the lock.
+  RequestCounts close();
 
   Charge charge;
   std::mutex mutex;  // guards all that is not const
   ProblemPin problem;
   const Sources sources;
+  const DraftLimits limits;
   const std::uint32_t problem_hash;  // identifies the problem in the cross-problem pool
   const std::pmr::vector<Token> stop_tokens;
   RecentTokens response;  // preceded by its context, or else by kBoundary
@@ -82,15 +111,31 @@ struct Request {
   // siblings.
   std::shared_ptr<SharedLiveTexts> live_texts;
   LiveTexts::TextId text_id = LiveTexts::kNoText;
-  std::size_t response_length = 0;
   std::pmr::vector<Anchor> anchors;
-  std::pmr::vector<Anchor> next_anchors;  // found by the last draft; they replace `anchors` when tokens are appended
   bool is_closed = false;
+  RequestCounts counts;  // `generated` is the length of the response
 
-  // The last draft.
-  std::pmr::vector<DraftPosition> positions;
-  std::size_t num_drafted = 0;   // the first positions, which were returned to the caller
-  std::size_t num_observed = 0;  // the first positions, which were compared with sampled tokens
+  // A draft that the caller has received.
+  struct Drafted {
+    std::uint8_t set = 0;                      // its place in `sets`
+    std::uint32_t number = DraftSet::kNone;    // in the set; kNone: there is no draft
+    std::uint32_t length = 0;                  // number of its positions that the caller received
+    std::uint32_t num_observed = 0;            // number of its positions that were compared with sampled tokens
+    bool is_counted = false;                   // whether its tokens are included in SourceCounts
+  };
+  Drafted last;
+  // One set has the last draft. The other one has the draft before, until that has been learned from, and then drafts
+  // for possible outcomes of the last one.
+  std::array<DraftSet, 2> sets;
+  bool is_prepared = false;  // whether the other set has drafts for outcomes of the last one
+
+  // Sampled tokens that have been reported, but from which nothing was learned yet and which the live texts lack.
+  std::pmr::vector<Token> pending;
+  Drafted pending_draft;            // the draft that they verify
+  bool is_own_pending = false;      // whether append_own() is missing as well
+  std::size_t budget = 0;           // of the last step, like the next
+  double min_survival = 0.0;
+  std::uint64_t step = 0;  // number of the last step; belongs to SuffixIndex, whose lock guards it
 };
 
 }  // namespace das

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 namespace das {
 
@@ -18,15 +19,14 @@ constexpr std::size_t kAnchorLifetime = 64;
 
 }  // namespace
 
-void RequestDrafter::find_anchored(const Request& request, const Segments& history,
-                                   std::vector<Occurrence>& found) const {
-  for (const Anchor& anchor : request.anchors) {
-    const std::size_t distance = request.response_length - anchor.response_length;
+void RequestDrafter::find_anchored(const TextEnd& end, const Segments& history, std::vector<Occurrence>& found) const {
+  for (const Anchor& anchor : end.anchors) {
+    const std::size_t distance = end.response_length - anchor.response_length;
     if (distance > kAnchorLifetime) continue;
     const auto segment = std::find_if(history.list.begin(), history.list.end(),
                                       [&](const auto& segment) { return segment->serial() == anchor.segment; });
     if (segment == history.list.end()) continue;
-    const auto near = (*segment)->find_near(anchor.position, distance, request.response.tokens());
+    const auto near = (*segment)->find_near(anchor.position, distance, end.response);
     if (!near) continue;
     const auto known = std::find_if(found.begin(), found.end(), [&](const Occurrence& occurrence) {
       return occurrence.text.address() == near->text.address();
@@ -39,22 +39,25 @@ void RequestDrafter::find_anchored(const Request& request, const Segments& histo
   }
 }
 
-void RequestDrafter::set_anchors(Request& request, const Segments& history, std::span<const Occurrence> found) const {
-  request.next_anchors.clear();
+std::size_t RequestDrafter::find_anchors(std::size_t response_length, const Segments& history,
+                                         std::span<const Occurrence> found,
+                                         std::array<Anchor, Mixture::kAnchors>& anchors) {
+  std::size_t count = 0;
   for (const Occurrence& occurrence : found) {
-    if (request.next_anchors.size() == Mixture::kAnchors) return;
+    if (count == anchors.size()) break;
     if (occurrence.source != Source::history || occurrence.match < kMinAnchorMatch) continue;
     for (const auto& segment : history.list) {
       const auto position = segment->position_of(occurrence);
       if (!position) continue;
-      request.next_anchors.push_back({segment->serial(), *position, request.response_length});
+      anchors[count++] = {segment->serial(), *position, response_length};
       break;
     }
   }
+  return count;
 }
 
-void RequestDrafter::find_occurrences(const Request& request, const Segments& history, const Segments* pool,
-                                      std::vector<Occurrence>& found) const {
+void RequestDrafter::find_occurrences(const Request& request, const TextEnd& end, const Segments& history,
+                                      const Segments* pool, std::vector<Occurrence>& found) const {
   found.clear();
   // Keeps the `limit` longest matches from `first` on; of equally long ones, the newest.
   const auto keep_longest = [&found](std::size_t first, std::size_t limit) {
@@ -65,11 +68,11 @@ void RequestDrafter::find_occurrences(const Request& request, const Segments& hi
     });
     found.resize(first + limit);
   };
-  const std::span<const Token> response = request.response.tokens();
+  const std::span<const Token> response = end.response;
   if (request.sources.history) {
     for (const auto& segment : history.list) segment->find_longest(response, Mixture::kHistoryOccurrences, found);
     keep_longest(0, Mixture::kHistoryOccurrences);
-    find_anchored(request, history, found);
+    find_anchored(end, history, found);
   }
   if (request.live_texts) {
     request.live_texts->texts.find_longest(response, depth_, request.text_id,
@@ -78,7 +81,7 @@ void RequestDrafter::find_occurrences(const Request& request, const Segments& hi
   }
   if (request.prompt) {
     const std::size_t first = found.size();
-    request.prompt->segment->find_longest(request.own_text.tokens(), Mixture::kLiveOccurrences, found);
+    request.prompt->segment->find_longest(end.own_text, Mixture::kLiveOccurrences, found);
     for (std::size_t i = first; i < found.size(); ++i) found[i].source = Source::self;
   }
   if (!request.sources.cross_problem || pool == nullptr) return;
@@ -92,62 +95,139 @@ void RequestDrafter::find_occurrences(const Request& request, const Segments& hi
   keep_longest(first, Mixture::kCrossProblemOccurrences);
 }
 
-Draft RequestDrafter::draft(Request& request, std::size_t budget, double min_survival) {
+std::uint32_t RequestDrafter::add_draft(const Request& request, const TextEnd& end, std::size_t budget,
+                                        double min_survival, Outcome outcome, DraftSet& set) const {
   thread_local std::vector<Occurrence> occurrences;
-  if (budget == 0) return {};
-  const std::lock_guard lock(request.mutex);
   // These keep the segments alive while their text is read.
   const std::shared_ptr<const Segments> history = request.problem->history.load();
   const std::shared_ptr<const Segments> pool = pool_.segments();
   const Baseline baseline{problems_.newest_generation(), request.problem->mean_reward.load(std::memory_order_relaxed)};
-  request.num_observed = 0;
-  find_occurrences(request, *history, pool.get(), occurrences);
-  set_anchors(request, *history, occurrences);
-  request.num_drafted = mixture_.draft(occurrences, request.response.tokens().back(), baseline, request.stop_tokens,
-                                       budget, min_survival, request.positions);
+  find_occurrences(request, end, *history, pool.get(), occurrences);
+  std::array<Anchor, Mixture::kAnchors> anchors;
+  const std::size_t num_anchors = find_anchors(end.response_length, *history, occurrences, anchors);
+  mixture_.draft(occurrences, end.response.back(), baseline, request.stop_tokens, budget, min_survival,
+                 set.writable_positions());
+  return set.finish(outcome, std::span(anchors).first(num_anchors));
+}
+
+void RequestDrafter::compute(Request& request, std::size_t budget, double min_survival) const {
+  const auto other = static_cast<std::uint8_t>(1 - request.last.set);
+  DraftSet& set = request.sets[other];
+  set.clear();
+  request.is_prepared = false;
+  request.last = {.set = other, .number = add_draft(request, end_of(request), budget, min_survival, {}, set)};
+}
+
+void RequestDrafter::prepare(Request& request, Outcome outcome, std::size_t budget, double min_survival) const {
+  thread_local std::vector<Token> response;
+  thread_local std::vector<Token> own_text;
+  const DraftSet& set = request.sets[request.last.set];
+  const auto accepted = set.tokens(request.last.number).first(outcome.accepted);
+  const auto extended = [&](const RecentTokens& recent, std::vector<Token>& text) {
+    const auto tokens = recent.tokens();
+    text.assign(tokens.begin(), tokens.end());
+    text.insert(text.end(), accepted.begin(), accepted.end());
+    text.push_back(outcome.next);
+    return std::span<const Token>(text).last(std::min(text.size(), depth_));
+  };
+  const auto anchors = set.anchors(request.last.number);
+  const TextEnd end{extended(request.response, response),
+                    request.prompt ? extended(request.own_text, own_text) : std::span<const Token>(),
+                    request.counts.generated + outcome.accepted + 1,
+                    anchors.empty() ? std::span<const Anchor>(request.anchors) : anchors};
+  add_draft(request, end, budget, min_survival, outcome, request.sets[1 - request.last.set]);
+}
+
+Draft RequestDrafter::draft(Request& request, std::size_t budget, double min_survival) {
+  if (budget == 0) return {};
+  const std::lock_guard lock(request.mutex);
+  if (request.is_closed) return {};  // another thread has closed it in the meantime
+  budget = std::min(budget, request.limits.max_length(request.counts.generated));
+  if (budget == 0) return {};
+  settle(request);
+  compute(request, budget, min_survival);
+  const DraftSet& set = request.sets[request.last.set];
+  const auto positions = set.positions(request.last.number);
+  const auto survivals = set.survivals(request.last.number);
+  const std::int64_t newest = problems_.newest_generation();
   Draft draft;
-  draft.tokens.reserve(request.num_drafted);
-  for (std::size_t i = 0; i < request.num_drafted; ++i) {
-    const DraftPosition& position = request.positions[i];
+  for (std::size_t i = 0; i < positions.size() && survivals[i] >= min_survival; ++i) {
+    const DraftPosition& position = positions[i];
     const bool is_finished = position.source() == Source::history || position.source() == Source::cross_problem;
     draft.tokens.push_back({position.token, position.source(), position.probability,
-                            is_finished ? baseline.age(position.generation) : -1});
-    counters_[static_cast<std::size_t>(position.source())].drafted.fetch_add(1, std::memory_order_relaxed);
+                            is_finished ? Baseline{newest}.age(position.generation) : -1});
   }
-  if (request.num_drafted > 0) draft.match_length = request.positions.front().match_length;
+  request.last.length = static_cast<std::uint32_t>(draft.tokens.size());
+  count_drafted(request, request.last);
+  if (!draft.tokens.empty()) draft.match_length = positions.front().match_length;
   return draft;
 }
 
 void RequestDrafter::extend(Request& request, std::span<const Token> tokens) {
   const std::lock_guard lock(request.mutex);
   if (request.is_closed) return;  // another thread has closed it in the meantime
-  observe(request, tokens);
-  request.append(tokens);
+  settle(request);
+  observe(request, request.last, tokens);
+  const auto anchors = request.last.number == DraftSet::kNone
+                           ? std::span<const Anchor>()
+                           : request.sets[request.last.set].anchors(request.last.number);
+  request.append_own(tokens, anchors);
+  request.append_live(tokens);
+  request.counts.generated += tokens.size();
+  request.is_prepared = false;
 }
 
-void RequestDrafter::observe(Request& request, std::span<const Token> tokens) {
+void RequestDrafter::append_pending(Request& request) const {
+  if (!request.is_own_pending) return;
+  request.is_own_pending = false;
+  const Request::Drafted& drafted = request.pending_draft;
+  request.append_own(request.pending, drafted.number == DraftSet::kNone
+                                          ? std::span<const Anchor>()
+                                          : request.sets[drafted.set].anchors(drafted.number));
+}
+
+void RequestDrafter::settle(Request& request) {
+  if (request.pending.empty() || request.is_closed) return;
+  append_pending(request);
+  count_drafted(request, request.pending_draft);
+  observe(request, request.pending_draft, request.pending);
+  request.append_live(request.pending);
+  request.pending.clear();
+}
+
+void RequestDrafter::count_drafted(const Request& request, Request::Drafted& drafted) {
+  if (drafted.number == DraftSet::kNone || std::exchange(drafted.is_counted, true)) return;
+  for (const DraftPosition& position : request.sets[drafted.set].positions(drafted.number).first(drafted.length)) {
+    counters_[static_cast<std::size_t>(position.source())].drafted.fetch_add(1, std::memory_order_relaxed);
+  }
+}
+
+void RequestDrafter::observe(const Request& request, Request::Drafted& drafted, std::span<const Token> tokens) {
+  if (drafted.number == DraftSet::kNone) return;
+  const auto positions = request.sets[drafted.set].positions(drafted.number);
   for (const Token token : tokens) {
-    if (request.num_observed == request.positions.size()) break;
-    const std::size_t index = request.num_observed++;
-    const DraftPosition& position = request.positions[index];
+    if (drafted.num_observed == positions.size()) break;
+    const std::size_t index = drafted.num_observed++;
+    const DraftPosition& position = positions[index];
     mixture_.learn(position, token);
     const bool is_accepted = position.token == token;
-    if (index < request.num_drafted) {
+    if (index < drafted.length) {
       Counters& counters = counters_[static_cast<std::size_t>(position.source())];
       counters.verified.fetch_add(1, std::memory_order_relaxed);
       if (is_accepted) counters.accepted.fetch_add(1, std::memory_order_relaxed);
       if (position.source() == Source::history) age_counts_.observe(position.age_bits, is_accepted);
     }
-    if (!is_accepted) request.num_observed = request.positions.size();
+    if (!is_accepted) drafted.num_observed = static_cast<std::uint32_t>(positions.size());
   }
 }
 
-std::vector<OccurrenceText> RequestDrafter::occurrences(Request& request, std::size_t length) const {
+std::vector<OccurrenceText> RequestDrafter::occurrences(Request& request, std::size_t length) {
   const std::lock_guard lock(request.mutex);
+  settle(request);
   const std::shared_ptr<const Segments> history = request.problem->history.load();
   const std::shared_ptr<const Segments> pool = pool_.segments();
   std::vector<Occurrence> found;
-  find_occurrences(request, *history, pool.get(), found);
+  find_occurrences(request, end_of(request), *history, pool.get(), found);
   std::vector<OccurrenceText> texts;
   for (const Occurrence& occurrence : found) {
     OccurrenceText& text = texts.emplace_back(OccurrenceText{

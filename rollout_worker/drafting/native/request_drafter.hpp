@@ -53,11 +53,27 @@ class RequestDrafter {
   RequestDrafter(std::size_t depth, const ProblemRegistry& problems, const CrossProblemPool& pool)
       : depth_(depth), problems_(problems), pool_(pool) {}
 
+  // The next three take the request's lock.
   Draft draft(Request& request, std::size_t budget, double min_survival);
   // Compares sampled tokens with the request's last draft, learns from them and appends them to the response.
   void extend(Request& request, std::span<const Token> tokens);
   // Returns the occurrences that a draft would use, with up to `length` tokens of each.
-  std::vector<OccurrenceText> occurrences(Request& request, std::size_t length) const;
+  std::vector<OccurrenceText> occurrences(Request& request, std::size_t length);
+
+  // The others require that the caller holds the request's lock.
+  // Appends the reported tokens to the texts of the request itself, so that a draft can be computed.
+  void append_pending(Request& request) const;
+  // Does all that is left to do for reported tokens: learns from them, and appends them to the live texts.
+  void settle(Request& request);
+  // Computes the draft of up to `budget` positions that follows the response. It becomes the last draft, of which the
+  // caller of the index has received nothing yet.
+  void compute(Request& request, std::size_t budget, double min_survival) const;
+  // Adds a draft for an outcome of the last draft to the other set.
+  void prepare(Request& request, Outcome outcome, std::size_t budget, double min_survival) const;
+  // Returns the probability of a candidate at a position; see Mixture.
+  float probability(const DraftPosition& position, std::size_t candidate) const {
+    return mixture_.probability(position, candidate);
+  }
 
   Mixture& mixture() { return mixture_; }
   const Mixture& mixture() const { return mixture_; }
@@ -65,14 +81,32 @@ class RequestDrafter {
   AgeCounts::Counts counts_of_age(std::size_t age) const { return age_counts_.of(age); }
 
  private:
-  // The rest requires the request's lock.
-  void find_occurrences(const Request& request, const Segments& history, const Segments* pool,
+  // The end of a text for which occurrences are searched: that of a request, or one that it may have after the next
+  // step.
+  struct TextEnd {
+    std::span<const Token> response;
+    std::span<const Token> own_text;
+    std::size_t response_length;
+    std::span<const Anchor> anchors;
+  };
+  static TextEnd end_of(const Request& request) {
+    return {request.response.tokens(), request.own_text.tokens(), request.counts.generated, request.anchors};
+  }
+
+  void find_occurrences(const Request& request, const TextEnd& end, const Segments& history, const Segments* pool,
                         std::vector<Occurrence>& found) const;
-  // Marks occurrences in rollouts that the request has recently followed, and adds the missing ones.
-  void find_anchored(const Request& request, const Segments& history, std::vector<Occurrence>& found) const;
-  // Stores the positions of the longest matches as the request's next anchors.
-  void set_anchors(Request& request, const Segments& history, std::span<const Occurrence> found) const;
-  void observe(Request& request, std::span<const Token> tokens);
+  // Adds occurrences near the anchors to `found`, or marks them if they were found already.
+  void find_anchored(const TextEnd& end, const Segments& history, std::vector<Occurrence>& found) const;
+  // Stores the positions of the longest matches, which become the next anchors, and returns their number.
+  static std::size_t find_anchors(std::size_t response_length, const Segments& history,
+                                  std::span<const Occurrence> found, std::array<Anchor, Mixture::kAnchors>& anchors);
+  // Adds the draft that follows a text to a set and returns its number.
+  std::uint32_t add_draft(const Request& request, const TextEnd& end, std::size_t budget, double min_survival,
+                          Outcome outcome, DraftSet& set) const;
+  // Counts the tokens of a draft that the caller of the index has received, once.
+  void count_drafted(const Request& request, Request::Drafted& drafted);
+  // Compares sampled tokens with the positions of a draft, and learns from them.
+  void observe(const Request& request, Request::Drafted& drafted, std::span<const Token> tokens);
 
   const std::size_t depth_;
   const ProblemRegistry& problems_;

@@ -37,10 +37,20 @@ std::shared_ptr<Request> RequestTable::find(Handle handle) const {
 
 std::vector<std::shared_ptr<Request>> RequestTable::find(std::span<const Handle> handles) const {
   std::vector<std::shared_ptr<Request>> requests;
+  find(handles, requests);
+  return requests;
+}
+
+void RequestTable::find(std::span<const Handle> handles, std::vector<std::shared_ptr<Request>>& requests) const {
+  requests.clear();
   requests.reserve(handles.size());
   const std::lock_guard lock(mutex_);
-  for (const Handle handle : handles) requests.push_back(at(handle));
-  return requests;
+  try {
+    for (const Handle handle : handles) requests.push_back(at(handle));
+  } catch (...) {
+    requests.clear();
+    throw;
+  }
 }
 
 std::shared_ptr<Request> RequestTable::remove(Handle handle) {

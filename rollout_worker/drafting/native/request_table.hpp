@@ -27,6 +27,8 @@ class RequestTable {
   Handle insert(std::shared_ptr<Request> request);
   std::shared_ptr<Request> find(Handle handle) const;
   std::vector<std::shared_ptr<Request>> find(std::span<const Handle> handles) const;
+  // Replaces `requests`. Leaves it empty if it throws.
+  void find(std::span<const Handle> handles, std::vector<std::shared_ptr<Request>>& requests) const;
   std::shared_ptr<Request> remove(Handle handle);
 
  private:

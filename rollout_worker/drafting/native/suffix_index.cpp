@@ -4,15 +4,15 @@
 
 namespace das {
 
-SuffixIndex::SuffixIndex(std::size_t depth, std::size_t threads, IndexLimits limits)
+SuffixIndex::SuffixIndex(std::size_t depth, std::size_t threads, IndexLimits limits, bool draft_ahead)
     : depth_(depth),
-      bytes_(std::make_shared<ByteCounter>()),
-      pool_(bytes_, depth, limits.pool_tokens, background_),
+      pool_(bytes_.all, depth, limits.pool_tokens, background_),
       problems_(bytes_),
       writer_(depth, problems_, pool_, background_),
       evictor_(bytes_, limits.max_bytes, problems_, pool_, background_),
       drafter_(depth, problems_, pool_),
-      workers_(threads) {}
+      workers_(threads),
+      stepper_(drafter_, requests_, workers_, draft_ahead) {}
 
 std::size_t SuffixIndex::add(std::string_view problem, std::span<const Rollout> rollouts) {
   const std::size_t added = writer_.add(problem, rollouts);
@@ -44,11 +44,16 @@ SuffixIndex::Handle SuffixIndex::open(std::string_view problem, const RequestOpt
   return requests_.insert(std::make_shared<Request>(bytes_, problems_.use(problem), depth_, options));
 }
 
-void SuffixIndex::close(Handle handle) { requests_.remove(handle)->close(); }
+RequestCounts SuffixIndex::close(Handle handle) { return requests_.remove(handle)->close(); }
 
 void SuffixIndex::extend(std::span<const Handle> handles, std::span<const std::span<const Token>> tokens) {
   const auto requests = requests_.find(handles);
   for (std::size_t i = 0; i < requests.size(); ++i) drafter_.extend(*requests[i], tokens[i]);
+  if (evictor_.is_over_limit()) evictor_.schedule();
+}
+
+void SuffixIndex::step(const Step& step) {
+  stepper_.step(step);
   if (evictor_.is_over_limit()) evictor_.schedule();
 }
 

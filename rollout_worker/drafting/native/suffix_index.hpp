@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "background_thread.hpp"
+#include "batch_stepper.hpp"
 #include "cross_problem_pool.hpp"
 #include "evictor.hpp"
 #include "history_writer.hpp"
@@ -33,8 +34,9 @@ class SuffixIndex {
  public:
   using Handle = RequestTable::Handle;
 
-  // `threads` threads draft for batches; the caller's thread is one of them.
-  SuffixIndex(std::size_t depth, std::size_t threads, IndexLimits limits);
+  // `threads` threads draft for batches; the caller's thread is one of them. With `draft_ahead`, one more thread works
+  // between steps.
+  SuffixIndex(std::size_t depth, std::size_t threads, IndexLimits limits, bool draft_ahead);
 
   // Waits for eviction if the index exceeds its limit afterwards.
   std::size_t add(std::string_view problem, std::span<const Rollout> rollouts);
@@ -49,19 +51,24 @@ class SuffixIndex {
   }
   bool drop_problem(std::string_view problem) { return writer_.drop_problem(problem); }
   std::vector<std::string> take_evicted() { return evictor_.take_evicted(); }
-  // Waits until nothing is left to merge or evict.
-  void wait_idle() { background_.wait_idle(); }
+  // Waits until nothing is left to merge, evict or prepare.
+  void wait_idle() {
+    stepper_.wait_idle();
+    background_.wait_idle();
+  }
 
   std::vector<std::string> problems() { return problems_.ids(); }
   std::vector<std::string> rollouts(std::string_view problem);  // in the order in which they were added
   std::size_t tokens(std::string_view problem);
   std::size_t pool_tokens() const { return pool_.tokens(); }
-  std::size_t bytes() const { return bytes_->bytes(); }
+  std::size_t bytes() const { return bytes_.all->bytes(); }
   std::size_t bytes(std::string_view problem);
 
   Handle open(std::string_view problem, const RequestOptions& options);
   void extend(std::span<const Handle> handles, std::span<const std::span<const Token>> tokens);
-  void close(Handle handle);
+  RequestCounts close(Handle handle);
+  void step(const Step& step);
+  LookUpCounts look_ups() { return stepper_.counts(); }
   std::vector<Draft> draft(std::span<const Handle> handles, std::span<const std::size_t> budgets,
                            std::span<const double> min_survivals);
   std::vector<OccurrenceText> occurrences(Handle handle, std::size_t length);
@@ -75,7 +82,7 @@ class SuffixIndex {
 
  private:
   const std::size_t depth_;
-  const std::shared_ptr<ByteCounter> bytes_;
+  const IndexBytes bytes_;
   CrossProblemPool pool_;
   ProblemRegistry problems_;
   HistoryWriter writer_;
@@ -83,6 +90,7 @@ class SuffixIndex {
   RequestDrafter drafter_;
   RequestTable requests_;  // declared after problems_, because requests hold pins
   WorkerPool workers_;
+  BatchStepper stepper_;
   BackgroundThread background_;  // declared last and destroyed first, because its tasks use the other members
 };
 

@@ -1,0 +1,249 @@
+"""The drafters of :mod:`benchmarks.hot_path`: the suffix index with its policy, and two peers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from benchmarks.makespan import MAX_BATCHED_TOKENS, MAX_DRAFT
+from benchmarks.problems import Problem
+from benchmarks.recorded_batch import first_turn
+from benchmarks.replay import END_OF_TURN
+from benchmarks.suffix_drafters import PEERS_DIRECTORY
+from benchmarks.traces import Tokens, Trajectory
+from rollout_api.length_stats import LengthStats
+from rollout_worker.drafting import SuffixIndex
+from rollout_worker.drafting.index import POOL_TOKENS
+from rollout_worker.policy.controller import DraftController, StepOutcome
+from rollout_worker.policy.draft_policy import DraftLimits
+from rollout_worker.policy.marginal import Marginal
+from rollout_worker.policy.step_cost import H100_7B
+
+VLLM_TREE_DEPTH = 24
+"""vLLM's default depth of the suffix trees."""
+_NO_CONTEXT = np.empty(0, np.uint32)
+
+
+class _Drafts:
+    """The arrays that every drafter fills in."""
+
+    def __init__(self, size: int) -> None:
+        self.drafts = np.full((size, MAX_DRAFT), -1, np.int64)
+        self.lengths = np.zeros(size, np.int32)
+
+
+class IndexDrafter(_Drafts):
+    """The suffix index with all sources, under the policy ``marginal``. Budgets are computed after each step."""
+
+    name = "suffix index"
+
+    def __init__(
+        self, problems: Sequence[Problem], size: int, longest: int, *, threads: int, draft_ahead: bool = True
+    ) -> None:
+        """Create a drafter with the problems' history for rollouts of at most *longest* tokens."""
+        super().__init__(size)
+        self.index = SuffixIndex(threads=threads, pool_tokens=POOL_TOKENS, draft_ahead=draft_ahead)
+        lengths = {}
+        for problem in problems:
+            turns = [first_turn(trajectory) for trajectory in problem.history]
+            rollouts = [(f"{problem.name}/{number}", 0, turn, _NO_CONTEXT) for number, turn in enumerate(turns)]
+            self.index.add(problem.name, rollouts)
+            lengths[problem.name] = LengthStats.from_lengths([(0, len(turn), False) for turn in turns])
+        self.index.wait_idle()
+        # A step does not last as long as in an engine, so that it must neither change the budgets nor disable drafts.
+        policy = Marginal(DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS), lengths.__getitem__)
+        self._controller = DraftController(policy, H100_7B, governed=False)
+        self._handles, self._rows = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        self._context = np.zeros(size, np.int64)
+        self._budgets, self._min_survivals = np.full(size, MAX_DRAFT, np.int32), np.full(size, 0.5, np.float32)
+        self.survivals = np.zeros((size, MAX_DRAFT), np.float32)
+        self._expected = np.zeros(size)
+        self._num_ended = 0
+
+    def open(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
+        """See :class:`BatchDrafter`."""
+        limit = len(tokens) + MAX_DRAFT
+        self._handles[place] = self.index.open(
+            trajectory.problem, trajectory.prompt, stop_tokens=[END_OF_TURN], max_tokens=limit
+        )
+        prompt_tokens = len(trajectory.prompt)
+        self._rows[place] = self._controller.open(
+            trajectory.problem, prompt_tokens=prompt_tokens, generated=0, max_tokens=limit
+        )
+        self._context[place] = prompt_tokens
+
+    def close(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
+        """See :class:`BatchDrafter`."""
+        self.index.close(int(self._handles[place]))
+        self._controller.close(int(self._rows[place]))
+        self._num_ended += 1
+        self.index.add(trajectory.problem, [(f"ended/{self._num_ended}", 1, tokens, _NO_CONTEXT)])
+
+    def step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
+        """See :class:`BatchDrafter`."""
+        self.index.step(
+            self._handles,
+            sampled,
+            num_sampled,
+            self._budgets,
+            self._min_survivals,
+            self.drafts,
+            self.survivals,
+            self.lengths,
+        )
+
+    def after_step(self, num_sampled: npt.NDArray[np.int32], verified: npt.NDArray[np.int32]) -> None:
+        """See :class:`BatchDrafter`."""
+        outcome = StepOutcome(
+            self._rows, num_sampled.astype(np.int64), verified.astype(np.int64), self._expected, self._context
+        )
+        self._controller.observe_step(outcome, None)
+        self._context = self._context + num_sampled
+        self._expected = self.survivals.sum(axis=1, dtype=np.float64)
+        budgets = self._controller.compute_budgets(self._rows)
+        self._budgets, self._min_survivals = budgets.tokens.astype(np.int32), budgets.min_survivals.astype(np.float32)
+
+    def look_ups(self) -> tuple[int, int]:
+        """Return how many drafts were looked up and computed so far."""
+        return self.index.look_ups()
+
+
+class SuffixProposerDrafter(_Drafts):
+    """vLLM's suffix proposer, which runs arctic-inference's suffix trees on the CPU, with its default settings.
+
+    Requests are started and stopped between steps, although vLLM does so within the step.
+    """
+
+    name = "vLLM's suffix proposer (arctic-inference)"
+
+    def __init__(self, problems: Sequence[Problem], size: int, longest: int) -> None:
+        """Create a drafter with the problems' history for rollouts of at most *longest* tokens."""
+        super().__init__(size)
+        if PEERS_DIRECTORY not in sys.path:
+            sys.path.append(PEERS_DIRECTORY)
+        from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
+
+        speculative = SimpleNamespace(
+            num_speculative_tokens=MAX_DRAFT,
+            suffix_decoding_max_tree_depth=VLLM_TREE_DEPTH,
+            suffix_decoding_max_spec_factor=1.0,
+            suffix_decoding_min_token_prob=0.1,
+            suffix_decoding_max_cached_requests=10_000,
+        )
+        config: Any = SimpleNamespace(
+            speculative_config=speculative, model_config=SimpleNamespace(max_model_len=longest + MAX_DRAFT)
+        )
+        self._proposer = SuffixDecodingProposer(config)
+        for problem in problems:
+            for number, trajectory in enumerate(problem.history):
+                self._add(f"{problem.name}/{number}", trajectory.prompt, first_turn(trajectory))
+        self._num_started = 0
+        self._batch: Any = SimpleNamespace(
+            req_ids=[""] * size,
+            req_id_to_index={},
+            num_tokens_no_spec=np.zeros(size, np.int32),
+            num_prompt_tokens=np.zeros(size, np.int32),
+            token_ids_cpu=np.zeros((size, longest + MAX_DRAFT), np.int32),
+        )
+
+    def _add(self, request_id: str, prompt: Tokens, tokens: Tokens) -> None:
+        cache = self._proposer.suffix_cache
+        cache.start_request(request_id, prompt.astype(np.int32))
+        cache.add_active_response(request_id, tokens.astype(np.int32))
+        cache.stop_request(request_id)
+
+    def open(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
+        """See :class:`BatchDrafter`."""
+        self._num_started += 1
+        request_id = f"started/{self._num_started}"
+        self._proposer.suffix_cache.start_request(request_id, trajectory.prompt.astype(np.int32))
+        batch, length = self._batch, len(trajectory.prompt)
+        batch.req_ids[place] = request_id
+        batch.req_id_to_index[request_id] = place
+        batch.token_ids_cpu[place, :length] = trajectory.prompt
+        batch.num_tokens_no_spec[place] = batch.num_prompt_tokens[place] = length
+
+    def close(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
+        """See :class:`BatchDrafter`. The tree holds the response already."""
+        request_id = self._batch.req_ids[place]
+        self._proposer.suffix_cache.stop_request(request_id)
+        del self._batch.req_id_to_index[request_id]
+
+    def step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
+        """See :class:`BatchDrafter`."""
+        drafts = self._proposer.propose(MAX_DRAFT, self._batch, self._sampled)
+        self._proposed = drafts
+
+    def before_step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
+        """Bring what was sampled into the shape that vLLM has when it calls its proposer."""
+        batch = self._batch
+        self._sampled = [row[:count].tolist() for row, count in zip(sampled, num_sampled.tolist(), strict=True)]
+        for place, tokens in enumerate(self._sampled):
+            start = int(batch.num_tokens_no_spec[place])
+            batch.token_ids_cpu[place, start : start + len(tokens)] = tokens
+            batch.num_tokens_no_spec[place] += len(tokens)
+
+    def after_step(self, num_sampled: npt.NDArray[np.int32], verified: npt.NDArray[np.int32]) -> None:
+        """See :class:`BatchDrafter`."""
+        for place, draft in enumerate(self._proposed):
+            self.drafts[place, : len(draft)] = draft
+            self.lengths[place] = len(draft)
+
+
+class SuffixGpuDrafter(_Drafts):
+    """suffix-gpu's drafter on the CPU, where it runs PyTorch code instead of its Triton kernels.
+
+    Settings are the package's defaults, with the index over earlier responses enabled and vLLM's cut at a token
+    probability of 0.1. Running responses are not ingested.
+    """
+
+    name = "suffix-gpu on the CPU"
+
+    def __init__(self, problems: Sequence[Problem], size: int, longest: int) -> None:
+        """Create a drafter with the problems' history for rollouts of at most *longest* tokens."""
+        super().__init__(size)
+        if PEERS_DIRECTORY not in sys.path:
+            sys.path.append(PEERS_DIRECTORY)
+        import torch
+        from suffix_gpu.proposer import SuffixGPUDrafter
+
+        self._torch: Any = torch
+        self._drafter: Any = SuffixGPUDrafter(
+            MAX_DRAFT, enable_global=True, max_spec_factor=1.0, min_token_prob=0.1, coordinated_rebuild=False
+        )
+        self._token_ids = torch.zeros((size, longest + MAX_DRAFT), dtype=torch.int32)
+        self._num_tokens = torch.zeros(size, dtype=torch.int32)
+        turns = [first_turn(trajectory) for problem in problems for trajectory in problem.history]
+        rows = [torch.from_numpy(turn.astype(np.int32)) for turn in turns]
+        self._drafter.harvest_rows(rows, [len(row) for row in rows])
+        self._drafter.poll()
+
+    def open(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
+        """See :class:`BatchDrafter`."""
+        length = len(trajectory.prompt)
+        self._token_ids[place, :length] = self._torch.from_numpy(trajectory.prompt.astype(np.int32))
+        self._num_tokens[place] = length
+
+    def close(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
+        """See :class:`BatchDrafter`."""
+        self._drafter.harvest_rows([self._torch.from_numpy(tokens.astype(np.int32))], [len(tokens)])
+
+    def before_step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
+        """Bring what was sampled into the shape that the drafter takes."""
+        valid = np.arange(sampled.shape[1]) < num_sampled[:, None]
+        self._sampled = self._torch.from_numpy(np.where(valid, sampled, -1).astype(np.int32))
+
+    def step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
+        """See :class:`BatchDrafter`."""
+        self._proposed = self._drafter.propose_with_update(self._num_tokens, self._token_ids, self._sampled)
+
+    def after_step(self, num_sampled: npt.NDArray[np.int32], verified: npt.NDArray[np.int32]) -> None:
+        """See :class:`BatchDrafter`."""
+        drafts, lengths, self._num_tokens = self._proposed
+        self.drafts[:], self.lengths[:] = drafts.numpy(), lengths.numpy()
+        self._drafter.poll()

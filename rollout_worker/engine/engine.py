@@ -61,8 +61,10 @@ class Engine:
                 engine_args(vllm_settings(config)),
                 stat_loggers=[counters.as_stat_logger()],
             )
-        except (ValueError, RuntimeError, OSError, ImportError) as error:
-            raise EngineError(f"vLLM does not start with {config.model}: {error}") from error
+        except Exception as error:  # arguments of wrong types cause errors of any type
+            extra = f" and engine.extraArgs {', '.join(config.spec.extra_args)}" if config.spec.extra_args else ""
+            cause = str(error) or type(error).__name__
+            raise EngineError(f"vLLM does not start with {config.model}{extra}: {cause}") from error
         engine = cls(llm, config, counters)
         try:
             await engine._prepare()

@@ -101,7 +101,9 @@ def figures_of(measurements: Sequence[dict[str, Any]]) -> list[Figure]:
         for name in ("p50", "p99"):
             target = TARGETS_US.get((each["batch"], name)) if threads == 1 else None
             value = each[f"{name}_us"]["median"]
-            figures.append(Figure(f"critical path, {name}, batch {each['batch']}, {who}", value, "µs", "", "<=", target))
+            figures.append(
+                Figure(f"critical path, {name}, batch {each['batch']}, {who}", value, "µs", "", "<=", target)
+            )
         if threads is not None:
             name = f"rows answered by look-up, batch {each['batch']}, {who}"
             figures.append(Figure(name, each["found_share"], "of all rows", "", ">=", None))
@@ -122,7 +124,9 @@ def main() -> None:
     parser.add_argument("--threads", default="1,2", help="comma-separated numbers of drafting threads [%(default)s]")
     parser.add_argument("--steps", type=int, default=400, help="measured steps of each round [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="rounds for each measurement [%(default)s]")
-    parser.add_argument("--peer-steps", type=int, default=100, help="measured steps of each peer; 0: none [%(default)s]")
+    parser.add_argument(
+        "--peer-steps", type=int, default=100, help="measured steps of each peer; 0: none [%(default)s]"
+    )
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     problems = selected_problems(parser, options, history=HISTORY)

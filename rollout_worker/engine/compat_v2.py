@@ -124,7 +124,7 @@ def _unsupported_features(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _keep_asynchronous_scheduling() -> None:
-    """Let CPU engines with V2 schedule asynchronously, as GPU engines do. vLLM disables it, since CPUs do not need it."""
+    """Let CPU engines with V2 schedule asynchronously, as GPU engines do; vLLM disables that, since CPUs gain nothing."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():

@@ -183,8 +183,9 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
 def _max_model_len(config: EngineConfig) -> int:
     """Return the sequence length that vLLM is configured for.
 
-    Within max_draft_tokens of this length, vLLM replaces the drafts of the whole batch by placeholders. With drafting,
-    the length is therefore increased beyond that of any admitted request. Positions beyond the model's own are never
-    computed.
+    Within max_draft_tokens of this length, V1 replaces the drafts of the whole batch by placeholders, and the scheduler
+    plans fewer places for drafts. With asynchronous scheduling, it takes all places of the running step for tokens
+    until it knows how many were accepted. With drafting, the length is therefore increased beyond that of any admitted
+    request. Positions beyond the model's own are never computed.
     """
-    return config.spec.max_model_len + (config.drafting.max_draft_tokens if config.drafting is not None else 0)
+    return config.spec.max_model_len + (2 * config.drafting.max_draft_tokens if config.drafting is not None else 0)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from rollout_worker.arrays import Floats, Integers, with_row
-from rollout_worker.drafting.drafter import DraftCounts
-from rollout_worker.engine.draft_settings import DraftSettings, max_draft_lengths
+from rollout_worker.arrays import Integers, with_row
+from rollout_worker.drafting.index import DraftCounts
+from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.policy.controller import StepOutcome
 from rollout_worker.policy.draft_policy import EMPTY_QUEUE, QueueState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from rollout_worker.drafting.drafter import Drafter
+    from rollout_worker.drafting.index import SuffixIndex
     from rollout_worker.policy.controller import DraftController
     from rollout_worker.policy.governor import Trial
 
@@ -31,19 +31,16 @@ _MAX_CONSECUTIVE_FAILURES = 3
 """Number of consecutive steps in which drafting may fail before it is paused."""
 _PAUSE_STEPS = 1024
 """Number of steps without drafts after repeated failures; doubled each time."""
+_NO_TOKEN = -1
 _TRACKED_REQUEST = np.dtype(
     [
-        ("prompt_tokens", np.int64),
-        ("num_tokens", np.int64),  # prompt and response tokens that the drafter knows
+        ("handle", np.int64),  # in the index
+        ("num_tokens", np.int64),  # prompt and response tokens that the index knows
         ("last_step", np.int64),  # number of the step after which it was last in the batch
         ("expected", np.float64),  # tokens of its last draft that are expected to be accepted
-        ("budget", np.int64),  # maximum number of draft tokens in the next step
-        ("min_survival", np.float64),  # survival below which the next draft ends
+        ("budget", np.int32),  # maximum number of draft tokens in the next step
+        ("min_survival", np.float32),  # survival below which the next draft ends
         ("is_planned", np.bool_),  # whether the last two are set
-        ("undrafted_tokens", np.int64),
-        ("min_tokens", np.int64),
-        ("max_tokens", np.int64),
-        ("max_draft_tokens", np.int64),
     ]
 )
 """The state of a request, in the row of its rollout."""
@@ -64,15 +61,16 @@ class RunningBatch(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """The drafts to verify in the next step."""
+    """The drafts to verify in the next step, in the order of the batch."""
 
-    places: Integers
-    """Indices of the requests with drafts in their batch, shape (drafts,)."""
-    tokens: list[list[int]]
-    """The tokens of each draft, at least one."""
+    tokens: NDArray[np.int64]
+    """The tokens, filled up with -1, shape (requests, max_draft_tokens)."""
+    lengths: NDArray[np.int32]
+    """Number of tokens of each draft, shape (requests,)."""
 
-
-_NO_DRAFTS = Drafts(np.zeros(0, np.int64), [])
+    def as_lists(self) -> list[list[int]]:
+        """Return the tokens of each draft."""
+        return [tokens[:length] for tokens, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
 
 class _Unobserved(NamedTuple):
@@ -93,11 +91,11 @@ class DraftingLoop:
     followed again from their tokens. If drafting fails repeatedly, it is paused.
     """
 
-    def __init__(self, drafter: Drafter, controller: DraftController, max_draft_tokens: int) -> None:
+    def __init__(self, index: SuffixIndex, controller: DraftController, max_draft_tokens: int) -> None:
         """Create a loop without requests.
 
         Args:
-            drafter: makes the drafts.
+            index: makes the drafts.
             controller: decides the budgets.
             max_draft_tokens: maximum number of tokens of one draft.
         """
@@ -113,12 +111,14 @@ class DraftingLoop:
         """Number of steps in which drafting failed."""
         self.last_failure = ""
         """The exception of the last failure, for reports."""
-        self._drafter, self._controller, self._max_draft_tokens = drafter, controller, max_draft_tokens
+        self._index, self._controller, self._max_draft_tokens = index, controller, max_draft_tokens
         self._settings: dict[str, _Request] = {}
         """Requests that have draft settings, by request id."""
         self._rows: dict[str, int] = {}
         """Request id → row of the rollout, for requests whose response has begun."""
-        self._tracked = np.zeros(0, _TRACKED_REQUEST)
+        self._tracked = np.zeros(1, _TRACKED_REQUEST)
+        self._last_batch: tuple[list[str], Integers] = [], np.zeros(0, np.int64)
+        """The request ids of the last batch, and the row of each; -1 for those that are not tracked."""
         self._finished: dict[str, DraftCounts] = {}
         self._earlier: dict[str, DraftCounts] = {}
         """Counts of requests that were forgotten after a failure or reset, by key."""
@@ -159,7 +159,7 @@ class DraftingLoop:
         return request_id in self._settings
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
-        """Forget a request's tokens from *num_tokens* on, which the engine has discarded, for example in a preemption."""
+        """Forget a request's tokens from *num_tokens* on, which the engine has discarded, as it may in a preemption."""
         row = self._rows.get(request_id)
         if row is not None and int(self._tracked["num_tokens"][row]) > num_tokens:
             self._guard(lambda: self._suspend(request_id))
@@ -201,42 +201,38 @@ class DraftingLoop:
             settings.problem, prompt_tokens=prompt_tokens, generated=0, max_tokens=settings.max_tokens
         )
         try:
-            self._drafter.open(
-                row,
+            handle = self._index.open(
                 settings.problem,
                 tokens[:prompt_tokens].astype(np.uint32),
-                settings.sources,
-                later_turn=settings.later_turn,
+                sources=tuple(settings.sources),
+                context_length=prompt_tokens if settings.later_turn else 0,
                 stop_tokens=end_tokens,
+                undrafted_tokens=settings.undrafted_tokens,
+                min_tokens=settings.min_tokens,
+                max_tokens=settings.max_tokens,
+                max_draft_tokens=settings.budget,
             )
         except BaseException:
             self._controller.close(row)
             raise
         self._tracked = with_row(self._tracked, row)
-        max_draft_tokens = self._max_draft_tokens
-        if settings.budget is not None:
-            max_draft_tokens = min(settings.budget, max_draft_tokens)
-        self._tracked[row] = (
-            prompt_tokens,
-            prompt_tokens,
-            _NEVER,
-            0.0,
-            0,
-            1.0,
-            False,
-            settings.undrafted_tokens,
-            settings.min_tokens,
-            settings.max_tokens,
-            max_draft_tokens,
-        )
-        self._rows[request_id] = row
+        self._tracked[row] = (handle, prompt_tokens, _NEVER, 0.0, 0, 1.0, False)
+        self._set_row(request_id, row)
+
+    def _set_row(self, request_id: str, row: int | None) -> None:
+        if row is None:
+            del self._rows[request_id]
+        else:
+            self._rows[request_id] = row
+        self._last_batch = [], np.zeros(0, np.int64)
 
     def _suspend(self, request_id: str) -> None:
         """Forget what the drafter knows about a request, but not the request."""
-        row = self._rows.pop(request_id)
+        row = self._rows[request_id]
+        self._set_row(request_id, None)
         self._unobserved = None  # it may refer to the row
         self._controller.close(row)
-        counts = self._drafter.close(row)
+        counts = self._index.close(int(self._tracked["handle"][row]))
         key = self._settings[request_id].settings.key
         self._earlier[key] = _sum(counts, self._earlier.pop(key, None))
 
@@ -268,7 +264,11 @@ class DraftingLoop:
         drafts = self._guard(lambda: self._draft(batch, started))
         self._last_call = started
         self.seconds += time.perf_counter() - started
-        return _NO_DRAFTS if drafts is None else drafts
+        return self._no_drafts(len(batch.places)) if drafts is None else drafts
+
+    def _no_drafts(self, requests: int) -> Drafts:
+        tokens = np.full((requests, self._max_draft_tokens), _NO_TOKEN, np.int64)
+        return Drafts(tokens, np.zeros(requests, np.int32))
 
     def plan(self) -> None:
         """Learn from the step before the last drafts, and decide the budgets of the next ones."""
@@ -278,29 +278,89 @@ class DraftingLoop:
         if self._unobserved is not None:
             self._plan()
         self._open_new(batch)
-        rows = np.fromiter(
-            (self._rows.get(request_id, _UNTRACKED) for request_id in batch.request_ids), np.int64, len(batch.places)
-        )
-        generated = np.where(rows == _UNTRACKED, 0, batch.num_tokens - self._num_tokens(rows))
-        chosen = np.flatnonzero(generated > 0)
-        if not len(chosen):
-            return _NO_DRAFTS
-        rows, generated, verified = rows[chosen], generated[chosen], batch.verified[chosen]
-        num_tokens = batch.num_tokens[chosen]
-        seconds = self._step_seconds(rows, started, is_complete=len(chosen) == len(batch.places))
-        sampled = _gather(batch.token_ids, batch.places[chosen], num_tokens - generated, generated)
-        self._drafter.advance(rows, sampled, verified)
+        rows = self._rows_of(batch.request_ids)
+        generated = batch.num_tokens - self._tracked["num_tokens"][rows]
+        chosen = np.flatnonzero((generated > 0) & (rows != _UNTRACKED))
+        if len(chosen) == len(rows):
+            return self._draft_chosen(batch, rows, generated, started, is_complete=True)
+        drafts = self._no_drafts(len(rows))
+        if len(chosen):
+            part = RunningBatch(
+                batch.request_ids,
+                batch.num_tokens[chosen],
+                batch.token_ids,
+                batch.places[chosen],
+                batch.verified[chosen],
+            )
+            drafted = self._draft_chosen(part, rows[chosen], generated[chosen], started, is_complete=False)
+            drafts.tokens[chosen], drafts.lengths[chosen] = drafted.tokens, drafted.lengths
+        return drafts
+
+    def _draft_chosen(
+        self, batch: RunningBatch, rows: Integers, generated: Integers, started: float, *, is_complete: bool
+    ) -> Drafts:
+        """Draft for requests that all have new tokens.
+
+        Args:
+            batch: the requests.
+            rows: their rows, shape (requests,).
+            generated: number of new tokens of each, shape (requests,).
+            started: ``time.perf_counter()`` when the tokens were known.
+            is_complete: whether these are all requests of the step.
+        """
+        tracked, verified, num_tokens = self._tracked, batch.verified, batch.num_tokens
+        seconds = self._step_seconds(rows, started, is_complete=is_complete)
         # Without a draft, a step samples one token; the others were sampled in steps that were skipped.
         in_step = np.where(verified > 0, generated, 1)
-        for index in np.flatnonzero(generated > in_step):
-            self._controller.add_unobserved(int(rows[index]), int(generated[index] - in_step[index]))
-        expected = np.where(verified > 0, self._tracked["expected"][rows], 0.0)
-        outcome = StepOutcome(rows, in_step, verified, expected, num_tokens - in_step, self._trial)
-        self._unobserved = _Unobserved(outcome, seconds)
-        self._tracked["num_tokens"][rows] = num_tokens
-        if not self._tracked["is_planned"][rows].all():
+        skipped = generated - in_step
+        if skipped.any():
+            self._catch_up(batch, rows, skipped)
+        drafts = self._no_drafts(len(rows))
+        survivals = np.empty(drafts.tokens.shape, np.float32)
+        if not tracked["is_planned"][rows].all():
             self._plan()
-        return self._select(rows, chosen, num_tokens)
+        self._index.step(
+            tracked["handle"][rows],
+            _last_tokens(batch, in_step),
+            in_step.astype(np.int32),
+            tracked["budget"][rows],
+            tracked["min_survival"][rows],
+            drafts.tokens,
+            survivals,
+            drafts.lengths,
+            verified.astype(np.int32),
+        )
+        outcome_expected = np.where(verified > 0, tracked["expected"][rows], 0.0)
+        outcome = StepOutcome(rows, in_step, verified, outcome_expected, num_tokens - in_step, self._trial)
+        self._unobserved = _Unobserved(outcome, seconds)
+        expected = survivals.sum(axis=1, dtype=np.float64)
+        tracked["num_tokens"][rows], tracked["expected"][rows] = num_tokens, expected
+        lengths = drafts.lengths.astype(np.int64)
+        selected = self._controller.select(rows, lengths, expected)
+        self._trial = self._controller.governor.trial
+        if len(selected) < np.count_nonzero(lengths):
+            verify = np.zeros(len(rows), np.bool_)
+            verify[selected] = True
+            drafts.lengths[~verify] = 0
+        self.proposed_tokens += int(drafts.lengths.sum())
+        self._consecutive_failures = 0
+        return drafts
+
+    def _catch_up(self, batch: RunningBatch, rows: Integers, skipped: Integers) -> None:
+        """Append the tokens of steps in which nothing was drafted, *skipped* for each request."""
+        for index in np.flatnonzero(skipped):
+            row, start = int(rows[index]), int(self._tracked["num_tokens"][rows[index]])
+            tokens = batch.token_ids[batch.places[index], start : start + int(skipped[index])]
+            self._index.extend(int(self._tracked["handle"][row]), tokens.astype(np.uint32))
+            self._controller.add_unobserved(row, len(tokens))
+
+    def _rows_of(self, request_ids: list[str]) -> Integers:
+        last_ids, rows = self._last_batch
+        if request_ids != last_ids or not request_ids:
+            find = self._rows.get
+            rows = np.fromiter((find(request_id, _UNTRACKED) for request_id in request_ids), np.int64, len(request_ids))
+            self._last_batch = request_ids, rows
+        return rows
 
     def _open_new(self, batch: RunningBatch) -> None:
         if len(self._rows) == len(self._settings):
@@ -312,9 +372,6 @@ class DraftingLoop:
             if batch.num_tokens[index] > request.prompt_tokens + request.settings.prefix_tokens:
                 self._open(request_id, batch.token_ids[batch.places[index]])
 
-    def _num_tokens(self, rows: Integers) -> Integers:
-        return np.asarray(self._tracked["num_tokens"][rows]) if len(self._tracked) else np.zeros(len(rows), np.int64)
-
     def _step_seconds(self, rows: Integers, started: float, *, is_complete: bool) -> float | None:
         """Return the duration of the step; None if it did more than decode the same requests as the step before.
 
@@ -324,25 +381,6 @@ class DraftingLoop:
         is_timed = is_complete and bool((last_steps[rows] == self.steps - 1).all())
         last_steps[rows] = self.steps
         return started - self._last_call if is_timed and self._last_call is not None else None
-
-    def _select(self, rows: Integers, chosen: Integers, num_tokens: Integers) -> Drafts:
-        state = self._tracked[rows]
-        limits = max_draft_lengths(
-            num_tokens - state["prompt_tokens"],
-            undrafted_tokens=state["undrafted_tokens"],
-            min_tokens=state["min_tokens"],
-            max_tokens=state["max_tokens"],
-            limits=state["max_draft_tokens"],
-        )
-        drafts = self._drafter.draft(rows, np.minimum(state["budget"], limits), state["min_survival"])
-        lengths = np.fromiter(map(len, drafts), np.int64, len(drafts))
-        expected: Floats = np.fromiter((draft.expected for draft in drafts), np.float64, len(drafts))
-        self._tracked["expected"][rows] = expected
-        selected = self._controller.select(rows, lengths, expected)
-        self._trial = self._controller.governor.trial
-        self._consecutive_failures = 0
-        self.proposed_tokens += int(lengths[selected].sum())
-        return Drafts(chosen[selected], [drafts[index].tokens for index in selected])
 
     def _plan(self) -> None:
         unobserved, self._unobserved = self._unobserved, None
@@ -400,11 +438,8 @@ def _sum(first: DraftCounts, second: DraftCounts | None) -> DraftCounts:
     return DraftCounts(*(a + b for a, b in zip(first, second, strict=True)))
 
 
-def _gather(token_ids: NDArray[np.int32], places: Integers, starts: Integers, lengths: Integers) -> list[list[int]]:
-    """Return ``token_ids[place, start : start + length]`` for each place, start and length."""
-    if int(lengths.max()) == 1:
-        return [[token] for token in token_ids[places, starts].tolist()]
-    return [
-        token_ids[place, start : start + length].tolist()
-        for place, start, length in zip(places.tolist(), starts.tolist(), lengths.tolist(), strict=True)
-    ]
+def _last_tokens(batch: RunningBatch, lengths: Integers) -> NDArray[np.int64]:
+    """Return the last *lengths* tokens of each request; shape (requests, maximum length), the rest is undefined."""
+    columns = (batch.num_tokens - lengths)[:, None] + np.arange(int(lengths.max()))
+    np.minimum(columns, batch.token_ids.shape[1] - 1, out=columns)
+    return batch.token_ids[batch.places[:, None], columns].astype(np.int64)

@@ -58,18 +58,16 @@ class HistoryProposer:
         Returns:
             At most ``num_speculative_tokens`` tokens for each request.
         """
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        loop = self._loop
+        loop, count = self._loop, len(sampled_token_ids)
         if loop is None or loop.skip_step():
-            return drafts
-        count = len(drafts)
+            return [[] for _ in sampled_token_ids]
         batch = self._runner.input_batch
         for request_id, sampled in zip(batch.req_ids, sampled_token_ids, strict=False):
             if sampled and not loop.knows(request_id):
                 self._add(loop, request_id)
         # A request that was preempted has lost its draft, so that this step has verified nothing of it.
         verified = np.fromiter(map(len, batch.spec_token_ids[:count]), np.int64, count)
-        proposed = loop.draft(
+        drafts = loop.draft(
             RunningBatch(
                 batch.req_ids[:count],
                 num_tokens_no_spec[:count].astype(np.int64),
@@ -81,10 +79,8 @@ class HistoryProposer:
         if loop.num_requests > count:
             # A preempted request is still among vLLM's requests and stays tracked.
             loop.keep_only(self._runner.requests.keys())
-        for place, tokens in zip(proposed.places.tolist(), proposed.tokens, strict=True):
-            drafts[place] = tokens
         loop.plan()
-        return drafts
+        return drafts.as_lists()
 
     def _add(self, loop: DraftingLoop, request_id: str) -> None:
         request = self._runner.requests[request_id]

@@ -1,14 +1,13 @@
 """Connects the drafting loop to the V2 model runner of vLLM.
 
-**Interface.** V2 builds a speculator on each rank of the last pipeline stage and calls :meth:`HistorySpeculator.propose`
-after each step. With asynchronous scheduling, the scheduler has planned the next step by then, with
+**Interface.** V2 builds a speculator on each rank of the last pipeline stage, and calls its ``propose`` after each
+step. With asynchronous scheduling, the next step is planned while the device still computes the last one, with
 ``num_speculative_tokens`` places for each request.
 
-**Order of events.** ``propose`` only starts to copy the number of tokens of each request to the host. The scheduler then
-plans the next step, while the GPU still computes the last one. When the runner is about to execute the planned step,
-:class:`DraftScheduling` waits for the copy, drafts, copies the drafts to the device and reduces the planned step to the
-places that have drafts. The runner therefore knows exactly how many tokens each request has, and a step without drafts
-is the same as without speculation.
+**Order of events.** ``propose`` only starts to copy the number of tokens of each request to the host. When the planned
+step is about to be executed, :class:`DraftScheduling` waits for the copy, drafts, copies the drafts to the device and
+reduces the planned step to the places that have drafts. The runner therefore knows exactly how many tokens each request
+has, and a step without drafts is the same as without speculation.
 
 **Ranks.** Only one rank drafts; the others receive its drafts, so that all ranks execute the same step.
 """
@@ -51,7 +50,7 @@ class SampledStep(NamedTuple):
     copied: torch.cuda.Event | None
 
     def wait(self) -> Integers:
-        """Wait until the step has sampled its tokens; return the number of tokens of each request, shape (requests,)."""
+        """Wait until the step has sampled its tokens; return the numbers of tokens, shape (requests,)."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.total_len.numpy()[self.rows].astype(np.int64)
@@ -68,8 +67,8 @@ class HistorySpeculator(BaseSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
         rows, width = req_states.draft_tokens.shape
-        self.verified: dict[str, int] = {}
-        """Number of draft tokens that the running step verifies, by request id."""
+        self.verified = np.zeros(rows, np.int64)
+        """Number of draft tokens that the running step verifies, by row of the runner's state."""
         self.sampled: deque[SampledStep] = deque(maxlen=vllm_config.parallel_config.pipeline_parallel_size + 1)
         """The steps for which nothing was drafted yet, oldest first. The pipeline holds one for each of its stages."""
         self.on_launched: Callable[[], None] | None = None
@@ -95,14 +94,10 @@ class HistorySpeculator(BaseSpeculator):
             total_len.copy_(source, non_blocking=True)
             copied = None
             if self._is_cuda:
-                copied = torch.cuda.Event()
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 copied.record()
-            request_ids = list(input_batch.req_ids)
-            verified = np.fromiter(
-                (self.verified.get(request_id, 0) for request_id in request_ids), np.int64, len(request_ids)
-            )
             rows = input_batch.idx_mapping_np.astype(np.int64)
-            self.sampled.append(SampledStep(request_ids, rows, verified, total_len, copied))
+            self.sampled.append(SampledStep(input_batch.req_ids, rows, self.verified[rows], total_len, copied))
             if self.on_launched is not None:
                 self.on_launched()
         return self._no_drafts[: input_batch.num_reqs]
@@ -126,14 +121,15 @@ class DraftScheduling:
         runner = worker.model_runner
         self._runner, self._broadcast = runner, broadcast
         self._loop: DraftingLoop | None = None
-        self._ready: dict[str, list[int]] = {}
-        """Drafts of requests that were not scheduled since, by request id."""
-        self._scheduled: dict[str, list[int]] = {}
-        """Drafts of the step that is executed, to be copied to the device."""
-        device = runner.req_states.device
-        self._buffer = torch.full(
-            runner.req_states.draft_tokens.shape, _NO_DRAFT, dtype=torch.int64, pin_memory=device.type == "cuda"
+        states = runner.req_states
+        self._drafts = torch.full(
+            states.draft_tokens.shape, _NO_DRAFT, dtype=torch.int64, pin_memory=states.device.type == "cuda"
         )
+        """The drafts by row of the runner's state, shape (max_num_reqs, num_speculative_tokens)."""
+        self._lengths = np.zeros(len(self._drafts), np.int64)
+        """Number of tokens of the drafts that were not scheduled yet, by row."""
+        self._has_drafts = False
+        """Whether the step that is executed has drafts."""
         self._execute_model, worker.execute_model = worker.execute_model, self.execute_model
         self._prepare_inputs, runner.prepare_inputs = runner.prepare_inputs, self.prepare_inputs
 
@@ -148,40 +144,40 @@ class DraftScheduling:
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the drafts to the device, and prepare the inputs."""
-        if self._scheduled:
-            states = self._runner.req_states
-            for request_id, tokens in self._scheduled.items():
-                self._buffer[states.req_id_to_index[request_id], : len(tokens)] = torch.tensor(tokens)
-            states.draft_tokens.copy_(self._buffer, non_blocking=True)
+        if self._has_drafts:
+            self._runner.req_states.draft_tokens.copy_(self._drafts, non_blocking=True)
         return self._prepare_inputs(*args, **kwargs)
 
     def _schedule_drafts(self, scheduler_output: Any) -> Any:
-        planned = scheduler_output.scheduled_spec_decode_tokens
+        planned: dict[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
         if self._loop is not None:
             self._follow(self._loop, scheduler_output)
             if planned:
                 self._draft(self._loop, planned)
-        self._scheduled = {}
-        if planned:
-            drafts = {
-                request_id: self._ready.pop(request_id)[: len(places)]
-                for request_id, places in planned.items()
-                if request_id in self._ready
-            }
-            self._scheduled = drafts if self._broadcast is None else self._broadcast(drafts)
-            lengths = {request_id: len(tokens) for request_id, tokens in self._scheduled.items()}
-            scheduler_output = reduce_to_drafts(scheduler_output, lengths)
-            if self._runner.speculator is not None:
-                self._runner.speculator.verified = lengths
-        return scheduler_output
+        self._has_drafts = False
+        speculator = self._runner.speculator
+        if speculator is not None:
+            speculator.verified[:] = 0
+        if not planned:
+            return scheduler_output
+        index = self._runner.req_states.req_id_to_index
+        rows = np.fromiter(map(index.__getitem__, planned), np.int64, len(planned))
+        places = np.fromiter(map(len, planned.values()), np.int64, len(planned))
+        lengths = np.minimum(self._lengths[rows], places)
+        self._lengths[rows] = 0
+        if self._broadcast is not None:
+            drafts = self._drafts.numpy()
+            lengths, tokens = self._broadcast((lengths, drafts[rows]))
+            drafts[rows] = tokens
+        self._has_drafts = bool(lengths.any())
+        if speculator is not None:
+            speculator.verified[rows] = lengths
+        return reduce_to_drafts(scheduler_output, lengths)
 
     def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:
         loop.remove(scheduler_output.finished_req_ids)
-        for request_id in scheduler_output.finished_req_ids:
-            self._ready.pop(request_id, None)
         for request in scheduler_output.scheduled_new_reqs:
             # A request that was preempted is passed as a new one, without the tokens that vLLM has discarded.
-            self._ready.pop(request.req_id, None)
             if loop.knows(request.req_id):
                 loop.rewind(request.req_id, len(request.prefill_token_ids))
                 continue
@@ -196,17 +192,17 @@ class DraftScheduling:
         The steps in which they were sampled are waited for; later ones, which the pipeline still runs, are not.
         """
         sampled = self._runner.speculator.sampled
-        count = max(
-            (number for number, step in enumerate(sampled, 1) if not planned.keys().isdisjoint(step.request_ids)), default=0
-        )
+        wanted = planned.keys()
+        count = max((number for number, step in enumerate(sampled, 1) if wanted & set(step.request_ids)), default=0)
         for _ in range(count):
             step = sampled.popleft()
+            self._lengths[step.rows] = 0
             if loop.skip_step():
                 continue
             token_ids = host_view(self._runner.req_states.all_token_ids)
             drafts = loop.draft(RunningBatch(step.request_ids, step.wait(), token_ids, step.rows, step.verified))
-            for place, tokens in zip(drafts.places.tolist(), drafts.tokens, strict=True):
-                self._ready[step.request_ids[place]] = tokens
+            self._drafts.numpy()[step.rows] = drafts.tokens
+            self._lengths[step.rows] = drafts.lengths
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -215,16 +211,19 @@ def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
     return np.asarray(tensor.gpu.numpy() if buffer is None else buffer.np)
 
 
-def reduce_to_drafts(scheduler_output: Any, lengths: dict[str, int]) -> Any:
-    """Return a copy of a planned step in which each request has *lengths* places for drafts instead of the planned ones.
+def reduce_to_drafts(scheduler_output: Any, lengths: Integers) -> Any:
+    """Return a copy of a planned step in which the requests have fewer places for drafts.
 
-    The scheduler keeps the original. From it, it computes how many places were rejected; a place that was removed counts
-    as rejected.
+    The scheduler keeps the original. From it, it computes how many places were rejected; a place that was removed
+    counts as rejected.
+
+    Args:
+        scheduler_output: the planned step.
+        lengths: number of places of each request of ``scheduled_spec_decode_tokens``, in this order.
     """
-    scheduled = dict(scheduler_output.num_scheduled_tokens)
-    drafts: dict[str, list[int]] = {}
-    for request_id, places in scheduler_output.scheduled_spec_decode_tokens.items():
-        length = lengths.get(request_id, 0)
+    planned = scheduler_output.scheduled_spec_decode_tokens
+    scheduled, drafts = scheduler_output.num_scheduled_tokens.copy(), {}
+    for (request_id, places), length in zip(planned.items(), lengths.tolist(), strict=True):
         scheduled[request_id] -= len(places) - length
         if length:
             drafts[request_id] = places[:length]
@@ -281,7 +280,8 @@ class ExactVerification:
         """Return the boundaries of logits and queries on the device, and the number of draft tokens."""
         from vllm.utils.torch_utils import async_tensor_h2d
 
-        assert self._layout is not None
+        if self._layout is None:
+            raise RuntimeError("vLLM has prepared no layout for this step")
         (cu_num_logits_np, drafts), self._layout = self._layout, None
         cu_num_logits = self._cu_num_logits[: len(cu_num_logits_np)]
         async_tensor_h2d(cu_num_logits_np, out=cu_num_logits)

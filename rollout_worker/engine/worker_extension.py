@@ -151,7 +151,6 @@ class DraftingExtension(EngineExtension):
         """
         from rollout_api.protocol.keys import HistoryKeys
         from rollout_api.redis_client.connection import connect_history
-        from rollout_worker.drafting.drafter import Drafter
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.compat import is_output_rank, patch_sampling_without_drafts
         from rollout_worker.engine.drafting_loop import DraftingLoop
@@ -172,7 +171,9 @@ class DraftingExtension(EngineExtension):
         history = config.history
         cores = len(os.sched_getaffinity(0))
         threads = max(1, min(_MAX_DRAFTING_THREADS, cores // _CORES_PER_DRAFTING_THREAD))
-        self._das_index = SuffixIndex(threads=threads, max_bytes=config.max_index_bytes, pool_tokens=POOL_TOKENS)
+        self._das_index = SuffixIndex(
+            threads=threads, max_bytes=config.max_index_bytes, pool_tokens=POOL_TOKENS, draft_ahead=cores > 2
+        )
         keys = HistoryKeys(history.namespace, history.name)
         store = HistoryStore(connect_history(history.redis_url), keys, window=history.window)
         vocabulary = self.model_runner.model_config.get_vocab_size()
@@ -183,7 +184,7 @@ class DraftingExtension(EngineExtension):
         policy = make_policy(config.policy, limits, self._das_sync.expected_lengths, self._das_sync.length_stats)
         prior = CPU if self.device.type == "cpu" else H100_7B
         self._das_controller = DraftController(policy, prior, governed=config.governed)
-        self._das_loop = DraftingLoop(Drafter(self._das_index), self._das_controller, config.max_draft_tokens)
+        self._das_loop = DraftingLoop(self._das_index, self._das_controller, config.max_draft_tokens)
         if self._das_uses_v2:
             scheduling.start(self._das_loop)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,10 +12,9 @@ import pytest
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_worker.drafting import SuffixIndex
-from rollout_worker.drafting.drafter import Drafter
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_config import DraftingConfig
-from rollout_worker.engine.drafting_loop import Drafts, DraftingLoop, RunningBatch
+from rollout_worker.engine.drafting_loop import DraftingLoop, Drafts, RunningBatch
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.policy.controller import DraftController
@@ -30,18 +30,18 @@ PROMPT = [5, 6]
 REPOSITORY = Path(__file__).parents[2]
 
 
-class FailingDrafter(Drafter):
+class FailingIndex(SuffixIndex):
     """Fails in the steps whose numbers are in `failing`."""
 
-    def __init__(self, index: SuffixIndex, failing: set[int]) -> None:
-        super().__init__(index)
+    def __init__(self, failing: set[int]) -> None:
+        super().__init__()
         self._failing, self._step = failing, 0
 
-    def draft(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+    def step(self, *args: Any, **kwargs: Any) -> None:
         self._step += 1
         if self._step in self._failing:
             raise RuntimeError("the index is damaged")
-        return super().draft(*args, **kwargs)
+        super().step(*args, **kwargs)
 
 
 class RepeatingEngine:
@@ -51,7 +51,7 @@ class RepeatingEngine:
         limits = DraftLimits(MAX_DRAFT_TOKENS, 1024)
         policy = make_policy("fixed", limits, lambda _: (0, 0.0), lambda _: LengthStats())
         controller = DraftController(policy, CPU, governed=False)
-        self.loop = DraftingLoop(FailingDrafter(SuffixIndex(), failing), controller, MAX_DRAFT_TOKENS)
+        self.loop = DraftingLoop(FailingIndex(failing), controller, MAX_DRAFT_TOKENS)
         self.tokens = np.zeros((1, 20_000), np.int32)
         self.tokens[0, : len(PROMPT)] = PROMPT
         self.length = len(PROMPT)
@@ -72,7 +72,7 @@ class RepeatingEngine:
             return None
         batch = RunningBatch(["request"], np.array([self.length]), self.tokens, np.zeros(1, int), np.array([verified]))
         drafts = self.loop.draft(batch)
-        self._draft = drafts.tokens[0] if drafts.tokens else []
+        self._draft = drafts.as_lists()[0]
         self.loop.plan()
         return drafts
 
@@ -82,7 +82,7 @@ def test_a_failure_costs_the_drafts_of_one_step() -> None:
     lengths = []
     for _ in range(40):
         drafts = engine.step()
-        lengths.append(0 if drafts is None else sum(map(len, drafts.tokens)))
+        lengths.append(0 if drafts is None else int(drafts.lengths[0]))
     assert 0 == lengths[19]
     assert [MAX_DRAFT_TOKENS] * 20 == lengths[20:]
     assert 1 == engine.loop.failures
@@ -107,7 +107,7 @@ def test_drafting_is_paused_after_repeated_failures_and_tried_again() -> None:
     assert [False] * 7 + [True] * 1024 == skipped[: 7 + 1024]
     drafts = engine.step()
     assert drafts is not None
-    assert [MAX_DRAFT_TOKENS] == [len(tokens) for tokens in drafts.tokens]
+    assert [MAX_DRAFT_TOKENS] == drafts.lengths.tolist()
 
 
 def test_tokens_of_skipped_steps_are_drafted_from() -> None:
@@ -120,7 +120,7 @@ def test_tokens_of_skipped_steps_are_drafted_from() -> None:
     engine._draft = []
     drafts = engine.step()
     assert drafts is not None
-    assert MAX_DRAFT_TOKENS == len(drafts.tokens[0])
+    assert [MAX_DRAFT_TOKENS] == drafts.lengths.tolist()
     counts = engine.loop.take_counts(["key"])["key"]
     assert engine.length - len(PROMPT) == counts.generated
 

@@ -11,14 +11,14 @@ class FaultyExtension(DraftingExtension):
     def test_let_drafting_fail(self, times: int) -> None:
         """Let the next *times* drafts fail."""
         assert self._das_loop is not None
-        drafter: Any = self._das_loop._drafter
+        index: Any = self._das_index
         remaining = [times]
-        original = type(drafter).draft
+        original = index.step
 
         def fail(*args: Any, **kwargs: Any) -> Any:
             if remaining[0]:
                 remaining[0] -= 1
                 raise RuntimeError("the index is damaged")
-            return original(drafter, *args, **kwargs)
+            return original(*args, **kwargs)
 
-        drafter.draft = fail
+        index.step = fail

@@ -16,8 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.batch_drafters import IndexDrafter, SuffixGpuDrafter, SuffixProposerDrafter
 from benchmarks.figures import Figure, quantile, report, spread
 from benchmarks.makespan import MAX_DRAFT

@@ -42,7 +42,7 @@ def test_drafting_extends_the_maximum_length_beyond_the_models_positions(
 ) -> None:
     plain, drafting = engine_config(model), engine_config(model, drafting_config)
     assert MAX_POSITIONS == vllm_settings(plain)["max_model_len"]
-    assert MAX_POSITIONS + MAX_DRAFT_TOKENS == vllm_settings(drafting)["max_model_len"]
+    assert MAX_POSITIONS + 2 * MAX_DRAFT_TOKENS == vllm_settings(drafting)["max_model_len"]
     assert "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in engine_environment(plain, {})
     assert "1" == engine_environment(drafting, {})["VLLM_ALLOW_LONG_MAX_MODEL_LEN"]
 

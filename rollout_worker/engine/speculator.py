@@ -108,7 +108,8 @@ class DraftScheduling:
 
     It wraps two methods: ``execute_model`` of vLLM's worker, where the drafts are made and the planned step is reduced,
     and ``prepare_inputs`` of its model runner, where the drafts are copied to the device. In between, later pipeline
-    stages receive the hidden states of the step, and earlier ones the placeholders of a previous step.
+    stages receive the hidden states of the step, and earlier ones the placeholders of a previous step. A third method
+    selects the adapters of the positions that drafts add.
     """
 
     def __init__(self, worker: Any, broadcast: Broadcast | None) -> None:
@@ -128,10 +129,14 @@ class DraftScheduling:
         """The drafts by row of the runner's state, shape (max_num_reqs, num_speculative_tokens)."""
         self._lengths = np.zeros(len(self._drafts), np.int64)
         """Number of tokens of the drafts that were not scheduled yet, by row."""
-        self._has_drafts = False
-        """Whether the step that is executed has drafts."""
+        self._verified = np.zeros(len(self._drafts), np.int64)
+        """Number of draft tokens of the step that is executed, by row."""
+        if runner.speculator is not None:
+            runner.speculator.verified = self._verified
         self._execute_model, worker.execute_model = worker.execute_model, self.execute_model
         self._prepare_inputs, runner.prepare_inputs = runner.prepare_inputs, self.prepare_inputs
+        self._make_lora_inputs = runner.lora_state.make_lora_inputs
+        runner.lora_state.make_lora_inputs = self.make_lora_inputs
 
     def start(self, loop: DraftingLoop) -> None:
         """Make drafts on this rank."""
@@ -144,9 +149,18 @@ class DraftScheduling:
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the drafts to the device, and prepare the inputs."""
-        if self._has_drafts:
+        if self._verified.any():
             self._runner.req_states.draft_tokens.copy_(self._drafts, non_blocking=True)
         return self._prepare_inputs(*args, **kwargs)
+
+    def make_lora_inputs(self, req_ids: list[str], idx_mapping: Any, num_scheduled_tokens: Any) -> Any:
+        """Return the adapters of a step, by position of the logits and by token, and the set of adapters.
+
+        vLLM (seen in 0.32) returns one adapter for each request, although a draft adds further positions of logits.
+        """
+        by_request, by_token, adapters = self._make_lora_inputs(req_ids, idx_mapping, num_scheduled_tokens)
+        by_position = np.repeat(np.array(by_request), self._verified[idx_mapping] + 1)
+        return tuple(by_position), by_token, adapters
 
     def _schedule_drafts(self, scheduler_output: Any) -> Any:
         planned: dict[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
@@ -154,10 +168,7 @@ class DraftScheduling:
             self._follow(self._loop, scheduler_output)
             if planned:
                 self._draft(self._loop, planned)
-        self._has_drafts = False
-        speculator = self._runner.speculator
-        if speculator is not None:
-            speculator.verified[:] = 0
+        self._verified[:] = 0
         if not planned:
             return scheduler_output
         index = self._runner.req_states.req_id_to_index
@@ -169,9 +180,7 @@ class DraftScheduling:
             drafts = self._drafts.numpy()
             lengths, tokens = self._broadcast((lengths, drafts[rows]))
             drafts[rows] = tokens
-        self._has_drafts = bool(lengths.any())
-        if speculator is not None:
-            speculator.verified[rows] = lengths
+        self._verified[rows] = lengths
         return reduce_to_drafts(scheduler_output, lengths)
 
     def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:

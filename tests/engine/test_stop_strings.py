@@ -15,8 +15,8 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan
 from rollout_worker.engine.response import GenerationResult, ResponseBuilder
 from rollout_worker.engine.stop_strings import StopStrings, token_decoder
-from tests.support.engines import MAX_DRAFT_TOKENS, EngineHarness
-from tests.support.responses import PROMPT, PROMPTS, WITHOUT_EOS, prefix_of
+from tests.support.engines import EngineHarness
+from tests.support.responses import PROMPT, PROMPTS, WITHOUT_EOS, accepted_share, prefix_of
 
 TOKENS = st.lists(st.integers(0, 7), max_size=40)
 STOPS = st.lists(st.text("w01 ", min_size=1, max_size=6), min_size=1, max_size=3)
@@ -170,14 +170,16 @@ def test_the_first_stop_string_ends_a_response(engine: EngineHarness, min_tokens
         kept = first_stop(texts(whole.token_ids), stop, min_tokens)
         assert kept is not None
         expected.append((whole, kept))
-    for (whole, kept), result in zip(expected, engine.generate(requests), strict=True):
+    results = engine.generate(requests)
+    for (whole, kept), result in zip(expected, results, strict=True):
         assert (whole.token_ids[:kept], FinishReason.STOP) == (result.token_ids, result.finish_reason)
         assert result.logprobs is not None
         assert kept == len(result.logprobs)
         assert [WeightSpan(start=0, weight_version=0)] == result.weight_spans
         assert kept == result.num_decoding_steps + result.num_accepted_tokens
-        if engine.history is not None and kept > 2 * MAX_DRAFT_TOKENS:
-            assert 0.5 * kept < result.num_accepted_tokens <= result.num_draft_tokens
+        assert 0 <= result.num_accepted_tokens <= result.num_draft_tokens
+    if engine.history is not None:
+        assert accepted_share(results) > 0.2
 
 
 @pytest.mark.usefixtures("vllm_version")

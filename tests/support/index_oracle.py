@@ -17,6 +17,7 @@ HISTORY, LIVE, CROSS_PROBLEM, ANCHORS = 32, 24, 16, 4
 MAX_VISITED = 48
 """Entries of a chain of live texts that are searched."""
 SUFFICIENT_MATCH = 16
+FEW_TOKENS = 2
 """The cross-problem pool is searched only if no other match is this long."""
 LENGTHS = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64]
 VOTES = [1, 2, 3, 5, 9, 17]
@@ -411,8 +412,10 @@ class Oracle:
             [text for name, known in self.problems.items() if name != request.problem for text in known.values()],
             1,
         )
-        is_sufficient = any(
-            occurrence.match_length >= SUFFICIENT_MATCH for occurrence in found if occurrence.source != "cross_problem"
+        other_matches = [occurrence.match_length for occurrence in found if occurrence.source != "cross_problem"]
+        is_sufficient = (
+            max(other_matches, default=0) >= SUFFICIENT_MATCH
+            or sum(match >= FEW_TOKENS for match in other_matches) >= CROSS_PROBLEM
         )
         assert [
             match

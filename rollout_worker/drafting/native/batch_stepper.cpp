@@ -1,6 +1,7 @@
 #include "batch_stepper.hpp"
 
 #include <algorithm>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -56,13 +57,27 @@ void BatchStepper::step_ahead(const Step& step) {
     const std::lock_guard lock(requests_[i]->mutex);
     if (!try_row(i)) missed_.push_back(i);
   }
-  workers_.run(missed_.size(), [&](std::size_t m) {
-    const std::size_t i = missed_[m];
-    const std::lock_guard lock(requests_[i]->mutex);
-    draft(*requests_[i], step, i, false);
-  });
   counts_.found += requests_.size() - missed_.size();
   counts_.computed += missed_.size();
+  missing_.count = missed_.size();
+  missing_.next.store(0);
+  missing_.run = [&](std::size_t m) {
+    const std::size_t i = missed_[m];
+    const std::lock_guard lock(requests_[i]->mutex);
+    try {
+      draft(*requests_[i], step, i, false);
+    } catch (const std::bad_alloc&) {
+      write(*requests_[i], step, i, 0);
+    }
+  };
+  if (missed_.empty()) return ahead_->start(requests_);
+  workers_.run(workers_.size(), [&](std::size_t thread) {
+    if (thread == 0) {
+      ahead_->share(missing_);
+    } else {
+      missing_.take_all();
+    }
+  });
   ahead_->start(requests_);
 }
 

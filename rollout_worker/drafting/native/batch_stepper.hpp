@@ -68,12 +68,13 @@ class BatchStepper {
   RequestDrafter& drafter_;
   const RequestTable& table_;
   WorkerPool& workers_;
-  std::mutex mutex_;  // guards the next six
+  std::mutex mutex_;  // guards the next seven
   std::uint64_t number_ = 0;
   std::vector<std::shared_ptr<Request>> requests_;
   std::vector<std::size_t> missed_;  // rows without a prepared draft
   std::vector<std::size_t> busy_;    // rows whose lock the background thread held
   LookUpCounts counts_;
+  SharedWork missing_;  // computing the drafts of missed_
   std::optional<DraftAhead> ahead_;
 };
 

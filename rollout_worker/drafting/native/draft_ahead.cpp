@@ -10,20 +10,25 @@ namespace das {
 
 namespace {
 
-// How long the thread watches for the end of a step before it sleeps.
-constexpr std::chrono::microseconds kWatch{1000};
+// How long the thread watches for the next step before it sleeps. Forward passes rarely take longer.
+constexpr std::chrono::milliseconds kWatch{20};
 
 // Outcomes less likely than this are not prepared for.
-constexpr float kMinProbability = 1.0F / 1024.0F;
+constexpr double kMinProbability = 1.0 / 1024.0;
 
 // The most positions of prepared drafts that one request stores.
-constexpr std::size_t kMaxPositions = 256;
+constexpr std::size_t kMaxPositions = 512;
+
+// Outcomes that no occurrence of a draft proposes are taken from this many occurrences in the history, where a
+// continuation after an accepted part of the draft is at least this likely.
+constexpr std::size_t kWideSearch = 256;
+constexpr double kMinReached = 1.0 / 16.0;
 
 // Each tier is this many times less likely than the one before. Within a tier, tasks are sorted by request, so that the
 // data of a request stays in the processor's caches.
 constexpr int kTierBits = 2;
 
-std::uint32_t tier_of(float probability) {
+std::uint32_t tier_of(double probability) {
   return static_cast<std::uint32_t>(std::max(0, -std::ilogb(probability)) / kTierBits);
 }
 
@@ -56,9 +61,31 @@ void DraftAhead::wait_idle() {
   while (done_.load() != round && round_.load() == round) std::this_thread::yield();
 }
 
-std::uint32_t DraftAhead::wait_for_round(std::uint32_t last) const {
-  // A step takes less time than waking a thread, so that the thread watches for its end for a while.
-  spin_until([&] { return round_.load(std::memory_order_acquire) != last; }, kWatch);
+void DraftAhead::share(SharedWork& work) {
+  shared_.store(&work);
+  work.take_all();
+  shared_.store(nullptr);
+  // The thread has seen no other work after this, so that it ends with the draft that it is computing.
+  if (!spin_until([this] { return !is_helping_.load(); }, std::chrono::microseconds(100))) {
+    while (is_helping_.load()) std::this_thread::yield();
+  }
+}
+
+void DraftAhead::help() {
+  is_helping_.store(true);
+  // Read again, because share() may have ended before is_helping_ was set.
+  if (SharedWork* const work = shared_.load()) work->take_all();
+  is_helping_.store(false);
+}
+
+std::uint32_t DraftAhead::wait_for_round(std::uint32_t last) {
+  // Waking a thread takes longer than a step, so that the thread watches for a while.
+  spin_until(
+      [&] {
+        if (shared_.load(std::memory_order_relaxed) != nullptr) help();
+        return round_.load(std::memory_order_acquire) != last;
+      },
+      kWatch);
   round_.wait(last, std::memory_order_acquire);
   return is_stopping_.load() ? 0 : round_.load(std::memory_order_acquire);
 }
@@ -92,7 +119,19 @@ void DraftAhead::work(std::uint32_t round) {
     request->is_prepared = true;
     add_tasks(*request, static_cast<std::uint32_t>(i));
   }
-  std::sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) {
+  run_tasks(round);
+  tasks_.clear();
+  for (std::size_t i = 0; i < requests_.size() && !is_over(round); ++i) {
+    const std::shared_ptr<Request> request = requests_[i].lock();
+    if (!request) continue;
+    const std::lock_guard lock(request->mutex);
+    if (!request->is_closed && request->is_prepared) add_rare_tasks(*request, static_cast<std::uint32_t>(i));
+  }
+  run_tasks(round);
+}
+
+void DraftAhead::run_tasks(std::uint32_t round) {
+  std::stable_sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) {
     return a.tier != b.tier ? a.tier < b.tier : a.request < b.request;
   });
   for (const Task& task : tasks_) {
@@ -111,16 +150,41 @@ void DraftAhead::add_tasks(const Request& request, std::uint32_t number) {
   double reached = 1.0;
   for (std::size_t i = 0; i < positions.size() && i <= request.last.length; ++i) {
     const DraftPosition& position = positions[i];
+    double remaining = 1.0;
     for (std::size_t k = 0; k < position.num_candidates; ++k) {
-      const bool is_accepted = i < request.last.length && k == position.chosen;
-      if (is_accepted || position.mixed[k] == 0.0F) continue;
-      const Token token = position.candidates[k];
-      // Nothing follows a stop token.
-      if (std::find(request.stop_tokens.begin(), request.stop_tokens.end(), token) != request.stop_tokens.end()) continue;
-      const float probability = static_cast<float>(reached) * drafter_.probability(position, k);
-      if (probability >= kMinProbability) tasks_.push_back({tier_of(probability), number, {i, token}});
+      if (position.mixed[k] == 0.0F) continue;
+      const double probability = drafter_.probability(position, k);
+      remaining -= probability;
+      if (i == request.last.length || k != position.chosen) {
+        add_task(request, number, {i, position.candidates[k]}, reached * probability);
+      }
+    }
+    // The others are rare. Half of the remaining probability is assumed to be theirs, in equal parts.
+    const double other = std::max(0.0, remaining) / (2.0 * std::max<double>(1.0, position.num_others));
+    for (std::size_t k = 0; k < position.num_others; ++k) {
+      add_task(request, number, {i, position.others[k]}, reached * other);
     }
     reached = survivals[i];
+  }
+}
+
+void DraftAhead::add_task(const Request& request, std::uint32_t number, Outcome outcome, double probability) {
+  const auto& stops = request.stop_tokens;
+  // Nothing follows a stop token.
+  const bool is_end = outcome.next == kBoundary || std::find(stops.begin(), stops.end(), outcome.next) != stops.end();
+  if (!is_end && probability >= kMinProbability) tasks_.push_back({tier_of(probability), number, outcome});
+}
+
+void DraftAhead::add_rare_tasks(const Request& request, std::uint32_t number) {
+  const DraftSet& prepared = request.sets[1 - request.last.set];
+  const auto survivals = request.sets[request.last.set].survivals(request.last.number);
+  double reached = 1.0;
+  for (std::size_t i = 0; i <= request.last.length && i <= survivals.size() && reached >= kMinReached; ++i) {
+    drafter_.find_successors(request, i, kWideSearch, successors_);
+    for (const Token token : successors_) {
+      if (prepared.find({i, token}) == DraftSet::kNone) add_task(request, number, {i, token}, reached * kMinProbability * 16.0);
+    }
+    if (i < survivals.size()) reached = survivals[i];
   }
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -14,9 +15,21 @@
 
 namespace das {
 
+// Work that several threads share: indices below `count`, each of which one thread takes.
+struct SharedWork {
+  std::function<void(std::size_t)> run;
+  std::size_t count = 0;
+  std::atomic<std::size_t> next{0};
+
+  void take_all() {
+    for (std::size_t i = 0; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) run(i);
+  }
+};
+
 // A thread that works between two steps. It first learns from the tokens that the last step reported, and appends them
 // to the live texts. It then computes drafts for the outcomes of the requests' last drafts, likeliest first, until all
 // are done or the next step interrupts it. It holds the lock of one request at a time, for the duration of one draft.
+// During the step, it helps to compute the drafts that are missing, as its processor's caches hold what they need.
 class DraftAhead {
  public:
   explicit DraftAhead(RequestDrafter& drafter) : drafter_(drafter) {}
@@ -28,6 +41,9 @@ class DraftAhead {
   void start(std::span<const std::shared_ptr<Request>> requests);
   // Has the thread stop after the draft that it is computing. Does not wait.
   void interrupt() { is_interrupted_.store(true, std::memory_order_relaxed); }
+  // Shares work with the thread, if it is awake, and returns when all of it is done. `work` must live as long as this
+  // object.
+  void share(SharedWork& work);
   // Waits until nothing is left to do.
   void wait_idle();
 
@@ -40,15 +56,21 @@ class DraftAhead {
   };
 
   void serve();
-  // Returns the number of the next round, or 0 if the thread is to end.
-  std::uint32_t wait_for_round(std::uint32_t last) const;
+  // Returns the number of the next round, or 0 if the thread is to end. Helps with shared work in the meantime.
+  std::uint32_t wait_for_round(std::uint32_t last);
+  void help();
   bool is_over(std::uint32_t round) const {
     return is_interrupted_.load(std::memory_order_relaxed) || round_.load(std::memory_order_relaxed) != round;
   }
   void work(std::uint32_t round);
-  // Appends the outcomes of a request's last draft to tasks_. The request's lock is held, also for the next one.
+  // The next four require the request's lock.
+  // Appends the outcomes of a request's last draft to tasks_.
   void add_tasks(const Request& request, std::uint32_t number);
+  void add_task(const Request& request, std::uint32_t number, Outcome outcome, double probability);
+  // Appends outcomes that no occurrence of the last draft proposes.
+  void add_rare_tasks(const Request& request, std::uint32_t number);
   void prepare(Request& request, Outcome outcome) const;
+  void run_tasks(std::uint32_t round);
 
   RequestDrafter& drafter_;
   std::mutex mutex_;  // guards the next
@@ -57,9 +79,12 @@ class DraftAhead {
   std::atomic<std::uint32_t> done_{0};   // the last round that is over
   std::atomic<bool> is_interrupted_{false};
   std::atomic<bool> is_stopping_{false};
+  std::atomic<SharedWork*> shared_{nullptr};
+  std::atomic<bool> is_helping_{false};
   // These belong to the thread.
   std::vector<std::weak_ptr<Request>> requests_;
   std::vector<Task> tasks_;
+  std::vector<Token> successors_;
   std::thread thread_;  // started by the first round
 };
 

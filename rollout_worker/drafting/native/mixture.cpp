@@ -25,20 +25,6 @@ float log_odds(float probability) {
   return std::log(p / (1.0F - p));
 }
 
-// Sorts by match length, longest first. Insertion sort suffices, because the input consists of a few sorted runs.
-void sort_by_match(std::vector<Occurrence>& occurrences) {
-  for (std::size_t i = 1; i < occurrences.size(); ++i) {
-    if (occurrences[i].match <= occurrences[i - 1].match) continue;
-    const Occurrence moved = occurrences[i];
-    const auto end = occurrences.begin() + static_cast<std::ptrdiff_t>(i);
-    const auto target =
-        std::upper_bound(occurrences.begin(), end, moved.match,
-                         [](std::uint8_t match, const Occurrence& other) { return match > other.match; });
-    std::move_backward(target, end, end + 1);
-    *target = moved;
-  }
-}
-
 // Maps each number below `Count` to its class: the last one whose lower bound in `lowest` is not larger. Numbers below
 // all bounds belong to the first class.
 template <std::size_t Count, std::size_t Classes>
@@ -168,6 +154,9 @@ void Mixture::mix(std::span<const Occurrence> occurrences, std::size_t offset, D
           code[k] = value;
           dictionary[k] = occurrence.text.dictionary();
           ++position.num_candidates;
+        } else if (k == kCandidates && position.num_others < DraftPosition::kOthers) {
+          const auto* const end = position.others.begin() + position.num_others;
+          if (std::find(position.others.cbegin(), end, token) == end) position.others[position.num_others++] = token;
         }
       }
       voted[i] = static_cast<std::uint8_t>(k);
@@ -241,7 +230,6 @@ void Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Baseline b
     occurrence.age_bit = AgeCounts::bit(baseline.age(occurrence.generation));
   }
   const bool has_several_classes = std::popcount(vote_classes) > 1;
-  sort_by_match(occurrences);
   std::array<std::uint8_t, kMaxOccurrences> voted;
   double survival = 1.0;
   for (std::size_t index = 0; index < budget && !occurrences.empty(); ++index) {

@@ -34,6 +34,7 @@ struct Baseline {
 // One position of a draft, with all that is needed to learn from the token that is sampled there.
 struct DraftPosition {
   static constexpr std::size_t kCandidates = 6;
+  static constexpr std::size_t kOthers = 16;
   static constexpr std::size_t kLevels = 32;
   static constexpr std::size_t kVoteClasses = 12;
 
@@ -51,6 +52,7 @@ struct DraftPosition {
   std::uint8_t index = 0;         // in the draft
   std::uint8_t num_levels = 0;
   std::uint8_t num_candidates = 0;
+  std::uint8_t num_others = 0;
   std::uint8_t chosen = 0;           // the candidate that was drafted
   bool has_several_classes = false;  // whether votes of the history belong to several classes
   std::int64_t generation = 0;       // the newest of the expert's votes for the token
@@ -58,6 +60,7 @@ struct DraftPosition {
   Token previous = kBoundary;        // the token before this position
   std::uint64_t age_bits = 0;        // ages of the history that proposes the token; see AgeCounts::bit
   std::array<Token, kCandidates> candidates;
+  std::array<Token, kOthers> others;     // more tokens that occurrences propose; the mixture ignores them
   std::array<float, kCandidates> mixed;  // uncalibrated probability of each candidate; 0 for kBoundary
   std::array<Level, kLevels> levels;
   // Votes of the history by class and candidate; set if has_several_classes.
@@ -89,7 +92,8 @@ class Mixture {
 
   Mixture();
 
-  // Appends up to `budget` positions after the token `last` to `draft`. The draft ends after one of `stop_tokens`, or
+  // Appends up to `budget` positions after the token `last` to `draft`, given occurrences that are sorted by match length,
+  // longest first. The draft ends after one of `stop_tokens`, or
   // with the first token whose survival is below `min_survival`. That token is not drafted, but the model learns from
   // its position as well; otherwise an underestimated probability would never be corrected. Keeps in `occurrences` only
   // those that propose the whole draft.

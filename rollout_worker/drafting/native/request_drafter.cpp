@@ -1,6 +1,7 @@
 #include "request_drafter.hpp"
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -9,8 +10,73 @@ namespace das {
 
 namespace {
 
-// The cross-problem pool is searched only if no other match is this long.
+// The cross-problem pool is searched only if no other match is this long, and if there are fewer other matches of a few
+// tokens than it may add.
 constexpr std::size_t kSufficientMatch = 16;
+constexpr std::size_t kFewTokens = 2;
+
+bool are_sufficient(std::span<const Occurrence> found) {
+  std::size_t count = 0;
+  for (const Occurrence& occurrence : found) {
+    if (occurrence.match >= kSufficientMatch) return true;
+    count += occurrence.match >= kFewTokens;
+  }
+  return count >= Mixture::kCrossProblemOccurrences;
+}
+
+using MatchCounts = std::array<std::uint16_t, kMaxDepth + 1>;
+
+// Keeps the `limit` longest matches from `first` on, in their order; of equally long ones, the newest.
+void keep_longest(std::vector<Occurrence>& found, std::size_t first, std::size_t limit) {
+  if (found.size() <= first + limit) return;
+  MatchCounts counts{};
+  for (std::size_t i = first; i < found.size(); ++i) ++counts[found[i].match];
+  std::size_t shortest = kMaxDepth;
+  std::size_t remaining = limit;
+  while (counts[shortest] <= remaining) remaining -= counts[shortest--];
+  // Of the shortest matches, `remaining` are kept: those from `oldest` on.
+  thread_local std::vector<std::int64_t> generations;
+  generations.clear();
+  for (std::size_t i = first; i < found.size(); ++i) {
+    if (found[i].match == shortest) generations.push_back(found[i].generation);
+  }
+  const auto last_kept = generations.begin() + static_cast<std::ptrdiff_t>(remaining);
+  std::nth_element(generations.begin(), last_kept, generations.end(), std::greater<>());
+  const std::int64_t oldest = *last_kept;
+  std::size_t newer = 0;
+  for (const std::int64_t generation : generations) newer += generation > oldest;
+  std::size_t equal = remaining - newer;
+  std::size_t kept = first;
+  for (std::size_t i = first; i < found.size(); ++i) {
+    const Occurrence& occurrence = found[i];
+    if (occurrence.match < shortest) continue;
+    if (occurrence.match == shortest) {
+      if (occurrence.generation < oldest) continue;
+      if (occurrence.generation == oldest && equal-- == 0) {
+        equal = 0;
+        continue;
+      }
+    }
+    if (kept < i) found[kept] = occurrence;
+    ++kept;
+  }
+  found.resize(kept);
+}
+
+// Sorts by match length, longest first; equally long matches keep their order.
+void sort_by_match(std::vector<Occurrence>& found) {
+  thread_local std::vector<Occurrence> sorted;
+  MatchCounts ends{};
+  for (const Occurrence& occurrence : found) ++ends[occurrence.match];
+  std::uint16_t end = 0;
+  for (std::size_t match = kMaxDepth + 1; match-- > 0;) {
+    end = static_cast<std::uint16_t>(end + ends[match]);
+    ends[match] = static_cast<std::uint16_t>(end - ends[match]);
+  }
+  sorted.resize(found.size());
+  for (const Occurrence& occurrence : found) sorted[ends[occurrence.match]++] = occurrence;
+  found.swap(sorted);
+}
 
 // Matches of the history at least this long become anchors.
 constexpr std::size_t kMinAnchorMatch = 4;
@@ -59,19 +125,10 @@ std::size_t RequestDrafter::find_anchors(std::size_t response_length, const Segm
 void RequestDrafter::find_occurrences(const Request& request, const TextEnd& end, const Segments& history,
                                       const Segments* pool, std::vector<Occurrence>& found) const {
   found.clear();
-  // Keeps the `limit` longest matches from `first` on; of equally long ones, the newest.
-  const auto keep_longest = [&found](std::size_t first, std::size_t limit) {
-    if (found.size() <= first + limit) return;
-    const auto begin = found.begin() + static_cast<std::ptrdiff_t>(first);
-    std::stable_sort(begin, found.end(), [](const Occurrence& a, const Occurrence& b) {
-      return a.match != b.match ? a.match > b.match : a.generation > b.generation;
-    });
-    found.resize(first + limit);
-  };
   const std::span<const Token> response = end.response;
   if (request.sources.history) {
     for (const auto& segment : history.list) segment->find_longest(response, Mixture::kHistoryOccurrences, found);
-    keep_longest(0, Mixture::kHistoryOccurrences);
+    keep_longest(found, 0, Mixture::kHistoryOccurrences);
     find_anchored(end, history, found);
   }
   if (request.live_texts) {
@@ -84,15 +141,12 @@ void RequestDrafter::find_occurrences(const Request& request, const TextEnd& end
     request.prompt->segment->find_longest(end.own_text, Mixture::kLiveOccurrences, found);
     for (std::size_t i = first; i < found.size(); ++i) found[i].source = Source::self;
   }
-  if (!request.sources.cross_problem || pool == nullptr) return;
-  const auto is_shorter = [](const Occurrence& a, const Occurrence& b) { return a.match < b.match; };
-  const auto longest = std::max_element(found.begin(), found.end(), is_shorter);
-  if (longest != found.end() && longest->match >= kSufficientMatch) return;
+  if (!request.sources.cross_problem || pool == nullptr || are_sufficient(found)) return;
   const std::size_t first = found.size();
   for (const auto& segment : pool->list) {
     segment->find_cross_problem(response, request.problem_hash, Mixture::kCrossProblemOccurrences, found);
   }
-  keep_longest(first, Mixture::kCrossProblemOccurrences);
+  keep_longest(found, first, Mixture::kCrossProblemOccurrences);
 }
 
 std::uint32_t RequestDrafter::add_draft(const Request& request, const TextEnd& end, std::size_t budget,
@@ -103,6 +157,7 @@ std::uint32_t RequestDrafter::add_draft(const Request& request, const TextEnd& e
   const std::shared_ptr<const Segments> pool = pool_.segments();
   const Baseline baseline{problems_.newest_generation(), request.problem->mean_reward.load(std::memory_order_relaxed)};
   find_occurrences(request, end, *history, pool.get(), occurrences);
+  sort_by_match(occurrences);
   std::array<Anchor, Mixture::kAnchors> anchors;
   const std::size_t num_anchors = find_anchors(end.response_length, *history, occurrences, anchors);
   mixture_.draft(occurrences, end.response.back(), baseline, request.stop_tokens, budget, min_survival,
@@ -118,24 +173,43 @@ void RequestDrafter::compute(Request& request, std::size_t budget, double min_su
   request.last = {.set = other, .number = add_draft(request, end_of(request), budget, min_survival, {}, set)};
 }
 
+std::span<const Token> RequestDrafter::extended(const RecentTokens& text, const Request& request, std::size_t accepted,
+                                                Token next, std::vector<Token>& buffer) const {
+  const auto tokens = text.tokens();
+  const auto drafted = request.sets[request.last.set].tokens(request.last.number).first(accepted);
+  buffer.assign(tokens.begin(), tokens.end());
+  buffer.insert(buffer.end(), drafted.begin(), drafted.end());
+  if (next != kBoundary) buffer.push_back(next);
+  return std::span<const Token>(buffer).last(std::min(buffer.size(), depth_));
+}
+
 void RequestDrafter::prepare(Request& request, Outcome outcome, std::size_t budget, double min_survival) const {
   thread_local std::vector<Token> response;
   thread_local std::vector<Token> own_text;
-  const DraftSet& set = request.sets[request.last.set];
-  const auto accepted = set.tokens(request.last.number).first(outcome.accepted);
-  const auto extended = [&](const RecentTokens& recent, std::vector<Token>& text) {
-    const auto tokens = recent.tokens();
-    text.assign(tokens.begin(), tokens.end());
-    text.insert(text.end(), accepted.begin(), accepted.end());
-    text.push_back(outcome.next);
-    return std::span<const Token>(text).last(std::min(text.size(), depth_));
-  };
-  const auto anchors = set.anchors(request.last.number);
-  const TextEnd end{extended(request.response, response),
-                    request.prompt ? extended(request.own_text, own_text) : std::span<const Token>(),
-                    request.counts.generated + outcome.accepted + 1,
-                    anchors.empty() ? std::span<const Anchor>(request.anchors) : anchors};
+  const auto anchors = request.sets[request.last.set].anchors(request.last.number);
+  TextEnd end{extended(request.response, request, outcome.accepted, outcome.next, response),
+              {},
+              request.counts.generated + outcome.accepted + 1,
+              anchors.empty() ? std::span<const Anchor>(request.anchors) : anchors};
+  if (request.prompt) end.own_text = extended(request.own_text, request, outcome.accepted, outcome.next, own_text);
   add_draft(request, end, budget, min_survival, outcome, request.sets[1 - request.last.set]);
+}
+
+void RequestDrafter::find_successors(const Request& request, std::size_t accepted, std::size_t limit,
+                                     std::vector<Token>& successors) const {
+  thread_local std::vector<Token> buffer;
+  thread_local std::vector<Occurrence> found;
+  successors.clear();
+  if (!request.sources.history) return;
+  const std::shared_ptr<const Segments> history = request.problem->history.load();
+  const auto response = extended(request.response, request, accepted, kBoundary, buffer);
+  found.clear();
+  for (const auto& segment : history->list) segment->find_longest(response, limit, found);
+  sort_by_match(found);
+  for (const Occurrence& occurrence : found) {
+    const Token token = occurrence.text.at(0);
+    if (std::find(successors.begin(), successors.end(), token) == successors.end()) successors.push_back(token);
+  }
 }
 
 Draft RequestDrafter::draft(Request& request, std::size_t budget, double min_survival) {

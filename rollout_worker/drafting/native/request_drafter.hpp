@@ -70,6 +70,10 @@ class RequestDrafter {
   void compute(Request& request, std::size_t budget, double min_survival) const;
   // Adds a draft for an outcome of the last draft to the other set.
   void prepare(Request& request, Outcome outcome, std::size_t budget, double min_survival) const;
+  // Finds the tokens that follow `limit` occurrences in the history, longest matches first, if the first `accepted`
+  // tokens of the last draft are appended to the response.
+  void find_successors(const Request& request, std::size_t accepted, std::size_t limit,
+                       std::vector<Token>& successors) const;
   // Returns the probability of a candidate at a position; see Mixture.
   float probability(const DraftPosition& position, std::size_t candidate) const {
     return mixture_.probability(position, candidate);
@@ -93,6 +97,9 @@ class RequestDrafter {
     return {request.response.tokens(), request.own_text.tokens(), request.counts.generated, request.anchors};
   }
 
+  // Returns the end of a text that is followed by the first tokens of the request's last draft, and by `next`.
+  std::span<const Token> extended(const RecentTokens& text, const Request& request, std::size_t accepted, Token next,
+                                  std::vector<Token>& buffer) const;
   void find_occurrences(const Request& request, const TextEnd& end, const Segments& history, const Segments* pool,
                         std::vector<Occurrence>& found) const;
   // Adds occurrences near the anchors to `found`, or marks them if they were found already.

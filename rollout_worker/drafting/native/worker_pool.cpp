@@ -3,7 +3,19 @@
 #include <algorithm>
 #include <utility>
 
+#include "spin.hpp"
+
 namespace das {
+
+namespace {
+
+// How long a thread spins before it sleeps.
+constexpr std::chrono::microseconds kSpin{50};
+
+// Threads take a part of the items at a time, of which each should get several, so that they end at the same time.
+constexpr std::size_t kPartsPerThread = 4;
+
+}  // namespace
 
 WorkerPool::~WorkerPool() {
   {
@@ -16,7 +28,7 @@ WorkerPool::~WorkerPool() {
 
 void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& work) {
   std::unique_lock running(running_, std::try_to_lock);
-  if (threads_ < 2 || count <= kChunk || !running) {
+  if (threads_ < 2 || count < 2 || !running) {
     for (std::size_t i = 0; i < count; ++i) work(i);
     return;
   }
@@ -29,12 +41,14 @@ void WorkerPool::run(std::size_t count, const std::function<void(std::size_t)>& 
     }
     work_ = &work;
     count_ = count;
+    chunk_ = std::clamp<std::size_t>(count / (threads_ * kPartsPerThread), 1, kMaxChunk);
     next_.store(0, std::memory_order_relaxed);
     busy_ = workers_.size();
     ++round_;
   }
   started_.notify_all();
   run_chunks();
+  spin_until([this] { return busy_.load(std::memory_order_relaxed) == 0; }, kSpin);
   std::unique_lock lock(mutex_);
   finished_.wait(lock, [this] { return busy_ == 0; });
   if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
@@ -44,6 +58,9 @@ void WorkerPool::serve() {
   std::size_t last_round = 0;
   std::unique_lock lock(mutex_);
   while (true) {
+    lock.unlock();
+    spin_until([&] { return stopping_ || round_.load(std::memory_order_relaxed) != last_round; }, kSpin);
+    lock.lock();
     started_.wait(lock, [&] { return stopping_ || round_ != last_round; });
     if (stopping_) return;
     last_round = round_;
@@ -57,9 +74,9 @@ void WorkerPool::serve() {
 void WorkerPool::run_chunks() {
   try {
     while (true) {
-      const std::size_t first = next_.fetch_add(kChunk, std::memory_order_relaxed);
+      const std::size_t first = next_.fetch_add(chunk_, std::memory_order_relaxed);
       if (first >= count_) return;
-      for (std::size_t i = first; i < std::min(count_, first + kChunk); ++i) (*work_)(i);
+      for (std::size_t i = first; i < std::min(count_, first + chunk_); ++i) (*work_)(i);
     }
   } catch (...) {
     const std::lock_guard lock(mutex_);

@@ -16,7 +16,7 @@ import torch
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
     pytest.skip(
-        "run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make v2-tests sets",
+        "run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make test-v2 sets",
         allow_module_level=True,
     )
 

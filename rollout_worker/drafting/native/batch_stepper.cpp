@@ -100,8 +100,7 @@ void BatchStepper::report(Request& request, const Step& step, std::size_t i) {
   if (count == 0 || request.is_closed) return;
   drafter_.settle(request);
   const auto length = std::int32_t(request.last.length);
-  const auto verified =
-      static_cast<std::uint64_t>(step.verified.empty() ? length : std::min(step.verified[i], length));
+  const auto verified = static_cast<std::uint64_t>(step.verified.empty() ? length : std::min(step.verified[i], length));
   request.counts.drafted += verified;
   request.counts.accepted += std::min<std::uint64_t>(verified, count - 1);
   request.counts.generated += count;
@@ -127,7 +126,8 @@ bool BatchStepper::look_up(Request& request) {
 }
 
 void BatchStepper::draft(Request& request, const Step& step, std::size_t i, bool is_found) {
-  const std::size_t limit = std::min({request.budget, step.max_draft, request.limits.max_length(request.counts.generated)});
+  const std::size_t limit =
+      std::min({request.budget, step.max_draft, request.limits.max_length(request.counts.generated)});
   if (limit == 0 || request.is_closed) {
     if (!is_found) request.last = {.set = request.last.set};
     request.is_prepared = false;

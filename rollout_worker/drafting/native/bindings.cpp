@@ -497,16 +497,17 @@ NB_MODULE(_native, m) {
           nb::arg("stop_tokens"), nb::arg("limits"))
       .def("extend", &extend, nb::arg("handle"), nb::arg("tokens").none())
       .def("extend_batch", &extend_batch, nb::arg("handles"), nb::arg("tokens"))
-      .def("close",
-           [](das::SuffixIndex& index, std::int64_t handle) {
-             das::RequestCounts counts;
-             {
-               const nb::gil_scoped_release released;
-               counts = index.close(handle);
-             }
-             return nb::make_tuple(counts.drafted, counts.accepted, counts.generated);
-           },
-           nb::arg("handle"))
+      .def(
+          "close",
+          [](das::SuffixIndex& index, std::int64_t handle) {
+            das::RequestCounts counts;
+            {
+              const nb::gil_scoped_release released;
+              counts = index.close(handle);
+            }
+            return nb::make_tuple(counts.drafted, counts.accepted, counts.generated);
+          },
+          nb::arg("handle"))
       .def("step", &step, nb::arg("handles"), nb::arg("sampled"), nb::arg("num_sampled"), nb::arg("budgets"),
            nb::arg("min_survivals"), nb::arg("tokens"), nb::arg("survivals"), nb::arg("lengths"),
            nb::arg("verified").none())

@@ -182,7 +182,8 @@ void DraftAhead::add_rare_tasks(const Request& request, std::uint32_t number) {
   for (std::size_t i = 0; i <= request.last.length && i <= survivals.size() && reached >= kMinReached; ++i) {
     drafter_.find_successors(request, i, kWideSearch, successors_);
     for (const Token token : successors_) {
-      if (prepared.find({i, token}) == DraftSet::kNone) add_task(request, number, {i, token}, reached * kMinProbability * 16.0);
+      if (prepared.find({i, token}) == DraftSet::kNone)
+        add_task(request, number, {i, token}, reached * kMinProbability * 16.0);
     }
     if (i < survivals.size()) reached = survivals[i];
   }

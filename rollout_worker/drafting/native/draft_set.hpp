@@ -58,8 +58,10 @@ class DraftSet {
   // Where Mixture::draft() appends positions; finish() makes those that were added since the last call a draft.
   std::pmr::vector<DraftPosition>& writable_positions() { return positions_; }
   std::uint32_t finish(Outcome outcome, std::span<const Anchor> anchors) {
-    Entry entry{static_cast<std::uint32_t>(tokens_.size()), static_cast<std::uint32_t>(positions_.size()),
-                static_cast<std::uint32_t>(anchors.size()), {}};
+    Entry entry{static_cast<std::uint32_t>(tokens_.size()),
+                static_cast<std::uint32_t>(positions_.size()),
+                static_cast<std::uint32_t>(anchors.size()),
+                {}};
     std::copy(anchors.begin(), anchors.end(), entry.anchors.begin());
     double survival = 1.0;
     for (std::size_t i = entry.first; i < entry.last; ++i) {

@@ -220,8 +220,8 @@ float Mixture::calibrated(const DraftPosition& position, std::size_t k) const {
 }
 
 void Mixture::draft(std::vector<Occurrence>& occurrences, Token last, Baseline baseline,
-                           std::span<const Token> stop_tokens, std::size_t budget, double min_survival,
-                           std::pmr::vector<DraftPosition>& draft) const {
+                    std::span<const Token> stop_tokens, std::size_t budget, double min_survival,
+                    std::pmr::vector<DraftPosition>& draft) const {
   std::uint16_t vote_classes = 0;
   for (Occurrence& occurrence : occurrences) {
     occurrence.vote_class = vote_class(occurrence, baseline);

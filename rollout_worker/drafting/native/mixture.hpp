@@ -92,14 +92,13 @@ class Mixture {
 
   Mixture();
 
-  // Appends up to `budget` positions after the token `last` to `draft`, given occurrences that are sorted by match length,
-  // longest first. The draft ends after one of `stop_tokens`, or
-  // with the first token whose survival is below `min_survival`. That token is not drafted, but the model learns from
-  // its position as well; otherwise an underestimated probability would never be corrected. Keeps in `occurrences` only
-  // those that propose the whole draft.
-  void draft(std::vector<Occurrence>& occurrences, Token last, Baseline baseline,
-                    std::span<const Token> stop_tokens, std::size_t budget, double min_survival,
-                    std::pmr::vector<DraftPosition>& draft) const;
+  // Appends up to `budget` positions after the token `last` to `draft`, given occurrences that are sorted by match
+  // length, longest first. The draft ends after one of `stop_tokens`, or with the first token whose survival is below
+  // `min_survival`. That token is not drafted, but the model learns from its position as well; otherwise an
+  // underestimated probability would never be corrected. Keeps in `occurrences` only those that propose the whole
+  // draft.
+  void draft(std::vector<Occurrence>& occurrences, Token last, Baseline baseline, std::span<const Token> stop_tokens,
+             std::size_t budget, double min_survival, std::pmr::vector<DraftPosition>& draft) const;
 
   // Returns the calibrated probability of one of the candidates at a position.
   float probability(const DraftPosition& position, std::size_t candidate) const {

@@ -117,11 +117,11 @@ struct Request {
 
   // A draft that the caller has received.
   struct Drafted {
-    std::uint8_t set = 0;                      // its place in `sets`
-    std::uint32_t number = DraftSet::kNone;    // in the set; kNone: there is no draft
-    std::uint32_t length = 0;                  // number of its positions that the caller received
-    std::uint32_t num_observed = 0;            // number of its positions that were compared with sampled tokens
-    bool is_counted = false;                   // whether its tokens are included in SourceCounts
+    std::uint8_t set = 0;                    // its place in `sets`
+    std::uint32_t number = DraftSet::kNone;  // in the set; kNone: there is no draft
+    std::uint32_t length = 0;                // number of its positions that the caller received
+    std::uint32_t num_observed = 0;          // number of its positions that were compared with sampled tokens
+    bool is_counted = false;                 // whether its tokens are included in SourceCounts
   };
   Drafted last;
   // One set has the last draft. The other one has the draft before, until that has been learned from, and then drafts
@@ -131,9 +131,9 @@ struct Request {
 
   // Sampled tokens that have been reported, but from which nothing was learned yet and which the live texts lack.
   std::pmr::vector<Token> pending;
-  Drafted pending_draft;            // the draft that they verify
-  bool is_own_pending = false;      // whether append_own() is missing as well
-  std::size_t budget = 0;           // of the last step, like the next
+  Drafted pending_draft;        // the draft that they verify
+  bool is_own_pending = false;  // whether append_own() is missing as well
+  std::size_t budget = 0;       // of the last step, like the next
   double min_survival = 0.0;
   std::uint64_t step = 0;  // number of the last step; belongs to SuffixIndex, whose lock guards it
 };

@@ -236,7 +236,10 @@ class Engine:
     async def stats(self) -> dict[str, Any]:
         """Return the statistics of ``DraftingExtension.das_stats``; empty for an engine without speculation."""
         ranks = await self._client.collective_rpc("das_stats", action="reading statistics")
-        return next((stats for stats in ranks if stats), {})
+        stats: dict[str, Any] = next((stats for stats in ranks if stats), {})
+        if "draft_tokens" in stats:
+            self.counters.draft_tokens = stats["draft_tokens"]
+        return stats
 
     async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of vLLM's workers on all ranks, and return their replies in the order of ranks.

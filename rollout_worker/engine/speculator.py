@@ -121,6 +121,8 @@ class DraftScheduling:
         """
         runner = worker.model_runner
         self._runner, self._broadcast = runner, broadcast
+        self.draft_tokens = 0
+        """Number of draft tokens that were passed to verification."""
         self._loop: DraftingLoop | None = None
         states = runner.req_states
         self._drafts = torch.full(
@@ -181,6 +183,7 @@ class DraftScheduling:
             lengths, tokens = self._broadcast((lengths, drafts[rows]))
             drafts[rows] = tokens
         self._verified[rows] = lengths
+        self.draft_tokens += int(lengths.sum())
         return reduce_to_drafts(scheduler_output, lengths)
 
     def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:

@@ -139,6 +139,7 @@ class DraftingExtension(EngineExtension):
     _das_sync: HistorySync | None = None
     _das_loop: DraftingLoop | None = None
     _das_controller: DraftController
+    _das_scheduling: DraftScheduling | None = None
 
     def das_start_drafting(self, drafting: dict[str, Any]) -> bool:
         """Create the index, the policy and the thread that reads the history, and start the proposer.
@@ -162,7 +163,7 @@ class DraftingExtension(EngineExtension):
         from rollout_worker.policy.step_cost import CPU, H100_7B
 
         if self._das_uses_v2:
-            scheduling = self._das_schedule_drafts()
+            scheduling = self._das_scheduling = self._das_schedule_drafts()
         else:
             patch_sampling_without_drafts(self.model_runner)
         if not is_output_rank():
@@ -240,7 +241,8 @@ class DraftingExtension(EngineExtension):
             return {}
         loop, controller = self._das_loop, self._das_controller
         cost = controller.fit.cost
-        return {
+        scheduling = self._das_scheduling
+        return ({} if scheduling is None else {"draft_tokens": scheduling.draft_tokens}) | {
             "decoding_steps": loop.steps,
             "tracked_responses": loop.num_tracked,
             "proposed_tokens": loop.proposed_tokens,

@@ -7,6 +7,14 @@
 
 namespace das {
 
+namespace {
+
+// The data of requests was written by the background thread, so that it is in the cache of another processor. It is
+// fetched while this many rows before are handled, and the objects that point to it as many rows earlier.
+constexpr std::size_t kPrefetched = 6;
+
+}  // namespace
+
 void BatchStepper::step(const Step& step) {
   const std::lock_guard stepping(mutex_);
   if (ahead_) ahead_->interrupt();
@@ -44,7 +52,11 @@ void BatchStepper::step_ahead(const Step& step) {
     return true;
   };
   busy_.clear();
+  prefetch_objects(0, 2 * kPrefetched);
+  prefetch_drafts(0, kPrefetched);
   for (std::size_t i = 0; i < requests_.size(); ++i) {
+    prefetch_objects(i + 2 * kPrefetched, 1);
+    prefetch_drafts(i + kPrefetched, 1);
     const std::unique_lock lock(requests_[i]->mutex, std::try_to_lock);
     if (!lock) {
       busy_.push_back(i);
@@ -81,6 +93,27 @@ void BatchStepper::step_ahead(const Step& step) {
   ahead_->start(requests_);
 }
 
+void BatchStepper::prefetch_objects(std::size_t first, std::size_t count) const {
+  constexpr std::size_t kCacheLine = 64;
+  constexpr std::size_t kUsedBytes = 512;  // of a request, in look-ups
+  for (std::size_t i = first; i < std::min(first + count, requests_.size()); ++i) {
+    const auto* const request = reinterpret_cast<const char*>(requests_[i].get());
+    for (std::size_t line = 0; line < kUsedBytes; line += kCacheLine) {
+      __builtin_prefetch(request + line, 1);
+    }
+  }
+}
+
+void BatchStepper::prefetch_drafts(std::size_t first, std::size_t count) const {
+  for (std::size_t i = first; i < std::min(first + count, requests_.size()); ++i) {
+    Request& request = *requests_[i];
+    const std::unique_lock lock(request.mutex, std::try_to_lock);
+    if (!lock || !request.is_prepared) continue;
+    request.sets[request.last.set].prefetch_tokens(request.last.number);
+    request.sets[1 - request.last.set].prefetch_keys();
+  }
+}
+
 void BatchStepper::find_requests(const Step& step) {
   table_.find(step.handles, requests_);
   ++number_;
@@ -114,8 +147,9 @@ bool BatchStepper::look_up(Request& request) {
   if (!request.is_prepared || request.pending.empty()) return false;
   const std::size_t accepted = request.pending.size() - 1;
   const auto tokens = request.sets[request.last.set].tokens(request.last.number);
-  if (accepted > tokens.size() || !std::equal(tokens.begin(), tokens.begin() + accepted, request.pending.begin())) {
-    return false;
+  if (accepted > tokens.size()) return false;
+  for (std::size_t i = 0; i < accepted; ++i) {
+    if (tokens[i].token != request.pending[i]) return false;
   }
   const auto other = static_cast<std::uint8_t>(1 - request.last.set);
   const std::uint32_t number = request.sets[other].find({accepted, request.pending.back()});
@@ -134,7 +168,7 @@ void BatchStepper::draft(Request& request, const Step& step, std::size_t i, bool
   } else if (!is_found) {
     if (step.num_sampled[i] == 0) drafter_.settle(request);
     drafter_.append_pending(request);
-    drafter_.compute(request, limit + 1, request.min_survival);
+    drafter_.compute(request, limit + 1, request.min_survival, ahead_.has_value());
   }
   write(request, step, i, limit);
 }
@@ -146,10 +180,10 @@ void BatchStepper::write(Request& request, const Step& step, std::size_t i, std:
   if (limit > 0 && request.last.number != DraftSet::kNone) {
     const DraftSet& set = request.sets[request.last.set];
     const auto drafted = set.tokens(request.last.number);
-    const auto known = set.survivals(request.last.number);
-    for (; length < std::min(limit, drafted.size()) && known[length] >= request.min_survival; ++length) {
-      tokens[length] = drafted[length];
-      survivals[length] = static_cast<float>(known[length]);
+    const auto min_survival = static_cast<float>(request.min_survival);
+    for (; length < std::min(limit, drafted.size()) && drafted[length].survival >= min_survival; ++length) {
+      tokens[length] = drafted[length].token;
+      survivals[length] = drafted[length].survival;
     }
     request.last.length = static_cast<std::uint32_t>(length);
   }

@@ -55,6 +55,9 @@ class BatchStepper {
 
  private:
   void find_requests(const Step& step);
+  // The next two have the processor fetch what look-ups for some rows read.
+  void prefetch_objects(std::size_t first, std::size_t count) const;
+  void prefetch_drafts(std::size_t first, std::size_t count) const;
   // The next four require the lock of the request, which is that of row i.
   // Notes the sampled tokens.
   void report(Request& request, const Step& step, std::size_t i);

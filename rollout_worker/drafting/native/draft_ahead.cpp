@@ -13,6 +13,9 @@ namespace {
 // How long the thread watches for the next step before it sleeps. Forward passes rarely take longer.
 constexpr std::chrono::milliseconds kWatch{20};
 
+// How many pauses a step waits for the thread to take a part of the shared work, less than a microsecond.
+constexpr int kHandOver = 16;
+
 // Outcomes less likely than this are not prepared for.
 constexpr double kMinProbability = 1.0 / 1024.0;
 
@@ -63,6 +66,8 @@ void DraftAhead::wait_idle() {
 
 void DraftAhead::share(SharedWork& work) {
   shared_.store(&work);
+  // Leave the first part to the thread, if it is awake, as its caches are warm.
+  for (int i = 0; i < kHandOver && work.next.load(std::memory_order_relaxed) == 0; ++i) pause_briefly();
   work.take_all();
   shared_.store(nullptr);
   // The thread has seen no other work after this, so that it ends with the draft that it is computing.
@@ -146,7 +151,7 @@ void DraftAhead::run_tasks(std::uint32_t round) {
 void DraftAhead::add_tasks(const Request& request, std::uint32_t number) {
   const DraftSet& set = request.sets[request.last.set];
   const auto positions = set.positions(request.last.number);
-  const auto survivals = set.survivals(request.last.number);
+  const auto tokens = set.tokens(request.last.number);
   double reached = 1.0;
   for (std::size_t i = 0; i < positions.size() && i <= request.last.length; ++i) {
     const DraftPosition& position = positions[i];
@@ -164,7 +169,7 @@ void DraftAhead::add_tasks(const Request& request, std::uint32_t number) {
     for (std::size_t k = 0; k < position.num_others; ++k) {
       add_task(request, number, {i, position.others[k]}, reached * other);
     }
-    reached = survivals[i];
+    reached = tokens[i].survival;
   }
 }
 
@@ -177,15 +182,15 @@ void DraftAhead::add_task(const Request& request, std::uint32_t number, Outcome 
 
 void DraftAhead::add_rare_tasks(const Request& request, std::uint32_t number) {
   const DraftSet& prepared = request.sets[1 - request.last.set];
-  const auto survivals = request.sets[request.last.set].survivals(request.last.number);
+  const auto tokens = request.sets[request.last.set].tokens(request.last.number);
   double reached = 1.0;
-  for (std::size_t i = 0; i <= request.last.length && i <= survivals.size() && reached >= kMinReached; ++i) {
+  for (std::size_t i = 0; i <= request.last.length && i <= tokens.size() && reached >= kMinReached; ++i) {
     drafter_.find_successors(request, i, kWideSearch, successors_);
     for (const Token token : successors_) {
       if (prepared.find({i, token}) == DraftSet::kNone)
         add_task(request, number, {i, token}, reached * kMinProbability * 16.0);
     }
-    if (i < survivals.size()) reached = survivals[i];
+    if (i < tokens.size()) reached = tokens[i].survival;
   }
 }
 

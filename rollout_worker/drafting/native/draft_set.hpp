@@ -1,6 +1,7 @@
 // Drafts of one request that were computed together, and the text to which each of them belongs.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -27,30 +28,37 @@ struct Outcome {
   Token next = kBoundary;
 };
 
-// Stores drafts by the outcome after which they are used. The tokens and survivals that a look-up reads are stored
-// apart from the positions, which only learning reads.
+// Stores drafts by the outcome after which they are used. What a look-up reads is small and stored together; positions
+// and anchors are read only later.
 class DraftSet {
  public:
   static constexpr std::uint32_t kNone = 0xFFFFFFFFu;
 
-  explicit DraftSet(std::pmr::memory_resource* memory)
-      : keys_(memory), entries_(memory), tokens_(memory), survivals_(memory), positions_(memory) {}
+  // A token of a draft, with the probability that it and all tokens before it are accepted.
+  struct DraftedToken {
+    Token token;
+    float survival;
+  };
 
-  std::size_t size() const { return entries_.size(); }
+  explicit DraftSet(std::pmr::memory_resource* memory)
+      : keys_(memory), tokens_(memory), positions_(memory), anchors_(memory) {}
+
   std::size_t num_positions() const { return positions_.size(); }
   void clear() {
     keys_.clear();
-    entries_.clear();
     tokens_.clear();
-    survivals_.clear();
     positions_.clear();
+    anchors_.clear();
   }
+
+  // Has the processor fetch what a look-up reads. Likely outcomes come first.
+  void prefetch_keys() const { fetch(keys_.data(), std::min<std::size_t>(keys_.size(), 32)); }
+  void prefetch_tokens(std::uint32_t draft) const { fetch(tokens(draft).data(), 8); }
 
   // Returns the number of the draft for an outcome, or kNone.
   std::uint32_t find(Outcome outcome) const {
-    const std::uint64_t wanted = key(outcome);
     for (std::size_t i = 0; i < keys_.size(); ++i) {
-      if (keys_[i] == wanted) return static_cast<std::uint32_t>(i);
+      if (keys_[i].next == outcome.next && keys_[i].accepted == outcome.accepted) return static_cast<std::uint32_t>(i);
     }
     return kNone;
   }
@@ -58,48 +66,53 @@ class DraftSet {
   // Where Mixture::draft() appends positions; finish() makes those that were added since the last call a draft.
   std::pmr::vector<DraftPosition>& writable_positions() { return positions_; }
   std::uint32_t finish(Outcome outcome, std::span<const Anchor> anchors) {
-    Entry entry{static_cast<std::uint32_t>(tokens_.size()),
-                static_cast<std::uint32_t>(positions_.size()),
-                static_cast<std::uint32_t>(anchors.size()),
-                {}};
-    std::copy(anchors.begin(), anchors.end(), entry.anchors.begin());
+    const std::size_t first = tokens_.size();
     double survival = 1.0;
-    for (std::size_t i = entry.first; i < entry.last; ++i) {
+    for (std::size_t i = first; i < positions_.size(); ++i) {
       survival *= positions_[i].probability;
-      tokens_.push_back(positions_[i].token);
-      survivals_.push_back(survival);
+      tokens_.push_back({positions_[i].token, static_cast<float>(survival)});
     }
-    entries_.push_back(entry);
-    keys_.push_back(key(outcome));
-    return static_cast<std::uint32_t>(entries_.size() - 1);
+    Anchors& stored = anchors_.emplace_back();
+    stored.count = anchors.size();
+    std::copy(anchors.begin(), anchors.end(), stored.list.begin());
+    keys_.push_back({outcome.next, static_cast<std::uint32_t>(outcome.accepted), static_cast<std::uint32_t>(first),
+                     static_cast<std::uint32_t>(tokens_.size() - first)});
+    return static_cast<std::uint32_t>(keys_.size() - 1);
   }
 
-  // The next four return what belongs to one draft: its tokens, their survivals, positions and anchors.
-  std::span<const Token> tokens(std::uint32_t draft) const { return part(tokens_, draft); }
-  std::span<const double> survivals(std::uint32_t draft) const { return part(survivals_, draft); }
+  // The next three return what belongs to one draft.
+  std::span<const DraftedToken> tokens(std::uint32_t draft) const { return part(tokens_, draft); }
   std::span<const DraftPosition> positions(std::uint32_t draft) const { return part(positions_, draft); }
   std::span<const Anchor> anchors(std::uint32_t draft) const {
-    return std::span(entries_[draft].anchors).first(entries_[draft].num_anchors);
+    return std::span(anchors_[draft].list).first(anchors_[draft].count);
   }
 
  private:
-  struct Entry {
+  struct Key {
+    Token next;
+    std::uint32_t accepted;
     std::uint32_t first;
-    std::uint32_t last;
-    std::uint32_t num_anchors;
-    std::array<Anchor, Mixture::kAnchors> anchors;
+    std::uint32_t count;
   };
-  static std::uint64_t key(Outcome outcome) { return std::uint64_t{outcome.accepted} << 32 | outcome.next; }
+  struct Anchors {
+    std::size_t count;
+    std::array<Anchor, Mixture::kAnchors> list;
+  };
   template <class T>
   std::span<const T> part(const std::pmr::vector<T>& all, std::uint32_t draft) const {
-    return std::span(all).subspan(entries_[draft].first, entries_[draft].last - entries_[draft].first);
+    return std::span(all).subspan(keys_[draft].first, keys_[draft].count);
+  }
+  template <class T>
+  static void fetch(const T* first, std::size_t count) {
+    constexpr std::size_t kCacheLine = 64;
+    const auto* const bytes = reinterpret_cast<const char*>(first);
+    for (std::size_t i = 0; i < count * sizeof(T); i += kCacheLine) __builtin_prefetch(bytes + i);
   }
 
-  std::pmr::vector<std::uint64_t> keys_;
-  std::pmr::vector<Entry> entries_;
-  std::pmr::vector<Token> tokens_;
-  std::pmr::vector<double> survivals_;
+  std::pmr::vector<Key> keys_;
+  std::pmr::vector<DraftedToken> tokens_;
   std::pmr::vector<DraftPosition> positions_;
+  std::pmr::vector<Anchors> anchors_;
 };
 
 }  // namespace das

@@ -154,11 +154,20 @@ void LiveTexts::find_longest(std::span<const Token> context, std::size_t depth, 
     std::size_t visited = 0;
     for (std::size_t t = tables; t-- > 0 && visited < kMaxVisited;) {
       const Table& table = tables_[t];
+      // The chain is followed first, so that the processor fetches the texts of many entries at the same time.
+      std::array<const Entry*, kMaxVisited> entries;
+      std::size_t count = 0;
       std::uint32_t number =
           table.heads[k * table.capacity + (wanted & (table.capacity - 1))].load(std::memory_order_acquire);
-      for (; number != kNone && visited < kMaxVisited && max_own + max_others > 0; ++visited) {
+      for (; number != kNone && visited < kMaxVisited; ++visited) {
         const Entry& entry = table.entries[number];
         number = entry.previous[k];
+        if ((entry.text == own ? max_own : max_others) == 0) continue;
+        __builtin_prefetch(body(entry.text).tokens.load(std::memory_order_relaxed) + entry.position - 1);
+        entries[count++] = &entry;
+      }
+      for (std::size_t i = 0; i < count && max_own + max_others > 0; ++i) {
+        const Entry& entry = *entries[i];
         std::size_t& remaining = entry.text == own ? max_own : max_others;
         if (remaining == 0) continue;
         const Body& other = body(entry.text);

@@ -16,16 +16,16 @@ constexpr std::size_t kMaxLiveTokens = std::size_t{1} << 20;
 
 Request::Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options)
     : charge(std::make_shared<ByteCounter>(bytes.all, bytes.in_use), sizeof(Request)),
+      limits(options.limits),
+      pending(charge.counter().get()),
+      sets{DraftSet(charge.counter().get()), DraftSet(charge.counter().get())},
       problem(std::move(pin)),
       sources(options.sources),
-      limits(options.limits),
       problem_hash(das::problem_hash(problem.id())),
       stop_tokens(options.stop_tokens.begin(), options.stop_tokens.end(), charge.counter().get()),
       response(depth, charge.counter().get()),
       own_text(depth, charge.counter().get()),
-      anchors(charge.counter().get()),
-      sets{DraftSet(charge.counter().get()), DraftSet(charge.counter().get())},
-      pending(charge.counter().get()) {
+      anchors(charge.counter().get()) {
   const auto all = options.prompt;
   const auto context = all.last(std::min({options.context_length, depth, all.size()}));
   if (context.empty()) response.push(kBoundary);

@@ -56,7 +56,7 @@ struct RequestOptions {
   DraftLimits limits;
 };
 
-// Numbers of tokens of one request.
+// Token counts of one request.
 struct RequestCounts {
   std::uint64_t drafted = 0;  // tokens of drafts that were verified
   std::uint64_t accepted = 0;
@@ -97,11 +97,37 @@ struct Request {
   // Releases what the request shares with its siblings, and returns the counts. Takes the lock.
   RequestCounts close();
 
+  // A draft that the caller has received.
+  struct Drafted {
+    std::uint8_t set = 0;                    // its place in `sets`
+    bool is_counted = false;                 // whether its tokens are included in SourceCounts
+    std::uint32_t number = DraftSet::kNone;  // in the set; kNone: there is no draft
+    std::uint32_t length = 0;                // number of its positions that the caller received
+    std::uint32_t num_observed = 0;          // number of its positions that were compared with sampled tokens
+  };
+
   Charge charge;
   std::mutex mutex;  // guards all that is not const
+
+  // Each step reads the following, which is therefore stored together.
+  std::uint64_t step = 0;  // number of the last step; belongs to BatchStepper, whose lock guards it
+  std::size_t budget = 0;  // of the last step, like the next
+  double min_survival = 0.0;
+  RequestCounts counts;  // `generated` is the length of the response
+  Drafted last;
+  Drafted pending_draft;        // the draft that `pending` verifies
+  bool is_own_pending = false;  // whether append_own() is missing for `pending`
+  bool is_prepared = false;     // whether the other set has drafts for outcomes of the last one
+  bool is_closed = false;
+  const DraftLimits limits;
+  // Sampled tokens that have been reported, but from which nothing was learned yet and which the live texts lack.
+  std::pmr::vector<Token> pending;
+  // One set has the last draft. The other one has the draft before, until that has been learned from, and then drafts
+  // for possible outcomes of the last one.
+  std::array<DraftSet, 2> sets;
+
   ProblemPin problem;
   const Sources sources;
-  const DraftLimits limits;
   const std::uint32_t problem_hash;  // identifies the problem in the cross-problem pool
   const std::pmr::vector<Token> stop_tokens;
   RecentTokens response;  // preceded by its context, or else by kBoundary
@@ -112,30 +138,6 @@ struct Request {
   std::shared_ptr<SharedLiveTexts> live_texts;
   LiveTexts::TextId text_id = LiveTexts::kNoText;
   std::pmr::vector<Anchor> anchors;
-  bool is_closed = false;
-  RequestCounts counts;  // `generated` is the length of the response
-
-  // A draft that the caller has received.
-  struct Drafted {
-    std::uint8_t set = 0;                    // its place in `sets`
-    std::uint32_t number = DraftSet::kNone;  // in the set; kNone: there is no draft
-    std::uint32_t length = 0;                // number of its positions that the caller received
-    std::uint32_t num_observed = 0;          // number of its positions that were compared with sampled tokens
-    bool is_counted = false;                 // whether its tokens are included in SourceCounts
-  };
-  Drafted last;
-  // One set has the last draft. The other one has the draft before, until that has been learned from, and then drafts
-  // for possible outcomes of the last one.
-  std::array<DraftSet, 2> sets;
-  bool is_prepared = false;  // whether the other set has drafts for outcomes of the last one
-
-  // Sampled tokens that have been reported, but from which nothing was learned yet and which the live texts lack.
-  std::pmr::vector<Token> pending;
-  Drafted pending_draft;        // the draft that they verify
-  bool is_own_pending = false;  // whether append_own() is missing as well
-  std::size_t budget = 0;       // of the last step, like the next
-  double min_survival = 0.0;
-  std::uint64_t step = 0;  // number of the last step; belongs to SuffixIndex, whose lock guards it
 };
 
 }  // namespace das

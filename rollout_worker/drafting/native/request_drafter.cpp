@@ -15,16 +15,38 @@ namespace {
 constexpr std::size_t kSufficientMatch = 16;
 constexpr std::size_t kFewTokens = 2;
 
-bool are_sufficient(std::span<const Occurrence> found) {
+// Returns whether the pool need not be searched. If the draft is urgent, a history with as many occurrences as are used
+// is sufficient, however short the matches are.
+bool are_sufficient(std::span<const Occurrence> found, bool is_urgent) {
   std::size_t count = 0;
+  std::size_t in_history = 0;
   for (const Occurrence& occurrence : found) {
     if (occurrence.match >= kSufficientMatch) return true;
     count += occurrence.match >= kFewTokens;
+    in_history += occurrence.source == Source::history;
   }
-  return count >= Mixture::kCrossProblemOccurrences;
+  return count >= Mixture::kCrossProblemOccurrences || (is_urgent && in_history >= Mixture::kHistoryOccurrences);
 }
 
 using MatchCounts = std::array<std::uint16_t, kMaxDepth + 1>;
+
+// Searches segments for the `limit` longest matches: calls find(segment, min_match) for each, which appends to `found`.
+// Matches that are shorter than `limit` known ones are not searched for.
+template <class Find>
+void search(const Segments& segments, std::size_t limit, std::vector<Occurrence>& found, Find find) {
+  const std::size_t first = found.size();
+  std::size_t min_match = 1;
+  std::size_t remaining = segments.list.size();
+  // The last segments are the largest ones of a history and the newest ones of the pool.
+  for (auto segment = segments.list.rbegin(); segment != segments.list.rend(); ++segment) {
+    find(**segment, min_match);
+    if (--remaining == 0 || found.size() < first + limit) continue;
+    MatchCounts counts{};
+    for (std::size_t i = first; i < found.size(); ++i) ++counts[found[i].match];
+    min_match = kMaxDepth;
+    for (std::size_t longer = counts[min_match]; longer < limit; longer += counts[min_match]) --min_match;
+  }
+}
 
 // Keeps the `limit` longest matches from `first` on, in their order; of equally long ones, the newest.
 void keep_longest(std::vector<Occurrence>& found, std::size_t first, std::size_t limit) {
@@ -123,11 +145,14 @@ std::size_t RequestDrafter::find_anchors(std::size_t response_length, const Segm
 }
 
 void RequestDrafter::find_occurrences(const Request& request, const TextEnd& end, const Segments& history,
-                                      const Segments* pool, std::vector<Occurrence>& found) const {
+                                      const Segments* pool, bool is_urgent, std::vector<Occurrence>& found) const {
   found.clear();
+  found.reserve(2 * Mixture::kMaxOccurrences);
   const std::span<const Token> response = end.response;
   if (request.sources.history) {
-    for (const auto& segment : history.list) segment->find_longest(response, Mixture::kHistoryOccurrences, found);
+    search(history, Mixture::kHistoryOccurrences, found, [&](const Segment& segment, std::size_t min_match) {
+      segment.find_longest(response, Mixture::kHistoryOccurrences, min_match, found);
+    });
     keep_longest(found, 0, Mixture::kHistoryOccurrences);
     find_anchored(end, history, found);
   }
@@ -138,25 +163,25 @@ void RequestDrafter::find_occurrences(const Request& request, const TextEnd& end
   }
   if (request.prompt) {
     const std::size_t first = found.size();
-    request.prompt->segment->find_longest(end.own_text, Mixture::kLiveOccurrences, found);
+    request.prompt->segment->find_longest(end.own_text, Mixture::kLiveOccurrences, 1, found);
     for (std::size_t i = first; i < found.size(); ++i) found[i].source = Source::self;
   }
-  if (!request.sources.cross_problem || pool == nullptr || are_sufficient(found)) return;
+  if (!request.sources.cross_problem || pool == nullptr || are_sufficient(found, is_urgent)) return;
   const std::size_t first = found.size();
-  for (const auto& segment : pool->list) {
-    segment->find_cross_problem(response, request.problem_hash, Mixture::kCrossProblemOccurrences, found);
-  }
+  search(*pool, Mixture::kCrossProblemOccurrences, found, [&](const Segment& segment, std::size_t min_match) {
+    segment.find_cross_problem(response, request.problem_hash, Mixture::kCrossProblemOccurrences, min_match, found);
+  });
   keep_longest(found, first, Mixture::kCrossProblemOccurrences);
 }
 
 std::uint32_t RequestDrafter::add_draft(const Request& request, const TextEnd& end, std::size_t budget,
-                                        double min_survival, Outcome outcome, DraftSet& set) const {
+                                        double min_survival, Outcome outcome, bool is_urgent, DraftSet& set) const {
   thread_local std::vector<Occurrence> occurrences;
   // These keep the segments alive while their text is read.
   const std::shared_ptr<const Segments> history = request.problem->history.load();
   const std::shared_ptr<const Segments> pool = pool_.segments();
   const Baseline baseline{problems_.newest_generation(), request.problem->mean_reward.load(std::memory_order_relaxed)};
-  find_occurrences(request, end, *history, pool.get(), occurrences);
+  find_occurrences(request, end, *history, pool.get(), is_urgent, occurrences);
   sort_by_match(occurrences);
   std::array<Anchor, Mixture::kAnchors> anchors;
   const std::size_t num_anchors = find_anchors(end.response_length, *history, occurrences, anchors);
@@ -165,12 +190,13 @@ std::uint32_t RequestDrafter::add_draft(const Request& request, const TextEnd& e
   return set.finish(outcome, std::span(anchors).first(num_anchors));
 }
 
-void RequestDrafter::compute(Request& request, std::size_t budget, double min_survival) const {
+void RequestDrafter::compute(Request& request, std::size_t budget, double min_survival, bool is_urgent) const {
   const auto other = static_cast<std::uint8_t>(1 - request.last.set);
   DraftSet& set = request.sets[other];
   set.clear();
   request.is_prepared = false;
-  request.last = {.set = other, .number = add_draft(request, end_of(request), budget, min_survival, {}, set)};
+  request.last = {.set = other,
+                  .number = add_draft(request, end_of(request), budget, min_survival, {}, is_urgent, set)};
 }
 
 std::span<const Token> RequestDrafter::extended(const RecentTokens& text, const Request& request, std::size_t accepted,
@@ -178,7 +204,7 @@ std::span<const Token> RequestDrafter::extended(const RecentTokens& text, const 
   const auto tokens = text.tokens();
   const auto drafted = request.sets[request.last.set].tokens(request.last.number).first(accepted);
   buffer.assign(tokens.begin(), tokens.end());
-  buffer.insert(buffer.end(), drafted.begin(), drafted.end());
+  for (const DraftSet::DraftedToken& token : drafted) buffer.push_back(token.token);
   if (next != kBoundary) buffer.push_back(next);
   return std::span<const Token>(buffer).last(std::min(buffer.size(), depth_));
 }
@@ -192,7 +218,7 @@ void RequestDrafter::prepare(Request& request, Outcome outcome, std::size_t budg
               request.counts.generated + outcome.accepted + 1,
               anchors.empty() ? std::span<const Anchor>(request.anchors) : anchors};
   if (request.prompt) end.own_text = extended(request.own_text, request, outcome.accepted, outcome.next, own_text);
-  add_draft(request, end, budget, min_survival, outcome, request.sets[1 - request.last.set]);
+  add_draft(request, end, budget, min_survival, outcome, false, request.sets[1 - request.last.set]);
 }
 
 void RequestDrafter::find_successors(const Request& request, std::size_t accepted, std::size_t limit,
@@ -204,7 +230,7 @@ void RequestDrafter::find_successors(const Request& request, std::size_t accepte
   const std::shared_ptr<const Segments> history = request.problem->history.load();
   const auto response = extended(request.response, request, accepted, kBoundary, buffer);
   found.clear();
-  for (const auto& segment : history->list) segment->find_longest(response, limit, found);
+  for (const auto& segment : history->list) segment->find_longest(response, limit, 1, found);
   sort_by_match(found);
   for (const Occurrence& occurrence : found) {
     const Token token = occurrence.text.at(0);
@@ -219,13 +245,13 @@ Draft RequestDrafter::draft(Request& request, std::size_t budget, double min_sur
   budget = std::min(budget, request.limits.max_length(request.counts.generated));
   if (budget == 0) return {};
   settle(request);
-  compute(request, budget, min_survival);
+  compute(request, budget, min_survival, false);
   const DraftSet& set = request.sets[request.last.set];
   const auto positions = set.positions(request.last.number);
-  const auto survivals = set.survivals(request.last.number);
+  const auto tokens = set.tokens(request.last.number);
   const std::int64_t newest = problems_.newest_generation();
   Draft draft;
-  for (std::size_t i = 0; i < positions.size() && survivals[i] >= min_survival; ++i) {
+  for (std::size_t i = 0; i < positions.size() && tokens[i].survival >= static_cast<float>(min_survival); ++i) {
     const DraftPosition& position = positions[i];
     const bool is_finished = position.source() == Source::history || position.source() == Source::cross_problem;
     draft.tokens.push_back({position.token, position.source(), position.probability,
@@ -301,7 +327,7 @@ std::vector<OccurrenceText> RequestDrafter::occurrences(Request& request, std::s
   const std::shared_ptr<const Segments> history = request.problem->history.load();
   const std::shared_ptr<const Segments> pool = pool_.segments();
   std::vector<Occurrence> found;
-  find_occurrences(request, end_of(request), *history, pool.get(), found);
+  find_occurrences(request, end_of(request), *history, pool.get(), false, found);
   std::vector<OccurrenceText> texts;
   for (const Occurrence& occurrence : found) {
     OccurrenceText& text = texts.emplace_back(OccurrenceText{

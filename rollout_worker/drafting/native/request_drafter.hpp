@@ -66,8 +66,9 @@ class RequestDrafter {
   // Does all that is left to do for reported tokens: learns from them, and appends them to the live texts.
   void settle(Request& request);
   // Computes the draft of up to `budget` positions that follows the response. It becomes the last draft, of which the
-  // caller of the index has received nothing yet.
-  void compute(Request& request, std::size_t budget, double min_survival) const;
+  // caller of the index has received nothing yet. If it is urgent, the pool is searched more rarely, which takes most
+  // of the time.
+  void compute(Request& request, std::size_t budget, double min_survival, bool is_urgent) const;
   // Adds a draft for an outcome of the last draft to the other set.
   void prepare(Request& request, Outcome outcome, std::size_t budget, double min_survival) const;
   // Finds the tokens that follow `limit` occurrences in the history, longest matches first, if the first `accepted`
@@ -101,7 +102,7 @@ class RequestDrafter {
   std::span<const Token> extended(const RecentTokens& text, const Request& request, std::size_t accepted, Token next,
                                   std::vector<Token>& buffer) const;
   void find_occurrences(const Request& request, const TextEnd& end, const Segments& history, const Segments* pool,
-                        std::vector<Occurrence>& found) const;
+                        bool is_urgent, std::vector<Occurrence>& found) const;
   // Adds occurrences near the anchors to `found`, or marks them if they were found already.
   void find_anchored(const TextEnd& end, const Segments& history, std::vector<Occurrence>& found) const;
   // Stores the positions of the longest matches, which become the next anchors, and returns their number.
@@ -109,7 +110,7 @@ class RequestDrafter {
                                   std::span<const Occurrence> found, std::array<Anchor, Mixture::kAnchors>& anchors);
   // Adds the draft that follows a text to a set and returns its number.
   std::uint32_t add_draft(const Request& request, const TextEnd& end, std::size_t budget, double min_survival,
-                          Outcome outcome, DraftSet& set) const;
+                          Outcome outcome, bool is_urgent, DraftSet& set) const;
   // Counts the tokens of a draft that the caller of the index has received, once.
   void count_drafted(const Request& request, Request::Drafted& drafted);
   // Compares sampled tokens with the positions of a draft, and learns from them.

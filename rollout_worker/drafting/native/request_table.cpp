@@ -46,6 +46,8 @@ void RequestTable::find(std::span<const Handle> handles, std::vector<std::shared
   requests.reserve(handles.size());
   const std::lock_guard lock(mutex_);
   try {
+    // The reference counts, which are stored before each request, may be in the cache of another processor.
+    for (const Handle handle : handles) __builtin_prefetch(reinterpret_cast<const char*>(at(handle).get()) - 1, 1);
     for (const Handle handle : handles) requests.push_back(at(handle));
   } catch (...) {
     requests.clear();

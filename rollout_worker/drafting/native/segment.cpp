@@ -177,17 +177,20 @@ class TypedSegment final : public Segment {
     }
   }
 
-  void find_longest(std::span<const Token> context, std::size_t limit, std::vector<Occurrence>& found) const override {
+  void find_longest(std::span<const Token> context, std::size_t limit, std::size_t min_match,
+                    std::vector<Occurrence>& found) const override {
     visit_longest(context, limit, [&](std::size_t index, std::size_t match) {
+      if (match < min_match) return false;
       found.push_back(occurrence(index, match, Source::history, document_of(order_[index])));
       return true;
     });
   }
 
   void find_cross_problem(std::span<const Token> context, std::uint32_t problem_hash, std::size_t limit,
-                          std::vector<Occurrence>& found) const override {
+                          std::size_t min_match, std::vector<Occurrence>& found) const override {
     std::size_t remaining = limit;
     visit_longest(context, kMaxVisitedFactor * limit, [&](std::size_t index, std::size_t match) {
+      if (match < min_match) return false;
       const std::size_t document = document_of(order_[index]);
       const Entry& entry = documents_[document];
       if (entry.problem_hash == problem_hash || entry.is_removed.load()) return true;

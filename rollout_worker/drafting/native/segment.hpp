@@ -55,12 +55,13 @@ class Segment {
   // Returns a copy of the segment without the documents with these sorted ids, in linear time.
   virtual std::shared_ptr<const Segment> without(std::span<const std::uint64_t> ids) const = 0;
 
-  // Appends the `limit` occurrences with the longest matches of `context` (in reading order), at least one token long.
-  virtual void find_longest(std::span<const Token> context, std::size_t limit,
+  // Appends the `limit` occurrences with the longest matches of `context` (in reading order), at least `min_match`
+  // tokens long.
+  virtual void find_longest(std::span<const Token> context, std::size_t limit, std::size_t min_match,
                             std::vector<Occurrence>& found) const = 0;
   // Does the same, but skips documents of one problem. The search is bounded, so that it may find fewer than `limit`.
   virtual void find_cross_problem(std::span<const Token> context, std::uint32_t problem_hash, std::size_t limit,
-                                  std::vector<Occurrence>& found) const = 0;
+                                  std::size_t min_match, std::vector<Occurrence>& found) const = 0;
 
   // Returns the position of an occurrence for find_near(), or nullopt if another segment found the occurrence.
   virtual std::optional<std::size_t> position_of(const Occurrence& occurrence) const = 0;

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from rollout_worker.arrays import Floats, Integers, with_row
-from rollout_worker.drafting.index import Draft, SuffixIndex, TokenArray, TokenIds
+from rollout_worker.drafting.index import Draft, DraftCounts, SuffixIndex, TokenArray, TokenIds
 
-
-class DraftCounts(NamedTuple):
-    """Token counts of one rollout."""
-
-    drafted: int
-    """Draft tokens that were passed to verification."""
-    accepted: int
-    """Draft tokens that were accepted."""
-    generated: int
-    """Response tokens."""
+__all__ = ["DraftCounts", "Drafter"]
 
 
 class Drafter:

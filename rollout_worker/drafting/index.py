@@ -2,8 +2,8 @@
 
 The index holds, for each *problem*, the responses of earlier *rollouts*, each with the *generation* of the weights that
 sampled it. An open *request* is a response that is being generated; it is identified by a handle. After each
-verification step, the caller reports the sampled tokens (`SuffixIndex.extend`) and asks for the next draft
-(`SuffixIndex.draft_batch`).
+verification step, the caller reports the sampled tokens and receives the next drafts: for a whole batch in one call
+with arrays (`SuffixIndex.step`), or with lists (`SuffixIndex.extend_batch` and `SuffixIndex.draft_batch`).
 
 **Sources.** The end of the request's text is searched for in four *sources*:
 
@@ -22,7 +22,8 @@ length is the number of equal tokens, at most `depth`. A draft uses:
 - the 32 occurrences in the history with the longest matches;
 - up to 24 occurrences in each of the request's response, its prompt and the responses of its siblings, where responses
   are searched only along chains of recent positions that share their last 2, 4 or 8 tokens;
-- 16 occurrences in the cross-problem pool, unless another match has at least 16 tokens.
+- 16 occurrences in the cross-problem pool, unless another match has at least 16 tokens, or at least 16 others have two
+  tokens or more. Searching the pool takes as long as everything else.
 
 **Probabilities.** The occurrences with the longest match determine the next token with some probability; otherwise
 those with the next shorter match do, and so on, in one chain over all sources. Rollouts of the history that the request
@@ -41,6 +42,15 @@ match and the index.
 when its budget is used, after a stop token, where no occurrence has a next token, or before the first token whose
 *survival* (the product of the probabilities up to it) is below ``min_survival``. The model also learns from that last
 token, so that underestimated probabilities recover.
+
+**Drafting ahead.** The model's forward pass leaves time between two calls of `step`. With ``draft_ahead``, a thread of
+the index uses it: it learns from the sampled tokens, adds them to the live texts, and then computes drafts for what the
+verification may result in. The outcomes of a draft are the number of its tokens that are accepted, and the token that
+is sampled after them: any that an occurrence proposes, or that follows one of the 256 longest matches in the history.
+Likelier outcomes come first, over the whole batch, until the next call of `step` interrupts the thread. `step` looks up
+the drafts for the outcomes that have come true. It computes the others with the help of that thread, and searches the
+pool for them only if the history has fewer than 32 occurrences. A prepared draft does not see what siblings sampled in
+the same step. Without ``draft_ahead``, `step` does all this itself, and its results do not depend on timing.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -120,6 +130,7 @@ class SourceCounts(NamedTuple):
     """Numbers of draft tokens for which one source gave the most probability, since the index was created."""
 
     drafted: int
+    """Tokens of all drafts; those of `SuffixIndex.step` count when the next tokens of the request are reported."""
     verified: int
     """Tokens for which the model's token is known and all earlier tokens of the draft were accepted."""
     accepted: int
@@ -150,9 +161,11 @@ class SuffixIndex:
     """A suffix index with its open requests; see the module's documentation.
 
     **Threads.** Every method may be called from any thread. `add` and the `drop_*` methods build new data aside,
-    without the GIL, and then replace the old data; a background thread merges segments. `extend`, `draft` and
-    `draft_batch` never wait for any of these, and `open` and `close` wait at most for a look-up. A draft uses the
-    history as of that moment, even if the request was opened before a change.
+    without the GIL, and then replace the old data; a background thread merges segments. `step`, `extend`, `draft` and
+    `draft_batch` never wait for any of these, and `open` and `close` wait at most for a look-up. With drafting ahead,
+    calls for a request may wait for the draft that is being computed for it, which takes some microseconds. Calls of
+    `step` wait for each other. A draft uses the history as of the moment at which it is computed, even if the request
+    was opened before a change.
     """
 
     def __init__(

@@ -180,10 +180,9 @@ void BatchStepper::write(Request& request, const Step& step, std::size_t i, std:
   if (limit > 0 && request.last.number != DraftSet::kNone) {
     const DraftSet& set = request.sets[request.last.set];
     const auto drafted = set.tokens(request.last.number);
-    const auto min_survival = static_cast<float>(request.min_survival);
-    for (; length < std::min(limit, drafted.size()) && drafted[length].survival >= min_survival; ++length) {
+    for (; length < std::min(limit, drafted.size()) && drafted[length].survival >= request.min_survival; ++length) {
       tokens[length] = drafted[length].token;
-      survivals[length] = drafted[length].survival;
+      survivals[length] = static_cast<float>(drafted[length].survival);
     }
     request.last.length = static_cast<std::uint32_t>(length);
   }

@@ -37,7 +37,7 @@ class DraftSet {
   // A token of a draft, with the probability that it and all tokens before it are accepted.
   struct DraftedToken {
     Token token;
-    float survival;
+    double survival;
   };
 
   explicit DraftSet(std::pmr::memory_resource* memory)
@@ -53,7 +53,7 @@ class DraftSet {
 
   // Has the processor fetch what a look-up reads. Likely outcomes come first.
   void prefetch_keys() const { fetch(keys_.data(), std::min<std::size_t>(keys_.size(), 32)); }
-  void prefetch_tokens(std::uint32_t draft) const { fetch(tokens(draft).data(), 8); }
+  void prefetch_tokens(std::uint32_t draft) const { fetch(tokens(draft).data(), 4); }
 
   // Returns the number of the draft for an outcome, or kNone.
   std::uint32_t find(Outcome outcome) const {
@@ -70,7 +70,7 @@ class DraftSet {
     double survival = 1.0;
     for (std::size_t i = first; i < positions_.size(); ++i) {
       survival *= positions_[i].probability;
-      tokens_.push_back({positions_[i].token, static_cast<float>(survival)});
+      tokens_.push_back({positions_[i].token, survival});
     }
     Anchors& stored = anchors_.emplace_back();
     stored.count = anchors.size();

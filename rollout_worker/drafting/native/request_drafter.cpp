@@ -251,7 +251,7 @@ Draft RequestDrafter::draft(Request& request, std::size_t budget, double min_sur
   const auto tokens = set.tokens(request.last.number);
   const std::int64_t newest = problems_.newest_generation();
   Draft draft;
-  for (std::size_t i = 0; i < positions.size() && tokens[i].survival >= static_cast<float>(min_survival); ++i) {
+  for (std::size_t i = 0; i < positions.size() && tokens[i].survival >= min_survival; ++i) {
     const DraftPosition& position = positions[i];
     const bool is_finished = position.source() == Source::history || position.source() == Source::cross_problem;
     draft.tokens.push_back({position.token, position.source(), position.probability,

@@ -9,6 +9,9 @@ ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model
 # These depend on step times, or train a model: beside other engines they would fail or take many times as long.
 SERIAL_TESTS := tests/engine/test_default_engine.py tests/job/test_announcer.py tests/job/test_run.py tests/trainers
 OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/trainers tests/chaos tests/cluster tests/support,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
+# vLLM's V2 model runner, whose Triton kernels run in Triton's interpreter; see docs/vllm.md.
+V2 := PYTHONPATH=$(CURDIR)/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1
+V2_TESTS := $(addprefix tests/engine/test_,adapters.py continuation.py cpu_kernels.py drafting.py drafting_loop.py lossless.py weights.py)
 # The tests of a file, and files that share engines, run in one process: see tests/conftest.py.
 PARALLEL := --numprocesses
 
@@ -28,9 +31,13 @@ test: tiny-model lint  ## Run lint, type checks, import contracts and the test s
 	$(VENV)/pytest $(PARALLEL) 4 $(OTHER_TESTS)
 	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERIAL_TESTS))
 	$(VENV)/pytest $(SERIAL_TESTS)
+	$(V2) $(VENV)/pytest $(PARALLEL) 2 $(V2_TESTS)
 
 test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
 	$(VENV)/pytest $(PARALLEL) 4 $(FAST_TESTS)
+
+test-v2: tiny-model  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
+	$(V2) $(VENV)/pytest $(PARALLEL) 2 $(V2_TESTS)
 
 test-chaos: env  ## Kill parts of a job on several Ray nodes (CHAOS_SEED, CHAOS_SECONDS).
 	$(VENV)/pytest tests/chaos -s

@@ -1,4 +1,4 @@
-"""The drafters of :mod:`benchmarks.hot_path`: the suffix index with its policy, and two peers."""
+"""The drafters of :mod:`benchmarks.hot_path`: the drafting loop of an engine, and two peers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from benchmarks.traces import Tokens, Trajectory
 from rollout_api.length_stats import LengthStats
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS
-from rollout_worker.policy.controller import DraftController, StepOutcome
+from rollout_worker.engine.draft_settings import DraftSettings
+from rollout_worker.engine.drafting_loop import DraftingLoop, RunningBatch
+from rollout_worker.policy.controller import DraftController
 from rollout_worker.policy.draft_policy import DraftLimits
 from rollout_worker.policy.marginal import Marginal
 from rollout_worker.policy.step_cost import H100_7B
@@ -40,10 +42,10 @@ class _Drafts:
         """See :class:`BatchDrafter`."""
 
 
-class IndexDrafter(_Drafts):
-    """The suffix index with all sources, under the policy ``marginal``. Budgets are computed after each step."""
+class LoopDrafter(_Drafts):
+    """The drafting loop of an engine: the index with all sources, under the policy ``marginal``."""
 
-    name = "suffix index"
+    name = "das-rollout"
 
     def __init__(
         self, problems: Sequence[Problem], size: int, longest: int, *, threads: int, draft_ahead: bool = True
@@ -60,56 +62,48 @@ class IndexDrafter(_Drafts):
         self.index.wait_idle()
         # A step does not last as long as in an engine, so that it must neither change the budgets nor disable drafts.
         policy = Marginal(DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS), lengths.__getitem__)
-        self._controller = DraftController(policy, H100_7B, governed=False)
-        self._handles, self._rows = np.zeros(size, np.int64), np.zeros(size, np.int64)
-        self._context = np.zeros(size, np.int64)
-        self._budgets, self._min_survivals = np.full(size, MAX_DRAFT, np.int32), np.full(size, 0.5, np.float32)
-        self.survivals = np.zeros((size, MAX_DRAFT), np.float32)
-        self._expected = np.zeros(size)
-        self._num_ended = 0
+        self.loop = DraftingLoop(self.index, DraftController(policy, H100_7B, governed=False), MAX_DRAFT)
+        self._request_ids = [""] * size
+        self._token_ids = np.zeros((size, longest + 2 * MAX_DRAFT), np.int32)
+        self._num_tokens, self._places = np.zeros(size, np.int64), np.arange(size)
+        self._verified = np.zeros(size, np.int64)
+        self._num_started = 0
 
     def open(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
         """See :class:`BatchDrafter`."""
-        limit = len(tokens) + MAX_DRAFT
-        self._handles[place] = self.index.open(
-            trajectory.problem, trajectory.prompt, stop_tokens=[END_OF_TURN], max_tokens=limit
-        )
-        prompt_tokens = len(trajectory.prompt)
-        self._rows[place] = self._controller.open(
-            trajectory.problem, prompt_tokens=prompt_tokens, generated=0, max_tokens=limit
-        )
-        self._context[place] = prompt_tokens
+        self._num_started += 1
+        request_id, prompt_tokens = f"started/{self._num_started}", len(trajectory.prompt)
+        settings = DraftSettings(request_id, trajectory.problem, max_tokens=len(tokens) + MAX_DRAFT)
+        self.loop.add(request_id, settings, prompt_tokens, [END_OF_TURN])
+        self._request_ids = [*self._request_ids[:place], request_id, *self._request_ids[place + 1 :]]
+        self._token_ids[place, :prompt_tokens] = trajectory.prompt
+        self._num_tokens[place] = prompt_tokens
 
     def close(self, place: int, trajectory: Trajectory, tokens: Tokens) -> None:
         """See :class:`BatchDrafter`."""
-        self.index.close(int(self._handles[place]))
-        self._controller.close(int(self._rows[place]))
-        self._num_ended += 1
-        self.index.add(trajectory.problem, [(f"ended/{self._num_ended}", 1, tokens, _NO_CONTEXT)])
+        request_id = self._request_ids[place]
+        self.loop.remove([request_id])
+        self.loop.take_counts([request_id])
+        self.index.add(trajectory.problem, [(request_id, 1, tokens, _NO_CONTEXT)])
+
+    def before_step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
+        """Write the sampled tokens where the sampler writes them."""
+        self._verified = self.lengths.astype(np.int64)
+        for column in range(int(num_sampled.max())):
+            written = np.flatnonzero(num_sampled > column)
+            self._token_ids[written, self._num_tokens[written] + column] = sampled[written, column]
+        self._num_tokens = self._num_tokens + num_sampled
 
     def step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
         """See :class:`BatchDrafter`."""
-        self.index.step(
-            self._handles,
-            sampled,
-            num_sampled,
-            self._budgets,
-            self._min_survivals,
-            self.drafts,
-            self.survivals,
-            self.lengths,
-        )
+        self.loop.skip_step()
+        batch = RunningBatch(self._request_ids, self._num_tokens, self._token_ids, self._places, self._verified)
+        drafts = self.loop.draft(batch)
+        self.drafts[:], self.lengths[:] = drafts.tokens, drafts.lengths
 
     def after_step(self, num_sampled: npt.NDArray[np.int32], verified: npt.NDArray[np.int32]) -> None:
         """See :class:`BatchDrafter`."""
-        outcome = StepOutcome(
-            self._rows, num_sampled.astype(np.int64), verified.astype(np.int64), self._expected, self._context
-        )
-        self._controller.observe_step(outcome, None)
-        self._context = self._context + num_sampled
-        self._expected = self.survivals.sum(axis=1, dtype=np.float64)
-        budgets = self._controller.compute_budgets(self._rows)
-        self._budgets, self._min_survivals = budgets.tokens.astype(np.int32), budgets.min_survivals.astype(np.float32)
+        self.loop.plan()
 
     def look_ups(self) -> tuple[int, int]:
         """Return how many drafts were looked up and computed so far."""

@@ -4,7 +4,8 @@
 
 Recorded rollouts run in a batch. Between two steps, the benchmark waits for as long as the forward pass of a 7B model
 on an H100 takes according to the cost model ``h100-7b``; meanwhile the index drafts ahead, and the policy computes the
-next budgets. The rollouts of the earlier checkpoint are the history.
+next budgets. The rollouts of the earlier checkpoint are the history. For this project, the time is that of the whole
+drafting loop of an engine (:mod:`rollout_worker.engine.drafting_loop`); for the peers, that of their proposer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.batch_drafters import IndexDrafter, SuffixGpuDrafter, SuffixProposerDrafter
+from benchmarks.batch_drafters import LoopDrafter, SuffixGpuDrafter, SuffixProposerDrafter
 from benchmarks.figures import Figure, quantile, report, spread
 from benchmarks.makespan import MAX_DRAFT
 from benchmarks.problems import Problem, add_trace_arguments, selected_problems
@@ -68,12 +69,12 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
         batch = RecordedBatch(problems, size, MAX_DRAFT)
         batch.start(drafter)
         run_steps(drafter, batch, min(WARM_UP_STEPS, steps))
-        before = drafter.look_ups() if isinstance(drafter, IndexDrafter) else (0, 0)
+        before = drafter.look_ups() if isinstance(drafter, LoopDrafter) else (0, 0)
         gc.collect()
         gc.disable()
         outcome = run_steps(drafter, batch, steps)
         gc.enable()
-        if isinstance(drafter, IndexDrafter):
+        if isinstance(drafter, LoopDrafter):
             after = drafter.look_ups()
             found, computed = found + after[0] - before[0], computed + after[1] - before[1]
         outcomes.append(outcome)
@@ -136,7 +137,7 @@ def main() -> None:
         for threads in map(int, options.threads.split(",")):
 
             def make(problems: Sequence[Problem], size: int, longest: int, threads: int = threads) -> BatchDrafter:
-                return IndexDrafter(problems, size, longest, threads=threads)
+                return LoopDrafter(problems, size, longest, threads=threads)
 
             measured = measure(make, problems, size, steps=options.steps, rounds=options.rounds)
             measurements.append({**measured, "threads": threads})

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from rollout_api.protocol.messages import RolloutRequest
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
+from rollout_worker.engine.response import GenerationResult
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 
@@ -30,6 +32,7 @@ MAX_DRAFT, SUFFIX_DRAFT, NGRAM_DRAFT = 16, 32, 5
 GROUP_SIZE = 8
 """Rollouts of one problem that run together, if the batch has room for them."""
 KV_CACHE_BYTES = (8 if torch.cuda.is_available() else 2) << 30
+_MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _JOB = "benchmark"
 _HISTORY_TIMEOUT_S = 60.0
 _WAITING_REPORT_INTERVAL_S = 1.0
@@ -42,6 +45,8 @@ _VLLM_SETTINGS: dict[str, dict[str, Any]] = {
     "suffix": {"speculative_config": {"method": "suffix", "num_speculative_tokens": SUFFIX_DRAFT}},
 }
 MODES = (*_VLLM_SETTINGS, "das")
+_V1_MODES = ("none-v1-sync", "ngram", "suffix")
+"""Modes of vLLM's first model runner, since the second one (V2) does not have them."""
 UNGOVERNED = "das-ungoverned"
 """A further mode for tests and cost fits: the policy ``fixed`` without a governor."""
 
@@ -204,7 +209,7 @@ class ModeRunner:
         seconds = time.perf_counter() - started
         counters_after, times_after = asdict(engine.counters), await _times(engine)
         for response, rollout in zip(responses, rollouts, strict=True):
-            if response != rollout.tokens:
+            if response.token_ids != rollout.tokens:
                 raise RuntimeError(f"{mode} produced other tokens than the recorded ones for {rollout.problem}")
         stats = await engine.stats()
         return Measurement(
@@ -216,7 +221,9 @@ class ModeRunner:
             tokens=sum(len(rollout.tokens) for rollout in rollouts),
             seconds=seconds,
             steps=round(times_after["steps"] - times["steps"]),
-            drafted=counters_after["draft_tokens"] - counters["draft_tokens"],
+            # V2 counts the places that it has planned for drafts, not the drafts of this project.
+            drafted=sum(response.num_draft_tokens for response in responses)
+            or counters_after["draft_tokens"] - counters["draft_tokens"],
             accepted=counters_after["accepted_tokens"] - counters["accepted_tokens"],
             drafting_seconds=times_after["drafting_seconds"] - times["drafting_seconds"],
             shim_seconds=times_after["shim_seconds"] - times["shim_seconds"],
@@ -256,15 +263,15 @@ async def _call(engine: Engine, method: str, *args: Any) -> list[Any]:
     return await engine.collective_rpc(method, *args)
 
 
-async def _generate(engine: Engine, requests: Sequence[RolloutRequest], batch: int) -> list[list[int]]:
+async def _generate(engine: Engine, requests: Sequence[RolloutRequest], batch: int) -> list[GenerationResult]:
     """Generate all rollouts, at most *batch* at a time."""
     permits = asyncio.Semaphore(batch)
     waiting = {request.request_id: request.sampling.max_tokens for request in requests}
 
-    async def generate(request: RolloutRequest) -> list[int]:
+    async def generate(request: RolloutRequest) -> GenerationResult:
         async with permits:
             del waiting[request.request_id]
-            return (await engine.generate(request, 0)).token_ids
+            return await engine.generate(request, 0)
 
     async def report_waiting() -> None:
         # As an engine worker does. The engine learns only the average limit, not the lengths of the rollouts.
@@ -311,6 +318,20 @@ def engine_config(mode: str, model: Path, url: str, *, max_tokens: int, batch: i
     )
 
 
+@contextmanager
+def _model_runner(mode: str) -> Iterator[None]:
+    """Let the engine of a mode use V1 if it must, and otherwise the model runner that the environment selects."""
+    chosen = os.environ.get(_MODEL_RUNNER)
+    if mode in _V1_MODES:
+        os.environ[_MODEL_RUNNER] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(_MODEL_RUNNER, None)
+        if chosen is not None:
+            os.environ[_MODEL_RUNNER] = chosen
+
+
 @asynccontextmanager
 async def start_engines(
     modes: Sequence[str], model: Path, url: str, *, max_tokens: int, batch: int, eager: bool = False
@@ -323,7 +344,8 @@ async def start_engines(
         engines = {}
         for mode in modes:
             config = engine_config(mode, model, url, max_tokens=max_tokens, batch=batch, eager=eager)
-            engine = engines[mode] = await Engine.start(config)
+            with _model_runner(mode):
+                engine = engines[mode] = await Engine.start(config)
             stack.callback(engine.close)
             await _call(engine, "bench_install")
             print(f"{mode}: engine started", file=sys.stderr, flush=True)

@@ -41,6 +41,7 @@ OPERATOR = f"{GROUP}/operator"
 
 _SectionT = TypeVar("_SectionT", bound=ManifestModel)
 
+_NO_GPU_MEMORY = "a CPU worker (workers.gpusPerWorker: 0) has no GPU; set engine.kvCacheMemory instead"
 _IMMUTABLE = ("source", "model", "weights", "engine", "sampling", "speculation", "queue", "history", "redis")
 """Sections that cannot be changed, because the head, the engines and trainers read them when they start."""
 
@@ -68,6 +69,10 @@ class RolloutJobSpec(ManifestModel):
             (
                 "self.workers.gpusPerWorker % (self.engine.tensorParallelSize * self.engine.pipelineParallelSize) == 0",
                 "workers.gpusPerWorker must be a multiple of engine.tensorParallelSize × engine.pipelineParallelSize",
+            ),
+            (
+                "self.workers.gpusPerWorker != 0 || !has(self.engine.gpuMemoryUtilizationPercentage)",
+                f"engine.gpuMemoryUtilizationPercentage: {_NO_GPU_MEMORY}",
             ),
             (
                 "self.sampling.maxTokens < self.engine.maxModelLen",
@@ -184,6 +189,8 @@ def _errors_across_sections(
             }
             message = "must be 1 on a CPU worker (workers.gpusPerWorker: 0)"
             errors += [FieldError(f"engine.{name}", message) for name, size in sizes.items() if size != 1]
+            if engine.gpu_memory_utilization_percentage is not None:
+                errors.append(FieldError("engine.gpuMemoryUtilizationPercentage", _NO_GPU_MEMORY))
         elif gpus_per_worker % gpus_per_engine:
             message = (
                 f"{gpus_per_worker} is not a multiple of the {gpus_per_engine} GPUs of one engine "

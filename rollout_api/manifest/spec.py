@@ -6,6 +6,7 @@ CEL rule has a validator that checks the same.
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import parse_qs
@@ -24,6 +25,7 @@ from pydantic import (
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
 
+from rollout_api.manifest.engine_args import extra_arg_error
 from rollout_api.manifest.field_types import (
     DnsLabel,
     DnsName,
@@ -183,8 +185,26 @@ class Weights(ManifestModel):
         return roots
 
 
+_VllmName = Annotated[str, StringConstraints(min_length=1, max_length=63, pattern=r"^[a-z0-9]([-_a-z0-9]*[a-z0-9])?$")]
+"""A name whose meaning only vLLM knows."""
+_MAX_EXTRA_ARGS_BYTES = 16_384
+_EXPERTS_NEED_GPUS = (
+    "enableExpertParallel divides the experts among the GPUs of tensorParallelSize; set that to at least 2"
+)
+_ONE_CACHE_SIZE = (
+    "kvCacheMemory already determines the KV cache, and vLLM would ignore gpuMemoryUtilizationPercentage; remove one"
+)
+
+
 class Engine(ManifestModel):
     """Settings with which vLLM starts."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(
+            ("!self.enableExpertParallel || self.tensorParallelSize > 1", _EXPERTS_NEED_GPUS),
+            ("!has(self.kvCacheMemory) || !has(self.gpuMemoryUtilizationPercentage)", _ONE_CACHE_SIZE),
+        )
+    )
 
     max_model_len: int = Field(
         default=4096, ge=16, le=10_000_000, description="Maximum number of tokens of a prompt and its response."
@@ -197,6 +217,16 @@ class Engine(ManifestModel):
     )
     pipeline_parallel_size: int = Field(
         default=1, ge=1, le=64, description="Number of groups of GPUs among which the layers are divided."
+    )
+    enable_expert_parallel: bool = Field(
+        default=False,
+        description="Divide whole experts of a mixture-of-experts model, instead of every expert, among the GPUs of "
+        "tensorParallelSize.",
+    )
+    quantization: _VllmName | None = Field(
+        default=None,
+        description="vLLM's name of a quantization method, for example fp8, to quantize weights when they are loaded. "
+        "It changes the model that is sampled. Default: that of the checkpoint.",
     )
     max_num_seqs: int = Field(
         default=128, ge=1, le=4096, description="Maximum number of rollouts that one engine decodes at the same time."
@@ -211,6 +241,18 @@ class Engine(ManifestModel):
         default=None,
         description="Memory for the KV cache. Default: what vLLM finds free (1Gi on a CPU worker).",
     )
+    kv_cache_dtype: _VllmName = Field(
+        default="auto",
+        description="vLLM's name of the data type of the KV cache, for example fp8, fp8_e4m3 or fp8_e5m2. A type with "
+        "less precision than the model's changes the model that is sampled. auto uses that of the model.",
+    )
+    gpu_memory_utilization_percentage: int | None = Field(
+        default=None,
+        ge=1,
+        le=100,
+        description="Percentage of a GPU's memory that an engine uses for weights, activations and KV cache. Default: "
+        "vLLM's (92 in vLLM 0.32).",
+    )
     checkpoint_tokens: int = Field(
         default=256,
         ge=32,
@@ -221,6 +263,36 @@ class Engine(ManifestModel):
     enforce_eager: bool = Field(
         default=False, description="Skip compilation and CUDA graphs. The engine starts sooner but decodes more slowly."
     )
+    extra_args: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="Further arguments of vLLM's AsyncEngineArgs by name, for example max_num_batched_tokens: 8192; "
+        "at most 16Ki as JSON. Arguments that have a field of their own, or that would break what das-rollout "
+        "guarantees, are rejected with the reason.",
+    )
+
+    @field_validator("enable_expert_parallel")
+    @classmethod
+    def _require_gpus_for_experts(cls, enabled: bool, info: ValidationInfo) -> bool:
+        if enabled and info.data.get("tensor_parallel_size") == 1:
+            raise PydanticCustomError("expert_parallel", _EXPERTS_NEED_GPUS)
+        return enabled
+
+    @field_validator("gpu_memory_utilization_percentage")
+    @classmethod
+    def _require_one_cache_size(cls, percentage: int | None, info: ValidationInfo) -> int | None:
+        if percentage is not None and info.data.get("kv_cache_memory") is not None:
+            raise PydanticCustomError("cache_size", _ONE_CACHE_SIZE)
+        return percentage
+
+    @field_validator("extra_args")
+    @classmethod
+    def _reject_reserved_args(cls, args: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if errors := [f"{name} {error}" for name in args if (error := extra_arg_error(name)) is not None]:
+            raise ValueError("; ".join(errors))
+        if (size := len(json.dumps(args).encode())) > _MAX_EXTRA_ARGS_BYTES:
+            raise ValueError(f"has {size} bytes as JSON, more than {_MAX_EXTRA_ARGS_BYTES}")
+        return args
 
     @property
     def gpus(self) -> int:

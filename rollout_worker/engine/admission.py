@@ -12,11 +12,12 @@ def can_continue(sampling: Sampling) -> bool:
 
     vLLM receives the prefix as part of the prompt. This makes no difference for temperature, top_p, top_k, min_p, logit
     bias, allowed tokens and the repetition penalty, which counts prompts, too; ``max_tokens`` and ``min_tokens`` are
-    reduced by its length. It does make a difference for presence and frequency penalties, which do not count prompts,
-    and for stop strings, which vLLM only looks for in newly sampled text. A continued response with a seed has the same
-    distribution but a different random stream, and therefore other tokens.
+    reduced by its length. Stop strings are also found if they begin in the prefix
+    (:mod:`rollout_worker.engine.stop_strings`). It does make a difference for presence and frequency penalties, which
+    do not count prompts. A continued response with a seed has the same distribution but a different random stream, and
+    therefore other tokens.
     """
-    return not (sampling.presence_penalty or sampling.frequency_penalty or sampling.stop)
+    return not (sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def check_admission(
@@ -48,7 +49,7 @@ def check_admission(
         return
     if not can_continue(sampling):
         raise AdmissionError(
-            "a response with sampling.presencePenalty, frequencyPenalty or stop cannot be continued from a prefix, "
+            "a response with sampling.presencePenalty or frequencyPenalty cannot be continued from a prefix, "
             "because its output distribution would change; omit the prefix to sample the response from the start"
         )
     if len(prefix.token_ids) > sampling.max_tokens:

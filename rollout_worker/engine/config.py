@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,9 +10,16 @@ from typing import Any
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.spec import Engine as EngineSpec
-from rollout_worker.engine.compat import lora_rank
+from rollout_worker.engine.compat import check_kv_cache_dtype, check_quantization, lora_rank
+from rollout_worker.engine.compat_v2 import PROPOSER
 from rollout_worker.engine.drafting_config import DraftingConfig
-from rollout_worker.engine.limits import CPU_KV_CACHE_BYTES, MAX_BATCH_ADAPTERS, MAX_CPU_ADAPTERS
+from rollout_worker.engine.limits import (
+    CPU_KV_CACHE_BYTES,
+    DEFAULT_CUDA_GRAPH_TOKENS,
+    MAX_BATCH_ADAPTERS,
+    MAX_CPU_ADAPTERS,
+    MAX_CUDA_GRAPH_TOKENS,
+)
 from rollout_worker.engine.model_source import max_positions
 
 _EXTENSIONS = "rollout_worker.engine.worker_extension"
@@ -35,6 +43,9 @@ class EngineConfig:
     """None for an engine without speculation."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Additional vLLM engine arguments."""
+    seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
+    """Seed of the random stream of responses without a seed of their own. With equal seeds, as vLLM's default is,
+    engines that receive the same prompts at the same time would sample the same responses."""
 
     @property
     def broadcast_backend(self) -> str:
@@ -51,7 +62,7 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
     """Return the arguments of ``AsyncEngineArgs``.
 
     Raises:
-        EngineError: if vLLM does not support the maximum LoRA rank.
+        EngineError: if vLLM does not support the maximum LoRA rank, the quantization or the data type of the KV cache.
     """
     spec = config.spec
     settings: dict[str, Any] = {
@@ -63,6 +74,7 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
         "tensor_parallel_size": spec.tensor_parallel_size,
         "pipeline_parallel_size": spec.pipeline_parallel_size,
         "enforce_eager": spec.enforce_eager,
+        "seed": config.seed,
         "logprobs_mode": "processed_logprobs",
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
@@ -72,6 +84,16 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
         settings["kv_cache_memory_bytes"] = int(parse_quantity(spec.kv_cache_memory))
     elif config.cpu:
         settings["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+    if spec.gpu_memory_utilization_percentage is not None:
+        settings["gpu_memory_utilization"] = spec.gpu_memory_utilization_percentage / 100
+    if spec.kv_cache_dtype != "auto":
+        check_kv_cache_dtype(spec.kv_cache_dtype)
+        settings["kv_cache_dtype"] = spec.kv_cache_dtype
+    if spec.quantization is not None:
+        check_quantization(spec.quantization)
+        settings["quantization"] = spec.quantization
+    if spec.enable_expert_parallel:
+        settings["enable_expert_parallel"] = True
     if spec.max_lora_rank:
         settings["enable_lora"] = True
         settings["max_lora_rank"] = lora_rank(spec.max_lora_rank)
@@ -80,11 +102,52 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
     if config.drafting is not None:
         settings["speculative_config"] = {
             "method": "custom_class",
-            "model": "rollout_worker.engine.proposer.HistoryProposer",
+            "model": PROPOSER,
             "num_speculative_tokens": config.drafting.max_draft_tokens,
         }
         settings["worker_extension_cls"] = f"{_EXTENSIONS}.DraftingExtension"
-    return settings | config.overrides
+        if sizes := _cuda_graph_sizes(config, config.drafting.max_draft_tokens):
+            settings["cudagraph_capture_sizes"] = sizes
+    return settings | spec.extra_args | config.overrides
+
+
+def _cuda_graph_sizes(config: EngineConfig, max_draft_tokens: int) -> list[int]:
+    """Return the numbers of tokens of a step for which vLLM captures CUDA graphs; empty for vLLM's own sizes."""
+    spec = config.spec
+    compilation = spec.extra_args.get("compilation_config")
+    chosen = spec.extra_args.keys() | (compilation.keys() if isinstance(compilation, dict) else set())
+    if config.cpu or spec.enforce_eager or chosen & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}:
+        return []
+    return cuda_graph_sizes(spec.max_num_seqs, max_draft_tokens)
+
+
+def cuda_graph_sizes(max_num_seqs: int, max_draft_tokens: int) -> list[int]:
+    """Return sizes of CUDA graphs up to a full batch with full drafts; empty if vLLM's own sizes include it.
+
+    vLLM captures graphs up to 512 tokens (1,024 on data center GPUs of the Blackwell generation) and runs larger steps
+    without a graph. The sizes have the same spacing as vLLM's up to 512 tokens. Above, it doubles with the size, so
+    that steps are padded by at most about 6 %, and the number of graphs grows only with the logarithm of the limit.
+
+    Args:
+        max_num_seqs: maximum number of responses in a step.
+        max_draft_tokens: maximum number of tokens of one draft.
+
+    Returns:
+        Numbers of tokens in ascending order. The last is a multiple of 1 + *max_draft_tokens*, because vLLM's V1 model
+        runner rounds all sizes up to such multiples and drops those beyond the last.
+    """
+    response_tokens = 1 + max_draft_tokens
+    limit = min(max_num_seqs * response_tokens, MAX_CUDA_GRAPH_TOKENS) // response_tokens * response_tokens
+    if limit <= DEFAULT_CUDA_GRAPH_TOKENS:
+        return []
+    sizes = [1, 2, 4, *range(8, 256, 8)]
+    spacing, size = 16, 256
+    while size < limit:
+        sizes.append(size)
+        size += spacing
+        if size >= 32 * spacing:
+            spacing *= 2
+    return [*sizes, limit]
 
 
 def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -105,6 +168,10 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
         # vLLM would bind every engine of a machine to the same cores, the first ones. More threads than free cores
         # make a step many times slower.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.cores)}
+        defaults["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+        # V2 needs Triton, which runs its kernels on CPUs in its interpreter.
+        if ({**defaults, **inherited})["VLLM_USE_V2_MODEL_RUNNER"] == "1":
+            defaults["TRITON_INTERPRET"] = "1"
     variables = {name: value for name, value in defaults.items() if name not in inherited}
     if config.drafting is not None:
         positions = max_positions(config.model)
@@ -116,8 +183,9 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
 def _max_model_len(config: EngineConfig) -> int:
     """Return the sequence length that vLLM is configured for.
 
-    Within max_draft_tokens of this length, vLLM replaces the drafts of the whole batch by placeholders. With drafting,
-    the length is therefore increased beyond that of any admitted request. Positions beyond the model's own are never
-    computed.
+    Within max_draft_tokens of this length, V1 replaces the drafts of the whole batch by placeholders, and the scheduler
+    plans fewer places for drafts. With asynchronous scheduling, it takes all places of the running step for tokens
+    until it knows how many were accepted. With drafting, the length is therefore increased beyond that of any admitted
+    request. Positions beyond the model's own are never computed.
     """
-    return config.spec.max_model_len + (config.drafting.max_draft_tokens if config.drafting is not None else 0)
+    return config.spec.max_model_len + (2 * config.drafting.max_draft_tokens if config.drafting is not None else 0)

@@ -61,8 +61,10 @@ class Engine:
                 engine_args(vllm_settings(config)),
                 stat_loggers=[counters.as_stat_logger()],
             )
-        except (ValueError, RuntimeError, OSError, ImportError) as error:
-            raise EngineError(f"vLLM does not start with {config.model}: {error}") from error
+        except Exception as error:  # arguments of wrong types cause errors of any type
+            extra = f" and engine.extraArgs {', '.join(config.spec.extra_args)}" if config.spec.extra_args else ""
+            cause = str(error) or type(error).__name__
+            raise EngineError(f"vLLM does not start with {config.model}{extra}: {cause}") from error
         engine = cls(llm, config, counters)
         try:
             await engine._prepare()
@@ -234,7 +236,10 @@ class Engine:
     async def stats(self) -> dict[str, Any]:
         """Return the statistics of ``DraftingExtension.das_stats``; empty for an engine without speculation."""
         ranks = await self._client.collective_rpc("das_stats", action="reading statistics")
-        return next((stats for stats in ranks if stats), {})
+        stats: dict[str, Any] = next((stats for stats in ranks if stats), {})
+        if "draft_tokens" in stats:
+            self.counters.draft_tokens = stats["draft_tokens"]
+        return stats
 
     async def collective_rpc(self, method: str, *args: Any) -> list[Any]:
         """Call a method of vLLM's workers on all ranks, and return their replies in the order of ranks.

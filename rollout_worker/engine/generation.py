@@ -21,6 +21,7 @@ from rollout_worker.engine.errors import AdmissionError, EngineError, translate_
 from rollout_worker.engine.limits import ABORT_RETRY_INTERVAL_S
 from rollout_worker.engine.response import GenerationResult, ResponseBuilder
 from rollout_worker.engine.sampling_params import vllm_sampling_params
+from rollout_worker.engine.stop_strings import StopStrings, token_decoder
 from rollout_worker.engine.vllm_client import VllmClient
 from rollout_worker.engine.weight_versions import WeightVersionTracker
 from rollout_worker.policy.canary import CANARY_TOKENS, canary_sample
@@ -98,40 +99,63 @@ class ResponseGenerator:
         )
         started = time.monotonic()
         await self._admitting.wait()
-        response = ResponseBuilder(prefix, logprobs=sampling.logprobs)
+        stop_strings = self._stop_strings(request)
+        response = ResponseBuilder(prefix, logprobs=sampling.logprobs, stop_strings=stop_strings)
         reason = self._end_of_prefix(response, sampling)
         if reason is not None or (stop_event is not None and stop_event.is_set()):
             return response.finish(reason, [], started=started, finished=started)
         # The id of the call is unique, because the same rollout may be requested again.
         call_id = f"{request.rollout_id(sample)}#{next(self._call_numbers)}"
         interval = self._streaming_interval(partial_interval)
-        params = self._sampling_params(request, sample, call_id, response.prefix_tokens, interval)
+        # vLLM does not know the stop strings of a continued response. It returns its tokens after each step, so that it
+        # can be aborted after the one that completes a stop string.
+        unknown_stop = stop_strings is not None and response.prefix_tokens > 0
+        params = self._sampling_params(
+            request, sample, call_id, response.prefix_tokens, interval=1 if unknown_stop else interval
+        )
         prompt = {
             "prompt_token_ids": request.prompt_token_ids + response.token_ids,
             "cache_salt": str(self._cache_salt),
         }
         with self._adapters.use() as adapter, self._track(call_id, stop_event), translate_errors("generating"):
             output, starts = await self._stream(
-                prompt, params, call_id, response, adapter=adapter, on_partial=on_partial, interval=interval
+                prompt,
+                params,
+                call_id,
+                response,
+                adapter=adapter,
+                on_partial=on_partial if interval else None,
+                interval=interval,
             )
             finished = self.last_finished = time.monotonic()
             counts = ResponseDraftCounts()
             if self._config.drafting is not None:
                 counts = await self._draft_counts.take(call_id)
+            reason = FinishReason.STOP
+            if not response.stopped:
+                reason = _finish_reason(output.outputs[0].finish_reason, stop_event)
             return response.finish(
-                _finish_reason(output.outputs[0].finish_reason, stop_event),
+                reason,
                 starts,
                 started=started,
                 finished=finished,
                 num_draft_tokens=counts.drafted,
-                # vLLM cuts off tokens that a step has accepted beyond the end of the response.
+                # Tokens that a step has accepted beyond the end of the response are cut off.
                 num_accepted_tokens=max(0, counts.accepted - max(0, counts.generated - len(response.token_ids))),
                 num_cached_tokens=output.num_cached_tokens or 0,
             )
 
+    def _stop_strings(self, request: RolloutRequest) -> StopStrings | None:
+        sampling = request.sampling
+        if not sampling.stop:
+            return None
+        decode = token_decoder(self._client.llm.get_tokenizer(), request.prompt_token_ids)
+        return StopStrings(sampling.stop, sampling.min_tokens, decode)
+
     def _end_of_prefix(self, response: ResponseBuilder, sampling: Sampling) -> FinishReason | None:
         """Return why a response has already ended with its prefix; None if it has not."""
-        if response.token_ids and response.token_ids[-1] in self._end_tokens.union(sampling.stop_token_ids):
+        ends = self._end_tokens.union(sampling.stop_token_ids)
+        if response.stopped or (response.token_ids and response.token_ids[-1] in ends):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(response.token_ids) == sampling.max_tokens else None
 
@@ -147,7 +171,7 @@ class ResponseGenerator:
         return max(1, partial_interval - 1 - (drafting.max_draft_tokens if drafting is not None else 0))
 
     def _sampling_params(
-        self, request: RolloutRequest, sample: int, call_id: str, prefix_tokens: int, interval: int
+        self, request: RolloutRequest, sample: int, call_id: str, prefix_tokens: int, *, interval: int
     ) -> Any:
         settings = self._draft_settings(request, sample, call_id, prefix_tokens)
         # The stream's name does not contain the job's uid, so that another job with the same manifest and seed has the
@@ -202,11 +226,14 @@ class ResponseGenerator:
                     starts = self._weight_versions.starts(call_id, completion)
                 else:
                     starts = [(adapter.version, 0)]
+                ended = output.finished or response.stopped
                 # vLLM returns the first token at once regardless of the interval. It is not worth a partial rollout.
-                if on_partial is not None and not output.finished and len(response.token_ids) - reported >= interval:
+                if on_partial is not None and not ended and len(response.token_ids) - reported >= interval:
                     reported = len(response.token_ids)
                     on_partial(response.partial(starts))
-        if output is None or not output.finished:
+                if response.stopped:
+                    break  # which aborts it, unless vLLM has found the stop string, too
+        if output is None or not (output.finished or response.stopped):
             raise EngineError("vLLM ended a response without returning all of it")
         return output, starts
 

@@ -8,6 +8,11 @@ LIVENESS_CHECK_INTERVAL_S = 0.5
 """Seconds between two checks that vLLM's core process is alive, while a call to it is waited for."""
 HISTORY_POLL_INTERVAL_S = 0.02
 """Seconds between two checks whether the announced history can be drafted from."""
+DEFAULT_CUDA_GRAPH_TOKENS = 512
+"""Tokens of the largest CUDA graph that vLLM captures by default."""
+MAX_CUDA_GRAPH_TOKENS = 2048
+"""Tokens of the largest CUDA graph that is captured for batches with drafts. Each graph takes memory and start time. In
+larger steps, the GPU is estimated to work for longer than it takes to launch its kernels."""
 CPU_KV_CACHE_BYTES = 1 << 30
 """Size of the KV cache of a CPU engine whose manifest does not set it."""
 MAX_BATCH_ADAPTERS = 2

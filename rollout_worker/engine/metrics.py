@@ -25,7 +25,7 @@ class EngineCounters:
     preemptions: int = 0
     """How often a running rollout lost its keys and values, because of a lack of memory or a weight update."""
     draft_tokens: int = 0
-    """Draft tokens that were verified."""
+    """Draft tokens that were verified; with V2, as of the last :meth:`Engine.stats`."""
     accepted_tokens: int = 0
     """Draft tokens that were accepted."""
 
@@ -37,7 +37,8 @@ class EngineCounters:
 
         class CounterUpdater(StatLoggerBase):  # type: ignore[misc]  # mypy skips vLLM, so the base class is Any
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-                pass
+                # V2 counts the places that it has planned for drafts; the worker process counts the drafts.
+                self._counts_drafts = not vllm_config.use_v2_model_runner
 
             def log_engine_initialized(self) -> None:
                 pass
@@ -48,7 +49,8 @@ class EngineCounters:
                     counters.waiting = scheduler_stats.num_waiting_reqs
                     counters.kv_cache_usage = scheduler_stats.kv_cache_usage
                     if scheduler_stats.spec_decoding_stats is not None:
-                        counters.draft_tokens += scheduler_stats.spec_decoding_stats.num_draft_tokens
+                        if self._counts_drafts:
+                            counters.draft_tokens += scheduler_stats.spec_decoding_stats.num_draft_tokens
                         counters.accepted_tokens += scheduler_stats.spec_decoding_stats.num_accepted_tokens
                 if iteration_stats is not None:
                     counters.prompt_tokens += iteration_stats.prompt_token_stats.total

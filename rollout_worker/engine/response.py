@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan
+from rollout_worker.engine.stop_strings import StopStrings
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,13 @@ class GenerationResult:
 class ResponseBuilder:
     """Collects the tokens of a response as vLLM returns them."""
 
-    def __init__(self, prefix: Partial | None, *, logprobs: bool) -> None:
+    def __init__(self, prefix: Partial | None, *, logprobs: bool, stop_strings: StopStrings | None = None) -> None:
         """Continue from *prefix*.
 
         Args:
-            prefix: tokens that were sampled earlier, with log-probabilities if *logprobs*.
+            prefix: tokens that were sampled earlier, with log-probabilities if *logprobs*. They are never cut off.
             logprobs: whether each token has a log-probability.
+            stop_strings: the response's stop strings, before its first token; None if it has none.
         """
         self.token_ids: list[int] = list(prefix.token_ids) if prefix is not None else []
         self.logprobs: list[float] | None = None
@@ -48,14 +51,33 @@ class ResponseBuilder:
             self.logprobs = list(prefix.logprobs or ()) if prefix is not None else []
         self.prefix_tokens = len(self.token_ids)
         """Number of tokens of the prefix."""
+        self.stopped = False
+        """Whether the last token completes a stop string, so that the response has ended."""
+        self._stop_strings = stop_strings
+        if stop_strings is not None:
+            for token in self.token_ids:
+                self.stopped = stop_strings.completed_by(token)
         self._prefix_spans = prefix.weight_spans if prefix is not None else []
 
     def append(self, completion: Any) -> None:
-        """Append the new tokens in a ``CompletionOutput`` of vLLM."""
-        self.token_ids += completion.token_ids
-        if self.logprobs is not None and completion.token_ids:
-            positions = zip(completion.logprobs or (), completion.token_ids, strict=True)
-            self.logprobs += [logprobs[token].logprob for logprobs, token in positions]
+        """Append the new tokens in a ``CompletionOutput`` of vLLM, up to the first one that completes a stop string."""
+        tokens: Sequence[int] = completion.token_ids
+        kept = self._num_kept(tokens)
+        self.token_ids += tokens[:kept]
+        if self.logprobs is not None and tokens:
+            positions = zip(completion.logprobs or (), tokens, strict=True)
+            self.logprobs += [logprobs[token].logprob for logprobs, token in itertools.islice(positions, kept)]
+
+    def _num_kept(self, tokens: Sequence[int]) -> int:
+        """Return how many new tokens belong to the response."""
+        if self.stopped:
+            return 0
+        if self._stop_strings is not None:
+            for number, token in enumerate(tokens, start=1):
+                if self._stop_strings.completed_by(token):
+                    self.stopped = True
+                    return number
+        return len(tokens)
 
     def weight_spans(self, starts: Sequence[tuple[int, int]]) -> list[WeightSpan]:
         """Return the weight spans of all tokens so far.

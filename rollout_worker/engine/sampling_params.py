@@ -36,6 +36,8 @@ def vllm_sampling_params(
     """
     from vllm import SamplingParams
 
+    # vLLM would look for them in the new tokens only; see rollout_worker.engine.stop_strings.
+    stop = [] if prefix_tokens else sampling.stop
     return SamplingParams(
         n=1,
         temperature=sampling.temperature,
@@ -44,7 +46,7 @@ def vllm_sampling_params(
         min_p=sampling.min_p,
         max_tokens=sampling.max_tokens - prefix_tokens,
         min_tokens=max(0, sampling.min_tokens - prefix_tokens),
-        stop=sampling.stop or None,
+        stop=stop or None,
         stop_token_ids=sampling.stop_token_ids or None,
         allowed_token_ids=sampling.allowed_token_ids or None,
         presence_penalty=sampling.presence_penalty,
@@ -54,7 +56,7 @@ def vllm_sampling_params(
         logprobs=0 if sampling.logprobs else None,
         seed=_stream_seed(sampling.seed, stream_name, prefix_tokens),
         # Only stop strings require the text of the response.
-        detokenize=bool(sampling.stop),
+        detokenize=bool(stop),
         extra_args=draft_settings.as_extra_args() if draft_settings else None,
         **streaming_params(interval),
     )

@@ -16,7 +16,8 @@ from rollout_worker.engine.compat import enable_amx
 from rollout_worker.engine.drafting_config import DraftingConfig
 
 if TYPE_CHECKING:
-    from rollout_worker.engine.proposer import HistoryProposer
+    from rollout_worker.engine.drafting_loop import DraftingLoop
+    from rollout_worker.engine.speculator import DraftScheduling
     from rollout_worker.history.sync import HistorySync
     from rollout_worker.policy.controller import DraftController
 
@@ -33,6 +34,7 @@ class EngineExtension:
     """Mixed into vLLM's worker class by ``worker_extension_cls``. Every method runs between two steps."""
 
     model_runner: Any
+    vllm_config: Any
     parallel_config: Any
     device: Any
     reload_weights: Callable[..., None]
@@ -135,7 +137,9 @@ class DraftingExtension(EngineExtension):
 
     _das_index: Any = None
     _das_sync: HistorySync | None = None
+    _das_loop: DraftingLoop | None = None
     _das_controller: DraftController
+    _das_scheduling: DraftScheduling | None = None
 
     def das_start_drafting(self, drafting: dict[str, Any]) -> bool:
         """Create the index, the policy and the thread that reads the history, and start the proposer.
@@ -148,9 +152,9 @@ class DraftingExtension(EngineExtension):
         """
         from rollout_api.protocol.keys import HistoryKeys
         from rollout_api.redis_client.connection import connect_history
-        from rollout_worker.drafting.drafter import Drafter
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.compat import is_output_rank, patch_sampling_without_drafts
+        from rollout_worker.engine.drafting_loop import DraftingLoop
         from rollout_worker.history.store import HistoryStore
         from rollout_worker.history.sync import HistorySync
         from rollout_worker.policy.controller import DraftController
@@ -158,14 +162,19 @@ class DraftingExtension(EngineExtension):
         from rollout_worker.policy.policies import make_policy
         from rollout_worker.policy.step_cost import CPU, H100_7B
 
-        patch_sampling_without_drafts(self.model_runner)
+        if self._das_uses_v2:
+            scheduling = self._das_scheduling = self._das_schedule_drafts()
+        else:
+            patch_sampling_without_drafts(self.model_runner)
         if not is_output_rank():
             return False
         config = DraftingConfig.from_dict(drafting)
         history = config.history
         cores = len(os.sched_getaffinity(0))
         threads = max(1, min(_MAX_DRAFTING_THREADS, cores // _CORES_PER_DRAFTING_THREAD))
-        self._das_index = SuffixIndex(threads=threads, max_bytes=config.max_index_bytes, pool_tokens=POOL_TOKENS)
+        self._das_index = SuffixIndex(
+            threads=threads, max_bytes=config.max_index_bytes, pool_tokens=POOL_TOKENS, draft_ahead=cores > 2
+        )
         keys = HistoryKeys(history.namespace, history.name)
         store = HistoryStore(connect_history(history.redis_url), keys, window=history.window)
         vocabulary = self.model_runner.model_config.get_vocab_size()
@@ -176,14 +185,25 @@ class DraftingExtension(EngineExtension):
         policy = make_policy(config.policy, limits, self._das_sync.expected_lengths, self._das_sync.length_stats)
         prior = CPU if self.device.type == "cpu" else H100_7B
         self._das_controller = DraftController(policy, prior, governed=config.governed)
-        self._das_proposer.start(self.model_runner, Drafter(self._das_index), self._das_controller)
+        self._das_loop = DraftingLoop(self._das_index, self._das_controller, config.max_draft_tokens)
+        if self._das_uses_v2:
+            scheduling.start(self._das_loop)
+        else:
+            self.model_runner.drafter.start(self.model_runner, self._das_loop)
         self._das_sync.start()
         return True
 
     @property
-    def _das_proposer(self) -> HistoryProposer:
-        proposer: HistoryProposer = self.model_runner.drafter
-        return proposer
+    def _das_uses_v2(self) -> bool:
+        return bool(self.vllm_config.use_v2_model_runner)
+
+    def _das_schedule_drafts(self) -> DraftScheduling:
+        """Let the V2 model runner of this rank verify the drafts of the rank that drafts."""
+        from rollout_worker.engine.compat_v2 import broadcast_drafts, check
+        from rollout_worker.engine.speculator import DraftScheduling
+
+        check(self.model_runner, self.vllm_config)
+        return DraftScheduling(self, broadcast_drafts(self.vllm_config))
 
     def das_announce(self, problems: list[str], generation: int, wanted: list[str] | None) -> None:
         """Fetch the history of *problems* in the background; see :meth:`Engine.announce`."""
@@ -195,34 +215,41 @@ class DraftingExtension(EngineExtension):
         return self._das_sync is None or self._das_sync.wait_ready(timeout=0)
 
     def das_interrupt_timing(self) -> None:
-        """See :meth:`HistoryProposer.interrupt_timing`."""
-        self._das_proposer.interrupt_timing()
+        """See :meth:`DraftingLoop.interrupt_timing`."""
+        if self._das_loop is not None:
+            self._das_loop.interrupt_timing()
 
     def das_set_queue(self, rollouts: int, expected_tokens: float) -> None:
         """Set the rollouts that wait for a place in the batch; see :meth:`Engine.set_queue`."""
         from rollout_worker.policy.draft_policy import QueueState
 
-        self._das_proposer.queue = QueueState(rollouts, expected_tokens)
+        if self._das_loop is not None:
+            self._das_loop.queue = QueueState(rollouts, expected_tokens)
 
     def das_take_counts(self, keys: list[str]) -> dict[str, tuple[int, int, int]]:
         """Return the numbers of drafted, accepted and generated tokens of responses that have ended, by key."""
+        if self._das_loop is None:
+            return {}
         return {
             key: (counts.drafted, counts.accepted, counts.generated)
-            for key, counts in self._das_proposer.take_counts(keys).items()
+            for key, counts in self._das_loop.take_counts(keys).items()
         }
 
     def das_stats(self) -> dict[str, Any]:
         """Return statistics of the drafter, its index and the cost model; empty on ranks that do not draft."""
-        if self._das_sync is None:
+        if self._das_sync is None or self._das_loop is None:
             return {}
-        proposer, controller = self._das_proposer, self._das_controller
+        loop, controller = self._das_loop, self._das_controller
         cost = controller.fit.cost
-        return {
-            "decoding_steps": proposer.steps,
-            "tracked_responses": proposer.num_tracked,
-            "proposed_tokens": proposer.proposed_tokens,
-            "drafting_seconds": proposer.seconds,
-            "sampling_patched": proposer.sampling_patched,
+        scheduling = self._das_scheduling
+        return ({} if scheduling is None else {"draft_tokens": scheduling.draft_tokens}) | {
+            "decoding_steps": loop.steps,
+            "tracked_responses": loop.num_tracked,
+            "proposed_tokens": loop.proposed_tokens,
+            "drafting_seconds": loop.seconds,
+            "drafting_failures": loop.failures,
+            "last_drafting_failure": loop.last_failure,
+            "sampling_patched": not self._das_uses_v2 and self.model_runner.drafter.sampling_patched,
             "index_bytes": self._das_index.bytes(),
             "cost_base_seconds": cost.base_s,
             "cost_token_seconds": cost.per_token_s,

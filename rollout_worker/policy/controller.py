@@ -9,7 +9,7 @@ import numpy as np
 from rollout_worker.arrays import Floats, Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
 from rollout_worker.policy.draft_policy import EMPTY_QUEUE, DraftBudgets, DraftPolicy, QueueState
-from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor
+from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor, Trial
 from rollout_worker.policy.idle_backoff import IdleBackoff
 from rollout_worker.policy.rollout_table import Column
 from rollout_worker.policy.step_cost import StepCost
@@ -33,6 +33,8 @@ class StepOutcome(NamedTuple):
     """Number of draft tokens expected to be accepted, which is the sum of their survivals."""
     context_tokens: Integers
     """Number of tokens of prompt and response that attention read."""
+    trial: Trial | None = None
+    """:attr:`Governor.trial` after the drafts of this step were selected."""
 
 
 class DraftController:
@@ -125,7 +127,12 @@ class DraftController:
         self._policy.advance(step.rows, step.generated, step.drafted)
         accepted = np.minimum(step.generated - 1, step.drafted)
         self.governor.observe_step(
-            step.rows, generated=step.generated, drafted=step.drafted, expected=step.expected, accepted=accepted
+            step.rows,
+            generated=step.generated,
+            drafted=step.drafted,
+            expected=step.expected,
+            accepted=accepted,
+            trial=step.trial,
         )
         if seconds is not None:
             self._observe_time(step, accepted, num_rollouts, seconds)
@@ -143,12 +150,14 @@ class DraftController:
             return
         cost = self.fit.cost
         saved_s = float((accepted * (self._token_values_s[step.rows] + cost.per_token_s)).sum())
-        if is_representative:
+        if step.trial is not None:
+            self.governor.observe_trial(
+                step.trial,
+                without_drafts_s=without_drafts_s,
+                gain_s=saved_s - cost.per_token_s * drafted,
+                drafting_s=cost.drafting_s,
+            )
+        elif is_representative:
             self.governor.observe_time(
                 without_drafts_s=without_drafts_s, extra_s=seconds - without_drafts_s, saved_s=saved_s
             )
-        self.governor.observe_trial(
-            without_drafts_s=without_drafts_s,
-            gain_s=saved_s - cost.per_token_s * drafted,
-            drafting_s=cost.drafting_s,
-        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -45,6 +44,32 @@ class TimedStep(NamedTuple):
     has_drafts: bool = False
 
 
+class _KeptSteps:
+    """The newest steps of one kind."""
+
+    def __init__(self) -> None:
+        self._features = np.empty((_STEPS_PER_KIND, len(StepCost._fields)))
+        self._seconds = np.empty(_STEPS_PER_KIND)
+        self._count = 0
+        """Number of steps that were added."""
+
+    def add(self, step: TimedStep) -> None:
+        place = self._count % _STEPS_PER_KIND
+        self._features[place] = 1.0, step.tokens, step.context_tokens, step.has_drafts
+        self._seconds[place] = step.seconds
+        self._count += 1
+
+    @property
+    def features(self) -> Floats:
+        """By how much of each coefficient the steps consist, shape (steps, coefficients)."""
+        return self._features[: self._count]
+
+    @property
+    def seconds(self) -> Floats:
+        """The durations, shape (steps,)."""
+        return self._seconds[: self._count]
+
+
 class CostFit:
     """Fits :class:`StepCost` to the observed steps, and learns by which factor each kind of step differs from it.
 
@@ -73,11 +98,11 @@ class CostFit:
         self._units = np.array(prior._replace(drafting_s=prior.base_s))
         self._prior = np.array(prior) / self._units
         self._seen_token_counts: set[int] = set()
-        self._steps: dict[tuple[int, bool], deque[TimedStep]] = {}
+        self._steps: dict[tuple[int, bool], _KeptSteps] = {}
         self._kind_factors: dict[tuple[int, bool], float] = {}
 
     def observe(self, step: TimedStep) -> bool:
-        """Add a step. Every 32nd call fits the model, which takes some hundred microseconds.
+        """Add a step. Every 32nd call fits the model.
 
         Returns:
             Whether the step's duration is representative of such steps.
@@ -86,7 +111,7 @@ class CostFit:
         self._seen_token_counts.add(step.tokens)
         if is_first or step.seconds <= 0:
             return False
-        self._steps.setdefault(_kind(step.tokens, step.is_uniform), deque(maxlen=_STEPS_PER_KIND)).append(step)
+        self._steps.setdefault(_kind(step.tokens, step.is_uniform), _KeptSteps()).add(step)
         self.num_steps += 1
         if self.num_steps % _REFIT_INTERVAL_STEPS == 0 or self.num_steps in _EARLY_REFITS:
             self._fit()
@@ -97,14 +122,13 @@ class CostFit:
         return self.cost.step_time(tokens, context_tokens) * self._kind_factors.get(_kind(tokens, is_uniform), 1.0)
 
     def _fit(self) -> None:
-        steps = [step for kept in self._steps.values() for step in kept]
-        seconds = np.array([step.seconds for step in steps])
-        features = np.array([(1.0, step.tokens, step.context_tokens, step.has_drafts) for step in steps])
+        seconds = np.concatenate([kept.seconds for kept in self._steps.values()])
+        features = np.concatenate([kept.features for kept in self._steps.values()])
         by_prior = features @ (self._prior * self._units)
         units = self._units * float(np.median(seconds / by_prior))
         floor = np.maximum(seconds, features @ (self._prior * units)) / _CLIP_FACTOR
         predicted = np.maximum(seconds, floor)
-        weights = np.ones(len(steps))
+        weights = np.ones(len(seconds))
         for _ in range(_REWEIGHTING_ROUNDS):
             scaled = features * units / predicted[:, None]
             coefficients = units * _solve(scaled, seconds / predicted, weights, self._prior)
@@ -116,7 +140,7 @@ class CostFit:
         self.median_relative_error = float(np.median(np.abs(seconds / predicted - 1)))
         start = 0
         for kind, kept in self._steps.items():
-            count = len(kept)
+            count = len(kept.seconds)
             factor = float(np.median(seconds[start : start + count] / predicted[start : start + count]))
             self._kind_factors[kind] = (count * factor + _KIND_PRIOR_STEPS) / (count + _KIND_PRIOR_STEPS)
             start += count

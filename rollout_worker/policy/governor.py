@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,6 +37,15 @@ _STOP_STANDARD_ERRORS = 2.0
 _MIN_TRIALS_TO_RESUME = 8
 
 
+class Trial(NamedTuple):
+    """A draft that is made only to explore."""
+
+    row: int
+    """Row of its rollout."""
+    candidates: int
+    """Number of rollouts from which that one was chosen."""
+
+
 class Governor:
     """Limits a policy's budgets by what drafting has achieved.
 
@@ -66,10 +76,8 @@ class Governor:
         self._mean_gain, self._mean_square, self._steps = 0.0, 0.0, 0
         """Statistics of the gains of steps with drafts."""
         self._trials, self._mean_trial_gain = 0, 0.0
-        self._trial_row: int | None = None
-        """Row of the rollout whose draft in this step is a trial."""
-        self._candidates = 1
-        """Number of rollouts from which the one with the trial was chosen."""
+        self.trial: Trial | None = None
+        """The trial among the drafts that were last chosen; pass it on when their verification is observed."""
         self._turn = 0
 
     def open(self, row: int) -> None:
@@ -83,7 +91,7 @@ class Governor:
         ratios = (self._accepted[rows] + _PRIOR_TOKENS * prior) / (self._expected[rows] + _PRIOR_TOKENS)
         ratios /= _MIN_ACCEPTANCE_RATIO
         below = ratios < 1
-        self._trial_row = None
+        self.trial = None
         if not self.drafting_disabled and not below.any():
             return budgets
         raised = np.maximum(budgets.min_survivals, _DEFAULT_MIN_SURVIVAL) / np.maximum(ratios, 1e-9)
@@ -93,9 +101,8 @@ class Governor:
         if self._allowance_tokens >= _TRIAL_TOKENS:
             candidates = np.flatnonzero((budgets.tokens > 0) & (below | self.drafting_disabled))
             if len(candidates):
-                self._candidates = len(candidates)
                 place = self._next_turn(candidates)
-                self._trial_row = int(rows[place])
+                self.trial = Trial(int(rows[place]), len(candidates))
                 tokens[place] = min(int(budgets.tokens[place]), _TRIAL_TOKENS)
                 survivals[place] = budgets.min_survivals[place]
         return DraftBudgets(tokens, survivals, budgets.token_values_s)
@@ -114,12 +121,12 @@ class Governor:
         places = np.flatnonzero(drafted)
         if gain > 0 or not len(places):
             return places
-        if self._trial_row is not None:
-            return np.asarray(places[rows[places] == self._trial_row])
+        if self.trial is not None:
+            return np.asarray(places[rows[places] == self.trial.row])
         place = self._next_turn(places)
         if drafted[place] > self._allowance_tokens:
             return places[:0]
-        self._trial_row = int(rows[place])
+        self.trial = Trial(int(rows[place]), 1)
         return np.array([place])
 
     def _next_turn(self, places: Integers) -> int:
@@ -127,7 +134,14 @@ class Governor:
         return int(places[self._turn % len(places)])
 
     def observe_step(
-        self, rows: Integers, *, generated: Integers, drafted: Integers, expected: Floats, accepted: Integers
+        self,
+        rows: Integers,
+        *,
+        generated: Integers,
+        drafted: Integers,
+        expected: Floats,
+        accepted: Integers,
+        trial: Trial | None,
     ) -> None:
         """Record the acceptance of one step.
 
@@ -137,6 +151,7 @@ class Governor:
             drafted: number of its draft tokens that were verified.
             expected: number of draft tokens expected to be accepted, which is the sum of their survivals.
             accepted: number of draft tokens that were accepted.
+            trial: the trial among the drafts.
         """
         self._allowance_tokens = min(
             self._allowance_tokens + self._exploration * int(generated.sum()), _MAX_SAVED_TRIALS * _TRIAL_TOKENS
@@ -152,20 +167,20 @@ class Governor:
         decay = np.where(total_expected > _HALVE_ROLLOUT_AT_TOKENS, 0.5, 1.0)
         self._expected[rows] = total_expected * decay
         self._accepted[rows] = (self._accepted[rows] + accepted) * decay
-        if self._trial_row is not None:
-            explored = int(drafted[rows == self._trial_row].sum())
+        if trial is not None:
+            explored = int(drafted[rows == trial.row].sum())
             self._allowance_tokens -= explored
             self.trial_tokens += explored
 
     def observe_time(self, *, without_drafts_s: float, extra_s: float, saved_s: float) -> None:
-        """Record the duration of a step with drafts; disable drafting if it loses time.
+        """Record the duration of a step with drafts, none of them a trial; disable drafting if it loses time.
 
         Args:
             without_drafts_s: predicted seconds of the step without drafts.
             extra_s: seconds by which the step was longer than that.
             saved_s: value of the accepted draft tokens, in seconds.
         """
-        if without_drafts_s <= 0 or self.drafting_disabled or self._trial_row is not None:
+        if without_drafts_s <= 0 or self.drafting_disabled:
             return
         gain = min(max((saved_s - extra_s) / without_drafts_s, -_MAX_STEP_GAIN), _MAX_STEP_GAIN)
         self._steps += 1
@@ -179,20 +194,21 @@ class Governor:
             self.num_stops += 1
             self._trials, self._mean_trial_gain = 0, 0.0
 
-    def observe_trial(self, *, without_drafts_s: float, gain_s: float, drafting_s: float) -> None:
+    def observe_trial(self, trial: Trial, *, without_drafts_s: float, gain_s: float, drafting_s: float) -> None:
         """Record the gain of a trial; enable drafting if all rollouts together would gain enough.
 
         The gain follows from the cost model, because the cost of one rollout's tokens cannot be measured: steps vary by
         more than that.
 
         Args:
+            trial: the trial.
             without_drafts_s: predicted seconds of the step without drafts.
             gain_s: seconds that the accepted tokens save, minus the cost of its tokens.
             drafting_s: c_draft, the cost of verifying any drafts.
         """
-        if not self.drafting_disabled or self._trial_row is None or without_drafts_s <= 0:
+        if not self.drafting_disabled or without_drafts_s <= 0:
             return
-        gain = (gain_s * self._candidates - drafting_s) / without_drafts_s
+        gain = (gain_s * trial.candidates - drafting_s) / without_drafts_s
         gain = min(max(gain, -_MAX_STEP_GAIN), _MAX_STEP_GAIN)
         self._trials += 1
         self._mean_trial_gain += (gain - self._mean_trial_gain) / min(self._trials, 2 * _MIN_TRIALS_TO_RESUME)

@@ -21,8 +21,9 @@ _MAX_VERSIONS = 4
 class SpeculationCutoff:
     """Observes for how long an engine's governor has disabled drafting, by weight version.
 
-    With a drafter configured, vLLM uses its V1 model runner and synchronous scheduling even while nothing is drafted.
-    An engine without speculation may be faster.
+    With a drafter configured, an engine still looks for drafts from time to time, and its scheduler plans places for
+    them. An engine without speculation may be faster, above all on CPUs, where only such an engine schedules
+    asynchronously.
     """
 
     def __init__(

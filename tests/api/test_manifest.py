@@ -111,6 +111,34 @@ def test_every_example_is_valid(example: Path) -> None:
             "either",
         ),
         ("spec.history.maxBytes", "1Ki", "spec.history.maxBytes", "at least 1Mi"),
+        ("spec.engine.enableExpertParallel", True, "spec.engine.enableExpertParallel", "at least 2"),
+        ("spec.engine.quantization", "FP8 please", "spec.engine.quantization", "pattern"),
+        ("spec.engine.kvCacheDtype", "", "spec.engine.kvCacheDtype", "at least 1 character"),
+        (
+            "spec.engine.gpuMemoryUtilizationPercentage",
+            0.9,
+            "spec.engine.gpuMemoryUtilizationPercentage",
+            "valid integer",
+        ),
+        (
+            "spec.engine.gpuMemoryUtilizationPercentage",
+            101,
+            "spec.engine.gpuMemoryUtilizationPercentage",
+            "less than or equal to 100",
+        ),
+        (
+            "spec.engine",
+            {"gpuMemoryUtilizationPercentage": 80, "kvCacheMemory": "8Gi"},
+            "spec.engine.gpuMemoryUtilizationPercentage",
+            "remove one",
+        ),
+        ("spec.engine.extraArgs", {"dtype": "half"}, "spec.engine.extraArgs", "dtype set spec.engine.dtype instead"),
+        ("spec.engine.extraArgs", {"seed": 1}, "spec.engine.extraArgs", "spec.sampling.seed"),
+        ("spec.engine.extraArgs", {"data_parallel_size": 2}, "spec.engine.extraArgs", "runs several engines"),
+        ("spec.engine.extraArgs", {"worker_cls": "a.B"}, "spec.engine.extraArgs", "das-rollout sets it"),
+        ("spec.engine.extraArgs", {"max-num-batched-tokens": 1}, "spec.engine.extraArgs", ", max_num_batched_tokens"),
+        ("spec.engine.extraArgs", {"maxNumBatchedTokens": 1}, "spec.engine.extraArgs", ", max_num_batched_tokens"),
+        ("spec.engine.extraArgs", {"additional_config": {"a": "b" * 20_000}}, "spec.engine.extraArgs", "bytes as JSON"),
         ("spec.engine.tensorParallelSize", 4, "spec.workers.gpusPerWorker", "not a multiple of the 4 GPUs"),
         ("spec.weights.allowedRoots", ["models"], "spec.weights.allowedRoots", "absolute"),
         ("spec.source.dataset.epochs", 0, "spec.source.dataset.epochs", "greater than or equal to 1"),
@@ -124,6 +152,27 @@ def test_an_error_has_the_path_of_its_field(path: str, value: object, error_path
     errors = errors_of(manifest_with(path, value))
     assert [error_path] == list(errors)
     assert message in errors[error_path]
+
+
+def test_all_extra_args_that_cannot_be_set_are_named() -> None:
+    args = {"speculative_config": {}, "max_num_batched_tokens": 8192, "load_format": "dummy", "block_size": 32}
+    message = errors_of(manifest_with("spec.engine.extraArgs", args))["spec.engine.extraArgs"]
+    assert message.startswith("speculative_config set spec.speculation instead; load_format cannot be set, because ")
+    assert "max_num_batched_tokens" not in message
+    assert "block_size" not in message
+
+
+def test_extra_args_are_any_json_values() -> None:
+    args = {"block_size": 32, "trust_remote_code": True, "hf_overrides": {"a": [1, 0.5, None, "b"]}}
+    assert args == parse_job(manifest_with("spec.engine.extraArgs", args)).spec.engine.extra_args
+
+
+def test_a_cpu_worker_has_no_gpu_memory() -> None:
+    manifest = manifest_with("spec.engine.gpuMemoryUtilizationPercentage", 80)
+    manifest["spec"]["workers"] = {"gpusPerWorker": 0}
+    errors = errors_of(manifest)
+    assert ["spec.engine.gpuMemoryUtilizationPercentage"] == list(errors)
+    assert "set engine.kvCacheMemory instead" in errors["spec.engine.gpuMemoryUtilizationPercentage"]
 
 
 @pytest.mark.parametrize("url", ["redis+sentinel://a,b:1/main", "rediss+sentinel://a/main?ssl_ca_certs=/ca"])

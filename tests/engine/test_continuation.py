@@ -147,8 +147,7 @@ def test_the_first_draft_after_a_prefix_continues_the_history(drafting_engine: E
     whole = drafting_engine.sample(PROMPTS, sampling, "whole")
     for number, result in enumerate(whole):
         drafting_engine.add_history(f"whole-{number}", [result.token_ids])
-    counters = drafting_engine.engine.counters
-    before = (counters.draft_tokens, counters.accepted_tokens)
+    before = drafting_engine.vllm_counts()
     short = sampling.model_copy(update={"max_tokens": 40 + 1 + MAX_DRAFT_TOKENS + 1})
     results = drafting_engine.generate(
         [
@@ -160,11 +159,7 @@ def test_the_first_draft_after_a_prefix_continues_the_history(drafting_engine: E
     assert [(MAX_DRAFT_TOKENS, 2)] * len(PROMPTS) == [
         (result.num_accepted_tokens, result.num_decoding_steps) for result in results
     ]
-    counts = (
-        sum(response.num_draft_tokens for response in results),
-        sum(response.num_accepted_tokens for response in results),
-    )
-    assert counts == (counters.draft_tokens - before[0], counters.accepted_tokens - before[1])
+    drafting_engine.check_counts(results, before)
 
 
 @pytest.mark.parametrize(

@@ -375,9 +375,9 @@ def test_rollouts_migrate_from_an_engine_with_slow_steps_to_an_idle_one(run: Run
     async def scenario(job: CoordinatorHarness) -> None:
         # A step takes one second per rollout.
         slow = {"cost_base_seconds": 0.1, "cost_token_seconds": 1.0, "cost_context_token_seconds": 1e-6}
-        pinned_by_stop = request("stop", n=2, sampling={"stop": ["x"], "max_tokens": 400})
+        bound = request("bound", n=2, sampling={"presence_penalty": 0.5, "max_tokens": 400})
         async with job.coordinator() as coordinator, job.engine("a", max_running=16, counters=slow) as a:
-            job.send(JOB.requests, request("r", n=6, sampling={"max_tokens": 400}), pinned_by_stop)
+            job.send(JOB.requests, request("r", n=6, sampling={"max_tokens": 400}), bound)
             await job.inbox(a, 8)
             async with job.engine("b", max_running=16, counters=slow):
 

@@ -21,6 +21,19 @@ def test_the_crd_is_up_to_date() -> None:
     assert crd.chart_text() == crd.CHART_TARGET.read_text()
 
 
+def test_extra_args_keep_any_json_values_up_to_a_number() -> None:
+    (version,) = crd.document()["spec"]["versions"]
+    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    schema = spec["properties"]["engine"]["properties"]["extraArgs"]
+    assert ("object", 64, True) == (
+        schema["type"],
+        schema["maxProperties"],
+        schema["x-kubernetes-preserve-unknown-fields"],
+    )
+    assert "properties" not in schema
+    assert "additionalProperties" not in schema
+
+
 def test_images_install_the_versions_that_were_tested() -> None:
     for file, wanted in image_requirements.IMAGES.items():
         pinned = (image_requirements.REQUIREMENTS / file).read_text()

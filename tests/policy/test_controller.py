@@ -54,7 +54,8 @@ def run_steps(
             seconds += preparation_s * (tokens not in prepared)
             prepared.add(tokens)
             lengths = rng.integers(1, draft_tokens + 1, ROLLOUTS)
-        controller.observe_step(StepOutcome(rows, accepted + 1, verified, expected, context_tokens), seconds)
+        outcome = StepOutcome(rows, accepted + 1, verified, expected, context_tokens, controller.governor.trial)
+        controller.observe_step(outcome, seconds)
         if controller.skip_step():
             verified = np.zeros(ROLLOUTS, np.int64)
         else:

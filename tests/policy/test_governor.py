@@ -47,7 +47,9 @@ def run_step(governor: Governor, budgets: DraftBudgets, probability: float, rati
     lengths = draft_lengths(governor.limit(rows, budgets), probability)
     expected = expected_accepted(lengths, probability)
     accepted = np.round(np.array(ratios) * expected).astype(np.int64)
-    governor.observe_step(rows, generated=accepted + 1, drafted=lengths, expected=expected, accepted=accepted)
+    governor.observe_step(
+        rows, generated=accepted + 1, drafted=lengths, expected=expected, accepted=accepted, trial=governor.trial
+    )
     return lengths
 
 
@@ -107,12 +109,14 @@ def test_drafting_is_disabled_while_it_loses_time_and_enabled_when_it_would_gain
     for _ in range(2000):
         tried += int(run_step(governor, budgets, 0.5, all_accepted).sum())
         # Eight times this gain, minus the fixed cost of drafts, is too little.
-        governor.observe_trial(without_drafts_s=0.01, gain_s=0.00002, drafting_s=0.0001)
+        if governor.trial is not None:
+            governor.observe_trial(governor.trial, without_drafts_s=0.01, gain_s=0.00002, drafting_s=0.0001)
     assert governor.drafting_disabled
     assert 0 < tried <= 0.006 * 2000 * 8
     for _ in range(4000):
         run_step(governor, budgets, 0.5, all_accepted)
-        governor.observe_trial(without_drafts_s=0.01, gain_s=0.00004, drafting_s=0.0001)
+        if governor.trial is not None:
+            governor.observe_trial(governor.trial, without_drafts_s=0.01, gain_s=0.00004, drafting_s=0.0001)
     assert not governor.drafting_disabled
     assert 8 * 4 == governor.limit(np.arange(8), budgets).tokens.sum()
 
@@ -147,7 +151,14 @@ def test_drafts_that_are_together_not_worth_verifying_are_reduced_to_one_trial(l
         verified[selected] = drafted[selected]
         explored, generated = explored + int(verified.sum()), generated + len(lengths)
         none = np.zeros_like(drafted)
-        governor.observe_step(rows, generated=none + 1, drafted=verified, expected=none.astype(float), accepted=none)
+        governor.observe_step(
+            rows,
+            generated=none + 1,
+            drafted=verified,
+            expected=none.astype(float),
+            accepted=none,
+            trial=governor.trial,
+        )
     assert explored <= 0.005 * generated + 16
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from tests.support.reference_model import LoopThread
 KEYS = HistoryKeys("default", "engine-tests")
 MAX_DRAFT_TOKENS = 6
 HISTORY_TIMEOUT_S = 30
+USES_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+"""Whether engines use vLLM's V2 model runner."""
 
 
 def engine_config(model: Path, drafting: DraftingConfig | None = None) -> EngineConfig:
@@ -53,6 +56,22 @@ class EngineHarness:
     ) -> list[GenerationResult]:
         """Sample ``sampling.n`` responses to each prompt, in order."""
         return self.generate([self.request(prompt, sampling, problem, draft_budget=draft_budget) for prompt in prompts])
+
+    def vllm_counts(self) -> tuple[int | None, int]:
+        """Return how many tokens vLLM counts as drafted and as accepted so far.
+
+        V2 counts the places that it has planned for drafts, and the drafter counts one more draft of each response
+        that ends, because V2 executes one more step of it. The first number is then None.
+        """
+        counters = self.engine.counters
+        return None if USES_V2 else counters.draft_tokens, counters.accepted_tokens
+
+    def check_counts(self, results: Sequence[GenerationResult], before: tuple[int | None, int]) -> None:
+        """Compare the counts of responses with vLLM's since *before*."""
+        drafted, accepted = self.vllm_counts()
+        assert sum(result.num_accepted_tokens for result in results) == accepted - before[1]
+        if drafted is not None and before[0] is not None:
+            assert sum(result.num_draft_tokens for result in results) == drafted - before[0]
 
     def continue_from(
         self, prompt: Sequence[int], sampling: Sampling, prefixes: Sequence[Partial], problem: str = "p"

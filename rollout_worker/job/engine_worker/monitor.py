@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 _STATS = (
     "decoding_steps",
     "drafting_seconds",
+    "drafting_failures",
     "index_bytes",
     "cost_base_seconds",
     "cost_token_seconds",

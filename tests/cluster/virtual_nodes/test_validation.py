@@ -57,6 +57,18 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
         },
         "kvCacheMemory",
     ),
+    ({"engine": {"enableExpertParallel": True}}, "set that to at least 2"),
+    ({"engine": {"quantization": "FP8 please"}}, "spec.engine.quantization"),
+    ({"engine": {"gpuMemoryUtilizationPercentage": 101}}, "spec.engine.gpuMemoryUtilizationPercentage"),
+    ({"engine": {"gpuMemoryUtilizationPercentage": 80, "kvCacheMemory": "8Gi"}}, "remove one"),
+    (
+        {
+            "engine": {"gpuMemoryUtilizationPercentage": 80},
+            "workers": {"gpusPerWorker": 0, "accelerator": None},
+        },
+        "set engine.kvCacheMemory instead",
+    ),
+    ({"engine": {"extraArgs": {f"a{number}": 0 for number in range(65)}}}, "spec.engine.extraArgs"),
     ({"sampling": {"topP": 1.5}}, "spec.sampling.topP"),
     ({"sampling": {"topP": 0}}, "spec.sampling.topP"),
     ({"sampling": {"temperature": -1}}, "spec.sampling.temperature"),
@@ -113,6 +125,11 @@ REPORTED: list[tuple[str, dict[str, Any], str]] = [
         "worker-template",
         {"workers": {"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}},
         "spec.workers.podTemplate",
+    ),
+    (
+        "extra-args",
+        {"engine": {"extraArgs": {"dtype": "half", "block_size": 32}}},
+        "dtype set spec.engine.dtype instead",
     ),
     ("head-template", {"head": {"podTemplate": {"spec": {"volumes": ["x"]}}}}, "spec.head.podTemplate"),
 ]

@@ -1,0 +1,202 @@
+"""What is replaced in vLLM so that its V2 model runner drafts with :class:`HistorySpeculator`.
+
+vLLM has no hook for speculators of V2. It builds one of a fixed list, counts the method ``custom_class`` among those
+that V2 does not support, and permits asynchronous scheduling only for methods of another list. The functions below
+replace these decisions for engines that are configured for this drafter, and for no others. :func:`check` verifies the
+effect in a running engine.
+
+On CPUs, they also replace kernels that Triton's interpreter would run; see :mod:`rollout_worker.engine.cpu_kernels`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rollout_worker.engine.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+PROPOSER = "rollout_worker.engine.proposer.HistoryProposer"
+"""The class that identifies this drafter in vLLM's speculative configuration; V1 creates an object of it."""
+_METHOD = "custom_class"
+_ACCEPTED_METHOD = "ngram_gpu"
+"""A method for which vLLM's configuration permits V2 with asynchronous scheduling."""
+_INSTALLED = "_das_rollout_original"
+
+
+def uses_drafter(vllm_config: Any) -> bool:
+    """Return whether an engine with this configuration drafts by :mod:`rollout_worker`."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method == _METHOD and speculative.model == PROPOSER
+
+
+def install() -> None:
+    """Replace vLLM's decisions; further calls have no effect."""
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu import spec_decode
+
+    _replace(VllmConfig, "__post_init__", _configure)
+    _replace(VllmConfig, "_get_v2_model_runner_unsupported_features", _unsupported_features)
+    _replace(spec_decode, "init_speculator", _init_speculator)
+    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if runner is not None:
+        _replace(runner, "init_speculator", _init_speculator)
+    _prepare_cpus()
+
+
+def check(runner: Any, vllm_config: Any) -> None:
+    """Check that an engine with the V2 model runner drafts with :class:`HistorySpeculator`.
+
+    Raises:
+        EngineError: if the installed vLLM does not do what :func:`install` intends.
+    """
+    from vllm import __version__
+
+    problem = ""
+    if not vllm_config.scheduler_config.async_scheduling:
+        problem = "schedules synchronously"
+    elif runner.is_last_pp_rank and type(runner.speculator).__name__ != "HistorySpeculator":
+        problem = f"created {type(runner.speculator).__name__} instead of the drafter"
+    if problem:
+        raise EngineError(
+            f"vLLM {__version__} {problem}; install a supported version, or set VLLM_USE_V2_MODEL_RUNNER=0 to use its "
+            "V1 model runner"
+        )
+
+
+def broadcast_drafts(vllm_config: Any) -> Callable[[Any], Any] | None:
+    """Return a function that returns the object that the drafting rank passes, on every rank; None for a single rank.
+
+    The drafting rank is the first tensor rank of the last pipeline stage. Tensor ranks of one host share memory.
+    """
+    from vllm.distributed.parallel_state import get_tp_group, get_world_group
+
+    parallel = vllm_config.parallel_config
+    if parallel.world_size == 1:
+        return None
+    if parallel.pipeline_parallel_size == 1:
+        return lambda drafts: get_tp_group().broadcast_object(drafts, src=0)
+    source = parallel.world_size - parallel.tensor_parallel_size
+    return lambda drafts: get_world_group().broadcast_object(drafts, src=source)
+
+
+def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    if hasattr(original, _INSTALLED):
+        return
+    replacement = functools.wraps(original)(make(original))
+    setattr(replacement, _INSTALLED, original)
+    setattr(owner, name, replacement)
+
+
+def _configure(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_init(self: Any, *args: Any) -> None:
+        if not uses_drafter(self):
+            original(self, *args)
+            return
+        speculative = self.speculative_config
+        if not _wants_v2(self):
+            original(self, *args)
+            return
+        speculative.method = _ACCEPTED_METHOD
+        try:
+            original(self, *args)
+        finally:
+            speculative.method = _METHOD
+
+    return post_init
+
+
+def _wants_v2(vllm_config: Any) -> bool:
+    return bool(vllm_config.use_v2_model_runner)
+
+
+def _unsupported_features(original: Callable[..., Any]) -> Callable[..., Any]:
+    def unsupported_features(self: Any) -> list[str]:
+        features: list[str] = original(self)
+        if uses_drafter(self):
+            features = [feature for feature in features if _METHOD not in feature]
+        return features
+
+    return unsupported_features
+
+
+def _prepare_cpus() -> None:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        platform = type(current_platform)
+        _replace_class_method(platform, "check_and_update_config", _keep_asynchronous_scheduling)
+        _replace_class_method(platform, "register_triton_kernel_overrides", _register_kernels)
+
+
+def _replace_class_method(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = getattr(owner, name)
+    if hasattr(original, _INSTALLED):
+        return
+    replacement = make(original)
+    setattr(replacement, _INSTALLED, original)
+    setattr(owner, name, staticmethod(replacement))
+
+
+def _keep_asynchronous_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let CPU engines with V2 schedule asynchronously, as GPU engines do. vLLM disables it: CPUs do not need it."""
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        original(vllm_config)
+        if vllm_config.use_v2_model_runner:
+            vllm_config.scheduler_config.async_scheduling = wanted
+
+    return check_and_update_config
+
+
+def _register_kernels(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace kernels in the processes that run the model, which is where vLLM calls this function of its platform."""
+
+    def register_triton_kernel_overrides() -> None:
+        original()
+        if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+            from rollout_worker.engine import cpu_kernels
+
+            cpu_kernels.register()
+
+    return register_triton_kernel_overrides
+
+
+def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        if not uses_drafter(vllm_config):
+            return original(vllm_config, device, req_states)
+        from vllm.v1.worker.gpu import model_runner
+
+        from rollout_worker.engine.speculator import HistorySpeculator
+
+        _replace(model_runner, "maybe_create_adaptive_verification_manager", _create_verification_manager)
+        return HistorySpeculator(vllm_config, device, req_states)
+
+    return init_speculator
+
+
+def _create_verification_manager(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create(**arguments: Any) -> Any:
+        vllm_config = arguments["vllm_config"]
+        if not uses_drafter(vllm_config):
+            return original(**arguments)
+        if not vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs():
+            return None
+        from rollout_worker.engine.speculator import ExactVerification
+
+        try:
+            original(**arguments)
+        except ValueError as error:
+            logger.warning("Steps with drafts of different lengths run without full CUDA graphs: %s", error)
+            return None
+        return ExactVerification(arguments["query_start_loc"])
+
+    return create

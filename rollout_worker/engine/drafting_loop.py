@@ -1,0 +1,445 @@
+"""Drafts for the requests of an engine, step by step; shared by the interfaces to vLLM's two model runners."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+
+from rollout_worker.arrays import Integers, with_row
+from rollout_worker.drafting.index import DraftCounts
+from rollout_worker.engine.draft_settings import DraftSettings
+from rollout_worker.policy.controller import StepOutcome
+from rollout_worker.policy.draft_policy import EMPTY_QUEUE, QueueState
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from rollout_worker.drafting.index import SuffixIndex
+    from rollout_worker.policy.controller import DraftController
+    from rollout_worker.policy.governor import Trial
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+_UNTRACKED = -1
+_NEVER = -1
+_MAX_CONSECUTIVE_FAILURES = 3
+"""Number of consecutive steps in which drafting may fail before it is paused."""
+_PAUSE_STEPS = 1024
+"""Number of steps without drafts after repeated failures; doubled each time."""
+_NO_TOKEN = -1
+_TRACKED_REQUEST = np.dtype(
+    [
+        ("handle", np.int64),  # in the index
+        ("num_tokens", np.int64),  # prompt and response tokens that the index knows
+        ("last_step", np.int64),  # number of the step after which it was last in the batch
+        ("expected", np.float64),  # tokens of its last draft that are expected to be accepted
+        ("budget", np.int32),  # maximum number of draft tokens in the next step
+        ("min_survival", np.float32),  # survival below which the next draft ends
+        ("is_planned", np.bool_),  # whether the last two are set
+    ]
+)
+"""The state of a request, in the row of its rollout."""
+
+
+class RunningBatch(NamedTuple):
+    """The requests of one verification step, after its tokens were sampled."""
+
+    request_ids: list[str]
+    num_tokens: Integers
+    """Number of tokens of prompt and response, including the sampled ones, shape (requests,)."""
+    token_ids: NDArray[np.int32]
+    """Prompts and responses, one in each row."""
+    places: Integers
+    """Row of *token_ids* for each request, shape (requests,)."""
+    verified: Integers
+    """Number of draft tokens that the step verified, shape (requests,)."""
+
+
+class Drafts(NamedTuple):
+    """The drafts to verify in the next step, in the order of the batch."""
+
+    tokens: NDArray[np.int64]
+    """The tokens, filled up with -1, shape (requests, max_draft_tokens)."""
+    lengths: NDArray[np.int32]
+    """Number of tokens of each draft, shape (requests,)."""
+
+    def as_lists(self) -> list[list[int]]:
+        """Return the tokens of each draft."""
+        return [tokens[:length] for tokens, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
+
+
+class _Unobserved(NamedTuple):
+    """A step that the policy has not learned from yet."""
+
+    outcome: StepOutcome
+    seconds: float | None
+
+
+class DraftingLoop:
+    """Follows an engine's requests and drafts for them within the budgets of the policy.
+
+    Each step consists of two calls. :meth:`draft` is on the critical path, between sampling and the next forward pass.
+    :meth:`plan`, which may be called while the forward pass runs, lets the policy learn from the step before and
+    decides the budgets of the next drafts.
+
+    A fault in drafting costs drafts, never the engine: no method raises. After a failure all requests are forgotten and
+    followed again from their tokens. If drafting fails repeatedly, it is paused.
+    """
+
+    def __init__(self, index: SuffixIndex, controller: DraftController, max_draft_tokens: int) -> None:
+        """Create a loop without requests.
+
+        Args:
+            index: makes the drafts.
+            controller: decides the budgets.
+            max_draft_tokens: maximum number of tokens of one draft.
+        """
+        self.queue: QueueState = EMPTY_QUEUE
+        """The rollouts that wait for a place in the batch, as the job reports them."""
+        self.steps = 0
+        """Number of steps."""
+        self.seconds = 0.0
+        """Seconds spent in :meth:`draft`."""
+        self.proposed_tokens = 0
+        """Number of tokens of all drafts."""
+        self.failures = 0
+        """Number of steps in which drafting failed."""
+        self.last_failure = ""
+        """The exception of the last failure, for reports."""
+        self._index, self._controller, self._max_draft_tokens = index, controller, max_draft_tokens
+        self._settings: dict[str, _Request] = {}
+        """Requests that have draft settings, by request id."""
+        self._rows: dict[str, int] = {}
+        """Request id → row of the rollout, for requests whose response has begun."""
+        self._tracked = np.zeros(1, _TRACKED_REQUEST)
+        self._last_batch: tuple[list[str], Integers] = [], np.zeros(0, np.int64)
+        """The request ids of the last batch, and the row of each; -1 for those that are not tracked."""
+        self._finished: dict[str, DraftCounts] = {}
+        self._earlier: dict[str, DraftCounts] = {}
+        """Counts of requests that were forgotten after a failure or reset, by key."""
+        self._unobserved: _Unobserved | None = None
+        self._trial: Trial | None = None
+        """The trial among the last drafts."""
+        self._last_call: float | None = None
+        """``time.perf_counter()`` at the last call of :meth:`draft`; None if the step since then is not timed."""
+        self._consecutive_failures = 0
+        self._pause_steps = _PAUSE_STEPS
+        self._paused_until = 0
+
+    @property
+    def num_tracked(self) -> int:
+        """Number of responses that are drafted for, or whose counts were not taken yet."""
+        return len(self._rows) + len(self._finished)
+
+    def interrupt_timing(self) -> None:
+        """Do not measure the current step, because the engine does something else before the next one."""
+        self._last_call = None
+
+    # The requests
+
+    def add(self, request_id: str, settings: DraftSettings, prompt_tokens: int, end_tokens: list[int]) -> None:
+        """Follow a request from now on.
+
+        Args:
+            request_id: the engine's id of the request.
+            settings: its draft settings.
+            prompt_tokens: number of tokens of its prompt as the engine sees it, that is, with the prefix.
+            end_tokens: tokens that end its response.
+        """
+        # The prefix belongs to the response, although it is part of the engine's prompt.
+        self._settings[request_id] = _Request(settings, prompt_tokens - settings.prefix_tokens, end_tokens)
+
+    def knows(self, request_id: str) -> bool:
+        """Return whether the request was added."""
+        return request_id in self._settings
+
+    def rewind(self, request_id: str, num_tokens: int) -> None:
+        """Forget a request's tokens from *num_tokens* on, which the engine has discarded, as it may in a preemption."""
+        row = self._rows.get(request_id)
+        if row is not None and int(self._tracked["num_tokens"][row]) > num_tokens:
+            self._guard(lambda: self._suspend(request_id))
+
+    def remove(self, request_ids: Iterable[str]) -> None:
+        """Stop following requests that have ended; others are ignored."""
+        if ended := self._settings.keys() & request_ids:
+            self._guard(lambda: self._close(ended))
+
+    def keep_only(self, request_ids: Collection[str]) -> None:
+        """Stop following all requests but these."""
+        self.remove(self._settings.keys() - request_ids)
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests that were added and have not been removed."""
+        return len(self._settings)
+
+    def take_counts(self, keys: list[str]) -> dict[str, DraftCounts]:
+        """Return the counts of responses that have ended, by key; each is returned once."""
+        ended = set(keys)
+        closing = [request_id for request_id, request in self._settings.items() if request.settings.key in ended]
+        self._guard(lambda: self._close(closing))
+        return {key: self._finished.pop(key) for key in keys if key in self._finished}
+
+    def _open(self, request_id: str, tokens: NDArray[np.int32]) -> None:
+        """Start to draft for a request whose response has begun.
+
+        Args:
+            request_id: its id.
+            tokens: its prompt and what follows.
+        """
+        settings, prompt_tokens, end_tokens = self._settings[request_id]
+        earlier = self._earlier.get(settings.key)
+        if earlier is not None:
+            # All tokens of the response are counted again.
+            self._earlier[settings.key] = earlier._replace(generated=0)
+        row = self._controller.open(
+            settings.problem, prompt_tokens=prompt_tokens, generated=0, max_tokens=settings.max_tokens
+        )
+        try:
+            handle = self._index.open(
+                settings.problem,
+                tokens[:prompt_tokens].astype(np.uint32),
+                sources=tuple(settings.sources),
+                context_length=prompt_tokens if settings.later_turn else 0,
+                stop_tokens=end_tokens,
+                undrafted_tokens=settings.undrafted_tokens,
+                min_tokens=settings.min_tokens,
+                max_tokens=settings.max_tokens,
+                max_draft_tokens=settings.budget,
+            )
+        except BaseException:
+            self._controller.close(row)
+            raise
+        self._tracked = with_row(self._tracked, row)
+        self._tracked[row] = (handle, prompt_tokens, _NEVER, 0.0, 0, 1.0, False)
+        self._set_row(request_id, row)
+
+    def _set_row(self, request_id: str, row: int | None) -> None:
+        if row is None:
+            del self._rows[request_id]
+        else:
+            self._rows[request_id] = row
+        self._last_batch = [], np.zeros(0, np.int64)
+
+    def _suspend(self, request_id: str) -> None:
+        """Forget what the drafter knows about a request, but not the request."""
+        row = self._rows[request_id]
+        self._set_row(request_id, None)
+        self._unobserved = None  # it may refer to the row
+        self._controller.close(row)
+        counts = self._index.close(int(self._tracked["handle"][row]))
+        key = self._settings[request_id].settings.key
+        self._earlier[key] = _sum(counts, self._earlier.pop(key, None))
+
+    def _close(self, request_ids: Iterable[str]) -> None:
+        for request_id in list(request_ids):
+            if request_id in self._rows:
+                self._suspend(request_id)
+            key = self._settings.pop(request_id).settings.key
+            counts = self._earlier.pop(key, None)
+            if counts is not None:
+                self._finished[key] = counts
+
+    # The steps
+
+    def skip_step(self) -> bool:
+        """Return whether nothing is drafted in this step, so that the sampled tokens are not needed. Call it once."""
+        self.steps += 1
+        if self.steps <= self._paused_until or self._controller.skip_step():
+            self._last_call = None
+            return True
+        return False
+
+    def draft(self, batch: RunningBatch) -> Drafts:
+        """Return drafts for the batch, given the tokens that were just sampled. Tokens of skipped steps are caught up.
+
+        Requests that were not added, and those whose response has not begun, get no drafts.
+        """
+        started = time.perf_counter()
+        drafts = self._guard(lambda: self._draft(batch, started))
+        self._last_call = started
+        self.seconds += time.perf_counter() - started
+        return self._no_drafts(len(batch.places)) if drafts is None else drafts
+
+    def _no_drafts(self, requests: int) -> Drafts:
+        tokens = np.full((requests, self._max_draft_tokens), _NO_TOKEN, np.int64)
+        return Drafts(tokens, np.zeros(requests, np.int32))
+
+    def plan(self) -> None:
+        """Learn from the step before the last drafts, and decide the budgets of the next ones."""
+        self._guard(self._plan)
+
+    def _draft(self, batch: RunningBatch, started: float) -> Drafts:
+        if self._unobserved is not None:
+            self._plan()
+        self._open_new(batch)
+        rows = self._rows_of(batch.request_ids)
+        generated = batch.num_tokens - self._tracked["num_tokens"][rows]
+        chosen = np.flatnonzero((generated > 0) & (rows != _UNTRACKED))
+        if len(chosen) == len(rows):
+            return self._draft_chosen(batch, rows, generated, started, is_complete=True)
+        drafts = self._no_drafts(len(rows))
+        if len(chosen):
+            part = RunningBatch(
+                batch.request_ids,
+                batch.num_tokens[chosen],
+                batch.token_ids,
+                batch.places[chosen],
+                batch.verified[chosen],
+            )
+            drafted = self._draft_chosen(part, rows[chosen], generated[chosen], started, is_complete=False)
+            drafts.tokens[chosen], drafts.lengths[chosen] = drafted.tokens, drafted.lengths
+        return drafts
+
+    def _draft_chosen(
+        self, batch: RunningBatch, rows: Integers, generated: Integers, started: float, *, is_complete: bool
+    ) -> Drafts:
+        """Draft for requests that all have new tokens.
+
+        Args:
+            batch: the requests.
+            rows: their rows, shape (requests,).
+            generated: number of new tokens of each, shape (requests,).
+            started: ``time.perf_counter()`` when the tokens were known.
+            is_complete: whether these are all requests of the step.
+        """
+        tracked, verified, num_tokens = self._tracked, batch.verified, batch.num_tokens
+        seconds = self._step_seconds(rows, started, is_complete=is_complete)
+        # Without a draft, a step samples one token; the others were sampled in steps that were skipped.
+        in_step = np.where(verified > 0, generated, 1)
+        skipped = generated - in_step
+        if skipped.any():
+            self._catch_up(batch, rows, skipped)
+        drafts = self._no_drafts(len(rows))
+        survivals = np.empty(drafts.tokens.shape, np.float32)
+        if not tracked["is_planned"][rows].all():
+            self._plan()
+        self._index.step(
+            tracked["handle"][rows],
+            _last_tokens(batch, in_step),
+            in_step.astype(np.int32),
+            tracked["budget"][rows],
+            tracked["min_survival"][rows],
+            drafts.tokens,
+            survivals,
+            drafts.lengths,
+            verified.astype(np.int32),
+        )
+        outcome_expected = np.where(verified > 0, tracked["expected"][rows], 0.0)
+        outcome = StepOutcome(rows, in_step, verified, outcome_expected, num_tokens - in_step, self._trial)
+        self._unobserved = _Unobserved(outcome, seconds)
+        expected = survivals.sum(axis=1, dtype=np.float64)
+        tracked["num_tokens"][rows], tracked["expected"][rows] = num_tokens, expected
+        lengths = drafts.lengths.astype(np.int64)
+        selected = self._controller.select(rows, lengths, expected)
+        self._trial = self._controller.governor.trial
+        if len(selected) < np.count_nonzero(lengths):
+            verify = np.zeros(len(rows), np.bool_)
+            verify[selected] = True
+            drafts.lengths[~verify] = 0
+        self.proposed_tokens += int(drafts.lengths.sum())
+        self._consecutive_failures = 0
+        return drafts
+
+    def _catch_up(self, batch: RunningBatch, rows: Integers, skipped: Integers) -> None:
+        """Append the tokens of steps in which nothing was drafted, *skipped* for each request."""
+        for index in np.flatnonzero(skipped):
+            row, start = int(rows[index]), int(self._tracked["num_tokens"][rows[index]])
+            tokens = batch.token_ids[batch.places[index], start : start + int(skipped[index])]
+            self._index.extend(int(self._tracked["handle"][row]), tokens.astype(np.uint32))
+            self._controller.add_unobserved(row, len(tokens))
+
+    def _rows_of(self, request_ids: list[str]) -> Integers:
+        last_ids, rows = self._last_batch
+        if request_ids != last_ids or not request_ids:
+            find = self._rows.get
+            rows = np.fromiter((find(request_id, _UNTRACKED) for request_id in request_ids), np.int64, len(request_ids))
+            self._last_batch = request_ids, rows
+        return rows
+
+    def _open_new(self, batch: RunningBatch) -> None:
+        if len(self._rows) == len(self._settings):
+            return
+        for index, request_id in enumerate(batch.request_ids):
+            request = self._settings.get(request_id)
+            if request is None or request_id in self._rows:
+                continue
+            if batch.num_tokens[index] > request.prompt_tokens + request.settings.prefix_tokens:
+                self._open(request_id, batch.token_ids[batch.places[index]])
+
+    def _step_seconds(self, rows: Integers, started: float, *, is_complete: bool) -> float | None:
+        """Return the duration of the step; None if it did more than decode the same requests as the step before.
+
+        A request that is new, or was preempted, had its prompt read in the step.
+        """
+        last_steps = self._tracked["last_step"]
+        is_timed = is_complete and bool((last_steps[rows] == self.steps - 1).all())
+        last_steps[rows] = self.steps
+        return started - self._last_call if is_timed and self._last_call is not None else None
+
+    def _plan(self) -> None:
+        unobserved, self._unobserved = self._unobserved, None
+        if unobserved is not None:
+            self._controller.observe_step(*unobserved)
+        rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
+        if not len(rows):
+            return
+        budgets = self._controller.compute_budgets(rows, self.queue)
+        self._tracked["budget"][rows] = budgets.tokens
+        self._tracked["min_survival"][rows] = budgets.min_survivals
+        self._tracked["is_planned"][rows] = True
+
+    # Failures
+
+    def _guard(self, work: Callable[[], _Result]) -> _Result | None:
+        """Return the result of *work*; if it fails, record that, forget the state of all requests and return None."""
+        try:
+            return work()
+        except Exception as error:
+            self._record_failure(error)
+            return None
+
+    def _record_failure(self, error: Exception) -> None:
+        self.failures += 1
+        self._consecutive_failures += 1
+        self.last_failure = f"{type(error).__name__}: {error}"
+        if self.failures == 1:
+            logger.exception("Drafting failed; the engine goes on without drafts in this step.")
+        else:
+            logger.error("Drafting failed (%d times in all): %s", self.failures, self.last_failure)
+        if self._consecutive_failures >= _MAX_CONSECUTIVE_FAILURES:
+            self._paused_until = self.steps + self._pause_steps
+            logger.error("Drafting is paused for %d steps after repeated failures.", self._pause_steps)
+            self._pause_steps *= 2
+            self._consecutive_failures = 0
+        self._unobserved = None
+        for request_id in list(self._rows):
+            try:
+                self._suspend(request_id)
+            except Exception:
+                logger.debug("The drafter has lost a request.", exc_info=True)
+
+
+class _Request(NamedTuple):
+    settings: DraftSettings
+    prompt_tokens: int
+    """Number of tokens in front of the response."""
+    end_tokens: list[int]
+
+
+def _sum(first: DraftCounts, second: DraftCounts | None) -> DraftCounts:
+    if second is None:
+        return first
+    return DraftCounts(*(a + b for a, b in zip(first, second, strict=True)))
+
+
+def _last_tokens(batch: RunningBatch, lengths: Integers) -> NDArray[np.int64]:
+    """Return the last *lengths* tokens of each request; shape (requests, maximum length), the rest is undefined."""
+    columns = (batch.num_tokens - lengths)[:, None] + np.arange(int(lengths.max()))
+    np.minimum(columns, batch.token_ids.shape[1] - 1, out=columns)
+    return batch.token_ids[batch.places[:, None], columns].astype(np.int64)

@@ -1,0 +1,300 @@
+"""Connects the drafting loop to the V2 model runner of vLLM.
+
+**Interface.** V2 builds a speculator on each rank of the last pipeline stage, and calls its ``propose`` after each
+step. With asynchronous scheduling, the next step is planned while the device still computes the last one, with
+``num_speculative_tokens`` places for each request.
+
+**Order of events.** ``propose`` only starts to copy the number of tokens of each request to the host. When the planned
+step is about to be executed, :class:`DraftScheduling` waits for the copy, drafts, copies the drafts to the device and
+reduces the planned step to the places that have drafts. The runner therefore knows exactly how many tokens each request
+has, and a step without drafts is the same as without speculation.
+
+**Ranks.** Only one rank drafts; the others receive its drafts, so that all ranks execute the same step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from rollout_worker.arrays import Integers
+from rollout_worker.engine.draft_settings import DraftSettings
+from rollout_worker.engine.drafting_loop import RunningBatch
+from rollout_worker.engine.sampling_params import end_token_ids
+
+if TYPE_CHECKING:
+    from rollout_worker.engine.drafting_loop import DraftingLoop
+
+Broadcast = Callable[[Any], Any]
+"""Returns the object that the drafting rank passes, on every rank; the other ranks pass None."""
+
+_NO_DRAFT = -1
+
+
+class SampledStep(NamedTuple):
+    """A step whose numbers of tokens are being copied to the host."""
+
+    request_ids: list[str]
+    rows: Integers
+    """Row of each request in the runner's state, shape (requests,)."""
+    verified: Integers
+    """Number of draft tokens that the step verified, shape (requests,)."""
+    total_len: torch.Tensor
+    """Number of tokens by row, on the host, shape (max_num_reqs,); valid after :meth:`wait`."""
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> Integers:
+        """Wait until the step has sampled its tokens; return the numbers of tokens, shape (requests,)."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.total_len.numpy()[self.rows].astype(np.int64)
+
+
+class HistorySpeculator(BaseSpeculator):
+    """Copies the numbers of tokens of each step to the host. The drafts are made by :class:`DraftScheduling`."""
+
+    supports_mm_inputs = False
+    enable_adaptive_verification = True
+    """Asks V2 for CUDA graphs that fit drafts of different lengths; see :class:`ExactVerification`."""
+    draft_logits: torch.Tensor | None = None
+    draft_token_confidence_probs: torch.Tensor | None = None
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any) -> None:
+        rows, width = req_states.draft_tokens.shape
+        self.verified = np.zeros(rows, np.int64)
+        """Number of draft tokens that the running step verifies, by row of the runner's state."""
+        self.sampled: deque[SampledStep] = deque(maxlen=vllm_config.parallel_config.pipeline_parallel_size + 1)
+        """The steps for which nothing was drafted yet, oldest first. The pipeline holds one for each of its stages."""
+        self.on_launched: Callable[[], None] | None = None
+        """Called when everything that a step runs on the device was launched."""
+        self._no_drafts = torch.full((rows, width), _NO_DRAFT, dtype=torch.int64, device=device)
+        self._req_states, self._is_cuda = req_states, device.type == "cuda"
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Do nothing, because drafting runs no model."""
+
+    def capture(self) -> None:
+        """Do nothing, because drafting runs no model."""
+
+    def propose(self, input_batch: Any, *_: Any, dummy_run: bool = False, **__: Any) -> torch.Tensor:
+        """Start to copy the numbers of tokens of all requests to the host.
+
+        Returns:
+            Placeholders, shape (requests, num_speculative_tokens); :class:`DraftScheduling` replaces them.
+        """
+        if not dummy_run:
+            source = self._req_states.total_len.gpu
+            total_len = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._is_cuda)
+            total_len.copy_(source, non_blocking=True)
+            copied = None
+            if self._is_cuda:
+                copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                copied.record()
+            rows = input_batch.idx_mapping_np.astype(np.int64)
+            self.sampled.append(SampledStep(input_batch.req_ids, rows, self.verified[rows], total_len, copied))
+            if self.on_launched is not None:
+                self.on_launched()
+        return self._no_drafts[: input_batch.num_reqs]
+
+
+class DraftScheduling:
+    """Replaces the places that the scheduler has planned for drafts by the drafts; one for each rank.
+
+    It wraps two methods: ``execute_model`` of vLLM's worker, where the drafts are made and the planned step is reduced,
+    and ``prepare_inputs`` of its model runner, where the drafts are copied to the device. In between, later pipeline
+    stages receive the hidden states of the step, and earlier ones the placeholders of a previous step. A third method
+    selects the adapters of the positions that drafts add.
+    """
+
+    def __init__(self, worker: Any, broadcast: Broadcast | None) -> None:
+        """Wrap the methods.
+
+        Args:
+            worker: vLLM's worker of this rank, with the V2 model runner.
+            broadcast: sends the drafts to the other ranks; None if there are none.
+        """
+        runner = worker.model_runner
+        self._runner, self._broadcast = runner, broadcast
+        self.draft_tokens = 0
+        """Number of draft tokens that were passed to verification."""
+        self._loop: DraftingLoop | None = None
+        states = runner.req_states
+        self._drafts = torch.full(
+            states.draft_tokens.shape, _NO_DRAFT, dtype=torch.int64, pin_memory=states.device.type == "cuda"
+        )
+        """The drafts by row of the runner's state, shape (max_num_reqs, num_speculative_tokens)."""
+        self._lengths = np.zeros(len(self._drafts), np.int64)
+        """Number of tokens of the drafts that were not scheduled yet, by row."""
+        self._verified = np.zeros(len(self._drafts), np.int64)
+        """Number of draft tokens of the step that is executed, by row."""
+        if runner.speculator is not None:
+            runner.speculator.verified = self._verified
+        self._execute_model, worker.execute_model = worker.execute_model, self.execute_model
+        self._prepare_inputs, runner.prepare_inputs = runner.prepare_inputs, self.prepare_inputs
+        self._make_lora_inputs = runner.lora_state.make_lora_inputs
+        runner.lora_state.make_lora_inputs = self.make_lora_inputs
+
+    def start(self, loop: DraftingLoop) -> None:
+        """Make drafts on this rank."""
+        self._loop = loop
+        self._runner.speculator.on_launched = loop.plan
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        """Make the drafts of a planned step, reduce the step to them, and execute it."""
+        return self._execute_model(self._schedule_drafts(scheduler_output))
+
+    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
+        """Copy the drafts to the device, and prepare the inputs."""
+        if self._verified.any():
+            self._runner.req_states.draft_tokens.copy_(self._drafts, non_blocking=True)
+        return self._prepare_inputs(*args, **kwargs)
+
+    def make_lora_inputs(self, req_ids: list[str], idx_mapping: Any, num_scheduled_tokens: Any) -> Any:
+        """Return the adapters of a step, by position of the logits and by token, and the set of adapters.
+
+        vLLM (seen in 0.32) returns one adapter for each request, although a draft adds further positions of logits.
+        """
+        by_request, by_token, adapters = self._make_lora_inputs(req_ids, idx_mapping, num_scheduled_tokens)
+        by_position = np.repeat(np.array(by_request), self._verified[idx_mapping] + 1)
+        return tuple(by_position), by_token, adapters
+
+    def _schedule_drafts(self, scheduler_output: Any) -> Any:
+        planned: dict[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
+        if self._loop is not None:
+            self._follow(self._loop, scheduler_output)
+            if planned:
+                self._draft(self._loop, planned)
+        self._verified[:] = 0
+        if not planned:
+            return scheduler_output
+        index = self._runner.req_states.req_id_to_index
+        rows = np.fromiter(map(index.__getitem__, planned), np.int64, len(planned))
+        places = np.fromiter(map(len, planned.values()), np.int64, len(planned))
+        lengths = np.minimum(self._lengths[rows], places)
+        self._lengths[rows] = 0
+        if self._broadcast is not None:
+            drafts = self._drafts.numpy()
+            lengths, tokens = self._broadcast((lengths, drafts[rows]))
+            drafts[rows] = tokens
+        self._verified[rows] = lengths
+        self.draft_tokens += int(lengths.sum())
+        return reduce_to_drafts(scheduler_output, lengths)
+
+    def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:
+        loop.remove(scheduler_output.finished_req_ids)
+        for request in scheduler_output.scheduled_new_reqs:
+            # A request that was preempted is passed as a new one, without the tokens that vLLM has discarded.
+            if loop.knows(request.req_id):
+                loop.rewind(request.req_id, len(request.prefill_token_ids))
+                continue
+            params = request.sampling_params
+            settings = DraftSettings.from_extra_args(None if params is None else params.extra_args)
+            if settings is not None:
+                loop.add(request.req_id, settings, request.prompt_len, end_token_ids(params))
+
+    def _draft(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> None:
+        """Draft for the requests of a planned step.
+
+        The steps in which they were sampled are waited for; later ones, which the pipeline still runs, are not.
+        """
+        sampled = self._runner.speculator.sampled
+        wanted = planned.keys()
+        count = max((number for number, step in enumerate(sampled, 1) if wanted & set(step.request_ids)), default=0)
+        for _ in range(count):
+            step = sampled.popleft()
+            self._lengths[step.rows] = 0
+            if loop.skip_step():
+                continue
+            token_ids = host_view(self._runner.req_states.all_token_ids)
+            drafts = loop.draft(RunningBatch(step.request_ids, step.wait(), token_ids, step.rows, step.verified))
+            self._drafts.numpy()[step.rows] = drafts.tokens
+            self._lengths[step.rows] = drafts.lengths
+
+
+def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Return the host's memory of a ``StagedWriteTensor`` that the device accesses through unified addressing."""
+    buffer = getattr(tensor, "_uva_buf", None)
+    return np.asarray(tensor.gpu.numpy() if buffer is None else buffer.np)
+
+
+def reduce_to_drafts(scheduler_output: Any, lengths: Integers) -> Any:
+    """Return a copy of a planned step in which the requests have fewer places for drafts.
+
+    The scheduler keeps the original. From it, it computes how many places were rejected; a place that was removed
+    counts as rejected.
+
+    Args:
+        scheduler_output: the planned step.
+        lengths: number of places of each request of ``scheduled_spec_decode_tokens``, in this order.
+    """
+    planned = scheduler_output.scheduled_spec_decode_tokens
+    scheduled, drafts = scheduler_output.num_scheduled_tokens.copy(), {}
+    for (request_id, places), length in zip(planned.items(), lengths.tolist(), strict=True):
+        scheduled[request_id] -= len(places) - length
+        if length:
+            drafts[request_id] = places[:length]
+    return dataclasses.replace(
+        scheduler_output,
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_spec_decode_tokens=drafts,
+    )
+
+
+class ExactVerification:
+    """Stands in for V2's ``AdaptiveVerificationManager``, which enables CUDA graphs for drafts of different lengths.
+
+    vLLM's manager selects draft positions on the device, so that the host knows only upper bounds. Here, the host has
+    selected them before, in :func:`reduce_to_drafts`, so that the layout that the host has prepared is exact.
+    """
+
+    def __init__(self, query_start_loc: torch.Tensor) -> None:
+        self._query_start_loc = query_start_loc
+        self._cu_num_logits = torch.empty_like(query_start_loc)
+        self._layout: tuple[np.ndarray[Any, Any], int] | None = None
+
+    def add_request(self, req_idx: int) -> None:
+        """Do nothing; there are no confidences."""
+
+    def record_confidences(self, confidence_probs: object, input_batch: object) -> None:
+        """Do nothing; there are no confidences."""
+
+    def batches_to_profile(self, capture_sizes: list[int]) -> tuple[()]:
+        """Return nothing, because the costs of steps are measured while they run."""
+        return ()
+
+    def set_initial_cost_curves(self, samples: object) -> None:
+        """Do nothing; see :meth:`batches_to_profile`."""
+
+    def get_num_tokens(self, num_tokens_per_req: dict[str, int], draft_tokens: dict[str, list[int]]) -> int:
+        """Return the number of tokens of the step."""
+        return sum(num_tokens_per_req.values())
+
+    def compact_batch(
+        self,
+        num_draft_tokens_per_req: np.ndarray[Any, Any],
+        num_scheduled_tokens: np.ndarray[Any, Any],
+        cu_num_logits_np: np.ndarray[Any, Any],
+    ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return the layout as it is."""
+        self._layout = cu_num_logits_np, int(num_draft_tokens_per_req.sum())
+        return num_scheduled_tokens, cu_num_logits_np
+
+    def reallocate_drafts(
+        self, req_ids: list[str], idx_mapping: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Return the boundaries of logits and queries on the device, and the number of draft tokens."""
+        from vllm.utils.torch_utils import async_tensor_h2d
+
+        if self._layout is None:
+            raise RuntimeError("vLLM has prepared no layout for this step")
+        (cu_num_logits_np, drafts), self._layout = self._layout, None
+        cu_num_logits = self._cu_num_logits[: len(cu_num_logits_np)]
+        async_tensor_h2d(cu_num_logits_np, out=cu_num_logits)
+        return cu_num_logits, self._query_start_loc, drafts

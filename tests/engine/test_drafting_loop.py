@@ -1,0 +1,162 @@
+"""A fault in drafting costs drafts, never the engine, and is reported."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollout_api.length_stats import LengthStats
+from rollout_api.manifest.spec import Sampling
+from rollout_worker.drafting import SuffixIndex
+from rollout_worker.engine.draft_settings import DraftSettings
+from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.drafting_loop import DraftingLoop, Drafts, RunningBatch
+from rollout_worker.engine.engine import Engine
+from rollout_worker.history.store import HistoryStore
+from rollout_worker.policy.controller import DraftController
+from rollout_worker.policy.draft_policy import DraftLimits
+from rollout_worker.policy.policies import make_policy
+from rollout_worker.policy.step_cost import CPU
+from tests.support.engines import EngineHarness, engine_config
+from tests.support.reference_model import LoopThread
+from tests.support.responses import WITHOUT_EOS, tokens_of
+
+MAX_DRAFT_TOKENS = 4
+PROMPT = [5, 6]
+REPOSITORY = Path(__file__).parents[2]
+
+
+class FailingIndex(SuffixIndex):
+    """Fails in the steps whose numbers are in `failing`."""
+
+    def __init__(self, failing: set[int]) -> None:
+        super().__init__()
+        self._failing, self._step = failing, 0
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self._step += 1
+        if self._step in self._failing:
+            raise RuntimeError("the index is damaged")
+        super().step(*args, **kwargs)
+
+
+class RepeatingEngine:
+    """An engine whose only response repeats the tokens 1 to 5 forever."""
+
+    def __init__(self, failing: set[int]) -> None:
+        limits = DraftLimits(MAX_DRAFT_TOKENS, 1024)
+        policy = make_policy("fixed", limits, lambda _: (0, 0.0), lambda _: LengthStats())
+        controller = DraftController(policy, CPU, governed=False)
+        self.loop = DraftingLoop(FailingIndex(failing), controller, MAX_DRAFT_TOKENS)
+        self.tokens = np.zeros((1, 20_000), np.int32)
+        self.tokens[0, : len(PROMPT)] = PROMPT
+        self.length = len(PROMPT)
+        self.verified = 0
+        self.loop.add("request", DraftSettings("key", "problem", max_tokens=19_000), len(PROMPT), [])
+        self._draft: list[int] = []
+
+    def step(self) -> Drafts | None:
+        """Run one step; return its drafts, or None if it was skipped."""
+        response = (self.length - len(PROMPT) + np.arange(MAX_DRAFT_TOKENS + 1)) % 5 + 1
+        accepted = 0
+        while accepted < len(self._draft) and self._draft[accepted] == response[accepted]:
+            accepted += 1
+        self.tokens[0, self.length : self.length + accepted + 1] = response[: accepted + 1]
+        self.length += accepted + 1
+        verified, self._draft = len(self._draft), []
+        if self.loop.skip_step():
+            return None
+        batch = RunningBatch(["request"], np.array([self.length]), self.tokens, np.zeros(1, int), np.array([verified]))
+        drafts = self.loop.draft(batch)
+        self._draft = drafts.as_lists()[0]
+        self.loop.plan()
+        return drafts
+
+
+def test_a_failure_costs_the_drafts_of_one_step() -> None:
+    engine = RepeatingEngine(failing={20})
+    lengths = []
+    for _ in range(40):
+        drafts = engine.step()
+        lengths.append(0 if drafts is None else int(drafts.lengths[0]))
+    assert 0 == lengths[19]
+    assert [MAX_DRAFT_TOKENS] * 20 == lengths[20:]
+    assert 1 == engine.loop.failures
+    assert "RuntimeError: the index is damaged" == engine.loop.last_failure
+
+
+def test_no_token_is_missing_in_the_counts_after_failures() -> None:
+    engine = RepeatingEngine(failing={5, 9, 10})
+    for _ in range(30):
+        engine.step()
+    counts = engine.loop.take_counts(["key"])["key"]
+    assert engine.length - len(PROMPT) == counts.generated
+    assert 0 < counts.accepted <= counts.drafted
+    assert {} == engine.loop.take_counts(["key"])
+    assert 0 == engine.loop.num_tracked
+
+
+def test_drafting_is_paused_after_repeated_failures_and_tried_again() -> None:
+    engine = RepeatingEngine(failing={5, 6, 7})
+    skipped = [engine.step() is None for _ in range(1100)]
+    assert 3 == engine.loop.failures
+    assert [False] * 7 + [True] * 1024 == skipped[: 7 + 1024]
+    drafts = engine.step()
+    assert drafts is not None
+    assert [MAX_DRAFT_TOKENS] == drafts.lengths.tolist()
+
+
+def test_tokens_of_skipped_steps_are_drafted_from() -> None:
+    engine = RepeatingEngine(failing=set())
+    for _ in range(3):
+        engine.step()
+    generated = (np.arange(200) + engine.length - len(PROMPT)) % 5 + 1
+    engine.tokens[0, engine.length : engine.length + 200] = generated
+    engine.length += 200
+    engine._draft = []
+    drafts = engine.step()
+    assert drafts is not None
+    assert [MAX_DRAFT_TOKENS] == drafts.lengths.tolist()
+    counts = engine.loop.take_counts(["key"])["key"]
+    assert engine.length - len(PROMPT) == counts.generated
+
+
+def test_tokens_that_the_engine_discards_are_forgotten() -> None:
+    engine = RepeatingEngine(failing=set())
+    for _ in range(10):
+        engine.step()
+    engine.length, engine._draft = engine.length - 3, []
+    engine.loop.rewind("request", engine.length)
+    for _ in range(10):
+        engine.step()
+    counts = engine.loop.take_counts(["key"])["key"]
+    assert engine.length - len(PROMPT) == counts.generated
+
+
+def test_a_running_engine_generates_the_same_tokens_while_drafting_fails(
+    model: Path,
+    loop: LoopThread,
+    drafting_config: DraftingConfig,
+    history_store: HistoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    extension = {"worker_extension_cls": "tests.support.faulty_extension.FaultyExtension"}
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY), prepend=":")
+    engine = loop.run(Engine.start(replace(engine_config(model, drafting_config), overrides=extension)))
+    try:
+        harness = EngineHarness(engine, loop, history_store)
+        sampling = Sampling(n=2, max_tokens=60, temperature=0, allowed_token_ids=WITHOUT_EOS)
+        expected = tokens_of(harness.sample([PROMPT], sampling, "faulty"))
+        loop.run(engine.collective_rpc("test_let_drafting_fail", 2))
+        actual = harness.sample([PROMPT], sampling, "faulty")
+        assert expected == tokens_of(actual)
+        assert all(response.num_accepted_tokens > 0 for response in actual)
+        stats = loop.run(engine.stats())
+        assert 2 == stats["drafting_failures"]
+        assert "RuntimeError: the index is damaged" == stats["last_drafting_failure"]
+    finally:
+        engine.close()

@@ -6,10 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from rollout_api.protocol.messages import DraftMode
-from rollout_worker.arrays import Integers
 
 EXTRA_ARGS_KEY = "das"
 """Key of the settings in vLLM's ``SamplingParams.extra_args``."""
@@ -33,7 +30,11 @@ class DraftSettings:
     max_tokens: int
     """Maximum number of response tokens, beyond which nothing is drafted."""
     min_tokens: int = 0
-    """Minimum number of response tokens, which no draft may cross; see :func:`max_draft_lengths`."""
+    """Minimum number of response tokens, which no draft may cross.
+
+    While a response is shorter, vLLM bars its end one position too far in a step with drafts, and for the token after
+    the draft regardless of its length (vllm#41768, seen in 0.32). A step that stays below this number is correct.
+    """
     budget: int | None = None
     """Maximum number of draft tokens per step; None for the job's ``maxDraftTokens``."""
     sources: Sequence[str] = SOURCES[DraftMode.HISTORY]
@@ -66,17 +67,3 @@ class DraftSettings:
         if not extra_args or EXTRA_ARGS_KEY not in extra_args:
             return None
         return cls(**extra_args[EXTRA_ARGS_KEY])
-
-
-def max_draft_lengths(
-    generated: Integers, *, undrafted_tokens: Integers, min_tokens: Integers, max_tokens: Integers, limits: Integers
-) -> Integers:
-    """Return how many tokens may be drafted for responses of *generated* tokens; all arrays have shape (responses,).
-
-    A step also samples the token after the last draft token, so that one position is left to it. While a response is
-    shorter than ``min_tokens``, vLLM bars its end one position too far in a step with drafts, and for the token after
-    the draft regardless of its length (vllm#41768, seen in 0.32). A step that stays below ``min_tokens`` is correct.
-    """
-    ends = np.where(generated < min_tokens, min_tokens, max_tokens)
-    lengths = np.maximum(np.minimum(limits, ends - generated - 1), 0)
-    return np.asarray(np.where(generated < undrafted_tokens, 0, lengths))

@@ -22,7 +22,6 @@ from benchmarks.rollout_runs import (
     start_engines,
 )
 from rollout_api.redis_client.connection import connect
-from rollout_worker.drafting.drafter import Drafter
 from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
 from rollout_worker.engine.draft_settings import SOURCES
 from rollout_worker.history.store import HistoryStore
@@ -50,22 +49,20 @@ def accepted_in_replay(history: list[list[int]], rollouts: list[list[int]]) -> l
     """Return the accepted draft tokens of each step of rollouts, replayed one after the other without an engine."""
     index = SuffixIndex(pool_tokens=POOL_TOKENS)
     index.add(PROBLEM, [(str(number), 1, np.array(tokens, np.uint32)) for number, tokens in enumerate(history)])
-    drafter, row, accepted_by_rollout = Drafter(index), np.zeros(1, np.int64), []
+    accepted_by_rollout = []
     sources = next(iter(SOURCES.values()))
     for tokens in rollouts:
-        drafter.open(0, PROBLEM, np.array(PROMPT, np.uint32), sources, stop_tokens=[END])
-        generated, drafted, accepted_by_step = 0, 0, []
+        handle = index.open(PROBLEM, np.array(PROMPT, np.uint32), sources=sources, stop_tokens=[END])
+        generated, accepted_by_step = 0, []
         draft: list[int] = []
         while generated < len(tokens):
             rest = tokens[generated:]
             accepted = next((place for place, token in enumerate(draft) if rest[place] != token), len(draft))
-            drafter.advance(row, [rest[: accepted + 1]], row + drafted)
+            index.extend(handle, rest[: accepted + 1])
             accepted_by_step.append(accepted)
             generated += accepted + 1
-            budget = min(MAX_DRAFT, MAX_TOKENS - generated - 1)
-            draft = drafter.draft(row, row + budget, np.zeros(1))[0].tokens
-            drafted = len(draft)
-        drafter.close(0)
+            draft = index.draft(handle, max(0, min(MAX_DRAFT, MAX_TOKENS - generated - 1))).tokens
+        index.close(handle)
         accepted_by_rollout.append(accepted_by_step)
     return accepted_by_rollout
 

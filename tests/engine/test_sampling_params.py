@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-import numpy as np
-from hypothesis import given
-from hypothesis import strategies as st
-
 from rollout_api.manifest.spec import Sampling
 from rollout_worker.engine.compat import patch_sampling_without_drafts
-from rollout_worker.engine.draft_settings import DraftSettings, max_draft_lengths
+from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.sampling_params import end_token_ids, vllm_sampling_params
-
-LENGTHS = st.integers(0, 200)
 
 
 def test_end_tokens_are_those_of_the_request_and_of_the_model() -> None:
@@ -58,25 +52,6 @@ def test_draft_settings_are_unchanged_by_extra_args() -> None:
     assert settings.as_extra_args() == received.as_extra_args()
     assert DraftSettings.from_extra_args(None) is None
     assert DraftSettings.from_extra_args({"other": 1}) is None
-
-
-@given(st.integers(0, 100), st.integers(0, 100), st.integers(1, 100), LENGTHS, st.integers(0, 64))
-def test_no_draft_crosses_a_limit(
-    undrafted_tokens: int, min_tokens: int, max_tokens: int, generated: int, limit: int
-) -> None:
-    (length,) = max_draft_lengths(
-        np.array([generated]),
-        undrafted_tokens=np.array([undrafted_tokens]),
-        min_tokens=np.array([min_tokens]),
-        max_tokens=np.array([max_tokens]),
-        limits=np.array([limit]),
-    ).tolist()
-    assert 0 <= length <= (limit if generated >= undrafted_tokens else 0)
-    after_step = generated + length + 1  # a step samples one token in addition to the draft
-    if length:
-        assert after_step <= max_tokens or generated < min_tokens
-        if generated < min_tokens:
-            assert after_step <= min_tokens
 
 
 def test_a_step_without_drafts_uses_the_ordinary_sampler() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import redis
 
@@ -15,7 +14,6 @@ from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import FinishReason, Rewards, Rollout, RolloutRequest, WeightSpan, encode
 from rollout_api.redis_client.connection import connect
-from rollout_worker.drafting.drafter import Drafter
 from rollout_worker.drafting.index import SuffixIndex
 from rollout_worker.history.blocks import START
 from rollout_worker.history.metadata import HistoryMismatchError
@@ -110,12 +108,10 @@ class Job:
 
 def draft(index: SuffixIndex, tokens: Sequence[int]) -> list[int]:
     """Draft from the history alone for a rollout of the problem with these tokens."""
-    drafter = Drafter(index)
-    drafter.open(0, "p", np.array([1], dtype=np.uint32), ["history"])
-    row = np.zeros(1, np.int64)
-    drafter.advance(row, [list(tokens)], row)
-    (found,) = drafter.draft(row, row + 4, np.zeros(1))
-    drafter.close(0)
+    handle = index.open("p", [1], sources=["history"])
+    index.extend(handle, list(tokens))
+    found = index.draft(handle, 4)
+    index.close(handle)
     return found.tokens
 
 

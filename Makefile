@@ -31,7 +31,7 @@ test: tiny-model lint  ## Run lint, type checks, import contracts and the test s
 	$(VENV)/pytest $(PARALLEL) 4 $(OTHER_TESTS)
 	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERIAL_TESTS))
 	$(VENV)/pytest $(SERIAL_TESTS)
-	$(V2) $(VENV)/pytest $(PARALLEL) 2 $(V2_TESTS)
+	$(MAKE) test-v2
 
 test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
 	$(VENV)/pytest $(PARALLEL) 4 $(FAST_TESTS)

@@ -62,10 +62,12 @@ def check(runner: Any, vllm_config: Any) -> None:
         problem = "schedules synchronously"
     elif runner.is_last_pp_rank and type(runner.speculator).__name__ != "HistorySpeculator":
         problem = f"created {type(runner.speculator).__name__} instead of the drafter"
+    elif runner.device.type != "cpu" and not hasattr(runner.req_states.all_token_ids, "_uva_buf"):
+        problem = "keeps the sampled tokens where the host cannot read them (there is no pinned memory)"
     if problem:
         raise EngineError(
-            f"vLLM {__version__} {problem}; install a supported version, or set VLLM_USE_V2_MODEL_RUNNER=0 to use its "
-            "V1 model runner"
+            f"vLLM {__version__} {problem}; install vLLM 0.32.0, or set the environment variable "
+            "VLLM_USE_V2_MODEL_RUNNER=0 to use its V1 model runner"
         )
 
 
@@ -85,35 +87,30 @@ def broadcast_drafts(vllm_config: Any) -> Callable[[Any], Any] | None:
     return lambda drafts: get_world_group().broadcast_object(drafts, src=source)
 
 
-def _replace(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _replace(
+    owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], *, is_class_method: bool = False
+) -> None:
     original = getattr(owner, name)
     if hasattr(original, _INSTALLED):
         return
     replacement = functools.wraps(original)(make(original))
     setattr(replacement, _INSTALLED, original)
-    setattr(owner, name, replacement)
+    # `original` of a class method is bound to the class already.
+    setattr(owner, name, staticmethod(replacement) if is_class_method else replacement)
 
 
 def _configure(original: Callable[..., Any]) -> Callable[..., Any]:
     def post_init(self: Any, *args: Any) -> None:
-        if not uses_drafter(self):
+        if not (uses_drafter(self) and self.use_v2_model_runner):
             original(self, *args)
             return
-        speculative = self.speculative_config
-        if not _wants_v2(self):
-            original(self, *args)
-            return
-        speculative.method = _ACCEPTED_METHOD
+        self.speculative_config.method = _ACCEPTED_METHOD
         try:
             original(self, *args)
         finally:
-            speculative.method = _METHOD
+            self.speculative_config.method = _METHOD
 
     return post_init
-
-
-def _wants_v2(vllm_config: Any) -> bool:
-    return bool(vllm_config.use_v2_model_runner)
 
 
 def _unsupported_features(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,17 +128,8 @@ def _prepare_cpus() -> None:
 
     if current_platform.is_cpu():
         platform = type(current_platform)
-        _replace_class_method(platform, "check_and_update_config", _keep_asynchronous_scheduling)
-        _replace_class_method(platform, "register_triton_kernel_overrides", _register_kernels)
-
-
-def _replace_class_method(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    original = getattr(owner, name)
-    if hasattr(original, _INSTALLED):
-        return
-    replacement = make(original)
-    setattr(replacement, _INSTALLED, original)
-    setattr(owner, name, staticmethod(replacement))
+        _replace(platform, "check_and_update_config", _keep_asynchronous_scheduling, is_class_method=True)
+        _replace(platform, "register_triton_kernel_overrides", _register_kernels, is_class_method=True)
 
 
 def _keep_asynchronous_scheduling(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ _Result = TypeVar("_Result")
 _UNTRACKED = -1
 _NEVER = -1
 _MAX_CONSECUTIVE_FAILURES = 3
-"""Number of consecutive steps in which drafting may fail before it is paused."""
+"""How often drafting may fail without a success in between before it is paused."""
 _PAUSE_STEPS = 1024
 """Number of steps without drafts after repeated failures; doubled each time."""
 _NO_TOKEN = -1
@@ -87,8 +87,9 @@ class DraftingLoop:
     :meth:`plan`, which may be called while the forward pass runs, lets the policy learn from the step before and
     decides the budgets of the next drafts.
 
-    A fault in drafting costs drafts, never the engine: no method raises. After a failure all requests are forgotten and
-    followed again from their tokens. If drafting fails repeatedly, it is paused.
+    A fault in drafting costs drafts, never the engine: no method raises, and callers pass what else may fail to
+    :meth:`guard`. After a failure all requests are forgotten and followed again from their tokens. If drafting fails
+    repeatedly, it is paused.
     """
 
     def __init__(self, index: SuffixIndex, controller: DraftController, max_draft_tokens: int) -> None:
@@ -108,7 +109,7 @@ class DraftingLoop:
         self.proposed_tokens = 0
         """Number of tokens of all drafts."""
         self.failures = 0
-        """Number of steps in which drafting failed."""
+        """How often drafting failed."""
         self.last_failure = ""
         """The exception of the last failure, for reports."""
         self._index, self._controller, self._max_draft_tokens = index, controller, max_draft_tokens
@@ -162,12 +163,12 @@ class DraftingLoop:
         """Forget a request's tokens from *num_tokens* on, which the engine has discarded, as it may in a preemption."""
         row = self._rows.get(request_id)
         if row is not None and int(self._tracked["num_tokens"][row]) > num_tokens:
-            self._guard(lambda: self._suspend(request_id))
+            self.guard(lambda: self._suspend(request_id))
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Stop following requests that have ended; others are ignored."""
         if ended := self._settings.keys() & request_ids:
-            self._guard(lambda: self._close(ended))
+            self.guard(lambda: self._close(ended))
 
     def keep_only(self, request_ids: Collection[str]) -> None:
         """Stop following all requests but these."""
@@ -182,7 +183,7 @@ class DraftingLoop:
         """Return the counts of responses that have ended, by key; each is returned once."""
         ended = set(keys)
         closing = [request_id for request_id, request in self._settings.items() if request.settings.key in ended]
-        self._guard(lambda: self._close(closing))
+        self.guard(lambda: self._close(closing))
         return {key: self._finished.pop(key) for key in keys if key in self._finished}
 
     def _open(self, request_id: str, tokens: NDArray[np.int32]) -> None:
@@ -261,7 +262,7 @@ class DraftingLoop:
         Requests that were not added, and those whose response has not begun, get no drafts.
         """
         started = time.perf_counter()
-        drafts = self._guard(lambda: self._draft(batch, started))
+        drafts = self.guard(lambda: self._draft(batch, started))
         self._last_call = started
         self.seconds += time.perf_counter() - started
         return self._no_drafts(len(batch.places)) if drafts is None else drafts
@@ -272,7 +273,7 @@ class DraftingLoop:
 
     def plan(self) -> None:
         """Learn from the step before the last drafts, and decide the budgets of the next ones."""
-        self._guard(self._plan)
+        self.guard(self._plan)
 
     def _draft(self, batch: RunningBatch, started: float) -> Drafts:
         if self._unobserved is not None:
@@ -396,7 +397,7 @@ class DraftingLoop:
 
     # Failures
 
-    def _guard(self, work: Callable[[], _Result]) -> _Result | None:
+    def guard(self, work: Callable[[], _Result]) -> _Result | None:
         """Return the result of *work*; if it fails, record that, forget the state of all requests and return None."""
         try:
             return work()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -62,9 +63,12 @@ class HistoryProposer:
         if loop is None or loop.skip_step():
             return [[] for _ in sampled_token_ids]
         batch = self._runner.input_batch
-        for request_id, sampled in zip(batch.req_ids, sampled_token_ids, strict=False):
-            if sampled and not loop.knows(request_id):
-                self._add(loop, request_id)
+        new = [
+            request_id
+            for request_id, sampled in zip(batch.req_ids, sampled_token_ids, strict=False)
+            if sampled and not loop.knows(request_id)
+        ]
+        loop.guard(lambda: self._add(loop, new))
         # A request that was preempted has lost its draft, so that this step has verified nothing of it.
         verified = np.fromiter(map(len, batch.spec_token_ids[:count]), np.int64, count)
         drafts = loop.draft(
@@ -76,15 +80,16 @@ class HistoryProposer:
                 verified,
             )
         )
+        loop.plan()
         if loop.num_requests > count:
             # A preempted request is still among vLLM's requests and stays tracked.
             loop.keep_only(self._runner.requests.keys())
-        loop.plan()
         return drafts.as_lists()
 
-    def _add(self, loop: DraftingLoop, request_id: str) -> None:
-        request = self._runner.requests[request_id]
-        params = request.sampling_params
-        settings = DraftSettings.from_extra_args(params.extra_args)
-        if settings is not None:
-            loop.add(request_id, settings, len(request.prompt_token_ids), end_token_ids(params))
+    def _add(self, loop: DraftingLoop, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            request = self._runner.requests[request_id]
+            params = request.sampling_params
+            settings = DraftSettings.from_extra_args(params.extra_args)
+            if settings is not None:
+                loop.add(request_id, settings, len(request.prompt_token_ids), end_token_ids(params))

@@ -166,10 +166,10 @@ class DraftScheduling:
 
     def _schedule_drafts(self, scheduler_output: Any) -> Any:
         planned: dict[str, list[int]] = scheduler_output.scheduled_spec_decode_tokens
-        if self._loop is not None:
-            self._follow(self._loop, scheduler_output)
+        if (loop := self._loop) is not None:
+            loop.guard(lambda: self._follow(loop, scheduler_output))
             if planned:
-                self._draft(self._loop, planned)
+                loop.guard(lambda: self._draft(loop, planned))
         self._verified[:] = 0
         if not planned:
             return scheduler_output
@@ -203,10 +203,9 @@ class DraftScheduling:
 
         The steps in which they were sampled are waited for; later ones, which the pipeline still runs, are not.
         """
-        sampled = self._runner.speculator.sampled
-        wanted = planned.keys()
-        count = max((number for number, step in enumerate(sampled, 1) if wanted & set(step.request_ids)), default=0)
-        for _ in range(count):
+        sampled, wanted = self._runner.speculator.sampled, planned.keys()
+        due = [number for number, step in enumerate(sampled, 1) if not wanted.isdisjoint(step.request_ids)]
+        for _ in range(max(due, default=0)):
             step = sampled.popleft()
             self._lengths[step.rows] = 0
             if loop.skip_step():

@@ -26,7 +26,7 @@ ENGINE_METRICS: dict[str, tuple[_Kind, str]] = {
     "weights_gap_seconds": (_GAUGE, "Pause of decoding during the last weight update."),
     "decoding_steps": (_COUNTER, "Decoding steps."),
     "drafting_seconds": (_COUNTER, "Time that the drafter has taken."),
-    "drafting_failures": (_COUNTER, "Steps that had no drafts because drafting failed."),
+    "drafting_failures": (_COUNTER, "How often drafting failed; each failure costs the drafts of one step."),
     "index_bytes": (_GAUGE, "Memory of the suffix index."),
     "cost_base_seconds": (_GAUGE, "Cost model: constant part of a verification step."),
     "cost_token_seconds": (_GAUGE, "Cost model: time per verified token."),

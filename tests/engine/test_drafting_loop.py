@@ -158,5 +158,8 @@ def test_a_running_engine_generates_the_same_tokens_while_drafting_fails(
         stats = loop.run(engine.stats())
         assert 2 == stats["drafting_failures"]
         assert "RuntimeError: the index is damaged" == stats["last_drafting_failure"]
+        loop.run(engine.collective_rpc("test_let_new_requests_fail", 1))
+        assert expected == tokens_of(harness.sample([PROMPT], sampling, "faulty"))
+        assert 3 == loop.run(engine.stats())["drafting_failures"]
     finally:
         engine.close()

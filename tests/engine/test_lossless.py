@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tests.support.responses import (
     PROMPT,
     PROMPTS,
     SAMPLES,
+    WITHOUT_EOS,
     accepted_share,
     tokens_of,
 )
@@ -86,6 +88,30 @@ def test_sampled_tokens_have_the_exact_distribution_of_the_model(
     assert p > MIN_P_VALUE
     assert tested > SAMPLES
     assert accepted_share(results) > 0.05
+
+
+@pytest.fixture(scope="module")
+def small_cache_engine(
+    model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
+) -> Iterator[EngineHarness]:
+    """A drafting engine with a KV cache that holds few of the responses."""
+    config = replace(engine_config(model, drafting_config), overrides={"num_gpu_blocks_override": 16})
+    engine = loop.run(Engine.start(config))
+    yield EngineHarness(engine, loop, history_store)
+    engine.close()
+
+
+def test_greedy_tokens_are_the_same_when_responses_are_preempted(
+    plain_engine: EngineHarness, small_cache_engine: EngineHarness
+) -> None:
+    sampling = Sampling(n=1, temperature=0, max_tokens=300, allowed_token_ids=WITHOUT_EOS)
+    expected = plain_engine.sample(PROMPTS[:12], sampling)
+    small_cache_engine.add_history("preempted", tokens_of(expected)[::2])
+    before = small_cache_engine.engine.counters.preemptions
+    actual = small_cache_engine.sample(PROMPTS[:12], sampling, "preempted")
+    assert small_cache_engine.engine.counters.preemptions > before
+    assert tokens_of(expected) == tokens_of(actual)
+    assert accepted_share(actual) > 0.2
 
 
 def test_the_test_detects_a_temperature_that_is_off_by_15_percent(

@@ -1,0 +1,156 @@
+"""Drafting in vLLM's V2 model runner: several ranks, and the layout of batches for CUDA graphs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import UpdateMode
+from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.engine import Engine
+from rollout_worker.history.store import HistoryStore
+from tests.support.engines import USES_V2, EngineHarness, engine_config
+from tests.support.reference_model import LoopThread, ReferenceDistribution, chi_square, make_model
+from tests.support.responses import (
+    MAX_LOGPROB_ERROR,
+    MIN_P_VALUE,
+    PROMPT,
+    PROMPTS,
+    SAMPLES,
+    WITHOUT_EOS,
+    accepted_share,
+    tokens_of,
+)
+
+pytestmark = pytest.mark.skipif(
+    not USES_V2, reason="run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make test-v2 sets"
+)
+
+REPOSITORY = Path(__file__).parents[2]
+GREEDY = Sampling(n=1, temperature=0, max_tokens=60, allowed_token_ids=WITHOUT_EOS)
+
+
+@pytest.fixture(scope="module", params=["tensor", "pipeline"])
+def parallel_engine(
+    request: pytest.FixtureRequest,
+    model: Path,
+    loop: LoopThread,
+    drafting_config: DraftingConfig,
+    history_store: HistoryStore,
+) -> Iterator[EngineHarness]:
+    """An engine on two ranks."""
+    config = engine_config(model, drafting_config)
+    spec = config.spec.model_copy(update={f"{request.param}_parallel_size": 2})
+    engine = loop.run(Engine.start(replace(config, spec=spec)))
+    yield EngineHarness(engine, loop, history_store)
+    engine.close()
+
+
+def test_greedy_tokens_on_two_ranks_are_the_same_with_and_without_drafts(parallel_engine: EngineHarness) -> None:
+    requests = [parallel_engine.request(prompt, GREEDY, "ranks", draft_budget=0) for prompt in PROMPTS]
+    expected = tokens_of(parallel_engine.generate(requests))
+    parallel_engine.add_history("ranks", expected[::2])
+    actual = parallel_engine.sample(PROMPTS, GREEDY, "ranks")
+    assert expected == tokens_of(actual)
+    assert accepted_share(actual) > 0.2
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("t1", {}), ("filtered", {"temperature": 0.7, "top_p": 0.9, "top_k": 12})]
+)
+def test_sampled_tokens_on_two_ranks_have_the_exact_distribution_of_the_model(
+    parallel_engine: EngineHarness, reference: ReferenceDistribution, name: str, settings: dict[str, object]
+) -> None:
+    sampling = Sampling.model_validate({"temperature": 1.0, "max_tokens": 5, "logprobs": True, **settings})
+    history = parallel_engine.sample([PROMPT], sampling.model_copy(update={"n": 64}), f"ranks-{name}")
+    parallel_engine.add_history(f"ranks-{name}", tokens_of(history))
+    results = parallel_engine.sample([PROMPT], sampling.model_copy(update={"n": SAMPLES}), f"ranks-{name}")
+    p, tested = chi_square(reference, PROMPT, tokens_of(results), sampling)
+    assert p > MIN_P_VALUE
+    assert tested > SAMPLES
+    assert accepted_share(results) > 0.05
+    for result in results[:64]:
+        assert result.logprobs is not None
+        assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
+
+
+def test_responses_on_two_ranks_continue_after_weight_updates_and_aborts(
+    parallel_engine: EngineHarness, model: Path, tmp_path: Path
+) -> None:
+    """The weights are replaced by themselves, so that the tokens are known; half of the responses are aborted."""
+    engine = parallel_engine.engine
+    requests = [parallel_engine.request(prompt, GREEDY, "events", draft_budget=0) for prompt in PROMPTS]
+    expected = tokens_of(parallel_engine.generate(requests))
+    parallel_engine.add_history("events", expected[::2])
+
+    async def run() -> list[list[int]]:
+        stop = asyncio.Event()
+        calls = [
+            engine.generate(
+                parallel_engine.request(prompt, GREEDY, "events"), 0, stop_event=stop if number % 2 else None
+            )
+            for number, prompt in enumerate(PROMPTS)
+        ]
+        tasks = [asyncio.ensure_future(call) for call in calls]
+        await asyncio.sleep(0.1)
+        stop.set()
+        for version, mode in enumerate((UpdateMode.RECOMPUTE, UpdateMode.KEEP), start=engine.weight_version + 1):
+            await engine.load_weights(model, version, mode)
+            await asyncio.sleep(0.05)
+        return tokens_of(await asyncio.gather(*tasks))
+
+    actual = parallel_engine.loop.run(run())
+    assert expected[::2] == actual[::2]
+    for whole, part in zip(expected[1::2], actual[1::2], strict=True):
+        assert whole[: len(part)] == part
+    make_model(tmp_path, seed=5)
+    parallel_engine.loop.run(engine.load_weights(tmp_path, engine.weight_version + 1, UpdateMode.DRAIN))
+    assert expected != tokens_of(parallel_engine.sample(PROMPTS, GREEDY, "events"))
+    parallel_engine.loop.run(engine.load_weights(model, engine.weight_version + 1, UpdateMode.DRAIN))
+    assert expected == tokens_of(parallel_engine.sample(PROMPTS, GREEDY, "events"))
+
+
+@pytest.fixture(scope="module")
+def exact_engine(
+    model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
+) -> Iterator[EngineHarness]:
+    """An engine that lays out batches as with CUDA graphs, although there are none on CPUs."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=":")
+    overrides = {"worker_extension_cls": "tests.support.faulty_extension.ExactVerificationExtension"}
+    engine = loop.run(Engine.start(replace(engine_config(model, drafting_config), overrides=overrides)))
+    patch.undo()
+    loop.run(engine.collective_rpc("test_verify_exactly"))
+    yield EngineHarness(engine, loop, history_store)
+    engine.close()
+
+
+def test_greedy_tokens_are_the_same_with_the_layout_for_cuda_graphs(
+    exact_engine: EngineHarness, plain_engine: EngineHarness
+) -> None:
+    expected = tokens_of(plain_engine.sample(PROMPTS, GREEDY))
+    exact_engine.add_history("exact", expected[::2])
+    actual = exact_engine.sample(PROMPTS, GREEDY, "exact")
+    assert expected == tokens_of(actual)
+    assert accepted_share(actual) > 0.2
+
+
+def test_sampled_tokens_are_exact_with_the_layout_for_cuda_graphs(
+    exact_engine: EngineHarness, reference: ReferenceDistribution
+) -> None:
+    sampling = Sampling(temperature=1.0, max_tokens=5, logprobs=True)
+    history = exact_engine.sample([PROMPT], sampling.model_copy(update={"n": 64}), "exact-t1")
+    exact_engine.add_history("exact-t1", tokens_of(history))
+    results = exact_engine.sample([PROMPT], sampling.model_copy(update={"n": SAMPLES}), "exact-t1")
+    p, tested = chi_square(reference, PROMPT, tokens_of(results), sampling)
+    assert p > MIN_P_VALUE
+    assert tested > SAMPLES
+    assert accepted_share(results) > 0.05
+    for result in results[:64]:
+        assert result.logprobs is not None
+        assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR

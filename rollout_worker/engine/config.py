@@ -19,6 +19,9 @@ from rollout_worker.engine.limits import (
     MAX_BATCH_ADAPTERS,
     MAX_CPU_ADAPTERS,
     MAX_CUDA_GRAPH_TOKENS,
+    MAX_DEFAULT_PLACES,
+    MIN_SCHEDULED_TOKENS,
+    PROMPT_TOKENS_BESIDE_PLACES,
 )
 from rollout_worker.engine.model_source import max_positions
 
@@ -106,9 +109,27 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
             "num_speculative_tokens": config.drafting.max_draft_tokens,
         }
         settings["worker_extension_cls"] = f"{_EXTENSIONS}.DraftingExtension"
+        if tokens := scheduled_tokens(spec.max_num_seqs, config.drafting.max_draft_tokens):
+            settings["max_num_batched_tokens"] = tokens
         if sizes := _cuda_graph_sizes(config, config.drafting.max_draft_tokens):
             settings["cudagraph_capture_sizes"] = sizes
     return settings | spec.extra_args | config.overrides
+
+
+def scheduled_tokens(max_num_seqs: int, max_draft_tokens: int) -> int | None:
+    """Return how many tokens a step must be able to schedule; None if vLLM's default is sufficient.
+
+    V2's scheduler plans places for the longest drafts before it knows the drafts. If these exceeded the limit, it would
+    leave out responses, although their drafts are mostly shorter.
+
+    Args:
+        max_num_seqs: maximum number of responses in a step.
+        max_draft_tokens: maximum number of tokens of one draft.
+    """
+    places = max_num_seqs * (1 + max_draft_tokens)
+    if places <= MAX_DEFAULT_PLACES:
+        return None
+    return max(MIN_SCHEDULED_TOKENS, places + PROMPT_TOKENS_BESIDE_PLACES)
 
 
 def _cuda_graph_sizes(config: EngineConfig, max_draft_tokens: int) -> list[int]:

@@ -8,6 +8,12 @@ LIVENESS_CHECK_INTERVAL_S = 0.5
 """Seconds between two checks that vLLM's core process is alive, while a call to it is waited for."""
 HISTORY_POLL_INTERVAL_S = 0.02
 """Seconds between two checks whether the announced history can be drafted from."""
+MAX_DEFAULT_PLACES = 2048
+"""Places for drafts and the tokens after them, of all responses, up to which vLLM's own limit of a step is kept."""
+MIN_SCHEDULED_TOKENS = 8192
+"""Tokens that a step schedules at least if there are more places. This is vLLM's own default on data center GPUs."""
+PROMPT_TOKENS_BESIDE_PLACES = 4096
+"""Tokens of prompts that such a step can read while all places are planned."""
 DEFAULT_CUDA_GRAPH_TOKENS = 512
 """Tokens of the largest CUDA graph that vLLM captures by default."""
 MAX_CUDA_GRAPH_TOKENS = 2048

@@ -13,7 +13,13 @@ import pytest
 
 from rollout_api.manifest import engine_args as reserved
 from rollout_worker.engine.compat import engine_args
-from rollout_worker.engine.config import EngineConfig, cuda_graph_sizes, engine_environment, vllm_settings
+from rollout_worker.engine.config import (
+    EngineConfig,
+    cuda_graph_sizes,
+    engine_environment,
+    scheduled_tokens,
+    vllm_settings,
+)
 from rollout_worker.engine.drafting_config import DraftingConfig
 from rollout_worker.engine.errors import EngineError
 from tests.support.engines import MAX_DRAFT_TOKENS, engine_config
@@ -45,6 +51,16 @@ def test_drafting_extends_the_maximum_length_beyond_the_models_positions(
     assert MAX_POSITIONS + 2 * MAX_DRAFT_TOKENS == vllm_settings(drafting)["max_model_len"]
     assert "VLLM_ALLOW_LONG_MAX_MODEL_LEN" not in engine_environment(plain, {})
     assert "1" == engine_environment(drafting, {})["VLLM_ALLOW_LONG_MAX_MODEL_LEN"]
+
+
+def test_all_responses_can_be_scheduled_with_the_longest_drafts(model: Path, drafting_config: DraftingConfig) -> None:
+    for responses, draft_tokens, expected in ((64, 16, None), (256, 16, 8448), (1024, 16, 21504), (512, 4, 8192)):
+        assert expected == scheduled_tokens(responses, draft_tokens)
+    config = engine_config(model, replace(drafting_config, max_draft_tokens=64))
+    assert 64 * 65 + 4096 == vllm_settings(config)["max_num_batched_tokens"]
+    chosen = config.spec.model_copy(update={"extra_args": {"max_num_batched_tokens": 4096}})
+    assert 4096 == vllm_settings(replace(config, spec=chosen))["max_num_batched_tokens"]
+    assert "max_num_batched_tokens" not in vllm_settings(engine_config(model))
 
 
 def test_overrides_take_precedence(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -42,6 +43,20 @@ class _Drafts:
         """See :class:`BatchDrafter`."""
 
 
+class _TimedIndex(SuffixIndex):
+    """A suffix index that records the duration of each step."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.seconds: list[float] = []
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """See :meth:`SuffixIndex.step`."""
+        started = time.perf_counter()
+        super().step(*args, **kwargs)
+        self.seconds.append(time.perf_counter() - started)
+
+
 class LoopDrafter(_Drafts):
     """The drafting loop of an engine: the index with all sources, under the policy ``marginal``."""
 
@@ -52,7 +67,7 @@ class LoopDrafter(_Drafts):
     ) -> None:
         """Create a drafter with the problems' history for rollouts of at most *longest* tokens."""
         super().__init__(size)
-        self.index = SuffixIndex(threads=threads, pool_tokens=POOL_TOKENS, draft_ahead=draft_ahead)
+        self.index = _TimedIndex(threads=threads, pool_tokens=POOL_TOKENS, draft_ahead=draft_ahead)
         lengths = {}
         for problem in problems:
             turns = [first_turn(trajectory) for trajectory in problem.history]
@@ -74,7 +89,7 @@ class LoopDrafter(_Drafts):
         self._num_started += 1
         request_id, prompt_tokens = f"started/{self._num_started}", len(trajectory.prompt)
         settings = DraftSettings(request_id, trajectory.problem, max_tokens=len(tokens) + MAX_DRAFT)
-        self.loop.add(request_id, settings, prompt_tokens, [END_OF_TURN])
+        self.loop.add(request_id, settings, trajectory.prompt, [END_OF_TURN])
         self._request_ids = [*self._request_ids[:place], request_id, *self._request_ids[place + 1 :]]
         self._token_ids[place, :prompt_tokens] = trajectory.prompt
         self._num_tokens[place] = prompt_tokens

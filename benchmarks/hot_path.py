@@ -62,7 +62,7 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
     """Return the time and the outcome of the steps of a batch of *size* rollouts, in rounds with a new drafter each."""
     turns = [(trajectory, first_turn(trajectory)) for problem in problems for trajectory in problem.evaluated]
     longest = max(len(trajectory.prompt) + len(turn) for trajectory, turn in turns)
-    p50, p99, outcomes = [], [], []
+    p50, p99, native, outcomes = [], [], [], []
     found = computed = 0
     for _ in range(rounds):
         drafter = make(problems, size, longest)
@@ -77,6 +77,7 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
         if isinstance(drafter, LoopDrafter):
             after = drafter.look_ups()
             found, computed = found + after[0] - before[0], computed + after[1] - before[1]
+            native.append(1e6 * quantile(drafter.index.seconds[-steps:], 0.5))
         outcomes.append(outcome)
         p50.append(1e6 * quantile(outcome["seconds"], 0.5))
         p99.append(1e6 * quantile(outcome["seconds"], 0.99))
@@ -87,6 +88,7 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
         "batch": size,
         "p50_us": spread(p50),
         "p99_us": spread(p99),
+        "native_p50_us": spread(native) if native else None,
         "drafted_per_step": drafted / total,
         "accepted_per_step": sampled / total - 1.0,
         "found_share": found / max(found + computed, 1),
@@ -106,6 +108,9 @@ def figures_of(measurements: Sequence[dict[str, Any]]) -> list[Figure]:
                 Figure(f"critical path, {name}, batch {each['batch']}, {who}", value, "µs", "", "<=", target)
             )
         if threads is not None:
+            native = each["native_p50_us"]["median"]
+            name = f"of which in the native call, p50, batch {each['batch']}, {who}"
+            figures.append(Figure(name, native, "µs", "", "<=", None))
             name = f"rows answered by look-up, batch {each['batch']}, {who}"
             figures.append(Figure(name, each["found_share"], "of all rows", "", ">=", None))
     for each in measurements:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from rollout_worker.policy.draft_policy import EMPTY_QUEUE, QueueState
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from rollout_worker.drafting.index import SuffixIndex
+    from rollout_worker.drafting.index import SuffixIndex, TokenArray
     from rollout_worker.policy.controller import DraftController
     from rollout_worker.policy.governor import Trial
 
@@ -116,7 +116,7 @@ class DraftingLoop:
         self._settings: dict[str, _Request] = {}
         """Requests that have draft settings, by request id."""
         self._rows: dict[str, int] = {}
-        """Request id → row of the rollout, for requests whose response has begun."""
+        """Request id → row of the rollout, for requests that were not forgotten after a failure."""
         self._tracked = np.zeros(1, _TRACKED_REQUEST)
         self._last_batch: tuple[list[str], Integers] = [], np.zeros(0, np.int64)
         """The request ids of the last batch, and the row of each; -1 for those that are not tracked."""
@@ -143,17 +143,19 @@ class DraftingLoop:
 
     # The requests
 
-    def add(self, request_id: str, settings: DraftSettings, prompt_tokens: int, end_tokens: list[int]) -> None:
-        """Follow a request from now on.
+    def add(
+        self, request_id: str, settings: DraftSettings, prompt: TokenArray | Sequence[int], end_tokens: list[int]
+    ) -> None:
+        """Follow a request from now on. Best called before its first token is sampled, because it indexes the prompt.
 
         Args:
             request_id: the engine's id of the request.
             settings: its draft settings.
-            prompt_tokens: number of tokens of its prompt as the engine sees it, that is, with the prefix.
+            prompt: its prompt as the engine sees it, that is, with the prefix, shape (tokens,).
             end_tokens: tokens that end its response.
         """
-        # The prefix belongs to the response, although it is part of the engine's prompt.
-        self._settings[request_id] = _Request(settings, prompt_tokens - settings.prefix_tokens, end_tokens)
+        self._settings[request_id] = _Request(settings, len(prompt), end_tokens)
+        self.guard(lambda: self._open(request_id, np.asarray(prompt, np.uint32)))
 
     def knows(self, request_id: str) -> bool:
         """Return whether the request was added."""
@@ -186,39 +188,44 @@ class DraftingLoop:
         self.guard(lambda: self._close(closing))
         return {key: self._finished.pop(key) for key in keys if key in self._finished}
 
-    def _open(self, request_id: str, tokens: NDArray[np.int32]) -> None:
-        """Start to draft for a request whose response has begun.
+    def _open(self, request_id: str, prompt: TokenArray) -> None:
+        """Start to draft for a request; see :meth:`add`. If that fails, the request is not followed any more."""
+        try:
+            self._track(request_id, prompt)
+        except BaseException:
+            self._close([request_id])
+            raise
 
-        Args:
-            request_id: its id.
-            tokens: its prompt and what follows.
-        """
-        settings, prompt_tokens, end_tokens = self._settings[request_id]
+    def _track(self, request_id: str, prompt: TokenArray) -> None:
+        settings, _, end_tokens = self._settings[request_id]
         earlier = self._earlier.get(settings.key)
         if earlier is not None:
             # All tokens of the response are counted again.
             self._earlier[settings.key] = earlier._replace(generated=0)
-        row = self._controller.open(
-            settings.problem, prompt_tokens=prompt_tokens, generated=0, max_tokens=settings.max_tokens
+        # The prefix belongs to the response, although it is part of the engine's prompt.
+        prompt_tokens = len(prompt) - settings.prefix_tokens
+        handle = self._index.open(
+            settings.problem,
+            prompt[:prompt_tokens],
+            sources=tuple(settings.sources),
+            context_length=prompt_tokens if settings.later_turn else 0,
+            stop_tokens=end_tokens,
+            undrafted_tokens=settings.undrafted_tokens,
+            min_tokens=settings.min_tokens,
+            max_tokens=settings.max_tokens,
+            max_draft_tokens=settings.budget,
         )
-        try:
-            handle = self._index.open(
-                settings.problem,
-                tokens[:prompt_tokens].astype(np.uint32),
-                sources=tuple(settings.sources),
-                context_length=prompt_tokens if settings.later_turn else 0,
-                stop_tokens=end_tokens,
-                undrafted_tokens=settings.undrafted_tokens,
-                min_tokens=settings.min_tokens,
-                max_tokens=settings.max_tokens,
-                max_draft_tokens=settings.budget,
-            )
-        except BaseException:
-            self._controller.close(row)
-            raise
+        row = self._controller.open(
+            settings.problem,
+            prompt_tokens=prompt_tokens,
+            generated=settings.prefix_tokens,
+            max_tokens=settings.max_tokens,
+        )
         self._tracked = with_row(self._tracked, row)
-        self._tracked[row] = (handle, prompt_tokens, _NEVER, 0.0, 0, 1.0, False)
+        self._tracked[row] = (handle, len(prompt), _NEVER, 0.0, 0, 1.0, False)
         self._set_row(request_id, row)
+        if settings.prefix_tokens:
+            self._index.extend(handle, prompt[prompt_tokens:])
 
     def _set_row(self, request_id: str, row: int | None) -> None:
         if row is None:
@@ -259,7 +266,7 @@ class DraftingLoop:
     def draft(self, batch: RunningBatch) -> Drafts:
         """Return drafts for the batch, given the tokens that were just sampled. Tokens of skipped steps are caught up.
 
-        Requests that were not added, and those whose response has not begun, get no drafts.
+        Requests that were not added, and those without a new token, get no drafts.
         """
         started = time.perf_counter()
         drafts = self.guard(lambda: self._draft(batch, started))
@@ -278,7 +285,7 @@ class DraftingLoop:
     def _draft(self, batch: RunningBatch, started: float) -> Drafts:
         if self._unobserved is not None:
             self._plan()
-        self._open_new(batch)
+        self._open_forgotten(batch)
         rows = self._rows_of(batch.request_ids)
         generated = batch.num_tokens - self._tracked["num_tokens"][rows]
         chosen = np.flatnonzero((generated > 0) & (rows != _UNTRACKED))
@@ -363,15 +370,15 @@ class DraftingLoop:
             self._last_batch = request_ids, rows
         return rows
 
-    def _open_new(self, batch: RunningBatch) -> None:
+    def _open_forgotten(self, batch: RunningBatch) -> None:
+        """Follow requests of the batch again that were forgotten after a failure."""
         if len(self._rows) == len(self._settings):
             return
         for index, request_id in enumerate(batch.request_ids):
             request = self._settings.get(request_id)
-            if request is None or request_id in self._rows:
-                continue
-            if batch.num_tokens[index] > request.prompt_tokens + request.settings.prefix_tokens:
-                self._open(request_id, batch.token_ids[batch.places[index]])
+            if request is not None and request_id not in self._rows:
+                prompt = batch.token_ids[batch.places[index], : request.prompt_tokens]
+                self._open(request_id, prompt.astype(np.uint32))
 
     def _step_seconds(self, rows: Integers, started: float, *, is_complete: bool) -> float | None:
         """Return the duration of the step; None if it did more than decode the same requests as the step before.
@@ -429,7 +436,7 @@ class DraftingLoop:
 class _Request(NamedTuple):
     settings: DraftSettings
     prompt_tokens: int
-    """Number of tokens in front of the response."""
+    """Number of tokens of the engine's prompt, that is, with the prefix."""
     end_tokens: list[int]
 
 

@@ -92,4 +92,4 @@ class HistoryProposer:
             params = request.sampling_params
             settings = DraftSettings.from_extra_args(params.extra_args)
             if settings is not None:
-                loop.add(request_id, settings, len(request.prompt_token_ids), end_token_ids(params))
+                loop.add(request_id, settings, request.prompt_token_ids, end_token_ids(params))

@@ -196,7 +196,8 @@ class DraftScheduling:
             params = request.sampling_params
             settings = DraftSettings.from_extra_args(None if params is None else params.extra_args)
             if settings is not None:
-                loop.add(request.req_id, settings, request.prompt_len, end_token_ids(params))
+                prompt = request.prefill_token_ids[: request.prompt_len]
+                loop.add(request.req_id, settings, prompt, end_token_ids(params))
 
     def _draft(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> None:
         """Draft for the requests of a planned step.

@@ -56,7 +56,7 @@ class RepeatingEngine:
         self.tokens[0, : len(PROMPT)] = PROMPT
         self.length = len(PROMPT)
         self.verified = 0
-        self.loop.add("request", DraftSettings("key", "problem", max_tokens=19_000), len(PROMPT), [])
+        self.loop.add("request", DraftSettings("key", "problem", max_tokens=19_000), PROMPT, [])
         self._draft: list[int] = []
 
     def step(self) -> Drafts | None:
@@ -135,6 +135,34 @@ def test_tokens_that_the_engine_discards_are_forgotten() -> None:
         engine.step()
     counts = engine.loop.take_counts(["key"])["key"]
     assert engine.length - len(PROMPT) == counts.generated
+
+
+def test_a_request_that_cannot_be_followed_does_not_affect_others() -> None:
+    engine = RepeatingEngine(failing=set())
+    invalid = DraftSettings("invalid", "problem", max_tokens=100, sources=("unknown",))
+    engine.loop.add("invalid", invalid, PROMPT, [])
+    assert 1 == engine.loop.failures
+    assert not engine.loop.knows("invalid")
+    for _ in range(20):
+        drafts = engine.step()
+    assert drafts is not None
+    assert [MAX_DRAFT_TOKENS] == drafts.lengths.tolist()
+    assert 1 == engine.loop.failures
+
+
+def test_a_prefix_belongs_to_the_response() -> None:
+    engine = RepeatingEngine(failing=set())
+    engine.loop.take_counts(["key"])
+    settings = DraftSettings("continued", "problem", max_tokens=19_000, prefix_tokens=20)
+    prefix = (np.arange(20) % 5 + 1).tolist()
+    engine.tokens[0, len(PROMPT) : len(PROMPT) + 20] = prefix
+    engine.length += 20
+    engine.loop.add("request", settings, [*PROMPT, *prefix], [])
+    drafts = engine.step()
+    assert drafts is not None
+    assert [MAX_DRAFT_TOKENS] == drafts.lengths.tolist()
+    counts = engine.loop.take_counts(["continued"])["continued"]
+    assert (21, 0) == (counts.generated, counts.accepted)
 
 
 def test_a_running_engine_generates_the_same_tokens_while_drafting_fails(

@@ -103,6 +103,7 @@ class LoopDrafter(_Drafts):
 
     def before_step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
         """Write the sampled tokens where the sampler writes them."""
+        self.loop.plan()  # which an engine does while it reads the prompts of new rollouts
         self._verified = self.lengths.astype(np.int64)
         for column in range(int(num_sampled.max())):
             written = np.flatnonzero(num_sampled > column)

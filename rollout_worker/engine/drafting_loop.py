@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from rollout_worker.arrays import Integers, with_row
+from rollout_worker.arrays import Floats, Integers, with_row
 from rollout_worker.drafting.index import DraftCounts
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.policy.controller import StepOutcome
@@ -73,11 +73,43 @@ class Drafts(NamedTuple):
         return [tokens[:length] for tokens, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
 
-class _Unobserved(NamedTuple):
-    """A step that the policy has not learned from yet."""
+class _BatchRows(NamedTuple):
+    """The rows of the requests of a batch."""
 
-    outcome: StepOutcome
+    request_ids: list[str]
+    rows: Integers
+    """Row of each request; -1 for those that are not followed."""
+    are_followed: bool
+    """Whether all requests are followed."""
+
+
+class _Plan(NamedTuple):
+    """The arguments of the index that :meth:`DraftingLoop.plan` has decided, for the requests of a batch."""
+
+    rows: Integers
+    handles: Integers
+    budgets: NDArray[np.int32]
+    min_survivals: NDArray[np.float32]
+
+
+class _Unobserved(NamedTuple):
+    """A step that the policy has not learned from yet; arrays of shape (requests,)."""
+
+    number: int
+    rows: Integers
+    generated: Integers
+    """Number of tokens of each request since the step before, or since it was last followed."""
+    verified: Integers
+    num_tokens: Integers
+    """Number of tokens of prompt and response after the step."""
+    expected: Floats
+    """Number of tokens of the verified draft that were expected to be accepted."""
+    trial: Trial | None
     seconds: float | None
+    """Time since the step before; None if it is unknown, or if the step had other requests as well."""
+
+
+_NO_ROWS = _BatchRows([], np.zeros(0, np.int64), are_followed=False)
 
 
 class DraftingLoop:
@@ -118,8 +150,9 @@ class DraftingLoop:
         self._rows: dict[str, int] = {}
         """Request id → row of the rollout, for requests that were not forgotten after a failure."""
         self._tracked = np.zeros(1, _TRACKED_REQUEST)
-        self._last_batch: tuple[list[str], Integers] = [], np.zeros(0, np.int64)
-        """The request ids of the last batch, and the row of each; -1 for those that are not tracked."""
+        self._last_batch = _NO_ROWS
+        self._planned: _Plan | None = None
+        """The plan for the last batch; None if it has changed since."""
         self._finished: dict[str, DraftCounts] = {}
         self._earlier: dict[str, DraftCounts] = {}
         """Counts of requests that were forgotten after a failure or reset, by key."""
@@ -232,7 +265,7 @@ class DraftingLoop:
             del self._rows[request_id]
         else:
             self._rows[request_id] = row
-        self._last_batch = [], np.zeros(0, np.int64)
+        self._last_batch, self._planned = _NO_ROWS, None
 
     def _suspend(self, request_id: str) -> None:
         """Forget what the drafter knows about a request, but not the request."""
@@ -286,12 +319,13 @@ class DraftingLoop:
         if self._unobserved is not None:
             self._plan()
         self._open_forgotten(batch)
-        rows = self._rows_of(batch.request_ids)
+        _, rows, are_followed = self._rows_of(batch.request_ids)
         generated = batch.num_tokens - self._tracked["num_tokens"][rows]
-        chosen = np.flatnonzero((generated > 0) & (rows != _UNTRACKED))
-        if len(chosen) == len(rows):
-            return self._draft_chosen(batch, rows, generated, started, is_complete=True)
+        seconds = None if self._last_call is None else started - self._last_call
+        if are_followed and int(generated.min()) > 0:
+            return self._draft_chosen(batch, rows, generated, seconds)
         drafts = self._no_drafts(len(rows))
+        chosen = np.flatnonzero((generated > 0) & (rows != _UNTRACKED))
         if len(chosen):
             part = RunningBatch(
                 batch.request_ids,
@@ -300,75 +334,62 @@ class DraftingLoop:
                 batch.places[chosen],
                 batch.verified[chosen],
             )
-            drafted = self._draft_chosen(part, rows[chosen], generated[chosen], started, is_complete=False)
+            drafted = self._draft_chosen(part, rows[chosen], generated[chosen], None)
             drafts.tokens[chosen], drafts.lengths[chosen] = drafted.tokens, drafted.lengths
         return drafts
 
-    def _draft_chosen(
-        self, batch: RunningBatch, rows: Integers, generated: Integers, started: float, *, is_complete: bool
-    ) -> Drafts:
+    def _draft_chosen(self, batch: RunningBatch, rows: Integers, generated: Integers, seconds: float | None) -> Drafts:
         """Draft for requests that all have new tokens.
 
         Args:
             batch: the requests.
             rows: their rows, shape (requests,).
             generated: number of new tokens of each, shape (requests,).
-            started: ``time.perf_counter()`` when the tokens were known.
-            is_complete: whether these are all requests of the step.
+            seconds: time since the step before; see :class:`_Unobserved`.
         """
-        tracked, verified, num_tokens = self._tracked, batch.verified, batch.num_tokens
-        seconds = self._step_seconds(rows, started, is_complete=is_complete)
-        # Without a draft, a step samples one token; the others were sampled in steps that were skipped.
-        in_step = np.where(verified > 0, generated, 1)
-        skipped = generated - in_step
-        if skipped.any():
-            self._catch_up(batch, rows, skipped)
-        drafts = self._no_drafts(len(rows))
-        survivals = np.empty(drafts.tokens.shape, np.float32)
-        if not tracked["is_planned"][rows].all():
-            self._plan()
+        plan = self._plan_of(rows)
+        tokens = np.empty((len(rows), self._max_draft_tokens), np.int64)
+        survivals, lengths = np.empty(tokens.shape, np.float32), np.empty(len(rows), np.int32)
         self._index.step(
-            tracked["handle"][rows],
-            _last_tokens(batch, in_step),
-            in_step.astype(np.int32),
-            tracked["budget"][rows],
-            tracked["min_survival"][rows],
-            drafts.tokens,
+            plan.handles,
+            _last_tokens(batch, generated),
+            generated.astype(np.int32),
+            plan.budgets,
+            plan.min_survivals,
+            tokens,
             survivals,
-            drafts.lengths,
-            verified.astype(np.int32),
+            lengths,
+            batch.verified.astype(np.int32),
         )
-        outcome_expected = np.where(verified > 0, tracked["expected"][rows], 0.0)
-        outcome = StepOutcome(rows, in_step, verified, outcome_expected, num_tokens - in_step, self._trial)
-        self._unobserved = _Unobserved(outcome, seconds)
-        expected = survivals.sum(axis=1, dtype=np.float64)
-        tracked["num_tokens"][rows], tracked["expected"][rows] = num_tokens, expected
-        lengths = drafts.lengths.astype(np.int64)
-        selected = self._controller.select(rows, lengths, expected)
+        last_expected, expected = self._tracked["expected"][rows], survivals.sum(axis=1)
+        self._tracked["num_tokens"][rows], self._tracked["expected"][rows] = batch.num_tokens, expected
+        self._unobserved = _Unobserved(
+            self.steps, rows, generated, batch.verified, batch.num_tokens, last_expected, self._trial, seconds
+        )
+        selected = self._controller.select(rows, lengths.astype(np.int64), expected)
         self._trial = self._controller.governor.trial
         if len(selected) < np.count_nonzero(lengths):
-            verify = np.zeros(len(rows), np.bool_)
-            verify[selected] = True
-            drafts.lengths[~verify] = 0
-        self.proposed_tokens += int(drafts.lengths.sum())
+            is_selected = np.zeros(len(rows), np.bool_)
+            is_selected[selected] = True
+            lengths[~is_selected] = 0
+        self.proposed_tokens += int(lengths.sum())
         self._consecutive_failures = 0
-        return drafts
+        return Drafts(tokens, lengths)
 
-    def _catch_up(self, batch: RunningBatch, rows: Integers, skipped: Integers) -> None:
-        """Append the tokens of steps in which nothing was drafted, *skipped* for each request."""
-        for index in np.flatnonzero(skipped):
-            row, start = int(rows[index]), int(self._tracked["num_tokens"][rows[index]])
-            tokens = batch.token_ids[batch.places[index], start : start + int(skipped[index])]
-            self._index.extend(int(self._tracked["handle"][row]), tokens.astype(np.uint32))
-            self._controller.add_unobserved(row, len(tokens))
-
-    def _rows_of(self, request_ids: list[str]) -> Integers:
-        last_ids, rows = self._last_batch
-        if request_ids != last_ids or not request_ids:
+    def _rows_of(self, request_ids: list[str]) -> _BatchRows:
+        if request_ids != self._last_batch.request_ids:
             find = self._rows.get
             rows = np.fromiter((find(request_id, _UNTRACKED) for request_id in request_ids), np.int64, len(request_ids))
-            self._last_batch = request_ids, rows
-        return rows
+            self._last_batch, self._planned = _BatchRows(request_ids, rows, bool((rows != _UNTRACKED).all())), None
+        return self._last_batch
+
+    def _plan_of(self, rows: Integers) -> _Plan:
+        if self._planned is not None and self._planned.rows is rows:
+            return self._planned
+        if not self._tracked["is_planned"][rows].all():
+            self._plan()
+        tracked = self._tracked
+        return _Plan(rows, tracked["handle"][rows], tracked["budget"][rows], tracked["min_survival"][rows])
 
     def _open_forgotten(self, batch: RunningBatch) -> None:
         """Follow requests of the batch again that were forgotten after a failure."""
@@ -380,20 +401,10 @@ class DraftingLoop:
                 prompt = batch.token_ids[batch.places[index], : request.prompt_tokens]
                 self._open(request_id, prompt.astype(np.uint32))
 
-    def _step_seconds(self, rows: Integers, started: float, *, is_complete: bool) -> float | None:
-        """Return the duration of the step; None if it did more than decode the same requests as the step before.
-
-        A request that is new, or was preempted, had its prompt read in the step.
-        """
-        last_steps = self._tracked["last_step"]
-        is_timed = is_complete and bool((last_steps[rows] == self.steps - 1).all())
-        last_steps[rows] = self.steps
-        return started - self._last_call if is_timed and self._last_call is not None else None
-
     def _plan(self) -> None:
         unobserved, self._unobserved = self._unobserved, None
         if unobserved is not None:
-            self._controller.observe_step(*unobserved)
+            self._observe(unobserved)
         rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
         if not len(rows):
             return
@@ -401,6 +412,27 @@ class DraftingLoop:
         self._tracked["budget"][rows] = budgets.tokens
         self._tracked["min_survival"][rows] = budgets.min_survivals
         self._tracked["is_planned"][rows] = True
+        self._planned = self._plan_of(self._last_batch.rows) if self._last_batch.are_followed else None
+
+    def _observe(self, step: _Unobserved) -> None:
+        # A step samples one token more than it accepts. Further tokens were sampled in steps that were skipped.
+        in_step = np.minimum(step.generated, step.verified + 1)
+        for index in np.flatnonzero(step.generated > in_step):
+            self._controller.add_unobserved(int(step.rows[index]), int(step.generated[index] - in_step[index]))
+        # The step is timed if it decoded the same requests as the one before. A request that is new, or was preempted,
+        # had its prompt read in it.
+        last_steps = self._tracked["last_step"]
+        is_timed = bool((last_steps[step.rows] == step.number - 1).all())
+        last_steps[step.rows] = step.number
+        outcome = StepOutcome(
+            step.rows,
+            in_step,
+            step.verified,
+            np.where(step.verified > 0, step.expected, 0.0),
+            step.num_tokens - in_step,
+            step.trial,
+        )
+        self._controller.observe_step(outcome, step.seconds if is_timed else None)
 
     # Failures
 

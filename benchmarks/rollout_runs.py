@@ -320,16 +320,23 @@ def engine_config(mode: str, model: Path, url: str, *, max_tokens: int, batch: i
 
 @contextmanager
 def _model_runner(mode: str) -> Iterator[None]:
-    """Let the engine of a mode use V1 if it must, and otherwise the model runner that the environment selects."""
-    chosen = os.environ.get(_MODEL_RUNNER)
-    if mode in _V1_MODES:
-        os.environ[_MODEL_RUNNER] = "0"
+    """Let the engine of a mode use V1 if it must, and otherwise the model runner that the environment selects.
+
+    On CPUs, V1 does not use Triton, so that its processes must not find the interpreter that V2 needs.
+    """
+    if mode not in _V1_MODES:
+        yield
+        return
+    environment, path = dict(os.environ), list(sys.path)
+    sys.path[:] = [folder for folder in path if not (Path(folder) / "triton").is_dir() or torch.cuda.is_available()]
+    os.environ |= {_MODEL_RUNNER: "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    os.environ.pop("TRITON_INTERPRET", None)
     try:
         yield
     finally:
-        os.environ.pop(_MODEL_RUNNER, None)
-        if chosen is not None:
-            os.environ[_MODEL_RUNNER] = chosen
+        sys.path[:] = path
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 @asynccontextmanager

@@ -72,7 +72,7 @@ REASONS = {
     "watermark_config": _DISTRIBUTION,
     "enable_trace_replay": _DISTRIBUTION,
     "seed": "every engine needs a different one; for reproducible rollouts set spec.sampling.seed",
-    "async_scheduling": "drafting needs synchronous scheduling, and without drafting vLLM decides",
+    "async_scheduling": "the model runner with which an engine drafts determines it, and without drafting vLLM decides",
     "scheduler_cls": _OWN,
     "worker_cls": _OWN,
     "worker_extension_cls": _OWN,

@@ -39,8 +39,8 @@ class TimedStep(NamedTuple):
     context_tokens: int
     """Number of tokens of the prompts and responses of all its rollouts together."""
     is_uniform: bool
-    """Whether all its rollouts had equally many tokens to verify. Others run other CUDA graphs: in vLLM's V2 model runner
-    those for queries of different lengths, in V1 none that contain attention."""
+    """Whether all its rollouts had equally many tokens to verify. Other steps run other CUDA graphs: in vLLM's V2 model
+    runner those for queries of different lengths, in V1 none that contain attention."""
     seconds: float
     has_drafts: bool = False
 

@@ -19,9 +19,10 @@ from benchmarks.suffix_drafters import PEERS_DIRECTORY
 from benchmarks.traces import Tokens, Trajectory
 from rollout_api.length_stats import LengthStats
 from rollout_worker.drafting import SuffixIndex
+from rollout_worker.drafting.batch import Batch, DraftTotals
 from rollout_worker.drafting.index import POOL_TOKENS
 from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.engine.drafting_loop import DraftingLoop, RunningBatch
+from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays, RunningBatch
 from rollout_worker.policy.controller import DraftController
 from rollout_worker.policy.draft_policy import DraftLimits
 from rollout_worker.policy.marginal import Marginal
@@ -43,18 +44,28 @@ class _Drafts:
         """See :class:`BatchDrafter`."""
 
 
-class _TimedIndex(SuffixIndex):
-    """A suffix index that records the duration of each step."""
+class _TimedBatch(Batch):
+    """A batch that records the duration of each step."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.seconds: list[float] = []
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """See :meth:`SuffixIndex.step`."""
+    def step(self, *args: Any) -> DraftTotals:
+        """See :meth:`Batch.step`."""
         started = time.perf_counter()
-        super().step(*args, **kwargs)
+        totals = super().step(*args)
         self.seconds.append(time.perf_counter() - started)
+        return totals
+
+
+class _TimedIndex(SuffixIndex):
+    """A suffix index that times the steps of its batch."""
+
+    def new_batch(self, *arrays: Any) -> Batch:
+        """See :meth:`SuffixIndex.new_batch`."""
+        self.batch = _TimedBatch(self._native, *arrays)
+        return self.batch
 
 
 class LoopDrafter(_Drafts):
@@ -77,10 +88,11 @@ class LoopDrafter(_Drafts):
         self.index.wait_idle()
         # A step does not last as long as in an engine, so that it must neither change the budgets nor disable drafts.
         policy = Marginal(DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS), lengths.__getitem__)
-        self.loop = DraftingLoop(self.index, DraftController(policy, H100_7B, governed=False), MAX_DRAFT)
-        self._request_ids = [""] * size
         self._token_ids = np.zeros((size, longest + 2 * MAX_DRAFT), np.int32)
-        self._num_tokens, self._places = np.zeros(size, np.int64), np.arange(size)
+        arrays = EngineArrays(self._token_ids, self.drafts, self.lengths)
+        self.loop = DraftingLoop(self.index, DraftController(policy, H100_7B, governed=False), arrays)
+        self._request_ids = [""] * size
+        self._num_tokens, self._places = np.zeros(size, np.int32), np.arange(size)
         self._verified = np.zeros(size, np.int64)
         self._num_started = 0
 
@@ -113,9 +125,7 @@ class LoopDrafter(_Drafts):
     def step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
         """See :class:`BatchDrafter`."""
         self.loop.skip_step()
-        batch = RunningBatch(self._request_ids, self._num_tokens, self._token_ids, self._places, self._verified)
-        drafts = self.loop.draft(batch)
-        self.drafts[:], self.lengths[:] = drafts.tokens, drafts.lengths
+        self.loop.draft(RunningBatch(self._request_ids, self._num_tokens, self._places, self._verified))
 
     def after_step(self, num_sampled: npt.NDArray[np.int32], verified: npt.NDArray[np.int32]) -> None:
         """See :class:`BatchDrafter`."""

@@ -77,7 +77,7 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
         if isinstance(drafter, LoopDrafter):
             after = drafter.look_ups()
             found, computed = found + after[0] - before[0], computed + after[1] - before[1]
-            native.append(1e6 * quantile(drafter.index.seconds[-steps:], 0.5))
+            native.append(1e6 * quantile(drafter.index.batch.seconds[-steps:], 0.5))
         outcomes.append(outcome)
         p50.append(1e6 * quantile(outcome["seconds"], 0.5))
         p99.append(1e6 * quantile(outcome["seconds"], 0.99))

@@ -15,12 +15,14 @@ _MIN_ROWS = 16
 _Scalar = TypeVar("_Scalar", bound=np.generic)
 
 
-def with_row(array: npt.NDArray[_Scalar], row: int) -> npt.NDArray[_Scalar]:
-    """Return *array* if it has the row *row*; otherwise a copy that has it, with zeros in all new rows.
+def with_row(array: npt.NDArray[_Scalar], row: int, new: Any = 0) -> npt.NDArray[_Scalar]:
+    """Return *array* if it has the row *row*; otherwise a copy that has it, with *new* in all new rows.
 
     The copy has at least twice as many rows as *row*, so that few copies are made while rows are added one by one.
     """
     if row < len(array):
         return array
     shape: tuple[Any, ...] = (max(_MIN_ROWS, 2 * row) - len(array), *array.shape[1:])
-    return np.concatenate([array, np.zeros(shape, array.dtype)])
+    added = np.empty(shape, array.dtype)
+    added[...] = new
+    return np.concatenate([array, added])

@@ -50,18 +50,7 @@ class SuffixIndex:
         self, handles: Sequence[int], tokens: Iterable[npt.NDArray[np.uint32] | Sequence[int]]
     ) -> None: ...
     def close(self, handle: int) -> tuple[int, int, int]: ...
-    def step(
-        self,
-        handles: npt.NDArray[np.int64],
-        sampled: npt.NDArray[np.int64],
-        num_sampled: npt.NDArray[np.int32],
-        budgets: npt.NDArray[np.int32],
-        min_survivals: npt.NDArray[np.float32],
-        tokens: npt.NDArray[np.int64],
-        survivals: npt.NDArray[np.float32],
-        lengths: npt.NDArray[np.int32],
-        verified: npt.NDArray[np.int32] | None,
-    ) -> None: ...
+    def num_tokens(self, handle: int) -> int: ...
     def look_ups(self) -> tuple[int, int]: ...
     def draft(self, handle: int, budget: int, min_survival: float) -> Draft: ...
     def draft_batch(
@@ -76,3 +65,30 @@ class SuffixIndex:
     def load_state_dict(self, state: bytes) -> None: ...
     def counters(self) -> list[tuple[Literal["history", "self", "siblings", "cross_problem"], int, int, int]]: ...
     def accepted_by_age(self) -> dict[int, tuple[float, float]]: ...
+
+class Batch:
+    def __init__(
+        self,
+        index: SuffixIndex,
+        token_ids: npt.NDArray[np.int32],
+        drafts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int32],
+        generated: npt.NDArray[np.int64],
+        expected: npt.NDArray[np.float64],
+    ) -> None: ...
+    def plan(
+        self,
+        handles: npt.NDArray[np.int64],
+        budgets: npt.NDArray[np.int64],
+        min_survivals: npt.NDArray[np.float64],
+        token_gains: npt.NDArray[np.float64],
+        token_cost: float,
+    ) -> None: ...
+    def clear(self) -> None: ...
+    def step(
+        self,
+        num_tokens: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        verified: npt.NDArray[np.int64],
+    ) -> tuple[int, int, float]: ...

@@ -3,7 +3,7 @@
 The index holds, for each *problem*, the responses of earlier *rollouts*, each with the *generation* of the weights that
 sampled it. An open *request* is a response that is being generated; it is identified by a handle. After each
 verification step, the caller reports the sampled tokens and receives the next drafts: for a whole batch in one call
-with arrays (`SuffixIndex.step`), or with lists (`SuffixIndex.extend_batch` and `SuffixIndex.draft_batch`).
+with the engine's arrays (`Batch.step`), or with lists (`SuffixIndex.extend_batch` and `SuffixIndex.draft_batch`).
 
 **Sources.** The end of the request's text is searched for in four *sources*:
 
@@ -43,14 +43,14 @@ when its budget is used, after a stop token, where no occurrence has a next toke
 *survival* (the product of the probabilities up to it) is below ``min_survival``. The model also learns from that last
 token, so that underestimated probabilities recover.
 
-**Drafting ahead.** The model's forward pass leaves time between two calls of `step`. With ``draft_ahead``, a thread of
-the index uses it: it learns from the sampled tokens, adds them to the live texts, and then computes drafts for what the
-verification may result in. The outcomes of a draft are the number of its tokens that are accepted, and the token that
-is sampled after them: any that an occurrence proposes, or that follows one of the 256 longest matches in the history.
-Likelier outcomes come first, over the whole batch, until the next call of `step` interrupts the thread. `step` looks up
-the drafts for the outcomes that have come true. It computes the others with the help of that thread, and searches the
-pool for them only if the history has fewer than 32 occurrences. A prepared draft does not see what siblings sampled in
-the same step. Without ``draft_ahead``, `step` does all this itself, and its results do not depend on timing.
+**Drafting ahead.** The model's forward pass leaves time between two calls of `Batch.step`. With ``draft_ahead``, a
+thread of the index uses it: it learns from the sampled tokens, adds them to the live texts, and then computes drafts
+for what the verification may result in. The outcomes of a draft are the number of its tokens that are accepted, and the
+token that is sampled after them: any that an occurrence proposes, or that follows one of the 256 longest matches in the
+history. Likelier outcomes come first, over the whole batch, until the next step interrupts the thread. The step looks
+up the drafts for the outcomes that have come true. It computes the others with the help of that thread, and searches
+the pool for them only if the history has fewer than 32 occurrences. A prepared draft does not see what siblings sampled
+in the same step. Without ``draft_ahead``, the step does all this itself, and its results do not depend on timing.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -61,6 +61,7 @@ import numpy.typing as npt
 
 from rollout_worker.drafting import _native
 from rollout_worker.drafting._native import Draft
+from rollout_worker.drafting.batch import Batch
 from rollout_worker.history.records import TokenArray
 
 __all__ = [
@@ -130,7 +131,7 @@ class SourceCounts(NamedTuple):
     """Numbers of draft tokens for which one source gave the most probability, since the index was created."""
 
     drafted: int
-    """Tokens of all drafts; those of `SuffixIndex.step` count when the next tokens of the request are reported."""
+    """Tokens of all drafts; those of `Batch.step` count when the next tokens of the request are reported."""
     verified: int
     """Tokens for which the model's token is known and all earlier tokens of the draft were accepted."""
     accepted: int
@@ -141,7 +142,7 @@ class DraftCounts(NamedTuple):
     """Token counts of one request."""
 
     drafted: int
-    """Draft tokens of `SuffixIndex.step` that were passed to verification."""
+    """Draft tokens of `Batch.step` that were passed to verification."""
     accepted: int
     """Draft tokens that were accepted."""
     generated: int
@@ -149,7 +150,7 @@ class DraftCounts(NamedTuple):
 
 
 class LookUps(NamedTuple):
-    """Numbers of drafts that `SuffixIndex.step` has returned, by how it obtained them."""
+    """Numbers of drafts that `Batch.step` has returned, by how it obtained them."""
 
     found: int
     """Drafts that had been prepared."""
@@ -161,11 +162,12 @@ class SuffixIndex:
     """A suffix index with its open requests; see the module's documentation.
 
     **Threads.** Every method may be called from any thread. `add` and the `drop_*` methods build new data aside,
-    without the GIL, and then replace the old data; a background thread merges segments. `step`, `extend`, `draft` and
-    `draft_batch` never wait for any of these, and `open` and `close` wait at most for a look-up. With drafting ahead,
-    calls for a request may wait for the draft that is being computed for it, which takes some microseconds. Calls of
-    `step` wait for each other. A draft uses the history as of the moment at which it is computed, even if the request
-    was opened before a change.
+    without the GIL, and then replace the old data; a background thread merges segments. `Batch.step`, `extend`,
+    `draft` and `draft_batch` never wait for any of these, and `open` and `close` wait at most for a look-up. With
+    drafting ahead, calls for a request may wait for the draft that is being computed for it, which takes some
+    microseconds. Calls of `Batch.step` wait for each other. They keep the GIL, because another Python thread that takes
+    it may keep it for longer than a step lasts. A draft uses the history as of the moment at which it is computed, even
+    if the request was opened before a change.
     """
 
     def __init__(
@@ -193,9 +195,9 @@ class SuffixIndex:
             pool_tokens: size of the cross-problem pool, which holds the last rollouts of all problems. One call of
                 `add` contributes at most a sixteenth of it, or one rollout. Without a pool (0), the source
                 ``"cross_problem"`` finds nothing.
-            draft_ahead: whether a thread of its own computes drafts between two calls of `step`, for the outcomes that
-                the verification of the last drafts may have. `step` then looks most drafts up and takes much less time,
-                but what it returns depends on how much time that thread had.
+            draft_ahead: whether a thread of its own computes drafts between two calls of `Batch.step`, for the outcomes
+                that the verification of the last drafts may have. The step then looks most drafts up and takes much
+                less time, but what it returns depends on how much time that thread had.
 
         Raises:
             ValueError: for arguments out of range.
@@ -370,47 +372,32 @@ class SuffixIndex:
         """
         return DraftCounts(*self._native.close(handle))
 
-    def step(
-        self,
-        handles: npt.NDArray[np.int64],
-        sampled: npt.NDArray[np.int64],
-        num_sampled: npt.NDArray[np.int32],
-        budgets: npt.NDArray[np.int32],
-        min_survivals: npt.NDArray[np.float32],
-        tokens: npt.NDArray[np.int64],
-        survivals: npt.NDArray[np.float32],
-        lengths: npt.NDArray[np.int32],
-        verified: npt.NDArray[np.int32] | None = None,
-    ) -> None:
-        """Append the tokens that a decoding step sampled, and draft for the next step, in one call without the GIL.
-
-        All arrays are C-contiguous and have a row for each of n requests. `tokens`, `survivals` and `lengths` are
-        written in place.
-
-        Args:
-            handles: handles of the requests, each once, shape (n,).
-            sampled: the sampled tokens: accepted draft tokens and one more, shape (n, S).
-            num_sampled: how many tokens of each row of `sampled` were sampled, 0 to S, shape (n,). Without a new token,
-                the request is drafted for again.
-            budgets: maximum number of draft tokens, shape (n,). The limits given to `open` apply as well, and K. With 0
-                or less left, nothing is drafted.
-            min_survivals: a draft ends before the first token whose survival is below this, 0 to 1, shape (n,).
-            tokens: receives the drafts, filled up with -1, shape (n, K).
-            survivals: receives the survival of each draft token, filled up with 0, shape (n, K).
-            lengths: receives the lengths of the drafts, shape (n,).
-            verified: how many tokens of each last draft were verified, shape (n,), at most its length (larger numbers
-                count as that); None: all. Only `close` reports it.
+    def num_tokens(self, handle: int) -> int:
+        """Return the number of tokens of a request's prompt and response.
 
         Raises:
             KeyError: for a handle that is not open.
-            TypeError: for an argument that is not an array of the given type and number of dimensions.
-            ValueError: for shapes that do not agree, a handle that occurs twice, or a value out of range. As for the
-                other errors, nothing is changed.
         """
-        self._native.step(handles, sampled, num_sampled, budgets, min_survivals, tokens, survivals, lengths, verified)
+        return self._native.num_tokens(handle)
+
+    def new_batch(
+        self, token_ids: npt.NDArray[np.int32], drafts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int32]
+    ) -> Batch:
+        """Create a batch of requests. All arrays are C-contiguous and have one row for each place of an engine's batch.
+
+        Args:
+            token_ids: prompts and responses, which the engine keeps up to date, shape (places, maximum number).
+            drafts: receives the drafts, shape (places, K). What follows a draft is undefined.
+            lengths: receives the lengths of the drafts, shape (places,).
+
+        Raises:
+            TypeError: for an argument that is not an array of the given type and number of dimensions.
+            ValueError: for arrays of different numbers of rows.
+        """
+        return Batch(self._native, token_ids, drafts, lengths)
 
     def look_ups(self) -> LookUps:
-        """Return how many drafts `step` has looked up and computed since the index was created."""
+        """Return how many drafts `Batch.step` has looked up and computed since the index was created."""
         return LookUps(*self._native.look_ups())
 
     def draft(self, handle: int, budget: int, min_survival: float = 0.0) -> Draft:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
-from rollout_worker.arrays import Floats, Integers, with_row
+from rollout_worker.arrays import Integers, with_row
+from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 from rollout_worker.drafting.index import DraftCounts
 from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.policy.controller import StepOutcome
+from rollout_worker.policy.controller import StepOutcome, Verification
 from rollout_worker.policy.draft_policy import EMPTY_QUEUE, QueueState
 
 if TYPE_CHECKING:
@@ -25,52 +26,57 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_UNTRACKED = -1
 _NEVER = -1
 _MAX_CONSECUTIVE_FAILURES = 3
 """How often drafting may fail without a success in between before it is paused."""
 _PAUSE_STEPS = 1024
 """Number of steps without drafts after repeated failures; doubled each time."""
-_NO_TOKEN = -1
 _TRACKED_REQUEST = np.dtype(
     [
         ("handle", np.int64),  # in the index
-        ("num_tokens", np.int64),  # prompt and response tokens that the index knows
         ("last_step", np.int64),  # number of the step after which it was last in the batch
         ("expected", np.float64),  # tokens of its last draft that are expected to be accepted
-        ("budget", np.int32),  # maximum number of draft tokens in the next step
-        ("min_survival", np.float32),  # survival below which the next draft ends
-        ("is_planned", np.bool_),  # whether the last two are set
+        ("budget", np.int64),  # maximum number of draft tokens in the next step
+        ("min_survival", np.float64),  # survival below which the next draft ends
+        ("token_gain", np.float64),  # seconds that an accepted token saves
+        ("is_planned", np.bool_),  # whether the last three are set
     ]
 )
 """The state of a request, in the row of its rollout."""
+_FREE_ROW = (NO_HANDLE, _NEVER, 0.0, 0, 1.0, 0.0, False)
+
+
+class EngineArrays(NamedTuple):
+    """Arrays that an engine and the drafting loop share. They have one row for each place of the engine's batch."""
+
+    token_ids: NDArray[np.int32]
+    """Prompts and responses, written by the engine, shape (places, maximum number of tokens)."""
+    drafts: NDArray[np.int64]
+    """The drafts to verify in the next step, written by :meth:`DraftingLoop.draft`, shape (places, max_draft_tokens).
+
+    What follows the end of a draft is undefined."""
+    lengths: NDArray[np.int32]
+    """Number of tokens of each draft, shape (places,)."""
+
+    @classmethod
+    def create(cls, token_ids: NDArray[np.int32], max_draft_tokens: int) -> EngineArrays:
+        """Return the engine's *token_ids*, shape (places, maximum number of tokens), with new arrays for drafts."""
+        places = len(token_ids)
+        return cls(token_ids, np.zeros((places, max_draft_tokens), np.int64), np.zeros(places, np.int32))
 
 
 class RunningBatch(NamedTuple):
     """The requests of one verification step, after its tokens were sampled."""
 
     request_ids: list[str]
-    num_tokens: Integers
-    """Number of tokens of prompt and response, including the sampled ones, shape (requests,)."""
-    token_ids: NDArray[np.int32]
-    """Prompts and responses, one in each row."""
+    num_tokens: NDArray[np.int32]
+    """Number of tokens of prompt and response, including the sampled ones, for each place of the engine's batch.
+
+    It must not change before the next call of :meth:`DraftingLoop.plan`."""
     places: Integers
-    """Row of *token_ids* for each request, shape (requests,)."""
+    """Place of each request, shape (requests,)."""
     verified: Integers
     """Number of draft tokens that the step verified, shape (requests,)."""
-
-
-class Drafts(NamedTuple):
-    """The drafts to verify in the next step, in the order of the batch."""
-
-    tokens: NDArray[np.int64]
-    """The tokens, filled up with -1, shape (requests, max_draft_tokens)."""
-    lengths: NDArray[np.int32]
-    """Number of tokens of each draft, shape (requests,)."""
-
-    def as_lists(self) -> list[list[int]]:
-        """Return the tokens of each draft."""
-        return [tokens[:length] for tokens, length in zip(self.tokens.tolist(), self.lengths.tolist(), strict=True)]
 
 
 class _BatchRows(NamedTuple):
@@ -79,58 +85,42 @@ class _BatchRows(NamedTuple):
     request_ids: list[str]
     rows: Integers
     """Row of each request; -1 for those that are not followed."""
-    are_followed: bool
-    """Whether all requests are followed."""
-
-
-class _Plan(NamedTuple):
-    """The arguments of the index that :meth:`DraftingLoop.plan` has decided, for the requests of a batch."""
-
-    rows: Integers
-    handles: Integers
-    budgets: NDArray[np.int32]
-    min_survivals: NDArray[np.float32]
 
 
 class _Unobserved(NamedTuple):
-    """A step that the policy has not learned from yet; arrays of shape (requests,)."""
+    """A step that the policy has not learned from yet."""
 
     number: int
     rows: Integers
-    generated: Integers
-    """Number of tokens of each request since the step before, or since it was last followed."""
-    verified: Integers
-    num_tokens: Integers
-    """Number of tokens of prompt and response after the step."""
-    expected: Floats
-    """Number of tokens of the verified draft that were expected to be accepted."""
+    batch: RunningBatch
     trial: Trial | None
     seconds: float | None
-    """Time since the step before; None if it is unknown, or if the step had other requests as well."""
+    """Time since the step before; None if it is unknown."""
 
 
-_NO_ROWS = _BatchRows([], np.zeros(0, np.int64), are_followed=False)
+_NO_ROWS = _BatchRows([], np.zeros(0, np.int64))
 
 
 class DraftingLoop:
     """Follows an engine's requests and drafts for them within the budgets of the policy.
 
     Each step consists of two calls. :meth:`draft` is on the critical path, between sampling and the next forward pass.
-    :meth:`plan`, which may be called while the forward pass runs, lets the policy learn from the step before and
-    decides the budgets of the next drafts.
+    It consists of one call of the index, unless the requests of the batch have changed. :meth:`plan`, which may be
+    called while the forward pass runs, lets the policy learn from the step before and decides the budgets of the next
+    drafts.
 
     A fault in drafting costs drafts, never the engine: no method raises, and callers pass what else may fail to
     :meth:`guard`. After a failure all requests are forgotten and followed again from their tokens. If drafting fails
     repeatedly, it is paused.
     """
 
-    def __init__(self, index: SuffixIndex, controller: DraftController, max_draft_tokens: int) -> None:
+    def __init__(self, index: SuffixIndex, controller: DraftController, arrays: EngineArrays) -> None:
         """Create a loop without requests.
 
         Args:
             index: makes the drafts.
             controller: decides the budgets.
-            max_draft_tokens: maximum number of tokens of one draft.
+            arrays: the engine's arrays.
         """
         self.queue: QueueState = EMPTY_QUEUE
         """The rollouts that wait for a place in the batch, as the job reports them."""
@@ -144,15 +134,16 @@ class DraftingLoop:
         """How often drafting failed."""
         self.last_failure = ""
         """The exception of the last failure, for reports."""
-        self._index, self._controller, self._max_draft_tokens = index, controller, max_draft_tokens
+        self._index, self._controller, self._arrays = index, controller, arrays
+        self._batch = index.new_batch(*arrays)
         self._settings: dict[str, _Request] = {}
         """Requests that have draft settings, by request id."""
         self._rows: dict[str, int] = {}
         """Request id → row of the rollout, for requests that were not forgotten after a failure."""
-        self._tracked = np.zeros(1, _TRACKED_REQUEST)
+        self._tracked = np.array([_FREE_ROW], _TRACKED_REQUEST)
         self._last_batch = _NO_ROWS
-        self._planned: _Plan | None = None
-        """The plan for the last batch; None if it has changed since."""
+        self._has_unplanned = False
+        """Whether there may be requests without a budget."""
         self._finished: dict[str, DraftCounts] = {}
         self._earlier: dict[str, DraftCounts] = {}
         """Counts of requests that were forgotten after a failure or reset, by key."""
@@ -197,7 +188,7 @@ class DraftingLoop:
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Forget a request's tokens from *num_tokens* on, which the engine has discarded, as it may in a preemption."""
         row = self._rows.get(request_id)
-        if row is not None and int(self._tracked["num_tokens"][row]) > num_tokens:
+        if row is not None and self._index.num_tokens(int(self._tracked["handle"][row])) > num_tokens:
             self.guard(lambda: self._suspend(request_id))
 
     def remove(self, request_ids: Iterable[str]) -> None:
@@ -254,8 +245,9 @@ class DraftingLoop:
             generated=settings.prefix_tokens,
             max_tokens=settings.max_tokens,
         )
-        self._tracked = with_row(self._tracked, row)
-        self._tracked[row] = (handle, len(prompt), _NEVER, 0.0, 0, 1.0, False)
+        self._tracked = with_row(self._tracked, row, _FREE_ROW)
+        self._tracked[row] = (handle, *_FREE_ROW[1:])
+        self._has_unplanned = True
         self._set_row(request_id, row)
         if settings.prefix_tokens:
             self._index.extend(handle, prompt[prompt_tokens:])
@@ -265,7 +257,7 @@ class DraftingLoop:
             del self._rows[request_id]
         else:
             self._rows[request_id] = row
-        self._last_batch, self._planned = _NO_ROWS, None
+        self._last_batch = _NO_ROWS
 
     def _suspend(self, request_id: str) -> None:
         """Forget what the drafter knows about a request, but not the request."""
@@ -273,7 +265,11 @@ class DraftingLoop:
         self._set_row(request_id, None)
         self._unobserved = None  # it may refer to the row
         self._controller.close(row)
-        counts = self._index.close(int(self._tracked["handle"][row]))
+        handle = int(self._tracked["handle"][row])
+        self._tracked[row] = _FREE_ROW
+        if len(self._rows) == 0:
+            self._batch.clear()
+        counts = self._index.close(handle)
         key = self._settings[request_id].settings.key
         self._earlier[key] = _sum(counts, self._earlier.pop(key, None))
 
@@ -296,143 +292,121 @@ class DraftingLoop:
             return True
         return False
 
-    def draft(self, batch: RunningBatch) -> Drafts:
-        """Return drafts for the batch, given the tokens that were just sampled. Tokens of skipped steps are caught up.
+    def draft(self, batch: RunningBatch) -> None:
+        """Write drafts for the batch, given the tokens that were just sampled, to the engine's arrays.
 
-        Requests that were not added, and those without a new token, get no drafts.
+        Tokens of skipped steps are caught up. Requests that were not added, and those without a new token, get no
+        drafts.
         """
         started = time.perf_counter()
-        drafts = self.guard(lambda: self._draft(batch, started))
+        if not self.guard(lambda: self._draft(batch, started)):
+            self._arrays.lengths[batch.places] = 0
         self._last_call = started
         self.seconds += time.perf_counter() - started
-        return self._no_drafts(len(batch.places)) if drafts is None else drafts
-
-    def _no_drafts(self, requests: int) -> Drafts:
-        tokens = np.full((requests, self._max_draft_tokens), _NO_TOKEN, np.int64)
-        return Drafts(tokens, np.zeros(requests, np.int32))
 
     def plan(self) -> None:
         """Learn from the step before the last drafts, and decide the budgets of the next ones."""
         self.guard(self._plan)
 
-    def _draft(self, batch: RunningBatch, started: float) -> Drafts:
+    def _draft(self, batch: RunningBatch, started: float) -> bool:
         if self._unobserved is not None:
             self._plan()
-        self._open_forgotten(batch)
-        _, rows, are_followed = self._rows_of(batch.request_ids)
-        generated = batch.num_tokens - self._tracked["num_tokens"][rows]
+        if len(self._rows) != len(self._settings):
+            self._open_forgotten(batch)
+        if batch.request_ids != self._last_batch.request_ids:
+            self._last_batch = self._find_rows(batch.request_ids)
+        rows = self._last_batch.rows
+        if self._has_unplanned and not self._tracked["is_planned"][rows[rows != NO_ROW]].all():
+            self._compute_budgets()
+        totals = self._batch.step(batch.num_tokens, rows, batch.places, batch.verified)
         seconds = None if self._last_call is None else started - self._last_call
-        if are_followed and int(generated.min()) > 0:
-            return self._draft_chosen(batch, rows, generated, seconds)
-        drafts = self._no_drafts(len(rows))
-        chosen = np.flatnonzero((generated > 0) & (rows != _UNTRACKED))
-        if len(chosen):
-            part = RunningBatch(
-                batch.request_ids,
-                batch.num_tokens[chosen],
-                batch.token_ids,
-                batch.places[chosen],
-                batch.verified[chosen],
-            )
-            drafted = self._draft_chosen(part, rows[chosen], generated[chosen], None)
-            drafts.tokens[chosen], drafts.lengths[chosen] = drafted.tokens, drafted.lengths
-        return drafts
-
-    def _draft_chosen(self, batch: RunningBatch, rows: Integers, generated: Integers, seconds: float | None) -> Drafts:
-        """Draft for requests that all have new tokens.
-
-        Args:
-            batch: the requests.
-            rows: their rows, shape (requests,).
-            generated: number of new tokens of each, shape (requests,).
-            seconds: time since the step before; see :class:`_Unobserved`.
-        """
-        plan = self._plan_of(rows)
-        tokens = np.empty((len(rows), self._max_draft_tokens), np.int64)
-        survivals, lengths = np.empty(tokens.shape, np.float32), np.empty(len(rows), np.int32)
-        self._index.step(
-            plan.handles,
-            _last_tokens(batch, generated),
-            generated.astype(np.int32),
-            plan.budgets,
-            plan.min_survivals,
-            tokens,
-            survivals,
-            lengths,
-            batch.verified.astype(np.int32),
-        )
-        last_expected, expected = self._tracked["expected"][rows], survivals.sum(axis=1)
-        self._tracked["num_tokens"][rows], self._tracked["expected"][rows] = batch.num_tokens, expected
-        self._unobserved = _Unobserved(
-            self.steps, rows, generated, batch.verified, batch.num_tokens, last_expected, self._trial, seconds
-        )
-        selected = self._controller.select(rows, lengths.astype(np.int64), expected)
+        self._unobserved = _Unobserved(self.steps, rows, batch, self._trial, seconds)
+        verification = self._controller.decide(totals.drafts, totals.gain_s)
+        tokens = totals.tokens
+        if verification is not Verification.ALL:
+            tokens = self._select(batch.places, verification)
         self._trial = self._controller.governor.trial
-        if len(selected) < np.count_nonzero(lengths):
-            is_selected = np.zeros(len(rows), np.bool_)
-            is_selected[selected] = True
-            lengths[~is_selected] = 0
-        self.proposed_tokens += int(lengths.sum())
+        self.proposed_tokens += tokens
         self._consecutive_failures = 0
-        return Drafts(tokens, lengths)
+        return True
 
-    def _rows_of(self, request_ids: list[str]) -> _BatchRows:
-        if request_ids != self._last_batch.request_ids:
-            find = self._rows.get
-            rows = np.fromiter((find(request_id, _UNTRACKED) for request_id in request_ids), np.int64, len(request_ids))
-            self._last_batch, self._planned = _BatchRows(request_ids, rows, bool((rows != _UNTRACKED).all())), None
-        return self._last_batch
+    def _select(self, places: Integers, verification: Verification) -> int:
+        """Remove the drafts that are not to be verified, and return the number of tokens of the others."""
+        lengths = self._arrays.lengths
+        drafted = lengths[places].astype(np.int64)
+        lengths[places] = 0
+        if verification is Verification.NONE:
+            return 0
+        selected = self._controller.select_trial(self._last_batch.rows, drafted)
+        if selected is None:
+            return 0
+        lengths[places[selected]] = drafted[selected]
+        return int(drafted[selected])
 
-    def _plan_of(self, rows: Integers) -> _Plan:
-        if self._planned is not None and self._planned.rows is rows:
-            return self._planned
-        if not self._tracked["is_planned"][rows].all():
-            self._plan()
-        tracked = self._tracked
-        return _Plan(rows, tracked["handle"][rows], tracked["budget"][rows], tracked["min_survival"][rows])
+    def _find_rows(self, request_ids: list[str]) -> _BatchRows:
+        find = self._rows.get
+        rows = np.fromiter((find(request_id, NO_ROW) for request_id in request_ids), np.int64, len(request_ids))
+        return _BatchRows(request_ids, rows)
 
     def _open_forgotten(self, batch: RunningBatch) -> None:
         """Follow requests of the batch again that were forgotten after a failure."""
-        if len(self._rows) == len(self._settings):
-            return
         for index, request_id in enumerate(batch.request_ids):
             request = self._settings.get(request_id)
             if request is not None and request_id not in self._rows:
-                prompt = batch.token_ids[batch.places[index], : request.prompt_tokens]
+                prompt = self._arrays.token_ids[batch.places[index], : request.prompt_tokens]
                 self._open(request_id, prompt.astype(np.uint32))
 
     def _plan(self) -> None:
-        unobserved, self._unobserved = self._unobserved, None
-        if unobserved is not None:
-            self._observe(unobserved)
+        self._observe()
+        self._compute_budgets()
+
+    def _compute_budgets(self) -> None:
         rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
         if not len(rows):
             return
         budgets = self._controller.compute_budgets(rows, self.queue)
-        self._tracked["budget"][rows] = budgets.tokens
-        self._tracked["min_survival"][rows] = budgets.min_survivals
-        self._tracked["is_planned"][rows] = True
-        self._planned = self._plan_of(self._last_batch.rows) if self._last_batch.are_followed else None
+        cost, tracked = self._controller.fit.cost, self._tracked
+        tracked["budget"][rows] = budgets.tokens
+        tracked["min_survival"][rows] = budgets.min_survivals
+        tracked["token_gain"][rows] = budgets.token_values_s + cost.per_token_s
+        tracked["is_planned"][rows] = True
+        self._batch.plan(
+            np.ascontiguousarray(tracked["handle"]),
+            np.ascontiguousarray(tracked["budget"]),
+            np.ascontiguousarray(tracked["min_survival"]),
+            np.ascontiguousarray(tracked["token_gain"]),
+            cost.per_token_s,
+        )
+        self._has_unplanned = False
 
-    def _observe(self, step: _Unobserved) -> None:
+    def _observe(self) -> None:
+        step, self._unobserved = self._unobserved, None
+        if step is None:
+            return
+        count = len(step.rows)
+        generated, seconds = self._batch.generated[:count].copy(), step.seconds
+        rows, verified, expected = step.rows, step.batch.verified, self._batch.expected[:count]
+        num_tokens = step.batch.num_tokens[step.batch.places].astype(np.int64)
+        if not generated.all():
+            chosen = np.flatnonzero(generated)
+            rows, generated, verified = rows[chosen], generated[chosen], verified[chosen]
+            expected, num_tokens, seconds = expected[chosen], num_tokens[chosen], None
+        tracked = self._tracked
+        last_expected = tracked["expected"][rows]
+        tracked["expected"][rows] = expected
         # A step samples one token more than it accepts. Further tokens were sampled in steps that were skipped.
-        in_step = np.minimum(step.generated, step.verified + 1)
-        for index in np.flatnonzero(step.generated > in_step):
-            self._controller.add_unobserved(int(step.rows[index]), int(step.generated[index] - in_step[index]))
+        in_step = np.minimum(generated, verified + 1)
+        for index in np.flatnonzero(generated > in_step):
+            self._controller.add_unobserved(int(rows[index]), int(generated[index] - in_step[index]))
         # The step is timed if it decoded the same requests as the one before. A request that is new, or was preempted,
         # had its prompt read in it.
-        last_steps = self._tracked["last_step"]
-        is_timed = bool((last_steps[step.rows] == step.number - 1).all())
-        last_steps[step.rows] = step.number
+        last_steps = tracked["last_step"]
+        is_timed = bool((last_steps[rows] == step.number - 1).all())
+        last_steps[rows] = step.number
         outcome = StepOutcome(
-            step.rows,
-            in_step,
-            step.verified,
-            np.where(step.verified > 0, step.expected, 0.0),
-            step.num_tokens - in_step,
-            step.trial,
+            rows, in_step, verified, np.where(verified > 0, last_expected, 0.0), num_tokens - in_step, step.trial
         )
-        self._controller.observe_step(outcome, step.seconds if is_timed else None)
+        self._controller.observe_step(outcome, seconds if is_timed else None)
 
     # Failures
 
@@ -476,10 +450,3 @@ def _sum(first: DraftCounts, second: DraftCounts | None) -> DraftCounts:
     if second is None:
         return first
     return DraftCounts(*(a + b for a, b in zip(first, second, strict=True)))
-
-
-def _last_tokens(batch: RunningBatch, lengths: Integers) -> NDArray[np.int64]:
-    """Return the last *lengths* tokens of each request; shape (requests, maximum length), the rest is undefined."""
-    columns = (batch.num_tokens - lengths)[:, None] + np.arange(int(lengths.max()))
-    np.minimum(columns, batch.token_ids.shape[1] - 1, out=columns)
-    return batch.token_ids[batch.places[:, None], columns].astype(np.int64)

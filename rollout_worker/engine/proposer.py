@@ -15,7 +15,7 @@ from rollout_worker.engine.sampling_params import end_token_ids
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from rollout_worker.engine.drafting_loop import DraftingLoop
+    from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 
 
 class HistoryProposer:
@@ -31,14 +31,15 @@ class HistoryProposer:
         self._device_type = str(vllm_config.device_config.device_type)
         self._runner: Any = None
         self._loop: DraftingLoop | None = None
+        self._arrays: EngineArrays | None = None
 
     def load_model(self, *_: Any, **__: Any) -> None:
         """Patch vLLM's sampling. vLLM calls this in the worker process after its kernels were loaded."""
         self.sampling_patched = patch_draft_sampling(self._device_type)
 
-    def start(self, runner: Any, loop: DraftingLoop) -> None:
-        """Start to propose drafts for the batch of *runner*, made by *loop*."""
-        self._runner, self._loop = runner, loop
+    def start(self, runner: Any, loop: DraftingLoop, arrays: EngineArrays) -> None:
+        """Start to propose drafts for the batch of *runner*, which *loop* writes to *arrays*."""
+        self._runner, self._loop, self._arrays = runner, loop, arrays
 
     def propose(
         self,
@@ -52,15 +53,15 @@ class HistoryProposer:
         Args:
             sampled_token_ids: the tokens that were just sampled for each request in the batch: accepted draft tokens
                 and one more; empty while its prompt is still being read.
-            num_tokens_no_spec: number of tokens of each request, including the sampled ones, shape (requests,).
-            token_ids_cpu: prompt and response of each request, shape (requests, max_model_len).
+            num_tokens_no_spec: number of tokens of each request, including the sampled ones, shape (max_num_reqs,).
+            token_ids_cpu: ignored, because the loop knows the runner's array.
             slot_mappings: ignored.
 
         Returns:
             At most ``num_speculative_tokens`` tokens for each request.
         """
-        loop, count = self._loop, len(sampled_token_ids)
-        if loop is None or loop.skip_step():
+        loop, arrays, count = self._loop, self._arrays, len(sampled_token_ids)
+        if loop is None or arrays is None or loop.skip_step():
             return [[] for _ in sampled_token_ids]
         batch = self._runner.input_batch
         new = [
@@ -71,20 +72,13 @@ class HistoryProposer:
         loop.guard(lambda: self._add(loop, new))
         # A request that was preempted has lost its draft, so that this step has verified nothing of it.
         verified = np.fromiter(map(len, batch.spec_token_ids[:count]), np.int64, count)
-        drafts = loop.draft(
-            RunningBatch(
-                batch.req_ids[:count],
-                num_tokens_no_spec[:count].astype(np.int64),
-                token_ids_cpu,
-                np.arange(count),
-                verified,
-            )
-        )
+        loop.draft(RunningBatch(batch.req_ids[:count], num_tokens_no_spec, np.arange(count), verified))
         loop.plan()
         if loop.num_requests > count:
             # A preempted request is still among vLLM's requests and stays tracked.
             loop.keep_only(self._runner.requests.keys())
-        return drafts.as_lists()
+        lengths = arrays.lengths[:count].tolist()
+        return [draft[:length] for draft, length in zip(arrays.drafts[:count].tolist(), lengths, strict=True)]
 
     def _add(self, loop: DraftingLoop, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -25,10 +25,12 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_worker.arrays import Integers
 from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.engine.drafting_loop import RunningBatch
+from rollout_worker.engine.drafting_loop import EngineArrays, RunningBatch
 from rollout_worker.engine.sampling_params import end_token_ids
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from rollout_worker.engine.drafting_loop import DraftingLoop
 
 Broadcast = Callable[[Any], Any]
@@ -49,11 +51,11 @@ class SampledStep(NamedTuple):
     """Number of tokens by row, on the host, shape (max_num_reqs,); valid after :meth:`wait`."""
     copied: torch.cuda.Event | None
 
-    def wait(self) -> Integers:
-        """Wait until the step has sampled its tokens; return the numbers of tokens, shape (requests,)."""
+    def wait(self) -> NDArray[np.int32]:
+        """Wait until the step has sampled its tokens; return the numbers of tokens by row, shape (max_num_reqs,)."""
         if self.copied is not None:
             self.copied.synchronize()
-        return self.total_len.numpy()[self.rows].astype(np.int64)
+        return np.asarray(self.total_len.numpy())
 
 
 class HistorySpeculator(BaseSpeculator):
@@ -129,7 +131,7 @@ class DraftScheduling:
             states.draft_tokens.shape, _NO_DRAFT, dtype=torch.int64, pin_memory=states.device.type == "cuda"
         )
         """The drafts by row of the runner's state, shape (max_num_reqs, num_speculative_tokens)."""
-        self._lengths = np.zeros(len(self._drafts), np.int64)
+        self._lengths = np.zeros(len(self._drafts), np.int32)
         """Number of tokens of the drafts that were not scheduled yet, by row."""
         self._verified = np.zeros(len(self._drafts), np.int64)
         """Number of draft tokens of the step that is executed, by row."""
@@ -140,8 +142,13 @@ class DraftScheduling:
         self._make_lora_inputs = runner.lora_state.make_lora_inputs
         runner.lora_state.make_lora_inputs = self.make_lora_inputs
 
+    @property
+    def arrays(self) -> EngineArrays:
+        """The arrays that the drafting loop reads and writes; a place is a row of the runner's state."""
+        return EngineArrays(host_view(self._runner.req_states.all_token_ids), self._drafts.numpy(), self._lengths)
+
     def start(self, loop: DraftingLoop) -> None:
-        """Make drafts on this rank."""
+        """Make drafts with a loop that has :attr:`arrays`."""
         self._loop = loop
         self._runner.speculator.on_launched = loop.plan
 
@@ -176,7 +183,7 @@ class DraftScheduling:
         index = self._runner.req_states.req_id_to_index
         rows = np.fromiter(map(index.__getitem__, planned), np.int64, len(planned))
         places = np.fromiter(map(len, planned.values()), np.int64, len(planned))
-        lengths = np.minimum(self._lengths[rows], places)
+        lengths = np.minimum(self._lengths[rows].astype(np.int64), places)
         self._lengths[rows] = 0
         if self._broadcast is not None:
             drafts = self._drafts.numpy()
@@ -211,10 +218,7 @@ class DraftScheduling:
             self._lengths[step.rows] = 0
             if loop.skip_step():
                 continue
-            token_ids = host_view(self._runner.req_states.all_token_ids)
-            drafts = loop.draft(RunningBatch(step.request_ids, step.wait(), token_ids, step.rows, step.verified))
-            self._drafts.numpy()[step.rows] = drafts.tokens
-            self._lengths[step.rows] = drafts.lengths
+            loop.draft(RunningBatch(step.request_ids, step.wait(), step.rows, step.verified))
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:

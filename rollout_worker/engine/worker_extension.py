@@ -154,7 +154,7 @@ class DraftingExtension(EngineExtension):
         from rollout_api.redis_client.connection import connect_history
         from rollout_worker.drafting.index import POOL_TOKENS, SuffixIndex
         from rollout_worker.engine.compat import is_output_rank, patch_sampling_without_drafts
-        from rollout_worker.engine.drafting_loop import DraftingLoop
+        from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
         from rollout_worker.history.store import HistoryStore
         from rollout_worker.history.sync import HistorySync
         from rollout_worker.policy.controller import DraftController
@@ -185,11 +185,15 @@ class DraftingExtension(EngineExtension):
         policy = make_policy(config.policy, limits, self._das_sync.expected_lengths, self._das_sync.length_stats)
         prior = CPU if self.device.type == "cpu" else H100_7B
         self._das_controller = DraftController(policy, prior, governed=config.governed)
-        self._das_loop = DraftingLoop(self._das_index, self._das_controller, config.max_draft_tokens)
+        if self._das_uses_v2:
+            arrays = scheduling.arrays
+        else:
+            arrays = EngineArrays.create(self.model_runner.input_batch.token_ids_cpu, config.max_draft_tokens)
+        self._das_loop = DraftingLoop(self._das_index, self._das_controller, arrays)
         if self._das_uses_v2:
             scheduling.start(self._das_loop)
         else:
-            self.model_runner.drafter.start(self.model_runner, self._das_loop)
+            self.model_runner.drafter.start(self.model_runner, self._das_loop, arrays)
         self._das_sync.start()
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,15 @@ _REFERENCE_INTERVAL_STEPS = 256
 """One of so many steps with drafts is decoded without them, so that the duration of such steps remains known."""
 _EARLY_REFERENCE_STEPS = (64, 128)
 """Earlier steps with drafts that are decoded without them as well."""
+
+
+class Verification(enum.Enum):
+    """Which drafts are verified in a step."""
+
+    ALL = enum.auto()
+    TRIAL = enum.auto()
+    """At most one, which :meth:`DraftController.select_trial` chooses."""
+    NONE = enum.auto()
 
 
 class StepOutcome(NamedTuple):
@@ -87,28 +97,37 @@ class DraftController:
         self._token_values_s[rows] = budgets.token_values_s
         return self.governor.limit(rows, budgets) if self._governed else budgets
 
-    def select(self, rows: Integers, drafted: Integers, expected: Floats) -> Integers:
-        """Choose which drafts to verify.
+    def decide(self, drafts: int, gain_s: float) -> Verification:
+        """Decide which drafts are verified in the next step.
 
         Args:
-            rows: the rollouts, each once.
-            drafted: number of tokens of each draft.
-            expected: number of these tokens expected to be accepted, which is the sum of their survivals.
-
-        Returns:
-            Indices into *rows*.
+            drafts: number of drafts.
+            gain_s: seconds that they are expected to save together, minus the cost of verifying their tokens.
         """
         if not self._governed:
-            return np.flatnonzero(drafted)
-        cost = self.fit.cost
-        gains_s = expected * (self._token_values_s[rows] + cost.per_token_s) - cost.per_token_s * drafted
-        selected = self.governor.select(rows, drafted, float(gains_s.sum()) - cost.drafting_s)
-        self._backoff.record_step(len(selected) > 0)
-        if len(selected):
-            self._steps_with_drafts += 1
-            if self._is_reference_step():
-                return selected[:0]
-        return selected
+            return Verification.ALL
+        if drafts and gain_s <= self.fit.cost.drafting_s:
+            return Verification.TRIAL
+        return Verification.ALL if self._record_drafts(drafts > 0) else Verification.NONE
+
+    def select_trial(self, rows: Integers, drafted: Integers) -> int | None:
+        """Choose the only draft to verify after :meth:`decide` has returned TRIAL.
+
+        Args:
+            rows: the rollouts, each once, shape (rollouts,).
+            drafted: number of tokens of each draft, shape (rollouts,).
+
+        Returns:
+            An index into *rows*, or None if no draft is verified.
+        """
+        selected = self.governor.select_trial(rows, drafted)
+        return selected if self._record_drafts(selected is not None) else None
+
+    def _record_drafts(self, drafted: bool) -> bool:
+        """Record whether there are drafts that pay; return whether they may be verified."""
+        self._backoff.record_step(drafted)
+        self._steps_with_drafts += drafted
+        return not drafted or not self._is_reference_step()
 
     def _is_reference_step(self) -> bool:
         steps = self._steps_with_drafts

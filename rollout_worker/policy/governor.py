@@ -107,27 +107,24 @@ class Governor:
                 survivals[place] = budgets.min_survivals[place]
         return DraftBudgets(tokens, survivals, budgets.token_values_s)
 
-    def select(self, rows: Integers, drafted: Integers, gain: float) -> Integers:
-        """Choose the drafts to verify: all of them, none, or that of one rollout as a trial.
+    def select_trial(self, rows: Integers, drafted: Integers) -> int | None:
+        """Choose the draft of one rollout as a trial, because all drafts together do not pay.
 
         Args:
             rows: the rollouts, shape (rollouts,).
-            drafted: number of tokens of each rollout's draft, shape (rollouts,).
-            gain: seconds that all drafts together are expected to save, minus the cost of verifying them.
+            drafted: number of tokens of each rollout's draft, shape (rollouts,), not all 0.
 
         Returns:
-            Indices into *rows*.
+            An index into *rows*, or None if no draft is to be verified.
         """
         places = np.flatnonzero(drafted)
-        if gain > 0 or not len(places):
-            return places
         if self.trial is not None:
-            return np.asarray(places[rows[places] == self.trial.row])
+            return next((int(place) for place in places if rows[place] == self.trial.row), None)
         place = self._next_turn(places)
         if drafted[place] > self._allowance_tokens:
-            return places[:0]
+            return None
         self.trial = Trial(int(rows[place]), 1)
-        return np.array([place])
+        return place
 
     def _next_turn(self, places: Integers) -> int:
         self._turn += 1

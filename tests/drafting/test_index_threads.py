@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from itertools import pairwise
+from itertools import count, pairwise
 
 import numpy as np
 
@@ -178,7 +178,9 @@ def test_steps_while_histories_and_requests_change() -> None:
     def change() -> None:
         try:
             texts = np.random.default_rng(1)
-            for number in range(150):
+            for number in count():
+                if done.is_set():
+                    break
                 problem = f"p{number % 3}"
                 index.add(problem, [(str(number), number, texts.integers(0, 5, 60).astype(np.uint32))])
                 index.drop_before(problem, number - 12)
@@ -186,8 +188,6 @@ def test_steps_while_histories_and_requests_change() -> None:
                 index.bytes()
         except BaseException as error:
             errors.append(error)
-        finally:
-            done.set()
 
     def call(handles: list[int]) -> None:
         try:
@@ -204,26 +204,22 @@ def test_steps_while_histories_and_requests_change() -> None:
     for thread in threads:
         thread.start()
     handles = shared + [index.open(f"p{number % 3}") for number in range(10)]
-    sampled = np.zeros((12, 5), np.int64)
-    tokens, survivals = np.zeros((12, 4), np.int64), np.zeros((12, 4), np.float32)
-    lengths = np.zeros(12, np.int32)
-    while not done.is_set():
-        sampled[:, 0] = rng.integers(0, 5, 12)
-        index.step(
-            np.array(handles, np.int64),
-            sampled,
-            np.ones(12, np.int32),
-            np.full(12, 4, np.int32),
-            np.zeros(12, np.float32),
-            tokens,
-            survivals,
-            lengths,
-        )
-        assert set(tokens.ravel().tolist()) <= {-1, 0, 1, 2, 3, 4}
+    token_ids, num_tokens = np.zeros((12, 200_000), np.int32), np.zeros(12, np.int32)
+    drafts, lengths = np.zeros((12, 4), np.int64), np.zeros(12, np.int32)
+    batch = index.new_batch(token_ids, drafts, lengths)
+    for _ in range(100):
+        batch.plan(np.array(handles), np.full(12, 4), np.zeros(12), np.zeros(12), 0.0)
+        for place, handle in enumerate(handles):
+            # Another thread may extend the first two requests before the step.
+            num_tokens[place] = index.num_tokens(handle) + 1
+            token_ids[place, num_tokens[place] - 1] = rng.integers(0, 5)
+        batch.step(num_tokens, np.arange(12), np.arange(12), np.zeros(12, int))
+        assert set(drafts.ravel().tolist()) <= {0, 1, 2, 3, 4}
         index.close(handles.pop())
         handles.append(index.open("p1", [4, 4]))
+    done.set()
     for thread in threads:
         thread.join()
     if errors:
         raise errors[0]
-    assert sum(index.look_ups()) > 0
+    assert sum(index.look_ups()) >= 100 * 10

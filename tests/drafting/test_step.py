@@ -1,4 +1,4 @@
-"""`SuffixIndex.step`: what it drafts, with and without drafting ahead, its limits, counts and arguments."""
+"""`Batch.step`: what it drafts, with and without drafting ahead, its limits, counts and arguments."""
 
 from __future__ import annotations
 
@@ -10,37 +10,42 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.drafting import SuffixIndex
+from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 
 WIDTH = 8
 
 
+PROMPT = [1, 2, 3]
+
+
 class Stepper:
-    """Calls `step` for a fixed set of requests with arrays of the right types."""
+    """An engine of which every request has the prompt `PROMPT`, and a place of the same number as its handle."""
 
     def __init__(self, index: SuffixIndex, handles: list[int]) -> None:
-        count = len(handles)
-        self.index = index
-        self.arguments: dict[str, Any] = {
-            "handles": np.array(handles, np.int64),
-            "sampled": np.zeros((count, WIDTH + 1), np.int64),
-            "num_sampled": np.zeros(count, np.int32),
-            "budgets": np.full(count, WIDTH, np.int32),
-            "min_survivals": np.zeros(count, np.float32),
-            "tokens": np.zeros((count, WIDTH), np.int64),
-            "survivals": np.zeros((count, WIDTH), np.float32),
-            "lengths": np.zeros(count, np.int32),
-            "verified": None,
-        }
+        places = len(handles) + 1
+        self.handles = handles
+        self.token_ids = np.zeros((places, 1000), np.int32)
+        self.drafts, self.lengths = np.zeros((places, WIDTH), np.int64), np.zeros(places, np.int32)
+        self.batch = index.new_batch(self.token_ids, self.drafts, self.lengths)
+        self.num_tokens = np.full(places, len(PROMPT), np.int32)
+        self.rows = np.arange(len(handles))
+        self.places = np.arange(len(handles))[::-1].copy()
 
-    def step(self, *sampled: list[int], **changes: Any) -> list[list[int]]:
+    def plan(self, budget: int = WIDTH, min_survival: float = 0.0) -> None:
+        count = len(self.handles)
+        budgets, survivals = np.full(count, budget), np.full(count, min_survival)
+        self.batch.plan(np.array(self.handles), budgets, survivals, np.full(count, 2.0), 0.5)
+
+    def step(self, *sampled: list[int], verified: list[int] | None = None, **limits: Any) -> list[list[int]]:
         """Report the sampled tokens of each request and return the drafts."""
-        self.arguments |= changes
-        self.arguments["num_sampled"][:] = [len(tokens) for tokens in sampled]
-        for row, tokens in enumerate(sampled):
-            self.arguments["sampled"][row, : len(tokens)] = tokens
-        self.index.step(**self.arguments)
-        lengths = self.arguments["lengths"].tolist()
-        return [row[:length] for row, length in zip(self.arguments["tokens"].tolist(), lengths, strict=True)]
+        self.plan(**limits)
+        for place, tokens in zip(self.places, sampled, strict=True):
+            self.token_ids[place, self.num_tokens[place] : self.num_tokens[place] + len(tokens)] = tokens
+            self.num_tokens[place] += len(tokens)
+        all_verified = np.full(len(sampled), WIDTH) if verified is None else np.array(verified)
+        self.totals = self.batch.step(self.num_tokens, self.rows, self.places, all_verified)
+        lengths = self.lengths[self.places].tolist()
+        return [row[:length] for row, length in zip(self.drafts[self.places].tolist(), lengths, strict=True)]
 
 
 def text(seed: int, length: int = 300) -> list[int]:
@@ -64,26 +69,26 @@ def test_a_step_equals_extending_and_drafting() -> None:
     index, other = filled_index(), filled_index()
     recorded = [text(1), text(100), text(3), text(101)]
     problems = ["p", "p", "q", "p"]
-    handles = [index.open(problem, [1, 2, 3]) for problem in problems]
-    others = [other.open(problem, [1, 2, 3]) for problem in problems]
+    handles = [index.open(problem, PROMPT) for problem in problems]
+    others = [other.open(problem, PROMPT) for problem in problems]
     stepper = Stepper(index, handles)
     positions = [0] * 4
     lengths = [0] * 4
     for number in range(30):
         sampled = [text[at : at + length + 1] for text, at, length in zip(recorded, positions, lengths, strict=True)]
         positions = [at + len(tokens) for at, tokens in zip(positions, sampled, strict=True)]
-        survival = np.float32([0.0, 0.1, 0.4][number % 3])
-        drafts = stepper.step(*sampled, min_survivals=np.full(4, survival))
+        survival = [0.0, 0.1, 0.4][number % 3]
+        drafts = stepper.step(*sampled, min_survival=survival)
         other.extend_batch(others, sampled)
         # `step` computes one position more than it drafts, and learns from it as well.
-        expected = other.draft_batch(others, [WIDTH + 1] * 4, float(survival))
+        expected = other.draft_batch(others, [WIDTH + 1] * 4, survival)
         assert [draft.tokens[:WIDTH] for draft in expected] == drafts
-        for row, draft in enumerate(drafts):
-            survivals = stepper.arguments["survivals"][row]
-            assert (survivals[: len(draft)] >= survival).all()
-            assert (np.diff(survivals[: len(draft)]) <= 0).all()
-            assert not survivals[len(draft) :].any()
-            assert {-1} >= set(stepper.arguments["tokens"][row, len(draft) :].tolist())
+        accepted_tokens = [np.cumprod(draft.probabilities[:WIDTH]).sum() for draft in expected]
+        assert accepted_tokens == pytest.approx(stepper.batch.expected[:4])
+        assert [len(tokens) for tokens in sampled] == stepper.batch.generated[:4].tolist()
+        assert sum(map(len, drafts)) == stepper.totals.tokens
+        assert sum(map(bool, drafts)) == stepper.totals.drafts
+        assert 2.0 * sum(accepted_tokens) - 0.5 * stepper.totals.tokens == pytest.approx(stepper.totals.gain_s)
         lengths = [accepted(draft, text[at:]) for draft, text, at in zip(drafts, recorded, positions, strict=True)]
     assert (0, 120) == index.look_ups()
 
@@ -92,13 +97,13 @@ def test_a_step_equals_extending_and_drafting() -> None:
 def test_drafts_that_were_prepared_are_looked_up(threads: int) -> None:
     index = filled_index(draft_ahead=True, threads=threads)
     recorded = [text(1), text(100), text(5)]
-    stepper = Stepper(index, [index.open("p"), index.open("p"), index.open("q")])
+    stepper = Stepper(index, [index.open(problem, PROMPT) for problem in ("p", "p", "q")])
     positions, lengths = [0] * 3, [0] * 3
     total = 0
     for number in range(30):
         sampled = [text[at : at + length + 1] for text, at, length in zip(recorded, positions, lengths, strict=True)]
         positions = [at + len(tokens) for at, tokens in zip(positions, sampled, strict=True)]
-        drafts = stepper.step(*sampled, min_survivals=np.full(3, 0.1, np.float32))
+        drafts = stepper.step(*sampled, min_survival=0.1)
         index.wait_idle()
         lengths = [accepted(draft, text[at:]) for draft, text, at in zip(drafts, recorded, positions, strict=True)]
         total += sum(lengths) if number < 29 else 0  # the last drafts are not verified
@@ -107,32 +112,49 @@ def test_drafts_that_were_prepared_are_looked_up(threads: int) -> None:
     # Only the first drafts cannot be prepared, as there are only six distinct tokens.
     assert found >= 85
     assert total > 60
-    assert total == sum(index.close(handle).accepted for handle in stepper.arguments["handles"].tolist())
+    assert total == sum(index.close(handle).accepted for handle in stepper.handles)
 
 
-def test_a_request_without_new_tokens_is_drafted_for_again() -> None:
-    for draft_ahead in (False, True):
-        index = SuffixIndex(draft_ahead=draft_ahead)
-        index.add("p", [("a", 0, list(range(50)))])
-        stepper = Stepper(index, [index.open("p")])
-        assert [[1, 2]] == stepper.step([0], budgets=np.array([2], np.int32))
-        index.wait_idle()
-        assert [[1, 2, 3]] == stepper.step([], budgets=np.array([3], np.int32))
-        index.wait_idle()
-        assert [[5, 6, 7]] == stepper.step([1, 2, 3, 4])
-        assert (3, 3, 5) == index.close(int(stepper.arguments["handles"][0]))
+@pytest.mark.parametrize("draft_ahead", [False, True])
+def test_a_request_without_new_tokens_gets_no_draft(draft_ahead: bool) -> None:
+    index = SuffixIndex(draft_ahead=draft_ahead)
+    index.add("p", [("a", 0, list(range(50)))])
+    stepper = Stepper(index, [index.open("p", PROMPT), index.open("p", PROMPT)])
+    assert [[1, 2], [1, 2]] == stepper.step([0], [0], budget=2)
+    index.wait_idle()
+    assert [[], [4, 5]] == stepper.step([], [1, 2, 3], budget=2)
+    index.wait_idle()
+    assert [[5, 6], []] == stepper.step([1, 2, 3, 4], [], budget=2)
+    assert [(2, 2, 5), (2, 2, 4)] == [index.close(handle) for handle in stepper.handles]
+
+
+def test_a_request_that_is_closed_or_not_followed_gets_no_draft() -> None:
+    index = SuffixIndex(draft_ahead=True)
+    index.add("p", [("a", 0, list(range(50)))])
+    stepper = Stepper(index, [index.open("p", PROMPT) for _ in range(3)])
+    assert [[1, 2]] * 3 == stepper.step([0], [0], [0], budget=2)
+    index.close(stepper.handles[0])
+    stepper.handles[0] = NO_HANDLE
+    stepper.rows[1] = NO_ROW
+    assert [[], [], [4, 5]] == stepper.step([1, 2, 3], [1, 2, 3], [1, 2, 3], budget=2)
+    index.close(stepper.handles[2])
+    # The plan still has the request.
+    totals = stepper.batch.step(stepper.num_tokens + 1, stepper.rows, stepper.places, np.zeros(3, int))
+    assert (0, 0, 0.0) == totals
+    assert not stepper.lengths.any()
 
 
 def test_tokens_that_do_not_follow_the_draft_are_accepted() -> None:
     index = SuffixIndex(draft_ahead=True)
     index.add("p", [("a", 0, list(range(50)))])
-    stepper = Stepper(index, [index.open("p")])
+    stepper = Stepper(index, [index.open("p", PROMPT)])
     stepper.step([0])
     index.wait_idle()
     # The engine may have sampled in steps in which it did not draft.
     assert [21] == stepper.step([17, 18, 19, 20])[0][:1]
-    index.extend(int(stepper.arguments["handles"][0]), [30])
-    assert [32] == stepper.step([31])[0][:1]
+    index.extend(stepper.handles[0], [30])
+    assert [32] == stepper.step([30, 31])[0][:1]
+    assert len(PROMPT) + 7 == index.num_tokens(stepper.handles[0])
 
 
 @pytest.mark.parametrize("draft_ahead", [False, True])
@@ -141,7 +163,7 @@ def test_the_limits_of_a_request_apply(draft_ahead: bool) -> None:
     recorded = list(range(60))
     index.add("p", [("a", 0, recorded)])
     limits = {"undrafted_tokens": 4, "min_tokens": 12, "max_tokens": 40}
-    stepper = Stepper(index, [index.open("p", **limits, max_draft_tokens=5)])
+    stepper = Stepper(index, [index.open("p", PROMPT, **limits, max_draft_tokens=5)])
     position, draft = 0, list[int]()
     while position < 40:
         sampled = recorded[position : position + len(draft) + 1]
@@ -174,11 +196,11 @@ def test_no_draft_crosses_a_limit(
 def test_close_returns_the_counts_of_verified_drafts() -> None:
     index = SuffixIndex()
     index.add("p", [("a", 0, list(range(50)))])
-    handles = [index.open("p") for _ in range(2)]
+    handles = [index.open("p", PROMPT) for _ in range(2)]
     stepper = Stepper(index, handles)
-    assert [[1, 2, 3, 4]] * 2 == stepper.step([0], [0], budgets=np.array([4, 4], np.int32))
+    assert [[1, 2, 3, 4]] * 2 == stepper.step([0], [0], budget=4)
     # The engine verified all of the first draft and two tokens of the second one.
-    stepper.step([1, 2, 9], [1, 2, 3], verified=np.array([4, 2], np.int32))
+    stepper.step([1, 2, 9], [1, 2, 3], verified=[4, 2])
     assert (4, 2, 4) == index.close(handles[0])
     assert (2, 2, 4) == index.close(handles[1])
 
@@ -186,62 +208,95 @@ def test_close_returns_the_counts_of_verified_drafts() -> None:
 def test_stop_tokens_end_a_draft() -> None:
     index = SuffixIndex(draft_ahead=True)
     index.add("p", [("a", 0, list(range(50)))])
-    stepper = Stepper(index, [index.open("p", stop_tokens=[3])])
+    stepper = Stepper(index, [index.open("p", PROMPT, stop_tokens=[3])])
     assert [[1, 2, 3]] == stepper.step([0])
     index.wait_idle()
     assert [[3]] == stepper.step([1, 2])
 
 
+def valid_step(stepper: Stepper) -> dict[str, Any]:
+    count = len(stepper.handles)
+    arrays = (stepper.num_tokens, stepper.rows, stepper.places, np.zeros(count, int))
+    return dict(zip(("num_tokens", "rows", "places", "verified"), arrays, strict=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"handles": [0]}, TypeError, r"handles must be a C-contiguous array of shape and type \(n,\) int64"),
-        ({"sampled": np.zeros((2, 9), np.int32)}, TypeError, "sampled must be"),
-        ({"sampled": np.zeros((2, 18), np.int64)[:, ::2]}, TypeError, "sampled must be"),
-        ({"num_sampled": np.zeros(3, np.int32)}, ValueError, "num_sampled has 3 rows, but there are 2 handles"),
-        ({"num_sampled": np.array([0, 10], np.int32)}, ValueError, "row 1: num_sampled must be 0 to 9, got 10"),
-        ({"num_sampled": np.array([-1, 0], np.int32)}, ValueError, "row 0: num_sampled must be 0 to 9, got -1"),
-        ({"budgets": np.array([0, -2], np.int32)}, ValueError, "row 1: a budget must be 0 or more tokens, got -2"),
-        ({"min_survivals": np.array([0, 1.5], np.float32)}, ValueError, "row 1: min_survival must be a probability"),
-        ({"min_survivals": np.array([np.nan, 0], np.float32)}, ValueError, "row 0: min_survival must be a probability"),
-        ({"survivals": np.zeros((2, 3), np.float32)}, ValueError, "tokens and survivals must have the same shape"),
-        ({"lengths": np.zeros(1, np.int32)}, ValueError, "lengths has 1 rows"),
-        ({"verified": np.array([0, -1], np.int32)}, ValueError, "row 1: verified must be 0 or more tokens, got -1"),
+        ({"rows": [0]}, TypeError, r"rows must be a C-contiguous array of shape and type \(n,\) int64"),
+        ({"num_tokens": np.zeros(3, np.int64)}, TypeError, "num_tokens must be"),
+        ({"places": np.zeros(4, np.int64)[::2]}, TypeError, "places must be"),
+        ({"num_tokens": np.zeros(2, np.int32)}, ValueError, "num_tokens has 2 rows, but there are 3 places"),
+        ({"places": np.zeros(3, np.int64)}, ValueError, "places has 3 rows, but there are 2 requests"),
+        ({"places": np.array([0, 3])}, ValueError, "request 1: there is no place 3 of 3"),
+        ({"places": np.array([-1, 0])}, ValueError, "request 0: there is no place -1 of 3"),
+        ({"rows": np.array([0, 2])}, ValueError, "request 1: the plan has no row 2, only 2 rows"),
+        ({"rows": np.array([-2, 0])}, ValueError, "request 0: the plan has no row -2"),
+        ({"verified": np.array([0, -1])}, ValueError, "request 1: verified must be 0 or more tokens, got -1"),
+        ({"num_tokens": np.full(3, 1001, np.int32)}, ValueError, "has 1001 tokens, but the engine's array holds 1000"),
     ],
 )
 def test_invalid_arguments_are_rejected(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     index = filled_index()
-    stepper = Stepper(index, [index.open("p"), index.open("p")])
-    stepper.arguments |= changes
+    stepper = Stepper(index, [index.open("p", PROMPT), index.open("p", PROMPT)])
+    stepper.plan()
     with pytest.raises(error, match=message):
-        index.step(**stepper.arguments)
+        stepper.batch.step(**valid_step(stepper) | changes)
 
 
-@pytest.mark.parametrize("token", [-1, 2**32 - 1, 2**40])
-def test_invalid_sampled_tokens_are_rejected(token: int) -> None:
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"handles": np.zeros(2, np.int32)}, TypeError, r"handles must be a C-contiguous array of shape and type"),
+        ({"budgets": np.zeros(3, np.int64)}, ValueError, "budgets has 3 rows, but there are 2 handles"),
+        ({"budgets": np.array([0, -2])}, ValueError, "request 1: a budget must be 0 or more tokens, got -2"),
+        ({"min_survivals": np.array([0, 1.5])}, ValueError, "request 1: min_survival must be a probability"),
+        ({"min_survivals": np.array([np.nan, 0])}, ValueError, "request 0: min_survival must be a probability"),
+        ({"token_gains": np.zeros(1)}, ValueError, "token_gains has 1 rows"),
+        ({"handles": np.array([0, -5])}, KeyError, "no open request has the handle -5"),
+    ],
+)
+def test_invalid_plans_are_rejected(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     index = filled_index()
-    handle = index.open("p")
-    with pytest.raises(ValueError, match=f"row 0: sampled has {token}; token ids are 0 to 4294967294"):
-        Stepper(index, [handle]).step([3, token])
+    stepper = Stepper(index, [index.open("p", PROMPT), index.open("p", PROMPT)])
+    arguments = {
+        "handles": np.array(stepper.handles),
+        "budgets": np.zeros(2, np.int64),
+        "min_survivals": np.zeros(2),
+        "token_gains": np.zeros(2),
+        "token_cost": 0.0,
+    }
+    stepper.batch.plan(**arguments)
+    with pytest.raises(error, match=message):
+        stepper.batch.plan(**arguments | changes)
+
+
+def test_negative_token_ids_are_rejected() -> None:
+    index = filled_index()
+    handle = index.open("p", PROMPT)
+    with pytest.raises(ValueError, match="place 0 has the token id -1; token ids must not be negative"):
+        Stepper(index, [handle]).step([3, -1])
     assert (0, 0, 0) == index.close(handle)
 
 
-def test_invalid_handles_are_rejected() -> None:
-    index = filled_index(draft_ahead=True)
-    handle = index.open("p")
-    with pytest.raises(ValueError, match=f"the handle {handle} occurs twice"):
-        Stepper(index, [handle, handle]).step([1], [1])
-    with pytest.raises(KeyError, match="no open request has the handle -5"):
-        Stepper(index, [handle, -5]).step([1], [1])
-    assert (0, 0, 0) == index.close(handle)
+@pytest.mark.parametrize(
+    ("arrays", "error", "message"),
+    [
+        ((np.zeros((2, 9), np.int64), np.zeros((2, 3), np.int64), np.zeros(2, np.int32)), TypeError, "token_ids must"),
+        ((np.zeros((2, 9), np.int32), np.zeros((3, 3), np.int64), np.zeros(2, np.int32)), ValueError, "drafts has 3"),
+        ((np.zeros((2, 9), np.int32), np.zeros((2, 3), np.int64), np.zeros(1, np.int32)), ValueError, "lengths has 1"),
+    ],
+)
+def test_invalid_arrays_are_rejected(arrays: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        SuffixIndex().new_batch(*arrays)
 
 
 def test_an_output_that_cannot_be_written_is_rejected() -> None:
-    index = filled_index()
-    tokens = np.zeros((1, WIDTH), np.int64)
-    tokens.flags.writeable = False
-    with pytest.raises(TypeError, match="tokens must be"):
-        Stepper(index, [index.open("p")]).step([1], tokens=tokens)
+    drafts = np.zeros((1, WIDTH), np.int64)
+    drafts.flags.writeable = False
+    with pytest.raises(TypeError, match="drafts must be"):
+        SuffixIndex().new_batch(np.zeros((1, 9), np.int32), drafts, np.zeros(1, np.int32))
 
 
 @pytest.mark.parametrize("limit", ["undrafted_tokens", "min_tokens", "max_tokens", "max_draft_tokens"])
@@ -254,11 +309,12 @@ def test_negative_limits_are_rejected(limit: str) -> None:
 def test_closing_requests_frees_their_prepared_drafts() -> None:
     index = filled_index(draft_ahead=True)
     before = index.bytes()
-    handles = [index.open("p", [1, 2]) for _ in range(3)]
+    handles = [index.open("p", PROMPT) for _ in range(3)]
     stepper = Stepper(index, handles)
     for token in text(7, 20):
         stepper.step([token], [token], [token])
     for handle in handles:
         index.close(handle)
+    stepper.batch.clear()
     index.wait_idle()
     assert before == index.bytes()

@@ -12,9 +12,10 @@ import pytest
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_worker.drafting import SuffixIndex
+from rollout_worker.drafting.batch import Batch, DraftTotals
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_config import DraftingConfig
-from rollout_worker.engine.drafting_loop import DraftingLoop, Drafts, RunningBatch
+from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays, RunningBatch
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.policy.controller import DraftController
@@ -30,18 +31,30 @@ PROMPT = [5, 6]
 REPOSITORY = Path(__file__).parents[2]
 
 
-class FailingIndex(SuffixIndex):
+class FailingBatch(Batch):
     """Fails in the steps whose numbers are in `failing`."""
+
+    failing: set[int]
+    num_steps = 0
+
+    def step(self, *args: Any) -> DraftTotals:
+        self.num_steps += 1
+        if self.num_steps in self.failing:
+            raise RuntimeError("the index is damaged")
+        return super().step(*args)
+
+
+class FailingIndex(SuffixIndex):
+    """An index whose batches fail."""
 
     def __init__(self, failing: set[int]) -> None:
         super().__init__()
-        self._failing, self._step = failing, 0
+        self._failing = failing
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        self._step += 1
-        if self._step in self._failing:
-            raise RuntimeError("the index is damaged")
-        super().step(*args, **kwargs)
+    def new_batch(self, *arrays: Any) -> Batch:
+        batch = FailingBatch(self._native, *arrays)
+        batch.failing = self._failing
+        return batch
 
 
 class RepeatingEngine:
@@ -51,16 +64,17 @@ class RepeatingEngine:
         limits = DraftLimits(MAX_DRAFT_TOKENS, 1024)
         policy = make_policy("fixed", limits, lambda _: (0, 0.0), lambda _: LengthStats())
         controller = DraftController(policy, CPU, governed=False)
-        self.loop = DraftingLoop(FailingIndex(failing), controller, MAX_DRAFT_TOKENS)
         self.tokens = np.zeros((1, 20_000), np.int32)
+        self.arrays = EngineArrays.create(self.tokens, MAX_DRAFT_TOKENS)
+        self.loop = DraftingLoop(FailingIndex(failing), controller, self.arrays)
         self.tokens[0, : len(PROMPT)] = PROMPT
         self.length = len(PROMPT)
         self.verified = 0
         self.loop.add("request", DraftSettings("key", "problem", max_tokens=19_000), PROMPT, [])
         self._draft: list[int] = []
 
-    def step(self) -> Drafts | None:
-        """Run one step; return its drafts, or None if it was skipped."""
+    def step(self) -> int | None:
+        """Run one step; return the length of its draft, or None if it was skipped."""
         response = (self.length - len(PROMPT) + np.arange(MAX_DRAFT_TOKENS + 1)) % 5 + 1
         accepted = 0
         while accepted < len(self._draft) and self._draft[accepted] == response[accepted]:
@@ -70,19 +84,19 @@ class RepeatingEngine:
         verified, self._draft = len(self._draft), []
         if self.loop.skip_step():
             return None
-        batch = RunningBatch(["request"], np.array([self.length]), self.tokens, np.zeros(1, int), np.array([verified]))
-        drafts = self.loop.draft(batch)
-        self._draft = drafts.as_lists()[0]
+        num_tokens = np.array([self.length], np.int32)
+        self.loop.draft(RunningBatch(["request"], num_tokens, np.zeros(1, int), np.array([verified])))
+        length = int(self.arrays.lengths[0])
+        self._draft = self.arrays.drafts[0, :length].tolist()
         self.loop.plan()
-        return drafts
+        return length
 
 
 def test_a_failure_costs_the_drafts_of_one_step() -> None:
     engine = RepeatingEngine(failing={20})
     lengths = []
     for _ in range(40):
-        drafts = engine.step()
-        lengths.append(0 if drafts is None else int(drafts.lengths[0]))
+        lengths.append(engine.step())
     assert 0 == lengths[19]
     assert [MAX_DRAFT_TOKENS] * 20 == lengths[20:]
     assert 1 == engine.loop.failures
@@ -105,9 +119,7 @@ def test_drafting_is_paused_after_repeated_failures_and_tried_again() -> None:
     skipped = [engine.step() is None for _ in range(1100)]
     assert 3 == engine.loop.failures
     assert [False] * 7 + [True] * 1024 == skipped[: 7 + 1024]
-    drafts = engine.step()
-    assert drafts is not None
-    assert [MAX_DRAFT_TOKENS] == drafts.lengths.tolist()
+    assert MAX_DRAFT_TOKENS == engine.step()
 
 
 def test_tokens_of_skipped_steps_are_drafted_from() -> None:
@@ -118,9 +130,7 @@ def test_tokens_of_skipped_steps_are_drafted_from() -> None:
     engine.tokens[0, engine.length : engine.length + 200] = generated
     engine.length += 200
     engine._draft = []
-    drafts = engine.step()
-    assert drafts is not None
-    assert [MAX_DRAFT_TOKENS] == drafts.lengths.tolist()
+    assert MAX_DRAFT_TOKENS == engine.step()
     counts = engine.loop.take_counts(["key"])["key"]
     assert engine.length - len(PROMPT) == counts.generated
 
@@ -144,9 +154,8 @@ def test_a_request_that_cannot_be_followed_does_not_affect_others() -> None:
     assert 1 == engine.loop.failures
     assert not engine.loop.knows("invalid")
     for _ in range(20):
-        drafts = engine.step()
-    assert drafts is not None
-    assert [MAX_DRAFT_TOKENS] == drafts.lengths.tolist()
+        length = engine.step()
+    assert MAX_DRAFT_TOKENS == length
     assert 1 == engine.loop.failures
 
 
@@ -158,9 +167,7 @@ def test_a_prefix_belongs_to_the_response() -> None:
     engine.tokens[0, len(PROMPT) : len(PROMPT) + 20] = prefix
     engine.length += 20
     engine.loop.add("request", settings, [*PROMPT, *prefix], [])
-    drafts = engine.step()
-    assert drafts is not None
-    assert [MAX_DRAFT_TOKENS] == drafts.lengths.tolist()
+    assert MAX_DRAFT_TOKENS == engine.step()
     counts = engine.loop.take_counts(["continued"])["continued"]
     assert (21, 0) == (counts.generated, counts.accepted)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.policy.controller import DraftController, StepOutcome
+from rollout_worker.policy.controller import DraftController, StepOutcome, Verification
 from rollout_worker.policy.draft_policy import DraftLimits
 from rollout_worker.policy.simple_policies import Fixed
 from rollout_worker.policy.step_cost import CPU, StepCost
@@ -61,9 +61,18 @@ def run_steps(
         else:
             budgets = controller.compute_budgets(rows)
             proposed = np.minimum(lengths, budgets.tokens)
-            selected = controller.select(rows, proposed, np.where(proposed > 0, accepted_tokens, 0.0))
+            gains_s = np.where(proposed > 0, accepted_tokens, 0.0) * (
+                budgets.token_values_s + controller.fit.cost.per_token_s
+            )
+            gain_s = float(gains_s.sum()) - controller.fit.cost.per_token_s * int(proposed.sum())
+            verification = controller.decide(int(np.count_nonzero(proposed)), gain_s)
             verified = np.zeros(ROLLOUTS, np.int64)
-            verified[selected] = proposed[selected]
+            if verification is Verification.ALL:
+                verified = proposed
+            elif verification is Verification.TRIAL:
+                selected = controller.select_trial(rows, proposed)
+                if selected is not None:
+                    verified[selected] = proposed[selected]
         had_drafts.append(bool(verified.any()))
     return had_drafts
 

@@ -134,21 +134,18 @@ def test_random_variation_does_not_disable_drafting_but_a_small_persistent_loss_
         assert expected == governor.drafting_disabled
 
 
-@given(lengths=st.lists(st.integers(0, 16), min_size=1, max_size=8), gain=st.floats(-1, 1))
-def test_drafts_that_are_together_not_worth_verifying_are_reduced_to_one_trial(lengths: list[int], gain: float) -> None:
+@given(lengths=st.lists(st.integers(0, 16), min_size=1, max_size=8).filter(any))
+def test_drafts_that_are_together_not_worth_verifying_are_reduced_to_one_trial(lengths: list[int]) -> None:
     governor, rows, drafted = make_governor(len(lengths)), np.arange(len(lengths)), np.array(lengths)
     with_draft = [place for place, length in enumerate(lengths) if length]
     explored = generated = 0
     for _ in range(400):
         governor.limit(rows, equal_budgets(len(lengths), 16))
-        selected = governor.select(rows, drafted, gain).tolist()
-        if gain > 0:
-            assert with_draft == selected
-            return
-        assert len(selected) <= 1
-        assert set(selected) <= set(with_draft)
+        selected = governor.select_trial(rows, drafted)
         verified = np.zeros_like(drafted)
-        verified[selected] = drafted[selected]
+        if selected is not None:
+            assert selected in with_draft
+            verified[selected] = drafted[selected]
         explored, generated = explored + int(verified.sum()), generated + len(lengths)
         none = np.zeros_like(drafted)
         governor.observe_step(

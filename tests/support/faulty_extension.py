@@ -12,7 +12,8 @@ class FaultyExtension(DraftingExtension):
 
     def test_let_drafting_fail(self, times: int) -> None:
         """Let the next *times* drafts fail."""
-        self._let_fail(self._das_index, "step", times)
+        assert self._das_loop is not None
+        self._let_fail(self._das_loop._batch, "step", times)
 
     def test_let_new_requests_fail(self, times: int) -> None:
         """Let the interface to vLLM fail when it passes on the next *times* requests."""

@@ -25,74 +25,101 @@ std::size_t spare_processors() {
 
 }  // namespace
 
-void BatchStepper::step(const Step& step) {
+std::shared_ptr<const RequestList> BatchStepper::find_requests(std::span<const RequestTable::Handle> handles) {
+  auto requests = std::make_shared<RequestList>();
+  requests->reserve(handles.size());
+  for (const RequestTable::Handle handle : handles) {
+    requests->push_back(handle == RequestTable::kNone ? nullptr : table_.find(handle));
+  }
+  return requests;
+}
+
+StepTotals BatchStepper::step(const Step& step) {
   const std::lock_guard stepping(mutex_);
   if (ahead_) ahead_->interrupt();
-  find_requests(step);
-  const std::size_t count = requests_.size();
   if (ahead_) {
     step_ahead(step);
   } else {
     // All requests are extended first, since siblings draft from each other.
-    for (std::size_t i = 0; i < count; ++i) {
-      const std::lock_guard lock(requests_[i]->mutex);
-      report(*requests_[i], step, i);
-      drafter_.settle(*requests_[i]);
+    missed_.clear();
+    for (std::size_t i = 0; i < step.size(); ++i) {
+      write_nothing(step, i);
+      Request* const request = step.request(i);
+      if (request == nullptr) continue;
+      const std::lock_guard lock(request->mutex);
+      if (!report(*request, step, i)) continue;
+      drafter_.settle(*request);
+      missed_.push_back(i);
     }
-    workers_.run(count, [&](std::size_t i) {
-      const std::lock_guard lock(requests_[i]->mutex);
-      draft(*requests_[i], step, i, false);
+    workers_.run(missed_.size(), [&](std::size_t m) {
+      Request& request = *step.request(missed_[m]);
+      const std::lock_guard lock(request.mutex);
+      draft(request, step, missed_[m], false);
     });
-    counts_.computed += count;
+    counts_.computed += missed_.size();
   }
-  requests_.clear();
+  StepTotals totals;
+  for (std::size_t i = 0; i < step.size(); ++i) {
+    const auto length = static_cast<std::size_t>(step.arrays.lengths[step.place(i)]);
+    if (length == 0) continue;
+    totals.drafts += 1;
+    totals.tokens += length;
+    totals.gain += step.expected[i] * step.limits(i).token_gain;
+  }
+  totals.gain -= static_cast<double>(totals.tokens) * step.plan.token_cost;
+  return totals;
 }
 
 // Most drafts are found at once. The others are computed after those, by all threads.
 void BatchStepper::step_ahead(const Step& step) {
   missed_.clear();
-  const auto try_row = [&](std::size_t i) {
-    Request& request = *requests_[i];
-    report(request, step, i);
-    if (!look_up(request)) {
+  std::size_t found = 0;
+  const auto try_request = [&](Request& request, std::size_t i) {
+    if (!report(request, step, i)) return;
+    if (look_up(request)) {
+      ++found;
+      draft(request, step, i, true);
+    } else {
       request.is_prepared = false;
-      return false;
+      missed_.push_back(i);
     }
-    draft(request, step, i, true);
-    return true;
   };
   busy_.clear();
-  prefetch_objects(0, 2 * kPrefetched);
-  prefetch_drafts(0, kPrefetched);
-  for (std::size_t i = 0; i < requests_.size(); ++i) {
-    prefetch_objects(i + 2 * kPrefetched, 1);
-    prefetch_drafts(i + kPrefetched, 1);
-    const std::unique_lock lock(requests_[i]->mutex, std::try_to_lock);
-    if (!lock) {
+  for (std::size_t i = 0; i < 2 * kPrefetched; ++i) prefetch_request(step.request(i));
+  for (std::size_t i = 0; i < kPrefetched; ++i) prefetch_drafts(step.request(i));
+  for (std::size_t i = 0; i < step.size(); ++i) {
+    prefetch_request(step.request(i + 2 * kPrefetched));
+    prefetch_drafts(step.request(i + kPrefetched));
+    write_nothing(step, i);
+    Request* const request = step.request(i);
+    if (request == nullptr) continue;
+    const std::unique_lock lock(request->mutex, std::try_to_lock);
+    if (lock) {
+      try_request(*request, i);
+    } else {
       busy_.push_back(i);
-    } else if (!try_row(i)) {
-      missed_.push_back(i);
     }
   }
   // The background thread was computing a draft for this request. It needs some microseconds.
   for (const std::size_t i : busy_) {
-    const std::lock_guard lock(requests_[i]->mutex);
-    if (!try_row(i)) missed_.push_back(i);
+    Request& request = *step.request(i);
+    const std::lock_guard lock(request.mutex);
+    try_request(request, i);
   }
-  counts_.found += requests_.size() - missed_.size();
+  counts_.found += found;
   counts_.computed += missed_.size();
+  if (missed_.empty()) return ahead_->start(step.plan.requests);
   missing_.count = missed_.size();
   missing_.next.store(0);
   missing_.run = [&](std::size_t m) {
-    const std::size_t i = missed_[m];
-    const std::lock_guard lock(requests_[i]->mutex);
+    Request& request = *step.request(missed_[m]);
+    const std::lock_guard lock(request.mutex);
     try {
-      draft(*requests_[i], step, i, false);
+      draft(request, step, missed_[m], false);
     } catch (const std::bad_alloc&) {
-      write(*requests_[i], step, i, 0);
+      // The request goes without a draft.
     }
   };
-  if (missed_.empty()) return ahead_->start(requests_);
   // Few drafts are computed before another thread would be awake, and one without a processor of its own would not
   // help.
   const std::size_t threads = std::min({workers_.size(), spare_processors(), missed_.size() / kDraftsPerThread});
@@ -107,57 +134,55 @@ void BatchStepper::step_ahead(const Step& step) {
       }
     });
   }
-  ahead_->start(requests_);
+  ahead_->start(step.plan.requests);
 }
 
-void BatchStepper::prefetch_objects(std::size_t first, std::size_t count) const {
+void BatchStepper::prefetch_request(const Request* request) {
   constexpr std::size_t kCacheLine = 64;
   constexpr std::size_t kUsedBytes = 512;  // of a request, in look-ups
-  for (std::size_t i = first; i < std::min(first + count, requests_.size()); ++i) {
-    const auto* const request = reinterpret_cast<const char*>(requests_[i].get());
-    for (std::size_t line = 0; line < kUsedBytes; line += kCacheLine) {
-      __builtin_prefetch(request + line, 1);
-    }
+  if (request == nullptr) return;
+  for (std::size_t byte = 0; byte < kUsedBytes; byte += kCacheLine) {
+    __builtin_prefetch(reinterpret_cast<const char*>(request) + byte, 1);
   }
 }
 
-void BatchStepper::prefetch_drafts(std::size_t first, std::size_t count) const {
-  for (std::size_t i = first; i < std::min(first + count, requests_.size()); ++i) {
-    Request& request = *requests_[i];
-    const std::unique_lock lock(request.mutex, std::try_to_lock);
-    if (!lock || !request.is_prepared) continue;
-    request.sets[request.last.set].prefetch_tokens(request.last.number);
-    request.sets[1 - request.last.set].prefetch_keys();
-  }
+void BatchStepper::prefetch_drafts(Request* request) {
+  if (request == nullptr) return;
+  const std::unique_lock lock(request->mutex, std::try_to_lock);
+  if (!lock || !request->is_prepared) return;
+  request->sets[request->last.set].prefetch_tokens(request->last.number);
+  request->sets[1 - request->last.set].prefetch_keys();
 }
 
-void BatchStepper::find_requests(const Step& step) {
-  table_.find(step.handles, requests_);
-  ++number_;
-  for (std::size_t i = 0; i < requests_.size(); ++i) {
-    if (requests_[i]->step == number_) {
-      requests_.clear();
-      throw std::invalid_argument("the handle " + std::to_string(step.handles[i]) + " occurs twice");
-    }
-    requests_[i]->step = number_;
+bool BatchStepper::report(Request& request, const Step& step, std::size_t i) {
+  if (request.is_closed) return false;
+  const std::size_t place = step.place(i);
+  const std::int64_t known = request.num_tokens();
+  const std::int64_t count = step.num_tokens[place] - known;
+  if (count <= 0) return false;
+  if (static_cast<std::size_t>(known + count) > step.arrays.max_tokens) {
+    throw std::invalid_argument("place " + std::to_string(place) + " has " + std::to_string(known + count) +
+                                " tokens, but the engine's array holds " + std::to_string(step.arrays.max_tokens));
   }
-}
-
-void BatchStepper::report(Request& request, const Step& step, std::size_t i) {
-  request.budget = static_cast<std::size_t>(step.budgets[i]);
-  request.min_survival = step.min_survivals[i];
-  const auto count = static_cast<std::size_t>(step.num_sampled[i]);
-  if (count == 0 || request.is_closed) return;
+  const auto sampled = step.arrays.token_ids.subspan(
+      place * step.arrays.max_tokens + static_cast<std::size_t>(known), static_cast<std::size_t>(count));
+  const auto invalid = std::find_if(sampled.begin(), sampled.end(), [](std::int32_t token) { return token < 0; });
+  if (invalid != sampled.end()) {
+    throw std::invalid_argument("place " + std::to_string(place) + " has the token id " + std::to_string(*invalid) +
+                                "; token ids must not be negative");
+  }
   drafter_.settle(request);
-  const auto length = std::int32_t(request.last.length);
-  const auto verified = static_cast<std::uint64_t>(step.verified.empty() ? length : std::min(step.verified[i], length));
+  request.budget = step.limits(i).budget;
+  request.min_survival = step.limits(i).min_survival;
+  const auto verified = static_cast<std::uint64_t>(std::min<std::int64_t>(step.verified[i], request.last.length));
   request.counts.drafted += verified;
-  request.counts.accepted += std::min<std::uint64_t>(verified, count - 1);
-  request.counts.generated += count;
-  const auto sampled = step.sampled.subspan(i * step.max_sampled, count);
+  request.counts.accepted += std::min(verified, static_cast<std::uint64_t>(count - 1));
+  request.counts.generated += static_cast<std::uint64_t>(count);
   request.pending.assign(sampled.begin(), sampled.end());
   request.pending_draft = request.last;
   request.is_own_pending = true;
+  step.generated[i] = count;
+  return true;
 }
 
 bool BatchStepper::look_up(Request& request) {
@@ -178,12 +203,13 @@ bool BatchStepper::look_up(Request& request) {
 
 void BatchStepper::draft(Request& request, const Step& step, std::size_t i, bool is_found) {
   const std::size_t limit =
-      std::min({request.budget, step.max_draft, request.limits.max_length(request.counts.generated)});
+      std::min({request.budget, step.arrays.max_draft, request.limits.max_length(request.counts.generated)});
   if (limit == 0 || request.is_closed) {
     if (!is_found) request.last = {.set = request.last.set};
     request.is_prepared = false;
-  } else if (!is_found) {
-    if (step.num_sampled[i] == 0) drafter_.settle(request);
+    return;
+  }
+  if (!is_found) {
     drafter_.append_pending(request);
     drafter_.compute(request, limit + 1, request.min_survival, ahead_.has_value());
   }
@@ -191,21 +217,26 @@ void BatchStepper::draft(Request& request, const Step& step, std::size_t i, bool
 }
 
 void BatchStepper::write(Request& request, const Step& step, std::size_t i, std::size_t limit) {
-  const auto tokens = step.tokens.subspan(i * step.max_draft, step.max_draft);
-  const auto survivals = step.survivals.subspan(i * step.max_draft, step.max_draft);
+  if (request.last.number == DraftSet::kNone) return;
+  const std::size_t place = step.place(i);
+  const auto drafts = step.arrays.drafts.subspan(place * step.arrays.max_draft, step.arrays.max_draft);
+  const auto drafted = request.sets[request.last.set].tokens(request.last.number);
   std::size_t length = 0;
-  if (limit > 0 && request.last.number != DraftSet::kNone) {
-    const DraftSet& set = request.sets[request.last.set];
-    const auto drafted = set.tokens(request.last.number);
-    for (; length < std::min(limit, drafted.size()) && drafted[length].survival >= request.min_survival; ++length) {
-      tokens[length] = drafted[length].token;
-      survivals[length] = static_cast<float>(drafted[length].survival);
-    }
-    request.last.length = static_cast<std::uint32_t>(length);
+  double expected = 0.0;
+  for (; length < std::min(limit, drafted.size()) && drafted[length].survival >= request.min_survival; ++length) {
+    drafts[length] = drafted[length].token;
+    expected += drafted[length].survival;
   }
-  std::fill(tokens.begin() + static_cast<std::ptrdiff_t>(length), tokens.end(), -1);
-  std::fill(survivals.begin() + static_cast<std::ptrdiff_t>(length), survivals.end(), 0.0F);
-  step.lengths[i] = static_cast<std::int32_t>(length);
+  request.last.length = static_cast<std::uint32_t>(length);
+  step.arrays.lengths[place] = static_cast<std::int32_t>(length);
+  step.expected[i] = expected;
+}
+
+void BatchStepper::write_nothing(const Step& step, std::size_t i) {
+  const std::size_t place = step.place(i);
+  step.arrays.lengths[place] = 0;
+  step.generated[i] = 0;
+  step.expected[i] = 0.0;
 }
 
 LookUpCounts BatchStepper::counts() {

@@ -9,27 +9,13 @@
 #include <span>
 #include <vector>
 
+#include "batch.hpp"
 #include "draft_ahead.hpp"
 #include "request_drafter.hpp"
 #include "request_table.hpp"
 #include "worker_pool.hpp"
 
 namespace das {
-
-// The arguments of one step, all of which describe the same requests. The last three are written.
-struct Step {
-  std::span<const RequestTable::Handle> handles;
-  std::span<const std::int64_t> sampled;  // `max_sampled` tokens of each request, of which the first are valid
-  std::size_t max_sampled;
-  std::span<const std::int32_t> num_sampled;
-  std::span<const std::int32_t> verified;  // number of verified tokens of each last draft; empty: all
-  std::span<const std::int32_t> budgets;
-  std::span<const float> min_survivals;
-  std::span<std::int64_t> tokens;  // `max_draft` of each request, like the next
-  std::span<float> survivals;
-  std::size_t max_draft;
-  std::span<std::int32_t> lengths;
-};
 
 // Numbers of drafts that were found among the prepared ones, and that were computed during a step.
 struct LookUpCounts {
@@ -45,37 +31,39 @@ class BatchStepper {
     if (draft_ahead) ahead_.emplace(drafter);
   }
 
-  // Throws UnknownRequest for a handle that is not open, and std::invalid_argument for one that occurs twice; nothing
-  // is changed then. The values of the arguments must be valid.
-  void step(const Step& step);
+  // Returns the requests of a plan, in which RequestTable::kNone stands for no request. Throws UnknownRequest for another
+  // handle that is not open.
+  std::shared_ptr<const RequestList> find_requests(std::span<const RequestTable::Handle> handles);
+
+  // Requests without new tokens, and those that were closed, get no drafts. The shapes of the arguments must agree.
+  // Throws std::invalid_argument if the engine's arrays are invalid; requests before the invalid one have been stepped.
+  StepTotals step(const Step& step);
 
   LookUpCounts counts();
   // Waits until all likely drafts are prepared.
   void wait_idle();
 
  private:
-  void find_requests(const Step& step);
-  // The next two have the processor fetch what look-ups for some rows read.
-  void prefetch_objects(std::size_t first, std::size_t count) const;
-  void prefetch_drafts(std::size_t first, std::size_t count) const;
-  // The next four require the lock of the request, which is that of row i.
-  // Notes the sampled tokens.
-  void report(Request& request, const Step& step, std::size_t i);
+  // The next two have the processor fetch what the look-up for a request reads. They do nothing without one.
+  static void prefetch_request(const Request* request);
+  static void prefetch_drafts(Request* request);
+  // The next four require the lock of the request, which is number i of the step.
+  // Notes the sampled tokens. Returns false if there are none.
+  bool report(Request& request, const Step& step, std::size_t i);
   // Makes the prepared draft for what was sampled the last draft. Returns false if there is none.
   static bool look_up(Request& request);
   // Drafts for a request and writes the result.
   void draft(Request& request, const Step& step, std::size_t i, bool is_found);
   static void write(Request& request, const Step& step, std::size_t i, std::size_t limit);
+  static void write_nothing(const Step& step, std::size_t i);
   void step_ahead(const Step& step);
 
   RequestDrafter& drafter_;
   const RequestTable& table_;
   WorkerPool& workers_;
-  std::mutex mutex_;  // guards the next seven
-  std::uint64_t number_ = 0;
-  std::vector<std::shared_ptr<Request>> requests_;
-  std::vector<std::size_t> missed_;  // rows without a prepared draft
-  std::vector<std::size_t> busy_;    // rows whose lock the background thread held
+  std::mutex mutex_;  // guards the next four
+  std::vector<std::size_t> missed_;  // requests without a prepared draft
+  std::vector<std::size_t> busy_;    // those whose lock the background thread held
   LookUpCounts counts_;
   SharedWork missing_;  // computing the drafts of missed_
   std::optional<DraftAhead> ahead_;

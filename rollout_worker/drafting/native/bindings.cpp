@@ -22,6 +22,7 @@
 #include <variant>
 #include <vector>
 
+#include "batch_binding.hpp"
 #include "suffix_index.hpp"
 
 namespace nb = nanobind;
@@ -282,97 +283,6 @@ nb::list occurrences(das::SuffixIndex& index, std::int64_t handle, std::int64_t 
   return rows;
 }
 
-// Returns a C-contiguous array argument whose dtype and number of dimensions must be exact.
-template <class Array>
-Array array_argument(const char* name, nb::handle object, const char* type) {
-  Array array;
-  if (nb::try_cast<Array>(object, array, false)) return array;
-  throw nb::type_error((std::string(name) + " must be a C-contiguous array of shape and type " + type).c_str());
-}
-
-// Checks that the first dimension of an argument of step() has the length of the batch.
-void check_rows(const char* name, std::size_t rows, std::size_t expected) {
-  if (rows == expected) return;
-  throw nb::value_error((std::string(name) + " has " + std::to_string(rows) + " rows, but there are " +
-                         std::to_string(expected) + " handles")
-                            .c_str());
-}
-
-template <class T>
-using Vector = nb::ndarray<T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <class T>
-using Matrix = nb::ndarray<T, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
-
-// Checks the values of the arguments of step(). They are the caller's arrays, so that this costs no copy.
-void check_step(const das::Step& step) {
-  const auto reject = [](std::size_t row, const std::string& what) {
-    throw nb::value_error(("row " + std::to_string(row) + ": " + what).c_str());
-  };
-  for (std::size_t i = 0; i < step.handles.size(); ++i) {
-    const std::int32_t count = step.num_sampled[i];
-    if (count < 0 || static_cast<std::size_t>(count) > step.max_sampled) {
-      reject(i, "num_sampled must be 0 to " + std::to_string(step.max_sampled) + ", got " + std::to_string(count));
-    }
-    for (const std::int64_t token : step.sampled.subspan(i * step.max_sampled, static_cast<std::size_t>(count))) {
-      if (token < 0 || token >= das::kBoundary) {
-        reject(i, "sampled has " + std::to_string(token) + "; token ids are 0 to 4294967294");
-      }
-    }
-    if (step.budgets[i] < 0) reject(i, "a budget must be 0 or more tokens, got " + std::to_string(step.budgets[i]));
-    const float survival = step.min_survivals[i];
-    if (!(survival >= 0.0F && survival <= 1.0F)) {
-      reject(i, "min_survival must be a probability from 0 to 1, got " + std::to_string(survival));
-    }
-    if (!step.verified.empty() && step.verified[i] < 0) {
-      reject(i, "verified must be 0 or more tokens, got " + std::to_string(step.verified[i]));
-    }
-  }
-}
-
-void step(das::SuffixIndex& index, nb::handle handles, nb::handle sampled, nb::handle num_sampled, nb::handle budgets,
-          nb::handle min_survivals, nb::handle tokens, nb::handle survivals, nb::handle lengths, nb::handle verified) {
-  const auto handles_in = array_argument<Vector<const std::int64_t>>("handles", handles, "(n,) int64");
-  const auto sampled_in = array_argument<Matrix<const std::int64_t>>("sampled", sampled, "(n, S) int64");
-  const auto counts_in = array_argument<Vector<const std::int32_t>>("num_sampled", num_sampled, "(n,) int32");
-  const auto budgets_in = array_argument<Vector<const std::int32_t>>("budgets", budgets, "(n,) int32");
-  const auto thresholds = array_argument<Vector<const float>>("min_survivals", min_survivals, "(n,) float32");
-  const auto tokens_out = array_argument<Matrix<std::int64_t>>("tokens", tokens, "(n, K) int64, writable");
-  const auto survivals_out = array_argument<Matrix<float>>("survivals", survivals, "(n, K) float32, writable");
-  const auto lengths_out = array_argument<Vector<std::int32_t>>("lengths", lengths, "(n,) int32, writable");
-  const std::size_t rows = handles_in.size();
-  check_rows("sampled", sampled_in.shape(0), rows);
-  check_rows("num_sampled", counts_in.size(), rows);
-  check_rows("budgets", budgets_in.size(), rows);
-  check_rows("min_survivals", thresholds.size(), rows);
-  check_rows("tokens", tokens_out.shape(0), rows);
-  check_rows("survivals", survivals_out.shape(0), rows);
-  check_rows("lengths", lengths_out.size(), rows);
-  if (tokens_out.shape(1) != survivals_out.shape(1)) {
-    throw nb::value_error(("tokens and survivals must have the same shape, got " + std::to_string(tokens_out.shape(1)) +
-                           " and " + std::to_string(survivals_out.shape(1)) + " columns")
-                              .c_str());
-  }
-  Vector<const std::int32_t> verified_in;
-  if (!verified.is_none()) {
-    verified_in = array_argument<Vector<const std::int32_t>>("verified", verified, "(n,) int32");
-    check_rows("verified", verified_in.size(), rows);
-  }
-  const das::Step arguments{{handles_in.data(), rows},
-                            {sampled_in.data(), sampled_in.size()},
-                            sampled_in.shape(1),
-                            {counts_in.data(), rows},
-                            {verified_in.is_valid() ? verified_in.data() : nullptr, verified_in.is_valid() ? rows : 0},
-                            {budgets_in.data(), rows},
-                            {thresholds.data(), rows},
-                            {tokens_out.data(), tokens_out.size()},
-                            {survivals_out.data(), survivals_out.size()},
-                            tokens_out.shape(1),
-                            {lengths_out.data(), rows}};
-  check_step(arguments);
-  const nb::gil_scoped_release released;
-  index.step(arguments);
-}
-
 // Returns the getter of a draft property that lists one value of each token.
 template <class Get>
 auto list_of(Get get) {
@@ -508,9 +418,7 @@ NB_MODULE(_native, m) {
             return nb::make_tuple(counts.drafted, counts.accepted, counts.generated);
           },
           nb::arg("handle"))
-      .def("step", &step, nb::arg("handles"), nb::arg("sampled"), nb::arg("num_sampled"), nb::arg("budgets"),
-           nb::arg("min_survivals"), nb::arg("tokens"), nb::arg("survivals"), nb::arg("lengths"),
-           nb::arg("verified").none())
+      .def("num_tokens", &das::SuffixIndex::num_tokens, nb::arg("handle"), released())
       .def("look_ups",
            [](das::SuffixIndex& index) {
              das::LookUpCounts counts;
@@ -527,4 +435,6 @@ NB_MODULE(_native, m) {
       .def("load_state_dict", &load_state_dict, nb::arg("state"))
       .def("counters", &counters)
       .def("accepted_by_age", &accepted_by_age);
+
+  das::bind_batch(m);
 }

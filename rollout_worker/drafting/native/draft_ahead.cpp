@@ -45,10 +45,10 @@ DraftAhead::~DraftAhead() {
   if (thread_.joinable()) thread_.join();
 }
 
-void DraftAhead::start(std::span<const std::shared_ptr<Request>> requests) {
+void DraftAhead::start(std::shared_ptr<const RequestList> requests) {
   {
     const std::lock_guard lock(mutex_);
-    next_requests_.assign(requests.begin(), requests.end());
+    next_requests_.swap(requests);
   }
   is_interrupted_.store(false, std::memory_order_relaxed);
   round_.fetch_add(1, std::memory_order_release);
@@ -98,53 +98,55 @@ std::uint32_t DraftAhead::wait_for_round(std::uint32_t last) {
 void DraftAhead::serve() {
   std::uint32_t round = 0;
   while ((round = wait_for_round(round)) != 0) {
+    std::shared_ptr<const RequestList> requests;
     {
       const std::lock_guard lock(mutex_);
-      requests_.swap(next_requests_);
+      requests.swap(next_requests_);
     }
     try {
-      work(round);
+      if (requests) work(*requests, round);
     } catch (const std::exception&) {
       // Out of memory. What was not prepared is computed in the next step.
     }
+    requests.reset();  // which may free closed requests
     done_.store(round);
   }
 }
 
-void DraftAhead::work(std::uint32_t round) {
+void DraftAhead::work(const RequestList& requests, std::uint32_t round) {
   tasks_.clear();
-  for (std::size_t i = 0; i < requests_.size() && !is_over(round); ++i) {
-    const std::shared_ptr<Request> request = requests_[i].lock();
+  for (std::size_t i = 0; i < requests.size() && !is_over(round); ++i) {
+    const std::shared_ptr<Request>& request = requests[i];
     if (!request) continue;
     const std::lock_guard lock(request->mutex);
-    if (request->is_closed) continue;
+    // Without new tokens, the request was not in the step, and its prepared drafts remain valid.
+    if (request->is_closed || request->pending.empty()) continue;
     drafter_.settle(*request);
     if (request->last.number == DraftSet::kNone || request->budget == 0) continue;
     request->sets[1 - request->last.set].clear();
     request->is_prepared = true;
     add_tasks(*request, static_cast<std::uint32_t>(i));
   }
-  run_tasks(round);
+  run_tasks(requests, round);
   tasks_.clear();
-  for (std::size_t i = 0; i < requests_.size() && !is_over(round); ++i) {
-    const std::shared_ptr<Request> request = requests_[i].lock();
+  for (std::size_t i = 0; i < requests.size() && !is_over(round); ++i) {
+    const std::shared_ptr<Request>& request = requests[i];
     if (!request) continue;
     const std::lock_guard lock(request->mutex);
     if (!request->is_closed && request->is_prepared) add_rare_tasks(*request, static_cast<std::uint32_t>(i));
   }
-  run_tasks(round);
+  run_tasks(requests, round);
 }
 
-void DraftAhead::run_tasks(std::uint32_t round) {
+void DraftAhead::run_tasks(const RequestList& requests, std::uint32_t round) {
   std::stable_sort(tasks_.begin(), tasks_.end(), [](const Task& a, const Task& b) {
     return a.tier != b.tier ? a.tier < b.tier : a.request < b.request;
   });
   for (const Task& task : tasks_) {
     if (is_over(round)) return;
-    const std::shared_ptr<Request> request = requests_[task.request].lock();
-    if (!request) continue;
-    const std::lock_guard lock(request->mutex);
-    if (!request->is_closed && request->is_prepared) prepare(*request, task.outcome);
+    Request& request = *requests[task.request];
+    const std::lock_guard lock(request.mutex);
+    if (!request.is_closed && request.is_prepared) prepare(request, task.outcome);
   }
 }
 

@@ -37,8 +37,8 @@ class DraftAhead {
   DraftAhead(const DraftAhead&) = delete;
   DraftAhead& operator=(const DraftAhead&) = delete;
 
-  // Begins to work for the requests of a step. Does not wait.
-  void start(std::span<const std::shared_ptr<Request>> requests);
+  // Begins to work for the requests of a step, of which some may be null. Does not wait.
+  void start(std::shared_ptr<const RequestList> requests);
   // Has the thread stop after the draft that it is computing. Does not wait.
   void interrupt() { is_interrupted_.store(true, std::memory_order_relaxed); }
   // Shares work with the thread, if it is awake, and returns when all of it is done. `work` must live as long as this
@@ -62,7 +62,7 @@ class DraftAhead {
   bool is_over(std::uint32_t round) const {
     return is_interrupted_.load(std::memory_order_relaxed) || round_.load(std::memory_order_relaxed) != round;
   }
-  void work(std::uint32_t round);
+  void work(const RequestList& requests, std::uint32_t round);
   // The next four require the request's lock.
   // Appends the outcomes of a request's last draft to tasks_.
   void add_tasks(const Request& request, std::uint32_t number);
@@ -70,11 +70,11 @@ class DraftAhead {
   // Appends outcomes that no occurrence of the last draft proposes.
   void add_rare_tasks(const Request& request, std::uint32_t number);
   void prepare(Request& request, Outcome outcome) const;
-  void run_tasks(std::uint32_t round);
+  void run_tasks(const RequestList& requests, std::uint32_t round);
 
   RequestDrafter& drafter_;
   std::mutex mutex_;  // guards the next
-  std::vector<std::weak_ptr<Request>> next_requests_;
+  std::shared_ptr<const RequestList> next_requests_;
   std::atomic<std::uint32_t> round_{0};  // number of calls of start(); changed by the caller's thread
   std::atomic<std::uint32_t> done_{0};   // the last round that is over
   std::atomic<bool> is_interrupted_{false};
@@ -82,7 +82,6 @@ class DraftAhead {
   std::atomic<SharedWork*> shared_{nullptr};
   std::atomic<bool> is_helping_{false};
   // These belong to the thread.
-  std::vector<std::weak_ptr<Request>> requests_;
   std::vector<Task> tasks_;
   std::vector<Token> successors_;
   std::thread thread_;  // started by the first round

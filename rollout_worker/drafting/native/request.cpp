@@ -16,6 +16,7 @@ constexpr std::size_t kMaxLiveTokens = std::size_t{1} << 20;
 
 Request::Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options)
     : charge(std::make_shared<ByteCounter>(bytes.all, bytes.in_use), sizeof(Request)),
+      prompt_tokens(static_cast<std::int64_t>(options.prompt.size())),
       limits(options.limits),
       pending(charge.counter().get()),
       sets{DraftSet(charge.counter().get()), DraftSet(charge.counter().get())},

@@ -109,8 +109,11 @@ struct Request {
   Charge charge;
   std::mutex mutex;  // guards all that is not const
 
+  // Number of tokens of prompt and response. Requires the lock.
+  std::int64_t num_tokens() const { return prompt_tokens + static_cast<std::int64_t>(counts.generated); }
+
   // Each step reads the following, which is therefore stored together.
-  std::uint64_t step = 0;  // number of the last step; belongs to BatchStepper, whose lock guards it
+  const std::int64_t prompt_tokens;
   std::size_t budget = 0;  // of the last step, like the next
   double min_survival = 0.0;
   RequestCounts counts;  // `generated` is the length of the response
@@ -139,5 +142,8 @@ struct Request {
   LiveTexts::TextId text_id = LiveTexts::kNoText;
   std::pmr::vector<Anchor> anchors;
 };
+
+// The requests of a batch.
+using RequestList = std::vector<std::shared_ptr<Request>>;
 
 }  // namespace das

@@ -37,22 +37,10 @@ std::shared_ptr<Request> RequestTable::find(Handle handle) const {
 
 std::vector<std::shared_ptr<Request>> RequestTable::find(std::span<const Handle> handles) const {
   std::vector<std::shared_ptr<Request>> requests;
-  find(handles, requests);
-  return requests;
-}
-
-void RequestTable::find(std::span<const Handle> handles, std::vector<std::shared_ptr<Request>>& requests) const {
-  requests.clear();
   requests.reserve(handles.size());
   const std::lock_guard lock(mutex_);
-  try {
-    // The reference counts, which are stored before each request, may be in the cache of another processor.
-    for (const Handle handle : handles) __builtin_prefetch(reinterpret_cast<const char*>(at(handle).get()) - 1, 1);
-    for (const Handle handle : handles) requests.push_back(at(handle));
-  } catch (...) {
-    requests.clear();
-    throw;
-  }
+  for (const Handle handle : handles) requests.push_back(at(handle));
+  return requests;
 }
 
 std::shared_ptr<Request> RequestTable::remove(Handle handle) {

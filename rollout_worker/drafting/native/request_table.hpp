@@ -22,18 +22,17 @@ struct UnknownRequest : std::out_of_range {
 class RequestTable {
  public:
   using Handle = std::int64_t;
+  static constexpr Handle kNone = -1;  // never the handle of a request
 
   // Throws std::length_error if too many requests are open.
   Handle insert(std::shared_ptr<Request> request);
   std::shared_ptr<Request> find(Handle handle) const;
   std::vector<std::shared_ptr<Request>> find(std::span<const Handle> handles) const;
-  // Replaces `requests`. Leaves it empty if it throws.
-  void find(std::span<const Handle> handles, std::vector<std::shared_ptr<Request>>& requests) const;
   std::shared_ptr<Request> remove(Handle handle);
 
  private:
   struct Entry {
-    Handle handle = -1;
+    Handle handle = kNone;
     std::shared_ptr<Request> request;
   };
   static constexpr Handle kMaxEntries = Handle{1} << 24;

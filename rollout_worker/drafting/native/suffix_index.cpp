@@ -52,9 +52,16 @@ void SuffixIndex::extend(std::span<const Handle> handles, std::span<const std::s
   if (evictor_.is_over_limit()) evictor_.schedule();
 }
 
-void SuffixIndex::step(const Step& step) {
-  stepper_.step(step);
+StepTotals SuffixIndex::step(const Step& step) {
+  const StepTotals totals = stepper_.step(step);
   if (evictor_.is_over_limit()) evictor_.schedule();
+  return totals;
+}
+
+std::int64_t SuffixIndex::num_tokens(Handle handle) {
+  const std::shared_ptr<Request> request = requests_.find(handle);
+  const std::lock_guard lock(request->mutex);
+  return request->num_tokens();
 }
 
 std::vector<Draft> SuffixIndex::draft(std::span<const Handle> handles, std::span<const std::size_t> budgets,

@@ -67,7 +67,11 @@ class SuffixIndex {
   Handle open(std::string_view problem, const RequestOptions& options);
   void extend(std::span<const Handle> handles, std::span<const std::span<const Token>> tokens);
   RequestCounts close(Handle handle);
-  void step(const Step& step);
+  std::shared_ptr<const RequestList> find_requests(std::span<const Handle> handles) {
+    return stepper_.find_requests(handles);
+  }
+  std::int64_t num_tokens(Handle handle);  // of prompt and response
+  StepTotals step(const Step& step);
   LookUpCounts look_ups() { return stepper_.counts(); }
   std::vector<Draft> draft(std::span<const Handle> handles, std::span<const std::size_t> budgets,
                            std::span<const double> min_survivals);

@@ -1,0 +1,106 @@
+"""Drafts for a running batch: the tokens that a step has sampled go in, and the drafts for the next one come out."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rollout_worker.drafting import _native
+
+NO_HANDLE = -1
+"""Stands for a handle in a row of a plan that is not in use."""
+NO_ROW = -1
+"""Stands for the row of a request that is not followed."""
+
+
+class DraftTotals(NamedTuple):
+    """Sums over the drafts of a step."""
+
+    drafts: int
+    """Number of drafts that are not empty."""
+    tokens: int
+    """Number of tokens of all drafts."""
+    gain_s: float
+    """Seconds that the tokens are expected to save, minus the cost of verifying them; see `Batch.plan`."""
+
+
+class Batch:
+    """The requests of an engine that decode at the same time, created by `SuffixIndex.new_batch`.
+
+    An engine keeps the tokens of its requests in arrays with one row for each *place* of its batch. The drafts are
+    written to arrays of the same kind. Everything that is known before the tokens are sampled is passed to `plan`, so
+    that `step`, for which the engine waits, has little to do. A batch is used by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        index: _native.SuffixIndex,
+        token_ids: npt.NDArray[np.int32],
+        drafts: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int32],
+    ) -> None:
+        places = len(token_ids)
+        self.generated = np.zeros(places, np.int64)
+        """Number of tokens that were new in the last step, for each of its requests.
+
+        It is 0 for requests that are closed or not followed."""
+        self.expected = np.zeros(places, np.float64)
+        """Number of draft tokens expected to be accepted, the sum of their survivals, for each request."""
+        self._native = _native.Batch(index, token_ids, drafts, lengths, self.generated, self.expected)
+
+    def plan(
+        self,
+        handles: npt.NDArray[np.int64],
+        budgets: npt.NDArray[np.int64],
+        min_survivals: npt.NDArray[np.float64],
+        token_gains: npt.NDArray[np.float64],
+        token_cost: float,
+    ) -> None:
+        """Set the requests of the next steps, and the limits of their drafts; all arrays have the shape (rows,).
+
+        Args:
+            handles: handles of the requests, each once; `NO_HANDLE` in rows that are not in use.
+            budgets: maximum number of draft tokens. The limits given to `SuffixIndex.open` apply as well, and the width
+                of the drafts array.
+            min_survivals: a draft ends before the first token whose survival is below this, 0 to 1.
+            token_gains: seconds that an accepted token saves.
+            token_cost: seconds that it takes to verify a token.
+
+        Raises:
+            KeyError: for a handle that is not open; the plan is unchanged.
+            TypeError: for an argument that is not an array of the given type.
+            ValueError: for shapes that do not agree, or a value out of range; the plan is unchanged.
+        """
+        self._native.plan(handles, budgets, min_survivals, token_gains, token_cost)
+
+    def clear(self) -> None:
+        """Remove the plan, which keeps the requests in memory after they were closed."""
+        self._native.clear()
+
+    def step(
+        self,
+        num_tokens: npt.NDArray[np.int32],
+        rows: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+        verified: npt.NDArray[np.int64],
+    ) -> DraftTotals:
+        """Append the tokens that were sampled to the responses, and draft for the next step.
+
+        The drafts are written to the arrays of the batch; requests without new tokens get none.
+
+        Args:
+            num_tokens: number of tokens of prompt and response, for each place.
+            rows: row of each request in the plan, each once, shape (n,); `NO_ROW` for a request that is not followed.
+            places: place of each request, each once, shape (n,).
+            verified: how many tokens of each request's last draft were verified, shape (n,), at most its length (larger
+                numbers count as that). Only `SuffixIndex.close` reports it.
+
+        Raises:
+            TypeError: for an argument that is not an array of the given type.
+            ValueError: for shapes that do not agree, a row, a place or a number out of range, more tokens than the
+                engine's array holds, or a negative token id. In the last two cases, other requests may have been
+                stepped.
+        """
+        return DraftTotals(*self._native.step(num_tokens, rows, places, verified))

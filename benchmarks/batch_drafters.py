@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +18,7 @@ from benchmarks.suffix_drafters import PEERS_DIRECTORY
 from benchmarks.traces import Tokens, Trajectory
 from rollout_api.length_stats import LengthStats
 from rollout_worker.drafting import SuffixIndex
-from rollout_worker.drafting.batch import Batch, DraftTotals
-from rollout_worker.drafting.index import POOL_TOKENS
+from rollout_worker.drafting.index import POOL_TOKENS, LookUps
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays, RunningBatch
 from rollout_worker.policy.controller import DraftController
@@ -44,30 +42,6 @@ class _Drafts:
         """See :class:`BatchDrafter`."""
 
 
-class _TimedBatch(Batch):
-    """A batch that records the duration of each step."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.seconds: list[float] = []
-
-    def step(self, *args: Any) -> DraftTotals:
-        """See :meth:`Batch.step`."""
-        started = time.perf_counter()
-        totals = super().step(*args)
-        self.seconds.append(time.perf_counter() - started)
-        return totals
-
-
-class _TimedIndex(SuffixIndex):
-    """A suffix index that times the steps of its batch."""
-
-    def new_batch(self, *arrays: Any) -> Batch:
-        """See :meth:`SuffixIndex.new_batch`."""
-        self.batch = _TimedBatch(self._native, *arrays)
-        return self.batch
-
-
 class LoopDrafter(_Drafts):
     """The drafting loop of an engine: the index with all sources, under the policy ``marginal``."""
 
@@ -78,7 +52,7 @@ class LoopDrafter(_Drafts):
     ) -> None:
         """Create a drafter with the problems' history for rollouts of at most *longest* tokens."""
         super().__init__(size)
-        self.index = _TimedIndex(threads=threads, pool_tokens=POOL_TOKENS, draft_ahead=draft_ahead)
+        self.index = SuffixIndex(threads=threads, pool_tokens=POOL_TOKENS, draft_ahead=draft_ahead)
         lengths = {}
         for problem in problems:
             turns = [first_turn(trajectory) for trajectory in problem.history]
@@ -131,8 +105,8 @@ class LoopDrafter(_Drafts):
         """See :class:`BatchDrafter`."""
         self.loop.plan()
 
-    def look_ups(self) -> tuple[int, int]:
-        """Return how many drafts were looked up and computed so far."""
+    def look_ups(self) -> LookUps:
+        """See :meth:`SuffixIndex.look_ups`."""
         return self.index.look_ups()
 
 

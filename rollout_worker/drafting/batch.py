@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import math
 
 import numpy as np
 import numpy.typing as npt
@@ -15,23 +15,29 @@ NO_ROW = -1
 """Stands for the row of a request that is not followed."""
 
 
-class DraftTotals(NamedTuple):
-    """Sums over the drafts of a step."""
-
-    drafts: int
-    """Number of drafts that are not empty."""
-    tokens: int
-    """Number of tokens of all drafts."""
-    gain_s: float
-    """Seconds that the tokens are expected to save, minus the cost of verifying them; see `Batch.plan`."""
-
-
-class Batch:
+class Batch(_native.Batch):
     """The requests of an engine that decode at the same time, created by `SuffixIndex.new_batch`.
 
     An engine keeps the tokens of its requests in arrays with one row for each *place* of its batch. The drafts are
     written to arrays of the same kind. Everything that is known before the tokens are sampled is passed to `plan`, so
     that `step`, for which the engine waits, has little to do. A batch is used by one thread at a time.
+
+    `step` is inherited from the native class, without a Python function around it, because the engine waits for it:
+
+    ``step(num_tokens, rows, places, verified)`` appends the tokens that were sampled to the responses, and drafts for
+    the next step. The drafts are written to the arrays of the batch; requests without new tokens get none. It returns
+    the number of drafts that are not empty, the number of all their tokens, and the seconds that these are expected to
+    save, minus the cost of verifying them.
+
+    - ``num_tokens``: number of tokens of prompt and response, for each place, shape (places,), int32.
+    - ``rows``: row of each request in the plan, each once; `NO_ROW` for one that is not followed; shape (n,), int64.
+    - ``places``: place of each request, each once, shape (n,), int64.
+    - ``verified``: how many tokens of each request's last draft were verified, at most its length (larger numbers count
+      as that), shape (n,), int64. Only `SuffixIndex.close` reports it.
+
+    It raises TypeError for an argument that is not an array of the given type, and ValueError for shapes that do not
+    agree, a row, a place or a number out of range, more tokens than the engine's array holds, or a negative token id.
+    In the last two cases, other requests may have been stepped.
     """
 
     def __init__(
@@ -48,7 +54,7 @@ class Batch:
         It is 0 for requests that are closed or not followed."""
         self.expected = np.zeros(places, np.float64)
         """Number of draft tokens expected to be accepted, the sum of their survivals, for each request."""
-        self._native = _native.Batch(index, token_ids, drafts, lengths, self.generated, self.expected)
+        super().__init__(index, token_ids, drafts, lengths, self.generated, self.expected)
 
     def plan(
         self,
@@ -57,6 +63,7 @@ class Batch:
         min_survivals: npt.NDArray[np.float64],
         token_gains: npt.NDArray[np.float64],
         token_cost: float,
+        time_limit_s: float = math.inf,
     ) -> None:
         """Set the requests of the next steps, and the limits of their drafts; all arrays have the shape (rows,).
 
@@ -67,40 +74,16 @@ class Batch:
             min_survivals: a draft ends before the first token whose survival is below this, 0 to 1.
             token_gains: seconds that an accepted token saves.
             token_cost: seconds that it takes to verify a token.
+            time_limit_s: with drafting ahead, seconds after which a step begins no further draft. Requests whose drafts
+                were not prepared then have none in this step, first those with low gains.
 
         Raises:
             KeyError: for a handle that is not open; the plan is unchanged.
             TypeError: for an argument that is not an array of the given type.
             ValueError: for shapes that do not agree, or a value out of range; the plan is unchanged.
         """
-        self._native.plan(handles, budgets, min_survivals, token_gains, token_cost)
+        super().plan(handles, budgets, min_survivals, token_gains, token_cost, time_limit_s)
 
     def clear(self) -> None:
         """Remove the plan, which keeps the requests in memory after they were closed."""
-        self._native.clear()
-
-    def step(
-        self,
-        num_tokens: npt.NDArray[np.int32],
-        rows: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
-        verified: npt.NDArray[np.int64],
-    ) -> DraftTotals:
-        """Append the tokens that were sampled to the responses, and draft for the next step.
-
-        The drafts are written to the arrays of the batch; requests without new tokens get none.
-
-        Args:
-            num_tokens: number of tokens of prompt and response, for each place.
-            rows: row of each request in the plan, each once, shape (n,); `NO_ROW` for a request that is not followed.
-            places: place of each request, each once, shape (n,).
-            verified: how many tokens of each request's last draft were verified, shape (n,), at most its length (larger
-                numbers count as that). Only `SuffixIndex.close` reports it.
-
-        Raises:
-            TypeError: for an argument that is not an array of the given type.
-            ValueError: for shapes that do not agree, a row, a place or a number out of range, more tokens than the
-                engine's array holds, or a negative token id. In the last two cases, other requests may have been
-                stepped.
-        """
-        return DraftTotals(*self._native.step(num_tokens, rows, places, verified))
+        super().clear()

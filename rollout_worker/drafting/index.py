@@ -156,6 +156,8 @@ class LookUps(NamedTuple):
     """Drafts that had been prepared."""
     computed: int
     """Drafts that were computed during the call."""
+    omitted: int
+    """Drafts for which there was no time."""
 
 
 class SuffixIndex:

@@ -31,6 +31,8 @@ _MAX_CONSECUTIVE_FAILURES = 3
 """How often drafting may fail without a success in between before it is paused."""
 _PAUSE_STEPS = 1024
 """Number of steps without drafts after repeated failures; doubled each time."""
+_MAX_DRAFTING_SHARE = 0.0125
+"""Share of a step's duration after which no further drafts are computed while the engine waits."""
 _TRACKED_REQUEST = np.dtype(
     [
         ("handle", np.int64),  # in the index
@@ -299,7 +301,10 @@ class DraftingLoop:
         drafts.
         """
         started = time.perf_counter()
-        if not self.guard(lambda: self._draft(batch, started)):
+        try:
+            self._draft(batch, started)
+        except Exception as error:
+            self._record_failure(error)
             self._arrays.lengths[batch.places] = 0
         self._last_call = started
         self.seconds += time.perf_counter() - started
@@ -308,27 +313,26 @@ class DraftingLoop:
         """Learn from the step before the last drafts, and decide the budgets of the next ones."""
         self.guard(self._plan)
 
-    def _draft(self, batch: RunningBatch, started: float) -> bool:
+    def _draft(self, batch: RunningBatch, started: float) -> None:
         if self._unobserved is not None:
             self._plan()
         if len(self._rows) != len(self._settings):
             self._open_forgotten(batch)
-        if batch.request_ids != self._last_batch.request_ids:
-            self._last_batch = self._find_rows(batch.request_ids)
+        request_ids = batch.request_ids
+        if request_ids is not self._last_batch.request_ids and request_ids != self._last_batch.request_ids:
+            self._last_batch = self._find_rows(request_ids)
         rows = self._last_batch.rows
         if self._has_unplanned and not self._tracked["is_planned"][rows[rows != NO_ROW]].all():
             self._compute_budgets()
-        totals = self._batch.step(batch.num_tokens, rows, batch.places, batch.verified)
+        drafts, tokens, gain_s = self._batch.step(batch.num_tokens, rows, batch.places, batch.verified)
         seconds = None if self._last_call is None else started - self._last_call
         self._unobserved = _Unobserved(self.steps, rows, batch, self._trial, seconds)
-        verification = self._controller.decide(totals.drafts, totals.gain_s)
-        tokens = totals.tokens
+        verification = self._controller.decide(drafts, gain_s)
         if verification is not Verification.ALL:
             tokens = self._select(batch.places, verification)
         self._trial = self._controller.governor.trial
         self.proposed_tokens += tokens
         self._consecutive_failures = 0
-        return True
 
     def _select(self, places: Integers, verification: Verification) -> int:
         """Remove the drafts that are not to be verified, and return the number of tokens of the others."""
@@ -344,8 +348,11 @@ class DraftingLoop:
         return int(drafted[selected])
 
     def _find_rows(self, request_ids: list[str]) -> _BatchRows:
-        find = self._rows.get
-        rows = np.fromiter((find(request_id, NO_ROW) for request_id in request_ids), np.int64, len(request_ids))
+        try:
+            rows = np.fromiter(map(self._rows.__getitem__, request_ids), np.int64, len(request_ids))
+        except KeyError:
+            found = [self._rows.get(request_id, NO_ROW) for request_id in request_ids]
+            rows = np.array(found, np.int64)
         return _BatchRows(request_ids, rows)
 
     def _open_forgotten(self, batch: RunningBatch) -> None:
@@ -376,6 +383,7 @@ class DraftingLoop:
             np.ascontiguousarray(tracked["min_survival"]),
             np.ascontiguousarray(tracked["token_gain"]),
             cost.per_token_s,
+            _MAX_DRAFTING_SHARE * cost.step_time(len(rows), 0),
         )
         self._has_unplanned = False
 

@@ -12,7 +12,7 @@ import pytest
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_worker.drafting import SuffixIndex
-from rollout_worker.drafting.batch import Batch, DraftTotals
+from rollout_worker.drafting.batch import Batch
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_config import DraftingConfig
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays, RunningBatch
@@ -37,7 +37,7 @@ class FailingBatch(Batch):
     failing: set[int]
     num_steps = 0
 
-    def step(self, *args: Any) -> DraftTotals:
+    def step(self, *args: Any) -> tuple[int, int, float]:
         self.num_steps += 1
         if self.num_steps in self.failing:
             raise RuntimeError("the index is damaged")

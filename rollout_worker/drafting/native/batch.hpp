@@ -1,6 +1,7 @@
 // The running batch of an engine: the arrays that it shares with the index, and the plan for its requests.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -30,6 +31,7 @@ struct BatchPlan {
   std::shared_ptr<const RequestList> requests;  // null in rows that are not in use
   std::vector<Row> rows;
   double token_cost = 0.0;                      // seconds that it takes to verify a token
+  std::chrono::nanoseconds time_limit{};        // after which a step begins no draft
 };
 
 // The arguments of one step. The last two arrays are written.

@@ -49,12 +49,12 @@ StepTotals BatchStepper::step(const Step& step) {
       const std::lock_guard lock(request->mutex);
       if (!report(*request, step, i)) continue;
       drafter_.settle(*request);
-      missed_.push_back(i);
+      missed_.push_back({i, false, 0.0});
     }
     workers_.run(missed_.size(), [&](std::size_t m) {
-      Request& request = *step.request(missed_[m]);
-      const std::lock_guard lock(request.mutex);
-      draft(request, step, missed_[m], false);
+      const std::size_t i = missed_[m].number;
+      const std::lock_guard lock(step.request(i)->mutex);
+      draft(*step.request(i), step, i, false);
     });
     counts_.computed += missed_.size();
   }
@@ -72,6 +72,7 @@ StepTotals BatchStepper::step(const Step& step) {
 
 // Most drafts are found at once. The others are computed after those, by all threads.
 void BatchStepper::step_ahead(const Step& step) {
+  const auto deadline = std::chrono::steady_clock::now() + step.plan.time_limit;
   missed_.clear();
   std::size_t found = 0;
   const auto try_request = [&](Request& request, std::size_t i) {
@@ -80,8 +81,7 @@ void BatchStepper::step_ahead(const Step& step) {
       ++found;
       draft(request, step, i, true);
     } else {
-      request.is_prepared = false;
-      missed_.push_back(i);
+      missed_.push_back({i, request.is_prepared, step.limits(i).token_gain});
     }
   };
   busy_.clear();
@@ -107,15 +107,24 @@ void BatchStepper::step_ahead(const Step& step) {
     try_request(request, i);
   }
   counts_.found += found;
-  counts_.computed += missed_.size();
-  if (missed_.empty()) return ahead_->start(step.plan.requests);
+  if (!missed_.empty()) compute_missing(step, deadline);
+  ahead_->start(step.plan.requests);
+}
+
+void BatchStepper::compute_missing(const Step& step, std::chrono::steady_clock::time_point deadline) {
+  // Nothing was prepared for new requests, whose first drafts are the longest. Among others, those of which a token is
+  // worth most come first.
+  std::stable_sort(missed_.begin(), missed_.end(), [](const Missed& a, const Missed& b) {
+    return a.is_prepared != b.is_prepared ? b.is_prepared : a.token_gain > b.token_gain;
+  });
   missing_.count = missed_.size();
+  missing_.deadline = deadline;
   missing_.next.store(0);
   missing_.run = [&](std::size_t m) {
-    Request& request = *step.request(missed_[m]);
-    const std::lock_guard lock(request.mutex);
+    const std::size_t i = missed_[m].number;
+    const std::lock_guard lock(step.request(i)->mutex);
     try {
-      draft(request, step, missed_[m], false);
+      draft(*step.request(i), step, i, false);
     } catch (const std::bad_alloc&) {
       // The request goes without a draft.
     }
@@ -134,7 +143,15 @@ void BatchStepper::step_ahead(const Step& step) {
       }
     });
   }
-  ahead_->start(step.plan.requests);
+  const std::size_t taken = missing_.taken();
+  counts_.computed += taken;
+  counts_.omitted += missed_.size() - taken;
+  for (std::size_t m = taken; m < missed_.size(); ++m) {
+    Request& request = *step.request(missed_[m].number);
+    const std::lock_guard lock(request.mutex);
+    request.last = {.set = request.last.set};
+    request.is_prepared = false;
+  }
 }
 
 void BatchStepper::prefetch_request(const Request* request) {
@@ -172,7 +189,7 @@ bool BatchStepper::report(Request& request, const Step& step, std::size_t i) {
                                 "; token ids must not be negative");
   }
   drafter_.settle(request);
-  request.budget = step.limits(i).budget;
+  request.budget = std::min(step.limits(i).budget, step.arrays.max_draft);
   request.min_survival = step.limits(i).min_survival;
   const auto verified = static_cast<std::uint64_t>(std::min<std::int64_t>(step.verified[i], request.last.length));
   request.counts.drafted += verified;
@@ -202,8 +219,7 @@ bool BatchStepper::look_up(Request& request) {
 }
 
 void BatchStepper::draft(Request& request, const Step& step, std::size_t i, bool is_found) {
-  const std::size_t limit =
-      std::min({request.budget, step.arrays.max_draft, request.limits.max_length(request.counts.generated)});
+  const std::size_t limit = std::min(request.budget, request.limits.max_length(request.counts.generated));
   if (limit == 0 || request.is_closed) {
     if (!is_found) request.last = {.set = request.last.set};
     request.is_prepared = false;

@@ -1,6 +1,7 @@
 // One step of a batch: what was sampled goes in, the drafts for the next step come out.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -17,10 +18,12 @@
 
 namespace das {
 
-// Numbers of drafts that were found among the prepared ones, and that were computed during a step.
+// Numbers of drafts that were found among the prepared ones, that were computed during a step, and for which the step
+// had no time.
 struct LookUpCounts {
   std::uint64_t found = 0;
   std::uint64_t computed = 0;
+  std::uint64_t omitted = 0;
 };
 
 // Only one thread at a time makes a step; others wait. Without drafting ahead, the result does not depend on timing.
@@ -57,12 +60,19 @@ class BatchStepper {
   static void write(Request& request, const Step& step, std::size_t i, std::size_t limit);
   static void write_nothing(const Step& step, std::size_t i);
   void step_ahead(const Step& step);
+  // Computes the drafts of missed_, as far as there is time, and leaves the others to the background thread.
+  void compute_missing(const Step& step, std::chrono::steady_clock::time_point deadline);
 
   RequestDrafter& drafter_;
   const RequestTable& table_;
   WorkerPool& workers_;
   std::mutex mutex_;  // guards the next four
-  std::vector<std::size_t> missed_;  // requests without a prepared draft
+  struct Missed {
+    std::size_t number;  // of the request in the step
+    bool is_prepared;    // whether drafts were prepared for it, but for other outcomes
+    double token_gain;
+  };
+  std::vector<Missed> missed_;     // requests without a draft yet
   std::vector<std::size_t> busy_;    // those whose lock the background thread held
   LookUpCounts counts_;
   SharedWork missing_;  // computing the drafts of missed_

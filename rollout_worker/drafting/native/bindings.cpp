@@ -426,7 +426,7 @@ NB_MODULE(_native, m) {
                const nb::gil_scoped_release released;
                counts = index.look_ups();
              }
-             return nb::make_tuple(counts.found, counts.computed);
+             return nb::make_tuple(counts.found, counts.computed, counts.omitted);
            })
       .def("draft", &draft, nb::arg("handle"), nb::arg("budget"), nb::arg("min_survival"))
       .def("draft_batch", &draft_batch, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survival"))

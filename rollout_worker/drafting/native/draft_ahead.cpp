@@ -122,7 +122,9 @@ void DraftAhead::work(const RequestList& requests, std::uint32_t round) {
     // Without new tokens, the request was not in the step, and its prepared drafts remain valid.
     if (request->is_closed || request->pending.empty()) continue;
     drafter_.settle(*request);
-    if (request->last.number == DraftSet::kNone || request->budget == 0) continue;
+    const std::size_t limit = std::min(request->budget, request->limits.max_length(request->counts.generated));
+    if (limit == 0) continue;
+    if (request->last.number == DraftSet::kNone) drafter_.compute(*request, limit + 1, request->min_survival, false);
     request->sets[1 - request->last.set].clear();
     request->is_prepared = true;
     add_tasks(*request, static_cast<std::uint32_t>(i));

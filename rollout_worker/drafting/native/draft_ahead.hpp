@@ -1,7 +1,9 @@
 // Computing drafts for the likely outcomes of a verification while the model's forward pass runs.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -15,19 +17,26 @@
 
 namespace das {
 
-// Work that several threads share: indices below `count`, each of which one thread takes.
+// Work that several threads share until a deadline: indices below `count`, each of which one thread takes.
 struct SharedWork {
   std::function<void(std::size_t)> run;
   std::size_t count = 0;
+  std::chrono::steady_clock::time_point deadline;
   std::atomic<std::size_t> next{0};
 
   void take_all() {
-    for (std::size_t i = 0; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) run(i);
+    while (std::chrono::steady_clock::now() < deadline) {
+      const std::size_t i = next.fetch_add(1, std::memory_order_relaxed);
+      if (i >= count) return;
+      run(i);
+    }
   }
+  // Returns how many indices were taken, the lowest ones.
+  std::size_t taken() const { return std::min(next.load(std::memory_order_relaxed), count); }
 };
 
-// A thread that works between two steps. It first learns from the tokens that the last step reported, and appends them
-// to the live texts. It then computes drafts for the outcomes of the requests' last drafts, likeliest first, until all
+// A thread that works between two steps. It first learns from the tokens that the last step reported, appends them to
+// the live texts, and computes the drafts that the step had no time for. It then computes drafts for the outcomes of the requests' last drafts, likeliest first, until all
 // are done or the next step interrupts it. It holds the lock of one request at a time, for the duration of one draft.
 // During the step, it helps to compute the drafts that are missing, as its processor's caches hold what they need.
 class DraftAhead {

@@ -94,9 +94,7 @@ class RepeatingEngine:
 
 def test_a_failure_costs_the_drafts_of_one_step() -> None:
     engine = RepeatingEngine(failing={20})
-    lengths = []
-    for _ in range(40):
-        lengths.append(engine.step())
+    lengths = [engine.step() for _ in range(40)]
     assert 0 == lengths[19]
     assert [MAX_DRAFT_TOKENS] * 20 == lengths[20:]
     assert 1 == engine.loop.failures

@@ -30,8 +30,8 @@ struct BatchPlan {
   };
   std::shared_ptr<const RequestList> requests;  // null in rows that are not in use
   std::vector<Row> rows;
-  double token_cost = 0.0;                      // seconds that it takes to verify a token
-  std::chrono::nanoseconds time_limit{};        // after which a step begins no draft
+  double token_cost = 0.0;                // seconds that it takes to verify a token
+  std::chrono::nanoseconds time_limit{};  // after which a step begins no draft
 };
 
 // The arguments of one step. The last two arrays are written.

@@ -134,9 +134,8 @@ class Batch {
     const auto planned = static_cast<std::int64_t>(plan_.rows.size());
     const auto place_count = static_cast<std::int64_t>(num_places());
     if (count > num_places()) {
-      throw nb::value_error(("there are " + std::to_string(count) + " requests, but " + std::to_string(place_count) +
-                             " places")
-                                .c_str());
+      throw nb::value_error(
+          ("there are " + std::to_string(count) + " requests, but " + std::to_string(place_count) + " places").c_str());
     }
     for (std::size_t i = 0; i < count; ++i) {
       if (rows_in(i) < -1 || rows_in(i) >= planned) {
@@ -150,14 +149,9 @@ class Batch {
       }
     }
     // The GIL is kept, because another thread that takes it in the meantime may keep it for longer than a step lasts.
-    const StepTotals totals = index_.step({arrays_,
-                                           plan_,
-                                           num_tokens_in.span(),
-                                           rows_in.span(),
-                                           places_in.span(),
-                                           verified_in.span(),
-                                           generated_.span().first(count),
-                                           expected_.span().first(count)});
+    const StepTotals totals =
+        index_.step({arrays_, plan_, num_tokens_in.span(), rows_in.span(), places_in.span(), verified_in.span(),
+                     generated_.span().first(count), expected_.span().first(count)});
     return nb::make_tuple(totals.drafts, totals.tokens, totals.gain);
   }
 
@@ -182,9 +176,9 @@ class Batch {
 
 void bind_batch(nb::module_& m) {
   nb::class_<Batch>(m, "Batch")
-      .def(nb::init<SuffixIndex&, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle>(),
-           nb::keep_alive<1, 2>(), nb::arg("index"), nb::arg("token_ids"), nb::arg("drafts"), nb::arg("lengths"),
-           nb::arg("generated"), nb::arg("expected"))
+      .def(nb::init<SuffixIndex&, nb::handle, nb::handle, nb::handle, nb::handle, nb::handle>(), nb::keep_alive<1, 2>(),
+           nb::arg("index"), nb::arg("token_ids"), nb::arg("drafts"), nb::arg("lengths"), nb::arg("generated"),
+           nb::arg("expected"))
       .def("plan", &Batch::plan, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survivals"),
            nb::arg("token_gains"), nb::arg("token_cost"), nb::arg("time_limit_s"))
       .def("clear", &Batch::clear)

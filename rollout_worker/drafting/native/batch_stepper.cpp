@@ -181,8 +181,8 @@ bool BatchStepper::report(Request& request, const Step& step, std::size_t i) {
     throw std::invalid_argument("place " + std::to_string(place) + " has " + std::to_string(known + count) +
                                 " tokens, but the engine's array holds " + std::to_string(step.arrays.max_tokens));
   }
-  const auto sampled = step.arrays.token_ids.subspan(
-      place * step.arrays.max_tokens + static_cast<std::size_t>(known), static_cast<std::size_t>(count));
+  const auto sampled = step.arrays.token_ids.subspan(place * step.arrays.max_tokens + static_cast<std::size_t>(known),
+                                                     static_cast<std::size_t>(count));
   const auto invalid = std::find_if(sampled.begin(), sampled.end(), [](std::int32_t token) { return token < 0; });
   if (invalid != sampled.end()) {
     throw std::invalid_argument("place " + std::to_string(place) + " has the token id " + std::to_string(*invalid) +

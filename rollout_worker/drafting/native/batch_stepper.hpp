@@ -34,8 +34,8 @@ class BatchStepper {
     if (draft_ahead) ahead_.emplace(drafter);
   }
 
-  // Returns the requests of a plan, in which RequestTable::kNone stands for no request. Throws UnknownRequest for another
-  // handle that is not open.
+  // Returns the requests of a plan, in which RequestTable::kNone stands for no request. Throws UnknownRequest for
+  // another handle that is not open.
   std::shared_ptr<const RequestList> find_requests(std::span<const RequestTable::Handle> handles);
 
   // Requests without new tokens, and those that were closed, get no drafts. The shapes of the arguments must agree.
@@ -73,7 +73,7 @@ class BatchStepper {
     double token_gain;
   };
   std::vector<Missed> missed_;     // requests without a draft yet
-  std::vector<std::size_t> busy_;    // those whose lock the background thread held
+  std::vector<std::size_t> busy_;  // those whose lock the background thread held
   LookUpCounts counts_;
   SharedWork missing_;  // computing the drafts of missed_
   std::optional<DraftAhead> ahead_;

@@ -36,9 +36,10 @@ struct SharedWork {
 };
 
 // A thread that works between two steps. It first learns from the tokens that the last step reported, appends them to
-// the live texts, and computes the drafts that the step had no time for. It then computes drafts for the outcomes of the requests' last drafts, likeliest first, until all
-// are done or the next step interrupts it. It holds the lock of one request at a time, for the duration of one draft.
-// During the step, it helps to compute the drafts that are missing, as its processor's caches hold what they need.
+// the live texts, and computes the drafts that the step had no time for. It then computes drafts for the outcomes of
+// the requests' last drafts, likeliest first, until all are done or the next step interrupts it. It holds the lock of
+// one request at a time, for the duration of one draft. During the step, it helps to compute the drafts that are
+// missing, as its processor's caches hold what they need.
 class DraftAhead {
  public:
   explicit DraftAhead(RequestDrafter& drafter) : drafter_(drafter) {}

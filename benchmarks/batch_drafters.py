@@ -20,7 +20,7 @@ from rollout_api.length_stats import LengthStats
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS, LookUps
 from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays, RunningBatch
+from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.policy.controller import DraftController
 from rollout_worker.policy.draft_policy import DraftLimits
 from rollout_worker.policy.marginal import Marginal
@@ -89,7 +89,7 @@ class LoopDrafter(_Drafts):
 
     def before_step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
         """Write the sampled tokens where the sampler writes them."""
-        self.loop.plan()  # which an engine does while it reads the prompts of new rollouts
+        self.loop.plan(self._request_ids)  # which an engine does while it reads the prompts of new rollouts
         self._verified = self.lengths.astype(np.int64)
         for column in range(int(num_sampled.max())):
             written = np.flatnonzero(num_sampled > column)
@@ -99,11 +99,11 @@ class LoopDrafter(_Drafts):
     def step(self, sampled: npt.NDArray[np.int64], num_sampled: npt.NDArray[np.int32]) -> None:
         """See :class:`BatchDrafter`."""
         self.loop.skip_step()
-        self.loop.draft(RunningBatch(self._request_ids, self._num_tokens, self._places, self._verified))
+        self.loop.draft(self._request_ids, self._num_tokens, self._places, self._verified)
 
     def after_step(self, num_sampled: npt.NDArray[np.int32], verified: npt.NDArray[np.int32]) -> None:
         """See :class:`BatchDrafter`."""
-        self.loop.plan()
+        self.loop.plan(self._request_ids)
 
     def look_ups(self) -> LookUps:
         """See :meth:`SuffixIndex.look_ups`."""

@@ -13,7 +13,7 @@ from rollout_worker.arrays import Integers, with_row
 from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 from rollout_worker.drafting.index import DraftCounts
 from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.policy.controller import StepOutcome, Verification
+from rollout_worker.policy.controller import StepOutcome
 from rollout_worker.policy.draft_policy import EMPTY_QUEUE, QueueState
 
 if TYPE_CHECKING:
@@ -67,40 +67,19 @@ class EngineArrays(NamedTuple):
         return cls(token_ids, np.zeros((places, max_draft_tokens), np.int64), np.zeros(places, np.int32))
 
 
-class RunningBatch(NamedTuple):
-    """The requests of one verification step, after its tokens were sampled."""
-
-    request_ids: list[str]
-    num_tokens: NDArray[np.int32]
-    """Number of tokens of prompt and response, including the sampled ones, for each place of the engine's batch.
-
-    It must not change before the next call of :meth:`DraftingLoop.plan`."""
-    places: Integers
-    """Place of each request, shape (requests,)."""
-    verified: Integers
-    """Number of draft tokens that the step verified, shape (requests,)."""
-
-
-class _BatchRows(NamedTuple):
-    """The rows of the requests of a batch."""
-
-    request_ids: list[str]
-    rows: Integers
-    """Row of each request; -1 for those that are not followed."""
-
-
 class _Unobserved(NamedTuple):
     """A step that the policy has not learned from yet."""
 
     number: int
     rows: Integers
-    batch: RunningBatch
-    trial: Trial | None
+    """Row of each request; -1 for those that are not followed."""
+    num_tokens: NDArray[np.int32]
+    places: Integers
+    verified: Integers
     seconds: float | None
     """Time since the step before; None if it is unknown."""
-
-
-_NO_ROWS = _BatchRows([], np.zeros(0, np.int64))
+    drafts: int
+    """Number of drafts that were made after the step."""
 
 
 class DraftingLoop:
@@ -143,7 +122,10 @@ class DraftingLoop:
         self._rows: dict[str, int] = {}
         """Request id → row of the rollout, for requests that were not forgotten after a failure."""
         self._tracked = np.array([_FREE_ROW], _TRACKED_REQUEST)
-        self._last_batch = _NO_ROWS
+        self._last_batch: list[str] = []
+        """The requests of the batch that is expected next."""
+        self._batch_rows = np.zeros(0, np.int64)
+        """Their rows; -1 for those that are not followed."""
         self._has_unplanned = False
         """Whether there may be requests without a budget."""
         self._finished: dict[str, DraftCounts] = {}
@@ -259,7 +241,7 @@ class DraftingLoop:
             del self._rows[request_id]
         else:
             self._rows[request_id] = row
-        self._last_batch = _NO_ROWS
+        self._last_batch = []
 
     def _suspend(self, request_id: str) -> None:
         """Forget what the drafter knows about a request, but not the request."""
@@ -294,78 +276,93 @@ class DraftingLoop:
             return True
         return False
 
-    def draft(self, batch: RunningBatch) -> None:
-        """Write drafts for the batch, given the tokens that were just sampled, to the engine's arrays.
+    def draft(
+        self, request_ids: list[str], num_tokens: NDArray[np.int32], places: Integers, verified: Integers
+    ) -> None:
+        """Write drafts for a batch, given the tokens that were just sampled, to the engine's arrays.
 
         Tokens of skipped steps are caught up. Requests that were not added, and those without a new token, get no
         drafts.
+
+        Args:
+            request_ids: the requests of the batch.
+            num_tokens: number of tokens of prompt and response, including the sampled ones, for each place of the
+                engine's batch. It must not change before the next call of :meth:`plan`.
+            places: place of each request, shape (requests,).
+            verified: number of draft tokens that the step verified, shape (requests,).
         """
         started = time.perf_counter()
         try:
-            self._draft(batch, started)
+            self._draft(request_ids, num_tokens, places, verified, started)
         except Exception as error:
             self._record_failure(error)
-            self._arrays.lengths[batch.places] = 0
+            self._arrays.lengths[places] = 0
         self._last_call = started
         self.seconds += time.perf_counter() - started
 
-    def plan(self) -> None:
-        """Learn from the step before the last drafts, and decide the budgets of the next ones."""
-        self.guard(self._plan)
+    def plan(self, request_ids: list[str] | None = None) -> None:
+        """Learn from the step before the last drafts, and decide the budgets of the next ones.
 
-    def _draft(self, batch: RunningBatch, started: float) -> None:
+        Args:
+            request_ids: the requests of the running step, if they are known, so that :meth:`draft` finds them at once.
+        """
+        self.guard(lambda: self._plan(request_ids))
+
+    def _draft(
+        self,
+        request_ids: list[str],
+        num_tokens: NDArray[np.int32],
+        places: Integers,
+        verified: Integers,
+        started: float,
+    ) -> None:
         if self._unobserved is not None:
-            self._plan()
+            self._plan(None)
         if len(self._rows) != len(self._settings):
-            self._open_forgotten(batch)
-        request_ids = batch.request_ids
-        if request_ids is not self._last_batch.request_ids and request_ids != self._last_batch.request_ids:
-            self._last_batch = self._find_rows(request_ids)
-        rows = self._last_batch.rows
+            self._open_forgotten(request_ids, places)
+        if request_ids is not self._last_batch:
+            self._find_rows(request_ids)
+        rows = self._batch_rows
         if self._has_unplanned and not self._tracked["is_planned"][rows[rows != NO_ROW]].all():
             self._compute_budgets()
-        drafts, tokens, gain_s = self._batch.step(batch.num_tokens, rows, batch.places, batch.verified)
+        drafts, tokens, gain_s = self._batch.step(num_tokens, rows, places, verified)
         seconds = None if self._last_call is None else started - self._last_call
-        self._unobserved = _Unobserved(self.steps, rows, batch, self._trial, seconds)
-        verification = self._controller.decide(drafts, gain_s)
-        if verification is not Verification.ALL:
-            tokens = self._select(batch.places, verification)
-        self._trial = self._controller.governor.trial
+        self._unobserved = _Unobserved(self.steps, rows, num_tokens, places, verified, seconds, drafts)
+        if drafts and gain_s <= self._controller.min_gain_s:
+            tokens = self._select(places, gain_s)
         self.proposed_tokens += tokens
         self._consecutive_failures = 0
 
-    def _select(self, places: Integers, verification: Verification) -> int:
-        """Remove the drafts that are not to be verified, and return the number of tokens of the others."""
+    def _select(self, places: Integers, gain_s: float) -> int:
+        """Remove all drafts but that of a trial, and return its number of tokens."""
         lengths = self._arrays.lengths
         drafted = lengths[places].astype(np.int64)
         lengths[places] = 0
-        if verification is Verification.NONE:
-            return 0
-        selected = self._controller.select_trial(self._last_batch.rows, drafted)
+        selected = self._controller.select_trial(self._batch_rows, drafted, gain_s)
         if selected is None:
             return 0
         lengths[places[selected]] = drafted[selected]
         return int(drafted[selected])
 
-    def _find_rows(self, request_ids: list[str]) -> _BatchRows:
-        try:
-            rows = np.fromiter(map(self._rows.__getitem__, request_ids), np.int64, len(request_ids))
-        except KeyError:
-            found = [self._rows.get(request_id, NO_ROW) for request_id in request_ids]
-            rows = np.array(found, np.int64)
-        return _BatchRows(request_ids, rows)
+    def _find_rows(self, request_ids: list[str]) -> None:
+        if request_ids != self._last_batch:
+            rows = [self._rows.get(request_id, NO_ROW) for request_id in request_ids]
+            self._batch_rows = np.array(rows, np.int64)
+        self._last_batch = request_ids
 
-    def _open_forgotten(self, batch: RunningBatch) -> None:
+    def _open_forgotten(self, request_ids: list[str], places: Integers) -> None:
         """Follow requests of the batch again that were forgotten after a failure."""
-        for index, request_id in enumerate(batch.request_ids):
+        for place, request_id in zip(places.tolist(), request_ids, strict=True):
             request = self._settings.get(request_id)
             if request is not None and request_id not in self._rows:
-                prompt = self._arrays.token_ids[batch.places[index], : request.prompt_tokens]
+                prompt = self._arrays.token_ids[place, : request.prompt_tokens]
                 self._open(request_id, prompt.astype(np.uint32))
 
-    def _plan(self) -> None:
+    def _plan(self, request_ids: list[str] | None) -> None:
         self._observe()
         self._compute_budgets()
+        if request_ids is not None:
+            self._find_rows(request_ids)
 
     def _compute_budgets(self) -> None:
         rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
@@ -391,10 +388,12 @@ class DraftingLoop:
         step, self._unobserved = self._unobserved, None
         if step is None:
             return
+        trial, self._trial = self._trial, self._controller.governor.trial
+        self._controller.record_drafts(step.drafts)
         count = len(step.rows)
         generated, seconds = self._batch.generated[:count].copy(), step.seconds
-        rows, verified, expected = step.rows, step.batch.verified, self._batch.expected[:count]
-        num_tokens = step.batch.num_tokens[step.batch.places].astype(np.int64)
+        rows, verified, expected = step.rows, step.verified, self._batch.expected[:count]
+        num_tokens = step.num_tokens[step.places].astype(np.int64)
         if not generated.all():
             chosen = np.flatnonzero(generated)
             rows, generated, verified = rows[chosen], generated[chosen], verified[chosen]
@@ -412,7 +411,7 @@ class DraftingLoop:
         is_timed = bool((last_steps[rows] == step.number - 1).all())
         last_steps[rows] = step.number
         outcome = StepOutcome(
-            rows, in_step, verified, np.where(verified > 0, last_expected, 0.0), num_tokens - in_step, step.trial
+            rows, in_step, verified, np.where(verified > 0, last_expected, 0.0), num_tokens - in_step, trial
         )
         self._controller.observe_step(outcome, seconds if is_timed else None)
 

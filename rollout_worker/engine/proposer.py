@@ -9,7 +9,6 @@ import numpy as np
 
 from rollout_worker.engine.compat import patch_draft_sampling
 from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.engine.drafting_loop import RunningBatch
 from rollout_worker.engine.sampling_params import end_token_ids
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ class HistoryProposer:
         loop.guard(lambda: self._add(loop, new))
         # A request that was preempted has lost its draft, so that this step has verified nothing of it.
         verified = np.fromiter(map(len, batch.spec_token_ids[:count]), np.int64, count)
-        loop.draft(RunningBatch(batch.req_ids[:count], num_tokens_no_spec, np.arange(count), verified))
+        loop.draft(batch.req_ids[:count], num_tokens_no_spec, np.arange(count), verified)
         loop.plan()
         if loop.num_requests > count:
             # A preempted request is still among vLLM's requests and stays tracked.

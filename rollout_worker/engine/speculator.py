@@ -25,7 +25,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_worker.arrays import Integers
 from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.engine.drafting_loop import EngineArrays, RunningBatch
+from rollout_worker.engine.drafting_loop import EngineArrays
 from rollout_worker.engine.sampling_params import end_token_ids
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class HistorySpeculator(BaseSpeculator):
         """Number of draft tokens that the running step verifies, by row of the runner's state."""
         self.sampled: deque[SampledStep] = deque(maxlen=vllm_config.parallel_config.pipeline_parallel_size + 1)
         """The steps for which nothing was drafted yet, oldest first. The pipeline holds one for each of its stages."""
-        self.on_launched: Callable[[], None] | None = None
-        """Called when everything that a step runs on the device was launched."""
+        self.on_launched: Callable[[list[str]], None] | None = None
+        """Called with the requests of a step when everything that it runs on the device was launched."""
         self._no_drafts = torch.full((rows, width), _NO_DRAFT, dtype=torch.int64, device=device)
         self._req_states, self._is_cuda = req_states, device.type == "cuda"
 
@@ -101,7 +101,7 @@ class HistorySpeculator(BaseSpeculator):
             rows = input_batch.idx_mapping_np.astype(np.int64)
             self.sampled.append(SampledStep(input_batch.req_ids, rows, self.verified[rows], total_len, copied))
             if self.on_launched is not None:
-                self.on_launched()
+                self.on_launched(input_batch.req_ids)
         return self._no_drafts[: input_batch.num_reqs]
 
 
@@ -218,7 +218,7 @@ class DraftScheduling:
             self._lengths[step.rows] = 0
             if loop.skip_step():
                 continue
-            loop.draft(RunningBatch(step.request_ids, step.wait(), step.rows, step.verified))
+            loop.draft(step.request_ids, step.wait(), step.rows, step.verified)
 
 
 def host_view(tensor: Any) -> np.ndarray[Any, np.dtype[np.int32]]:

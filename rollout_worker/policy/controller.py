@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import enum
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -19,15 +19,6 @@ _REFERENCE_INTERVAL_STEPS = 256
 """One of so many steps with drafts is decoded without them, so that the duration of such steps remains known."""
 _EARLY_REFERENCE_STEPS = (64, 128)
 """Earlier steps with drafts that are decoded without them as well."""
-
-
-class Verification(enum.Enum):
-    """Which drafts are verified in a step."""
-
-    ALL = enum.auto()
-    TRIAL = enum.auto()
-    """At most one, which :meth:`DraftController.select_trial` chooses."""
-    NONE = enum.auto()
 
 
 class StepOutcome(NamedTuple):
@@ -67,9 +58,15 @@ class DraftController:
         """Seconds of all measured steps."""
         self.without_drafts_s = 0.0
         """Predicted seconds in which the same tokens would have been generated without drafts."""
+        self.min_gain_s = -math.inf
+        """Seconds that the next drafts must gain together to be verified; otherwise :meth:`select_trial` decides.
+
+        The gain is what they are expected to save, minus the cost of verifying their tokens."""
         self._policy, self._governed = policy, governed
         self._backoff = IdleBackoff()
         self._steps_with_drafts = 0
+        self._is_idle = False
+        """Whether none of the last drafts was worth verifying."""
         self._token_values_s = Column()
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
@@ -92,45 +89,45 @@ class DraftController:
         return self._backoff.skip_step()
 
     def compute_budgets(self, rows: Integers, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
-        """Choose the draft budgets of the next step; see :meth:`DraftPolicy.compute_budgets`."""
+        """Choose the draft budgets of the next step, and set :attr:`min_gain_s`.
+
+        See :meth:`DraftPolicy.compute_budgets`.
+        """
         budgets = self._policy.compute_budgets(rows, self.fit.cost, queue)
         self._token_values_s[rows] = budgets.token_values_s
-        return self.governor.limit(rows, budgets) if self._governed else budgets
-
-    def decide(self, drafts: int, gain_s: float) -> Verification:
-        """Decide which drafts are verified in the next step.
-
-        Args:
-            drafts: number of drafts.
-            gain_s: seconds that they are expected to save together, minus the cost of verifying their tokens.
-        """
         if not self._governed:
-            return Verification.ALL
-        if drafts and gain_s <= self.fit.cost.drafting_s:
-            return Verification.TRIAL
-        return Verification.ALL if self._record_drafts(drafts > 0) else Verification.NONE
+            return budgets
+        self.min_gain_s = math.inf if self._is_reference_step() else self.fit.cost.drafting_s
+        return self.governor.limit(rows, budgets)
 
-    def select_trial(self, rows: Integers, drafted: Integers) -> int | None:
-        """Choose the only draft to verify after :meth:`decide` has returned TRIAL.
+    def select_trial(self, rows: Integers, drafted: Integers, gain_s: float) -> int | None:
+        """Choose the only draft to verify in a step whose drafts gain no more than :attr:`min_gain_s`.
 
         Args:
             rows: the rollouts, each once, shape (rollouts,).
-            drafted: number of tokens of each draft, shape (rollouts,).
+            drafted: number of tokens of each draft, shape (rollouts,), not all 0.
+            gain_s: seconds that the drafts gain together.
 
         Returns:
             An index into *rows*, or None if no draft is verified.
         """
+        if gain_s > self.fit.cost.drafting_s:
+            return None  # This is a step for reference.
         selected = self.governor.select_trial(rows, drafted)
-        return selected if self._record_drafts(selected is not None) else None
+        self._is_idle = selected is None
+        return None if self._is_reference_step() else selected
 
-    def _record_drafts(self, drafted: bool) -> bool:
-        """Record whether there are drafts that pay; return whether they may be verified."""
-        self._backoff.record_step(drafted)
-        self._steps_with_drafts += drafted
-        return not drafted or not self._is_reference_step()
+    def record_drafts(self, drafts: int) -> None:
+        """Record how many drafts there were before :meth:`select_trial` chose among them. Call it once per step."""
+        if not self._governed:
+            return
+        has_drafts = drafts > 0 and not self._is_idle
+        self._is_idle = False
+        self._backoff.record_step(has_drafts)
+        self._steps_with_drafts += has_drafts
 
     def _is_reference_step(self) -> bool:
-        steps = self._steps_with_drafts
+        steps = self._steps_with_drafts + 1
         return steps in _EARLY_REFERENCE_STEPS or steps % _REFERENCE_INTERVAL_STEPS == 0
 
     def observe_step(self, step: StepOutcome, seconds: float | None) -> None:

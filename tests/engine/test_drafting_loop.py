@@ -15,7 +15,7 @@ from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.batch import Batch
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_config import DraftingConfig
-from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays, RunningBatch
+from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.policy.controller import DraftController
@@ -85,7 +85,7 @@ class RepeatingEngine:
         if self.loop.skip_step():
             return None
         num_tokens = np.array([self.length], np.int32)
-        self.loop.draft(RunningBatch(["request"], num_tokens, np.zeros(1, int), np.array([verified])))
+        self.loop.draft(["request"], num_tokens, np.zeros(1, int), np.array([verified]))
         length = int(self.arrays.lengths[0])
         self._draft = self.arrays.drafts[0, :length].tolist()
         self.loop.plan()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.policy.controller import DraftController, StepOutcome, Verification
+from rollout_worker.policy.controller import DraftController, StepOutcome
 from rollout_worker.policy.draft_policy import DraftLimits
 from rollout_worker.policy.simple_policies import Fixed
 from rollout_worker.policy.step_cost import CPU, StepCost
@@ -65,14 +65,14 @@ def run_steps(
                 budgets.token_values_s + controller.fit.cost.per_token_s
             )
             gain_s = float(gains_s.sum()) - controller.fit.cost.per_token_s * int(proposed.sum())
-            verification = controller.decide(int(np.count_nonzero(proposed)), gain_s)
             verified = np.zeros(ROLLOUTS, np.int64)
-            if verification is Verification.ALL:
+            if gain_s > controller.min_gain_s:
                 verified = proposed
-            elif verification is Verification.TRIAL:
-                selected = controller.select_trial(rows, proposed)
+            elif proposed.any():
+                selected = controller.select_trial(rows, proposed, gain_s)
                 if selected is not None:
                     verified[selected] = proposed[selected]
+            controller.record_drafts(int(np.count_nonzero(proposed)))
         had_drafts.append(bool(verified.any()))
     return had_drafts
 

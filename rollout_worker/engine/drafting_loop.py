@@ -122,7 +122,7 @@ class DraftingLoop:
         self._rows: dict[str, int] = {}
         """Request id → row of the rollout, for requests that were not forgotten after a failure."""
         self._tracked = np.array([_FREE_ROW], _TRACKED_REQUEST)
-        self._last_batch: list[str] = []
+        self._next_batch: list[str] | None = None
         """The requests of the batch that is expected next."""
         self._batch_rows = np.zeros(0, np.int64)
         """Their rows; -1 for those that are not followed."""
@@ -241,7 +241,7 @@ class DraftingLoop:
             del self._rows[request_id]
         else:
             self._rows[request_id] = row
-        self._last_batch = []
+        self._next_batch = None
 
     def _suspend(self, request_id: str) -> None:
         """Forget what the drafter knows about a request, but not the request."""
@@ -320,7 +320,7 @@ class DraftingLoop:
             self._plan(None)
         if len(self._rows) != len(self._settings):
             self._open_forgotten(request_ids, places)
-        if request_ids is not self._last_batch:
+        if request_ids is not self._next_batch:
             self._find_rows(request_ids)
         rows = self._batch_rows
         if self._has_unplanned and not self._tracked["is_planned"][rows[rows != NO_ROW]].all():
@@ -345,10 +345,10 @@ class DraftingLoop:
         return int(drafted[selected])
 
     def _find_rows(self, request_ids: list[str]) -> None:
-        if request_ids != self._last_batch:
+        if request_ids != self._next_batch:
             rows = [self._rows.get(request_id, NO_ROW) for request_id in request_ids]
             self._batch_rows = np.array(rows, np.int64)
-        self._last_batch = request_ids
+        self._next_batch = request_ids
 
     def _open_forgotten(self, request_ids: list[str], places: Integers) -> None:
         """Follow requests of the batch again that were forgotten after a failure."""

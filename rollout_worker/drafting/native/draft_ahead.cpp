@@ -20,11 +20,11 @@ constexpr int kHandOver = 16;
 constexpr double kMinProbability = 1.0 / 1024.0;
 
 // The most positions of prepared drafts that one request stores.
-constexpr std::size_t kMaxPositions = 512;
+constexpr std::size_t kMaxPositions = 1024;
 
-// Outcomes that no occurrence of a draft proposes are taken from this many occurrences in the history, where a
-// continuation after an accepted part of the draft is at least this likely.
-constexpr std::size_t kWideSearch = 256;
+// Outcomes that no occurrence of a draft proposes are taken from this many occurrences in the history, and from more if
+// there is time, where a continuation after an accepted part of the draft is at least this likely.
+constexpr std::size_t kWideSearches[] = {256, 2048};
 constexpr double kMinReached = 1.0 / 16.0;
 
 // Each tier is this many times less likely than the one before. Within a tier, tasks are sorted by request, so that the
@@ -130,12 +130,18 @@ void DraftAhead::work(const RequestList& requests, std::uint32_t round) {
     add_tasks(*request, static_cast<std::uint32_t>(i));
   }
   run_tasks(requests, round);
+  for (const std::size_t limit : kWideSearches) run_rare_tasks(requests, limit, round);
+}
+
+void DraftAhead::run_rare_tasks(const RequestList& requests, std::size_t limit, std::uint32_t round) {
   tasks_.clear();
-  for (std::size_t i = 0; i < requests.size() && !is_over(round); ++i) {
-    const std::shared_ptr<Request>& request = requests[i];
-    if (!request) continue;
-    const std::lock_guard lock(request->mutex);
-    if (!request->is_closed && request->is_prepared) add_rare_tasks(*request, static_cast<std::uint32_t>(i));
+  for (std::size_t i = 0; i < requests.size(); ++i) {
+    if (!requests[i]) continue;
+    const auto add = [&](std::size_t accepted) {
+      const std::lock_guard lock(requests[i]->mutex);
+      return add_rare_tasks(*requests[i], static_cast<std::uint32_t>(i), accepted, limit);
+    };
+    for (std::size_t accepted = 0; !is_over(round) && add(accepted);) ++accepted;
   }
   run_tasks(requests, round);
 }
@@ -184,18 +190,19 @@ void DraftAhead::add_task(const Request& request, std::uint32_t number, Outcome 
   if (!is_end && probability >= kMinProbability) tasks_.push_back({tier_of(probability), number, outcome});
 }
 
-void DraftAhead::add_rare_tasks(const Request& request, std::uint32_t number) {
+bool DraftAhead::add_rare_tasks(const Request& request, std::uint32_t number, std::size_t accepted, std::size_t limit) {
+  if (request.is_closed || !request.is_prepared) return false;
   const DraftSet& prepared = request.sets[1 - request.last.set];
   const auto tokens = request.sets[request.last.set].tokens(request.last.number);
-  double reached = 1.0;
-  for (std::size_t i = 0; i <= request.last.length && i <= tokens.size() && reached >= kMinReached; ++i) {
-    drafter_.find_successors(request, i, kWideSearch, successors_);
-    for (const Token token : successors_) {
-      if (prepared.find({i, token}) == DraftSet::kNone)
-        add_task(request, number, {i, token}, reached * kMinProbability * 16.0);
-    }
-    if (i < tokens.size()) reached = tokens[i].survival;
+  if (accepted > request.last.length || accepted > tokens.size()) return false;
+  const double reached = accepted == 0 ? 1.0 : tokens[accepted - 1].survival;
+  if (reached < kMinReached) return false;
+  drafter_.find_successors(request, accepted, limit, successors_);
+  for (const Token token : successors_) {
+    if (prepared.find({accepted, token}) == DraftSet::kNone)
+      add_task(request, number, {accepted, token}, reached * kMinProbability * 16.0);
   }
+  return true;
 }
 
 void DraftAhead::prepare(Request& request, Outcome outcome) const {

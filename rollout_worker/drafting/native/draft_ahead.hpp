@@ -77,9 +77,11 @@ class DraftAhead {
   // Appends the outcomes of a request's last draft to tasks_.
   void add_tasks(const Request& request, std::uint32_t number);
   void add_task(const Request& request, std::uint32_t number, Outcome outcome, double probability);
-  // Appends outcomes that no occurrence of the last draft proposes.
-  void add_rare_tasks(const Request& request, std::uint32_t number);
+  // Appends outcomes that no occurrence of the last draft proposes, and that were not prepared yet: the tokens that
+  // follow `limit` occurrences in the history. Returns false if there are none after `accepted` tokens of the draft.
+  bool add_rare_tasks(const Request& request, std::uint32_t number, std::size_t accepted, std::size_t limit);
   void prepare(Request& request, Outcome outcome) const;
+  void run_rare_tasks(const RequestList& requests, std::size_t limit, std::uint32_t round);
   void run_tasks(const RequestList& requests, std::uint32_t round);
 
   RequestDrafter& drafter_;

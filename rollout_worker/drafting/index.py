@@ -46,11 +46,13 @@ token, so that underestimated probabilities recover.
 **Drafting ahead.** The model's forward pass leaves time between two calls of `Batch.step`. With ``draft_ahead``, a
 thread of the index uses it: it learns from the sampled tokens, adds them to the live texts, and then computes drafts
 for what the verification may result in. The outcomes of a draft are the number of its tokens that are accepted, and the
-token that is sampled after them: any that an occurrence proposes, or that follows one of the 256 longest matches in the
-history. Likelier outcomes come first, over the whole batch, until the next step interrupts the thread. The step looks
-up the drafts for the outcomes that have come true. It computes the others with the help of that thread, and searches
-the pool for them only if the history has fewer than 32 occurrences. A prepared draft does not see what siblings sampled
-in the same step. Without ``draft_ahead``, the step does all this itself, and its results do not depend on timing.
+token that is sampled after them: any that an occurrence proposes, or that follows one of the 256 (if there is time,
+2,048) longest matches in the history. Likelier outcomes come first, over the whole batch, until the next step
+interrupts the thread. The step looks up the drafts for the outcomes that have come true. It computes the others with
+the help of that thread, and searches the pool for them only if the history has fewer than 32 occurrences. After a time
+limit, it leaves them to that thread, and these requests have no draft in this step. A prepared draft does not see what
+siblings sampled in the same step. Without ``draft_ahead``, the step does all this itself, and its results do not depend
+on timing.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence

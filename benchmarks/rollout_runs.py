@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -287,7 +287,9 @@ async def _generate(engine: Engine, requests: Sequence[RolloutRequest], batch: i
         reporting.cancel()
 
 
-def engine_config(mode: str, model: Path, url: str, *, max_tokens: int, batch: int, eager: bool) -> EngineConfig:
+def engine_config(
+    mode: str, model: Path, url: str, *, max_tokens: int, batch: int, eager: bool, dtype: str = "auto"
+) -> EngineConfig:
     """Return the configuration of a mode's engine.
 
     Args:
@@ -297,12 +299,14 @@ def engine_config(mode: str, model: Path, url: str, *, max_tokens: int, batch: i
         max_tokens: maximum tokens of a prompt and its response together.
         batch: maximum number of concurrent rollouts.
         eager: whether vLLM runs without compilation.
+        dtype: type of the weights, as in ``EngineSpec``.
     """
     spec = EngineSpec(
         max_model_len=max_tokens + SUFFIX_DRAFT,
         max_num_seqs=batch,
         kv_cache_memory=str(KV_CACHE_BYTES),
         enforce_eager=eager,
+        dtype=cast(Any, dtype),
     )
     overrides: dict[str, Any] = {"worker_extension_cls": _FORCED_ENGINE, **_VLLM_SETTINGS.get(mode, {})}
     if not any(model.glob("*.safetensors")):
@@ -341,7 +345,14 @@ def _model_runner(mode: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def start_engines(
-    modes: Sequence[str], model: Path, url: str, *, max_tokens: int, batch: int, eager: bool = False
+    modes: Sequence[str],
+    model: Path,
+    url: str,
+    *,
+    max_tokens: int,
+    batch: int,
+    eager: bool = False,
+    dtype: str = "auto",
 ) -> AsyncIterator[dict[str, Engine]]:
     """Start one engine per mode, one after the other, and close them at the end.
 
@@ -350,7 +361,7 @@ async def start_engines(
     async with AsyncExitStack() as stack:
         engines = {}
         for mode in modes:
-            config = engine_config(mode, model, url, max_tokens=max_tokens, batch=batch, eager=eager)
+            config = engine_config(mode, model, url, max_tokens=max_tokens, batch=batch, eager=eager, dtype=dtype)
             with _model_runner(mode):
                 engine = engines[mode] = await Engine.start(config)
             stack.callback(engine.close)

@@ -26,15 +26,23 @@ _PROMPTS = (32, 1024)
 """Prompt lengths in tokens."""
 _STEPS = 40
 """Verification steps per combination."""
-_POSITIONS = 2048
+POSITIONS = 2048
 _PERIOD = 7
 """Tokens after which forced rollouts repeat, so that drafts always reach their budget."""
-_MODELS = {"267m": random_model, "7b": dummy_7b_model}
+MODELS = {"267m": random_model, "7b": dummy_7b_model}
 
 
-async def _decode(engine: Engine, batch: int, budget: int, prompt: int) -> None:
-    name = f"{batch}-{budget}-{prompt}"
-    length = min(_POSITIONS - prompt, _STEPS * (budget + 1))
+async def decode(engine: Engine, batch: int, budget: int, prompt: int, *, name: str) -> None:
+    """Decode rollouts that the drafter predicts exactly.
+
+    Args:
+        engine: an engine of :func:`start_engines`.
+        batch: number of rollouts.
+        budget: number of draft tokens of each rollout in each step; 0: none are drafted.
+        prompt: number of tokens of each prompt.
+        name: distinguishes the rollouts from those of other calls.
+    """
+    length = min(POSITIONS - prompt, _STEPS * (budget + 1))
     requests = [
         RolloutRequest(
             job_uid="step-times",
@@ -65,14 +73,14 @@ async def fit_cost_model(name: str = "267m") -> dict[str, float]:
         The fields that ``benchmarks.makespan --cost-model`` reads: those of :class:`StepCost` and ``kv_tokens``. In
         addition ``error``, the median relative error of the fit.
     """
-    model = _MODELS[name](positions=_POSITIONS)
+    model = MODELS[name](positions=POSITIONS)
     with redis_server() as url:
-        async with start_engines([UNGOVERNED], model, url, max_tokens=_POSITIONS - 64, batch=max(_BATCHES)) as engines:
+        async with start_engines([UNGOVERNED], model, url, max_tokens=POSITIONS - 64, batch=max(_BATCHES)) as engines:
             engine = engines[UNGOVERNED]
             for prompt in _PROMPTS:
                 for batch in _BATCHES:
                     for budget in _BUDGETS:
-                        await _decode(engine, batch, budget, prompt)
+                        await decode(engine, batch, budget, prompt, name=f"{batch}-{budget}-{prompt}")
             stats = await engine.stats()
     return {
         "base_s": stats["cost_base_seconds"],
@@ -99,7 +107,7 @@ def figures_of(cost: dict[str, float]) -> list[Figure]:
 def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", choices=_MODELS, default="267m", help="model with random weights [%(default)s]")
+    parser.add_argument("--model", choices=MODELS, default="267m", help="model with random weights [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results; makespan reads it as a cost model")
     options = parser.parse_args()
     cost = asyncio.run(fit_cost_model(options.model))

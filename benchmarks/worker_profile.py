@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ def analyze(events: Iterable[dict[str, Any]]) -> StepProfile:
         raise ValueError("the profile has no steps")
     owners = _innermost(ranges)
     busy = _union(device)
-    gaps = [(end, begin) for (_, end), (begin, _) in zip(busy, busy[1:], strict=False)]
+    gaps = [(end, begin) for (_, end), (begin, _) in pairwise(busy)]
     return StepProfile(
         {name: _length(own) / steps for name, own in owners.items()},
         _by_owner(gaps, owners, steps) if device else {},

@@ -74,8 +74,9 @@ class Batch(_native.Batch):
             min_survivals: a draft ends before the first token whose survival is below this, 0 to 1.
             token_gains: seconds that an accepted token saves.
             token_cost: seconds that it takes to verify a token.
-            time_limit_s: with drafting ahead, seconds after which a step begins no further draft. Requests whose drafts
-                were not prepared then have none in this step, first those with low gains.
+            time_limit_s: with drafting ahead, seconds after which a step begins no further draft, except for the first
+                one. Requests for which nothing was prepared come first, for example new ones, then those with other
+                outcomes than expected, highest gains first. The others have no draft in this step.
 
         Raises:
             KeyError: for a handle that is not open; the plan is unchanged.

@@ -152,7 +152,7 @@ class DraftCounts(NamedTuple):
 
 
 class LookUps(NamedTuple):
-    """Numbers of drafts that `Batch.step` has returned, by how it obtained them."""
+    """Numbers of requests that `Batch.step` was to draft for, by how it obtained the drafts."""
 
     found: int
     """Drafts that had been prepared."""
@@ -401,7 +401,7 @@ class SuffixIndex:
         return Batch(self._native, token_ids, drafts, lengths)
 
     def look_ups(self) -> LookUps:
-        """Return how many drafts `Batch.step` has looked up and computed since the index was created."""
+        """Return how many drafts `Batch.step` has looked up, computed and omitted since the index was created."""
         return LookUps(*self._native.look_ups())
 
     def draft(self, handle: int, budget: int, min_survival: float = 0.0) -> Draft:

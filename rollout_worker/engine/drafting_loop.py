@@ -32,7 +32,7 @@ _MAX_CONSECUTIVE_FAILURES = 3
 _PAUSE_STEPS = 1024
 """Number of steps without drafts after repeated failures; doubled each time."""
 _MAX_DRAFTING_SHARE = 0.0125
-"""Share of a step's duration after which no further drafts are computed while the engine waits."""
+"""Share of the duration of a step without drafts after which no further drafts are computed while the engine waits."""
 _TRACKED_REQUEST = np.dtype(
     [
         ("handle", np.int64),  # in the index
@@ -126,6 +126,8 @@ class DraftingLoop:
         """The requests of the batch that is expected next."""
         self._batch_rows = np.zeros(0, np.int64)
         """Their rows; -1 for those that are not followed."""
+        self._context_tokens = 0
+        """Number of tokens of all prompts and responses of the last step."""
         self._has_unplanned = False
         """Whether there may be requests without a budget."""
         self._finished: dict[str, DraftCounts] = {}
@@ -171,9 +173,12 @@ class DraftingLoop:
 
     def rewind(self, request_id: str, num_tokens: int) -> None:
         """Forget a request's tokens from *num_tokens* on, which the engine has discarded, as it may in a preemption."""
+        self.guard(lambda: self._rewind(request_id, num_tokens))
+
+    def _rewind(self, request_id: str, num_tokens: int) -> None:
         row = self._rows.get(request_id)
         if row is not None and self._index.num_tokens(int(self._tracked["handle"][row])) > num_tokens:
-            self.guard(lambda: self._suspend(request_id))
+            self._suspend(request_id)
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Stop following requests that have ended; others are ignored."""
@@ -243,11 +248,17 @@ class DraftingLoop:
             self._rows[request_id] = row
         self._next_batch = None
 
+    def _forget_last_step(self) -> None:
+        """Do not learn from the outcome of the last step, because it refers to rows that change."""
+        if self._unobserved is not None:
+            self._record_drafts(self._unobserved)
+            self._unobserved = None
+
     def _suspend(self, request_id: str) -> None:
         """Forget what the drafter knows about a request, but not the request."""
         row = self._rows[request_id]
         self._set_row(request_id, None)
-        self._unobserved = None  # it may refer to the row
+        self._forget_last_step()
         self._controller.close(row)
         handle = int(self._tracked["handle"][row])
         self._tracked[row] = _FREE_ROW
@@ -326,6 +337,8 @@ class DraftingLoop:
         if self._has_unplanned and not self._tracked["is_planned"][rows[rows != NO_ROW]].all():
             self._compute_budgets()
         drafts, tokens, gain_s = self._batch.step(num_tokens, rows, places, verified)
+        if not drafts and not self._batch.generated[: len(rows)].any():
+            return  # No request has a new token.
         seconds = None if self._last_call is None else started - self._last_call
         self._unobserved = _Unobserved(self.steps, rows, num_tokens, places, verified, seconds, drafts)
         if drafts and gain_s <= self._controller.min_gain_s:
@@ -380,20 +393,25 @@ class DraftingLoop:
             np.ascontiguousarray(tracked["min_survival"]),
             np.ascontiguousarray(tracked["token_gain"]),
             cost.per_token_s,
-            _MAX_DRAFTING_SHARE * cost.step_time(len(rows), 0),
+            _MAX_DRAFTING_SHARE * cost.step_time(len(rows), self._context_tokens),
         )
         self._has_unplanned = False
+
+    def _record_drafts(self, step: _Unobserved) -> None:
+        self._trial = self._controller.governor.trial
+        self._controller.record_drafts(step.drafts)
 
     def _observe(self) -> None:
         step, self._unobserved = self._unobserved, None
         if step is None:
             return
-        trial, self._trial = self._trial, self._controller.governor.trial
-        self._controller.record_drafts(step.drafts)
+        trial = self._trial
+        self._record_drafts(step)
         count = len(step.rows)
         generated, seconds = self._batch.generated[:count].copy(), step.seconds
         rows, verified, expected = step.rows, step.verified, self._batch.expected[:count]
         num_tokens = step.num_tokens[step.places].astype(np.int64)
+        self._context_tokens = int(num_tokens.sum())
         if not generated.all():
             chosen = np.flatnonzero(generated)
             rows, generated, verified = rows[chosen], generated[chosen], verified[chosen]
@@ -438,7 +456,7 @@ class DraftingLoop:
             logger.error("Drafting is paused for %d steps after repeated failures.", self._pause_steps)
             self._pause_steps *= 2
             self._consecutive_failures = 0
-        self._unobserved = None
+        self._forget_last_step()
         for request_id in list(self._rows):
             try:
                 self._suspend(request_id)

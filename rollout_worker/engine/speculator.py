@@ -194,6 +194,8 @@ class DraftScheduling:
         return reduce_to_drafts(scheduler_output, lengths)
 
     def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:
+        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+        self._forget_places(gone)
         loop.remove(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
             # A request that was preempted is passed as a new one, without the tokens that vLLM has discarded.
@@ -205,6 +207,14 @@ class DraftScheduling:
             if settings is not None:
                 prompt = request.prefill_token_ids[: request.prompt_len]
                 loop.add(request.req_id, settings, prompt, end_token_ids(params))
+
+    def _forget_places(self, request_ids: set[str]) -> None:
+        """Do not draft for requests that lose their rows, although a step with them may not have been drafted for."""
+        sampled = self._runner.speculator.sampled
+        for number, step in enumerate(sampled):
+            if not request_ids.isdisjoint(step.request_ids):
+                remaining = ["" if request_id in request_ids else request_id for request_id in step.request_ids]
+                sampled[number] = step._replace(request_ids=remaining)
 
     def _draft(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> None:
         """Draft for the requests of a planned step.

@@ -134,17 +134,53 @@ def test_drafts_for_which_a_step_has_no_time_are_computed_before_the_next_step()
     index = SuffixIndex(draft_ahead=True)
     index.add("p", [("a", 0, list(range(50)))])
     stepper = Stepper(index, [index.open("p", PROMPT) for _ in range(2)])
-    assert [[], []] == stepper.step([0], [7], time_limit_s=0.0)
-    assert (0, 0, 2) == index.look_ups()
+    # One draft is computed in any case.
+    assert [[1, 2], []] == stepper.step([0], [7], time_limit_s=0.0, budget=2)
+    assert (0, 1, 1) == index.look_ups()
     index.wait_idle()
     assert [[2, 3], [9, 10]] == stepper.step([1], [8], time_limit_s=0.0, budget=2)
-    assert (2, 0, 2) == index.look_ups()
+    assert (2, 1, 1) == index.look_ups()
     index.wait_idle()
-    # Nobody could expect the token 30.
-    assert [[5, 6], []] == stepper.step([2, 3, 4], [9, 30], time_limit_s=0.0, budget=2)
+    # Nobody could expect the tokens 20 and 30.
+    assert [[21, 22], []] == stepper.step([2, 20], [9, 30], time_limit_s=0.0, budget=2)
     index.wait_idle()
-    assert [[6, 7], [32, 33]] == stepper.step([5], [31], time_limit_s=0.0, budget=2)
-    assert [(4, 2, 6), (2, 1, 5)] == [index.close(handle) for handle in stepper.handles]
+    assert [[22, 23], [32, 33]] == stepper.step([21], [31], time_limit_s=0.0, budget=2)
+    assert (4, 2, 2) == index.look_ups()
+    assert [(6, 1, 5), (2, 1, 5)] == [index.close(handle) for handle in stepper.handles]
+
+
+def test_requests_without_a_budget_need_no_time() -> None:
+    index = SuffixIndex(draft_ahead=True)
+    index.add("p", [("a", 0, list(range(50)))])
+    stepper = Stepper(index, [index.open("p", PROMPT) for _ in range(4)])
+    for token in range(3):
+        assert [[]] * 4 == stepper.step(*[[token]] * 4, time_limit_s=0.0, budget=0)
+    assert (0, 0, 0) == index.look_ups()
+    # The budget of a trial is new in the step.
+    handles, budgets = np.array(stepper.handles), np.array([0, 0, 2, 0])
+    stepper.batch.plan(handles, budgets, np.zeros(4), np.array([9.0, 9.0, 0.0, 9.0]), 0.5, 0.0)
+    stepper.token_ids[:4, stepper.num_tokens[0]] = 3
+    assert 1 == stepper.batch.step(stepper.num_tokens + 1, stepper.rows, stepper.places, np.zeros(4, int))[0]
+    assert 2 == stepper.lengths[stepper.places[2]]
+
+
+def test_nothing_prepared_remains_after_a_step_that_failed() -> None:
+    index = SuffixIndex(draft_ahead=True)
+    index.add("p", [("a", 0, [*range(50), 7, 60, 8])])
+    stepper = Stepper(index, [index.open("p", PROMPT) for _ in range(2)])
+    stepper.step([6], [0])
+    index.wait_idle()
+    with pytest.raises(ValueError, match="negative"):
+        stepper.step([40], [-2])
+    stepper.token_ids[stepper.places[1], stepper.num_tokens[0] - 1] = 1
+    stepper.step([7], [])
+    expected = SuffixIndex()
+    expected.add("p", [("a", 0, [*range(50), 7, 60, 8])])
+    handle = expected.open("p", PROMPT)
+    expected.extend(handle, [6, 40, 7])
+    tokens = expected.draft(handle, WIDTH).tokens
+    place = stepper.places[0]
+    assert tokens == stepper.drafts[place, : stepper.lengths[place]].tolist()
 
 
 def test_the_most_valuable_drafts_are_computed_first() -> None:

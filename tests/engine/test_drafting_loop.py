@@ -120,6 +120,21 @@ def test_drafting_is_paused_after_repeated_failures_and_tried_again() -> None:
     assert MAX_DRAFT_TOKENS == engine.step()
 
 
+def test_a_step_without_new_tokens_is_no_success() -> None:
+    engine = RepeatingEngine(failing={5, 7, 9})
+    for _ in range(4):
+        engine.step()
+    for _ in range(3):
+        engine.step()
+        paused = engine.loop.skip_step()
+        if not paused:
+            # Only a request decodes that is not drafted for.
+            engine.loop.draft(["other"], np.array([engine.length], np.int32), np.zeros(1, int), np.zeros(1, int))
+            engine.loop.plan()
+    assert 3 == engine.loop.failures
+    assert paused
+
+
 def test_tokens_of_skipped_steps_are_drafted_from() -> None:
     engine = RepeatingEngine(failing=set())
     for _ in range(3):

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 
 namespace das {
 
@@ -80,9 +81,11 @@ void BatchStepper::step_ahead(const Step& step) {
     if (look_up(request)) {
       ++found;
       draft(request, step, i, true);
-    } else {
-      missed_.push_back({i, request.is_prepared, step.limits(i).token_gain});
+      return;
     }
+    const bool was_prepared = std::exchange(request.is_prepared, false);
+    request.last = {.set = request.last.set};
+    if (max_length(request) > 0) missed_.push_back({i, was_prepared, step.limits(i).token_gain});
   };
   busy_.clear();
   for (std::size_t i = 0; i < 2 * kPrefetched; ++i) prefetch_request(step.request(i));
@@ -100,7 +103,7 @@ void BatchStepper::step_ahead(const Step& step) {
       busy_.push_back(i);
     }
   }
-  // The background thread was computing a draft for this request. It needs some microseconds.
+  // The background thread was working for this request, mostly on one draft, which takes some microseconds.
   for (const std::size_t i : busy_) {
     Request& request = *step.request(i);
     const std::lock_guard lock(request.mutex);
@@ -112,8 +115,8 @@ void BatchStepper::step_ahead(const Step& step) {
 }
 
 void BatchStepper::compute_missing(const Step& step, std::chrono::steady_clock::time_point deadline) {
-  // Nothing was prepared for new requests, whose first drafts are the longest. Among others, those of which a token is
-  // worth most come first.
+  // Requests for which nothing was prepared come first: the first drafts of new requests are the longest, and a trial
+  // would otherwise not be made. Then come those of which a token is worth most.
   std::stable_sort(missed_.begin(), missed_.end(), [](const Missed& a, const Missed& b) {
     return a.is_prepared != b.is_prepared ? b.is_prepared : a.token_gain > b.token_gain;
   });
@@ -129,6 +132,11 @@ void BatchStepper::compute_missing(const Step& step, std::chrono::steady_clock::
       // The request goes without a draft.
     }
   };
+  // At least one draft is computed, so that a trial is made however little time there is.
+  if (std::chrono::steady_clock::now() >= deadline) {
+    missing_.next.store(1);
+    missing_.run(0);
+  }
   // Few drafts are computed before another thread would be awake, and one without a processor of its own would not
   // help.
   const std::size_t threads = std::min({workers_.size(), spare_processors(), missed_.size() / kDraftsPerThread});
@@ -143,15 +151,12 @@ void BatchStepper::compute_missing(const Step& step, std::chrono::steady_clock::
       }
     });
   }
-  const std::size_t taken = missing_.taken();
-  counts_.computed += taken;
-  counts_.omitted += missed_.size() - taken;
-  for (std::size_t m = taken; m < missed_.size(); ++m) {
-    Request& request = *step.request(missed_[m].number);
-    const std::lock_guard lock(request.mutex);
-    request.last = {.set = request.last.set};
-    request.is_prepared = false;
-  }
+  counts_.computed += missing_.taken();
+  counts_.omitted += missed_.size() - missing_.taken();
+}
+
+std::size_t BatchStepper::max_length(const Request& request) {
+  return request.is_closed ? 0 : std::min(request.budget, request.limits.max_length(request.counts.generated));
 }
 
 void BatchStepper::prefetch_request(const Request* request) {
@@ -219,8 +224,8 @@ bool BatchStepper::look_up(Request& request) {
 }
 
 void BatchStepper::draft(Request& request, const Step& step, std::size_t i, bool is_found) {
-  const std::size_t limit = std::min(request.budget, request.limits.max_length(request.counts.generated));
-  if (limit == 0 || request.is_closed) {
+  const std::size_t limit = max_length(request);
+  if (limit == 0) {
     if (!is_found) request.last = {.set = request.last.set};
     request.is_prepared = false;
     return;

@@ -59,6 +59,8 @@ class BatchStepper {
   void draft(Request& request, const Step& step, std::size_t i, bool is_found);
   static void write(Request& request, const Step& step, std::size_t i, std::size_t limit);
   static void write_nothing(const Step& step, std::size_t i);
+  // Returns the longest draft that the request may have now.
+  static std::size_t max_length(const Request& request);
   void step_ahead(const Step& step);
   // Computes the drafts of missed_, as far as there is time, and leaves the others to the background thread.
   void compute_missing(const Step& step, std::chrono::steady_clock::time_point deadline);

@@ -49,9 +49,9 @@ void DraftAhead::start(std::shared_ptr<const RequestList> requests) {
   {
     const std::lock_guard lock(mutex_);
     next_requests_.swap(requests);
+    is_interrupted_.store(false, std::memory_order_relaxed);
+    round_.fetch_add(1, std::memory_order_release);
   }
-  is_interrupted_.store(false, std::memory_order_relaxed);
-  round_.fetch_add(1, std::memory_order_release);
   if (thread_.joinable()) {
     round_.notify_one();
   } else {
@@ -102,7 +102,9 @@ void DraftAhead::serve() {
     {
       const std::lock_guard lock(mutex_);
       requests.swap(next_requests_);
+      round = round_.load();
     }
+    if (is_stopping_.load()) return;
     try {
       if (requests) work(*requests, round);
     } catch (const std::exception&) {

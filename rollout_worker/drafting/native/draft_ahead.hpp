@@ -51,7 +51,8 @@ class DraftAhead {
   void start(std::shared_ptr<const RequestList> requests);
   // Has the thread stop after the draft that it is computing. Does not wait.
   void interrupt() { is_interrupted_.store(true, std::memory_order_relaxed); }
-  // Shares work with the thread, if it is awake, and returns when all of it is done. `work` must live as long as this
+  // Shares work with the thread, if it is awake, and returns when all of it is done or its
+  // deadline has passed. `work` must live as long as this
   // object.
   void share(SharedWork& work);
   // Waits until nothing is left to do.

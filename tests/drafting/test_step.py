@@ -189,19 +189,19 @@ def test_the_most_valuable_drafts_are_computed_first() -> None:
     stepper = Stepper(index, [index.open("p", PROMPT) for _ in range(100)])
     stepper.step(*[[0]] * 100)
     gains = np.random.default_rng(0).permutation(100).astype(float)
-    handles = np.array(stepper.handles)
-    for _ in range(100):
-        stepper.batch.plan(handles, np.full(100, WIDTH), np.zeros(100), gains, 0.5, time_limit_s=1e-4)
+    handles, limit_s, num_drafts = np.array(stepper.handles), 1e-6, 0
+    # How many drafts a machine computes in some time is unknown, so that the limit grows until there are some.
+    while num_drafts < 5:
+        index.wait_idle()
+        stepper.batch.plan(handles, np.full(100, WIDTH), np.zeros(100), gains, 0.5, time_limit_s=limit_s)
         # The step accepts nothing, and samples a token that could not be expected, so that no draft was prepared.
         stepper.token_ids[stepper.places, stepper.num_tokens[0]] = (stepper.num_tokens[0] * 37) % 200
         stepper.num_tokens += 1
         num_drafts, _, _ = stepper.batch.step(stepper.num_tokens, stepper.rows, stepper.places, np.zeros(100, int))
-        has_draft = stepper.lengths[stepper.places] > 0
-        if 5 <= num_drafts <= 95:
-            break
-    assert 5 <= num_drafts <= 95
-    # Two threads take the drafts in this order.
-    assert gains[has_draft].min() >= gains[~has_draft].max() - 2
+        limit_s *= 1.1
+    has_draft = stepper.lengths[stepper.places] > 0
+    assert num_drafts < 100
+    assert gains[has_draft].min() > gains[~has_draft].max()
 
 
 @pytest.mark.parametrize("limit", [-1.0, float("nan")])

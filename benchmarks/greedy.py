@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 
 from benchmarks.figures import Figure, report
-from benchmarks.random_model import VOCABULARY
+from benchmarks.random_model import MODELS, VOCABULARY, add_model_argument
 from benchmarks.redis_server import redis_server
-from benchmarks.rollout_runs import UNGOVERNED, start_engines
-from benchmarks.step_times import MODELS, POSITIONS
+from benchmarks.rollout_runs import UNGOVERNED, Dtype, start_engines
+from benchmarks.step_times import POSITIONS
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import RolloutRequest
 from rollout_worker.engine.engine import Engine
@@ -47,7 +48,7 @@ async def _generate(engine: Engine, responses: int) -> list[GenerationResult]:
     return await asyncio.gather(*(engine.generate(request, 0) for request in requests))
 
 
-async def compare(model: Path, responses: int, dtype: str) -> dict[str, float]:
+async def compare(model: Path, responses: int, dtype: Dtype) -> dict[str, float]:
     """Return the shares of equal responses, and of tokens that were accepted drafts.
 
     Args:
@@ -69,9 +70,9 @@ async def compare(model: Path, responses: int, dtype: str) -> dict[str, float]:
 def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="267m", help="model with random weights [%(default)s]")
+    add_model_argument(parser)
     parser.add_argument("--responses", type=int, default=8, help="number of responses [%(default)s]")
-    parser.add_argument("--dtype", default="float32", help="type of the weights [%(default)s]")
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="float32", help="type of the weights [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     shares = asyncio.run(compare(MODELS[options.model](positions=POSITIONS), options.responses, options.dtype))

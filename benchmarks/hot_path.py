@@ -108,10 +108,13 @@ def figures_of(measurements: Sequence[dict[str, Any]]) -> list[Figure]:
                 Figure(f"critical path, {name}, batch {each['batch']}, {who}", value, "µs", "", "<=", target)
             )
         if threads is not None:
-            for share, what in (("found_share", "answered by look-up"), ("omitted_share", "without time for a draft")):
-                name = f"rows {what}, batch {each['batch']}, {who}"
-                op = ">=" if share == "found_share" else "<="
-                figures.append(Figure(name, each[share], "of all rows", "", op, None))
+            setting = f"batch {each['batch']}, {who}"
+            figures += [
+                Figure(f"rows answered by look-up, {setting}", each["found_share"], "of all rows", "", ">=", None),
+                Figure(
+                    f"rows without time for a draft, {setting}", each["omitted_share"], "of all rows", "", "<=", None
+                ),
+            ]
     for each in measurements:
         for peer in measurements:
             if each.get("threads") == 1 and "threads" not in peer and peer["batch"] == each["batch"]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentParser
+from collections.abc import Callable
 from pathlib import Path
 
 VOCABULARY = 32_768
@@ -79,3 +81,12 @@ def _save_tokenizer(directory: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+
+
+MODELS: dict[str, Callable[..., Path]] = {"267m": random_model, "7b": dummy_7b_model}
+"""The models by name; each function takes the number of ``positions``."""
+
+
+def add_model_argument(parser: ArgumentParser) -> None:
+    """Add the option ``--model``, whose value is a key of :data:`MODELS`."""
+    parser.add_argument("--model", choices=MODELS, default="267m", help="model with random weights [%(default)s]")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -47,6 +47,8 @@ _VLLM_SETTINGS: dict[str, dict[str, Any]] = {
 MODES = (*_VLLM_SETTINGS, "das")
 _V1_MODES = ("none-v1-sync", "ngram", "suffix")
 """Modes of vLLM's first model runner, since the second one (V2) does not have them."""
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+"""The type of an engine's weights; see ``EngineSpec``."""
 UNGOVERNED = "das-ungoverned"
 """A further mode for tests and cost fits: the policy ``fixed`` without a governor."""
 
@@ -288,7 +290,7 @@ async def _generate(engine: Engine, requests: Sequence[RolloutRequest], batch: i
 
 
 def engine_config(
-    mode: str, model: Path, url: str, *, max_tokens: int, batch: int, eager: bool, dtype: str = "auto"
+    mode: str, model: Path, url: str, *, max_tokens: int, batch: int, eager: bool, dtype: Dtype = "auto"
 ) -> EngineConfig:
     """Return the configuration of a mode's engine.
 
@@ -306,7 +308,7 @@ def engine_config(
         max_num_seqs=batch,
         kv_cache_memory=str(KV_CACHE_BYTES),
         enforce_eager=eager,
-        dtype=cast(Any, dtype),
+        dtype=dtype,
     )
     overrides: dict[str, Any] = {"worker_extension_cls": _FORCED_ENGINE, **_VLLM_SETTINGS.get(mode, {})}
     if not any(model.glob("*.safetensors")):
@@ -352,7 +354,7 @@ async def start_engines(
     max_tokens: int,
     batch: int,
     eager: bool = False,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
 ) -> AsyncIterator[dict[str, Engine]]:
     """Start one engine per mode, one after the other, and close them at the end.
 

@@ -15,9 +15,10 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.figures import Figure, report
+from benchmarks.random_model import MODELS, add_model_argument
 from benchmarks.redis_server import redis_server
 from benchmarks.rollout_runs import UNGOVERNED, start_engines
-from benchmarks.step_times import MODELS, POSITIONS, decode
+from benchmarks.step_times import POSITIONS, decode
 from benchmarks.worker_profile import StepProfile, analyze
 from rollout_worker.engine.engine import Engine
 
@@ -71,7 +72,7 @@ def figures_of(profile: StepProfile, batch: int, budget: int) -> list[Figure]:
 def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="267m", help="model with random weights [%(default)s]")
+    add_model_argument(parser)
     parser.add_argument("--batch", type=int, default=16, help="number of rollouts [%(default)s]")
     parser.add_argument("--budgets", default="0,6", help="comma-separated numbers of draft tokens [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results")

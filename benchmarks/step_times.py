@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from benchmarks.figures import Figure, report
-from benchmarks.random_model import VOCABULARY, dummy_7b_model, random_model
+from benchmarks.random_model import MODELS, VOCABULARY, add_model_argument
 from benchmarks.redis_server import redis_server
 from benchmarks.rollout_runs import KV_CACHE_BYTES, UNGOVERNED, set_rollouts, start_engines
 from rollout_api.manifest.spec import Sampling
@@ -29,7 +29,6 @@ _STEPS = 40
 POSITIONS = 2048
 _PERIOD = 7
 """Tokens after which forced rollouts repeat, so that drafts always reach their budget."""
-MODELS = {"267m": random_model, "7b": dummy_7b_model}
 
 
 async def decode(engine: Engine, batch: int, budget: int, prompt: int, *, name: str) -> None:
@@ -107,7 +106,7 @@ def figures_of(cost: dict[str, float]) -> list[Figure]:
 def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", choices=MODELS, default="267m", help="model with random weights [%(default)s]")
+    add_model_argument(parser)
     parser.add_argument("--json", type=Path, help="file for the results; makespan reads it as a cost model")
     options = parser.parse_args()
     cost = asyncio.run(fit_cost_model(options.model))

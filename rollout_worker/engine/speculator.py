@@ -37,6 +37,8 @@ Broadcast = Callable[[Any], Any]
 """Returns the object that the drafting rank passes, on every rank; the other ranks pass None."""
 
 _NO_DRAFT = -1
+_GONE = ""
+"""Takes the place of a request's id; no request has it."""
 
 
 class SampledStep(NamedTuple):
@@ -213,7 +215,7 @@ class DraftScheduling:
         sampled = self._runner.speculator.sampled
         for number, step in enumerate(sampled):
             if not request_ids.isdisjoint(step.request_ids):
-                remaining = ["" if request_id in request_ids else request_id for request_id in step.request_ids]
+                remaining = [_GONE if request_id in request_ids else request_id for request_id in step.request_ids]
                 sampled[number] = step._replace(request_ids=remaining)
 
     def _draft(self, loop: DraftingLoop, planned: dict[str, list[int]]) -> None:

@@ -51,9 +51,8 @@ class DraftAhead {
   void start(std::shared_ptr<const RequestList> requests);
   // Has the thread stop after the draft that it is computing. Does not wait.
   void interrupt() { is_interrupted_.store(true, std::memory_order_relaxed); }
-  // Shares work with the thread, if it is awake, and returns when all of it is done or its
-  // deadline has passed. `work` must live as long as this
-  // object.
+  // Shares work with the thread, if it is awake, and returns when all of it is done, or when the deadline has passed
+  // and nothing is being computed any more. `work` must live as long as this object.
   void share(SharedWork& work);
   // Waits until nothing is left to do.
   void wait_idle();
@@ -79,14 +78,15 @@ class DraftAhead {
   void add_tasks(const Request& request, std::uint32_t number);
   void add_task(const Request& request, std::uint32_t number, Outcome outcome, double probability);
   // Appends outcomes that no occurrence of the last draft proposes, and that were not prepared yet: the tokens that
-  // follow `limit` occurrences in the history. Returns false if there are none after `accepted` tokens of the draft.
+  // follow `limit` occurrences in the history. Returns false if the last draft has fewer than `accepted` tokens, or if
+  // they are unlikely to be accepted, so that there is nothing to add for larger numbers either.
   bool add_rare_tasks(const Request& request, std::uint32_t number, std::size_t accepted, std::size_t limit);
   void prepare(Request& request, Outcome outcome) const;
   void run_rare_tasks(const RequestList& requests, std::size_t limit, std::uint32_t round);
   void run_tasks(const RequestList& requests, std::uint32_t round);
 
   RequestDrafter& drafter_;
-  std::mutex mutex_;  // guards the next
+  std::mutex mutex_;  // guards the next, and is held while round_ changes with it
   std::shared_ptr<const RequestList> next_requests_;
   std::atomic<std::uint32_t> round_{0};  // number of calls of start(); changed by the caller's thread
   std::atomic<std::uint32_t> done_{0};   // the last round that is over

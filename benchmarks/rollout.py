@@ -25,7 +25,7 @@ import numpy as np
 
 from benchmarks.figures import Figure, from_columns, report, to_columns, write_figures
 from benchmarks.problems import Problem, add_trace_arguments, selected_problems
-from benchmarks.random_model import END, dummy_7b_model, random_model
+from benchmarks.random_model import END, MODELS
 from benchmarks.redis_server import redis_server
 from benchmarks.rollout_runs import (
     GROUP_SIZE,
@@ -61,10 +61,8 @@ MAX_SAMPLED_TOKENS = 1024
 
 def model_directory(name: str) -> Path:
     """Return the directory of a model: ``tiny``, ``267m``, ``7b``, or a path."""
-    if name == "267m":
-        return random_model(positions=POSITIONS)
-    if name == "7b":
-        return dummy_7b_model(positions=POSITIONS)
+    if name in MODELS:
+        return MODELS[name](positions=POSITIONS)
     if name == "tiny":
         from rollout_worker.engine.model_source import default_cache
         from rollout_worker.tiny_model import ensure

@@ -115,6 +115,35 @@ def test_responses_on_two_ranks_continue_after_weight_updates_and_aborts(
     assert expected == tokens_of(parallel_engine.sample(PROMPTS, GREEDY, "events"))
 
 
+def test_no_request_is_drafted_for_from_the_tokens_of_another_one(
+    model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
+) -> None:
+    """vLLM preempts all requests at a weight update, and then gives their rows to others."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=":")
+    overrides = {"worker_extension_cls": "tests.support.faulty_extension.PlacesExtension"}
+    engine = loop.run(Engine.start(replace(engine_config(model, drafting_config), overrides=overrides)))
+    patch.undo()
+    harness = EngineHarness(engine, loop, history_store)
+
+    async def run() -> None:
+        await engine.collective_rpc("test_check_places")
+        requests = [harness.request(prompt, GREEDY, "places") for prompt in PROMPTS]
+        tasks = [asyncio.ensure_future(engine.generate(request, 0)) for request in requests]
+        for version in range(1, 6):
+            await asyncio.sleep(0.05)
+            await engine.load_weights(model, version, UpdateMode.RECOMPUTE)
+        await asyncio.gather(*tasks)
+
+    try:
+        loop.run(run())
+        [(wrong, checked)] = loop.run(engine.collective_rpc("test_places"))
+        assert checked > 100
+        assert 0 == wrong
+    finally:
+        engine.close()
+
+
 @pytest.fixture(scope="module")
 def exact_engine(
     model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore

@@ -32,6 +32,36 @@ class FaultyExtension(DraftingExtension):
         setattr(owner, name, fail)
 
 
+class PlacesExtension(DraftingExtension):
+    """The extension of an engine that counts drafts for requests whose tokens are at another place."""
+
+    def test_check_places(self) -> None:
+        """Check from now on that each request's place has its prompt."""
+        loop = self._das_loop
+        assert loop is not None
+        add, draft, token_ids = loop.add, loop.draft, loop._arrays.token_ids
+        prompts: dict[str, list[int]] = {}
+        self._wrong_places = self._checked_places = 0
+
+        def checked_add(request_id: str, settings: Any, prompt: Any, end_tokens: list[int]) -> None:
+            prompts[request_id] = list(prompt)
+            add(request_id, settings, prompt, end_tokens)
+
+        def checked_draft(request_ids: list[str], num_tokens: Any, places: Any, verified: Any) -> None:
+            for request_id, place in zip(request_ids, places.tolist(), strict=True):
+                if loop.knows(request_id) and request_id in prompts:
+                    prompt = prompts[request_id]
+                    self._checked_places += 1
+                    self._wrong_places += token_ids[place, : len(prompt)].tolist() != prompt
+            draft(request_ids, num_tokens, places, verified)
+
+        vars(loop).update(add=checked_add, draft=checked_draft)
+
+    def test_places(self) -> tuple[int, int]:
+        """Return how many places were wrong, and how many were checked."""
+        return self._wrong_places, self._checked_places
+
+
 class ExactVerificationExtension(DraftingExtension):
     """The extension of an engine in which V2 lays out batches as it does for CUDA graphs of uneven drafts."""
 

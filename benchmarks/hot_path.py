@@ -14,6 +14,7 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,10 @@ from rollout_worker.policy.step_cost import H100_7B
 
 HISTORY = 50
 """Maximum history rollouts per problem."""
+REST_STEPS = 16
+"""Number of steps that an engine skips at most while nothing is worth drafting."""
+RESTS = 12
+"""Number of rests that are measured."""
 WARM_UP_STEPS = 100
 """First steps of a round, which are not measured; fewer if fewer are measured."""
 TARGETS_US = {(256, "p50"): 300, (256, "p99"): 600, (8, "p50"): 30}
@@ -95,20 +100,46 @@ def measure(make: MakeDrafter, problems: Sequence[Problem], size: int, *, steps:
     }
 
 
+def measure_rests(make: MakeDrafter, problems: Sequence[Problem], size: int, *, rests: int) -> dict[str, float]:
+    """Return the microseconds of the first step after a rest, in which :data:`REST_STEPS` steps were skipped."""
+    turns = [(trajectory, first_turn(trajectory)) for problem in problems for trajectory in problem.evaluated]
+    drafter = make(problems, size, max(len(trajectory.prompt) + len(turn) for trajectory, turn in turns))
+    batch = RecordedBatch(problems, size, MAX_DRAFT)
+    batch.start(drafter)
+    run_steps(drafter, batch, WARM_UP_STEPS)
+    times = []
+    for _ in range(rests):
+        for _ in range(REST_STEPS):
+            drafter.lengths[:] = 0
+            batch.replace_ended(drafter)
+            batch.verify(drafter.drafts, drafter.lengths)
+            drafter.before_step(batch.sampled, batch.num_sampled)
+        started = time.perf_counter()
+        drafter.step(batch.sampled, batch.num_sampled)
+        times.append(1e6 * (time.perf_counter() - started))
+        drafter.after_step(batch.num_sampled, np.zeros(size, np.int32))
+        drafter.lengths[batch.replace_ended(drafter)] = 0
+        run_steps(drafter, batch, REST_STEPS)
+    return spread(times)
+
+
 def figures_of(measurements: Sequence[dict[str, Any]]) -> list[Figure]:
     """Return the figures of all measurements; those of the index with one drafting thread have targets."""
     figures = []
     for each in measurements:
         threads = each.get("threads")
         who = each["drafter"] if threads is None else f"{each['drafter']}, threads {threads}"
+        drafted, accepted = each["drafted_per_step"], each["accepted_per_step"]
+        setting = f"batch {each['batch']}, {who}"
+        figures += [
+            Figure(f"draft tokens, {setting}", drafted, "per step and rollout", "", ">=", None),
+            Figure(f"accepted tokens, {setting}", accepted / max(drafted, 1e-9), "of all draft tokens", "", ">=", None),
+        ]
         for name in ("p50", "p99"):
             target = TARGETS_US.get((each["batch"], name)) if threads == 1 else None
             value = each[f"{name}_us"]["median"]
-            figures.append(
-                Figure(f"critical path, {name}, batch {each['batch']}, {who}", value, "µs", "", "<=", target)
-            )
+            figures.append(Figure(f"critical path, {name}, {setting}", value, "µs", "", "<=", target))
         if threads is not None:
-            setting = f"batch {each['batch']}, {who}"
             figures += [
                 Figure(f"rows answered by look-up, {setting}", each["found_share"], "of all rows", "", ">=", None),
                 Figure(
@@ -117,7 +148,7 @@ def figures_of(measurements: Sequence[dict[str, Any]]) -> list[Figure]:
             ]
     for each in measurements:
         for peer in measurements:
-            if each.get("threads") == 1 and "threads" not in peer and peer["batch"] == each["batch"]:
+            if each.get("threads") == 1 and "steps" in peer and peer["batch"] == each["batch"]:
                 ratio = each["p50_us"]["median"] / peer["p50_us"]["median"]
                 name = f"critical path, p50, batch {each['batch']}, threads 1"
                 figures.append(Figure(name, ratio, "times the peer", peer["drafter"], "<=", None))
@@ -142,20 +173,26 @@ def main() -> None:
     sizes = list(map(int, options.batch.split(",")))
     for size in sizes:
         for threads in map(int, options.threads.split(",")):
-
-            def make(problems: Sequence[Problem], size: int, longest: int, threads: int = threads) -> BatchDrafter:
-                return LoopDrafter(problems, size, longest, threads=threads)
-
+            make = partial(LoopDrafter, threads=threads)
             measured = measure(make, problems, size, steps=options.steps, rounds=options.rounds)
             measurements.append({**measured, "threads": threads})
             print(measurements[-1], flush=True)
+        make = partial(LoopDrafter, threads=1, draft_ahead=False)
+        measured = measure(make, problems, size, steps=options.steps, rounds=1)
+        measurements.append({**measured, "drafter": f"{LoopDrafter.name} without drafting ahead"})
+        print(measurements[-1], flush=True)
+    rests = {size: measure_rests(partial(LoopDrafter, threads=1), problems, size, rests=RESTS) for size in sizes}
     # The peers come last, because PyTorch's threads would disturb the index.
     for peer, share in PEERS.items():
         for size in sizes if options.peer_steps else ():
             steps = max(1, options.peer_steps // share)
             measurements.append({**measure(peer, problems, size, steps=steps, rounds=1), "steps": steps})
             print(measurements[-1], flush=True)
-    report(options.json, figures_of(measurements), trace=options.trace.name, measurements=measurements)
+    figures = figures_of(measurements)
+    for size, times in rests.items():
+        name = f"first step after a rest, batch {size}, {LoopDrafter.name}, threads 1"
+        figures.append(Figure(name, times["median"], "µs", "", "<=", None))
+    report(options.json, figures, trace=options.trace.name, measurements=measurements, rests_us=rests)
 
 
 if __name__ == "__main__":

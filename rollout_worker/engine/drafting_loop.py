@@ -180,6 +180,30 @@ class DraftingLoop:
         if row is not None and self._index.num_tokens(int(self._tracked["handle"][row])) > num_tokens:
             self._suspend(request_id)
 
+    def count_steps(self, request_id: str, steps: Iterable[tuple[int, int]]) -> None:
+        """Count the draft tokens of steps that are not drafted for, because the engine preempts the request.
+
+        Args:
+            request_id: the engine's id of the request.
+            steps: of each step, the number of tokens of prompt and response after it, and the number of draft tokens
+                that it verified.
+        """
+        self.guard(lambda: self._count_steps(request_id, steps))
+
+    def _count_steps(self, request_id: str, steps: Iterable[tuple[int, int]]) -> None:
+        row = self._rows.get(request_id)
+        if row is None:
+            return
+        known = self._index.num_tokens(int(self._tracked["handle"][row]))
+        drafted = accepted = 0
+        for num_tokens, verified in steps:
+            drafted += verified
+            accepted += max(0, min(verified, num_tokens - known - 1))
+            known = num_tokens
+        key = self._settings[request_id].settings.key
+        # The tokens are counted as generated when they are indexed.
+        self._earlier[key] = _sum(DraftCounts(drafted, accepted, generated=0), self._earlier.pop(key, None))
+
     def remove(self, request_ids: Iterable[str]) -> None:
         """Stop following requests that have ended; others are ignored."""
         if ended := self._settings.keys() & request_ids:

@@ -196,8 +196,10 @@ class DraftScheduling:
         return reduce_to_drafts(scheduler_output, lengths)
 
     def _follow(self, loop: DraftingLoop, scheduler_output: Any) -> None:
-        gone = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
-        self._forget_places(gone)
+        preempted = scheduler_output.preempted_req_ids or set()
+        for request_id in preempted:
+            loop.count_steps(request_id, self._sampled_steps(request_id))
+        self._forget_places(scheduler_output.finished_req_ids | preempted)
         loop.remove(scheduler_output.finished_req_ids)
         for request in scheduler_output.scheduled_new_reqs:
             # A request that was preempted is passed as a new one, without the tokens that vLLM has discarded.
@@ -209,6 +211,15 @@ class DraftScheduling:
             if settings is not None:
                 prompt = request.prefill_token_ids[: request.prompt_len]
                 loop.add(request.req_id, settings, prompt, end_token_ids(params))
+
+    def _sampled_steps(self, request_id: str) -> list[tuple[int, int]]:
+        """Return a request's number of tokens after, and of verified tokens in, the steps not yet drafted for."""
+        steps = []
+        for step in self._runner.speculator.sampled:
+            if request_id in step.request_ids:
+                place = step.request_ids.index(request_id)
+                steps.append((int(step.wait()[step.rows[place]]), int(step.verified[place])))
+        return steps
 
     def _forget_places(self, request_ids: set[str]) -> None:
         """Do not draft for requests that lose their rows, although a step with them may not have been drafted for."""

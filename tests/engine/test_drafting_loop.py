@@ -160,6 +160,27 @@ def test_tokens_that_the_engine_discards_are_forgotten() -> None:
     assert engine.length - len(PROMPT) == counts.generated
 
 
+def test_drafts_of_a_step_before_a_preemption_are_counted() -> None:
+    engine = RepeatingEngine(failing=set())
+    for _ in range(10):
+        engine.step()
+    # The engine verifies the draft and preempts the request before the next draft.
+    engine.loop.count_steps("request", [(engine.length + MAX_DRAFT_TOKENS + 1, MAX_DRAFT_TOKENS)])
+    engine.length, engine._draft = engine.length + MAX_DRAFT_TOKENS + 1, []
+    engine.tokens[0, len(PROMPT) : engine.length] = np.arange(engine.length - len(PROMPT)) % 5 + 1
+    for _ in range(3):
+        engine.step()
+    counts = engine.loop.take_counts(["key"])["key"]
+    assert engine.length - len(PROMPT) == counts.generated
+    expected = RepeatingEngine(failing=set())
+    for _ in range(14):
+        expected.step()
+    expected_counts = expected.loop.take_counts(["key"])["key"]
+    assert 0 < counts.accepted
+    assert expected_counts.accepted - MAX_DRAFT_TOKENS == counts.accepted  # one step after the preemption has no draft
+    assert expected_counts.drafted - MAX_DRAFT_TOKENS == counts.drafted
+
+
 def test_a_request_that_cannot_be_followed_does_not_affect_others() -> None:
     engine = RepeatingEngine(failing=set())
     invalid = DraftSettings("invalid", "problem", max_tokens=100, sources=("unknown",))

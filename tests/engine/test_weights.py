@@ -24,7 +24,7 @@ from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.response import GenerationResult
 from tests.support.engines import USES_V2, EngineHarness, engine_config
 from tests.support.reference_model import EOS, LoopThread, ReferenceDistribution, make_model
-from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT, WITHOUT_EOS
+from tests.support.responses import MAX_LOGPROB_ERROR, PROMPT, WITHOUT_EOS, accepted_share
 
 NEW_VERSION = 7
 OLD_SPANS = [WeightSpan(start=0, weight_version=0)]
@@ -93,13 +93,15 @@ class Update:
     preemptions: int
 
 
-async def update_while_running(engine: EngineHarness, directory: Path, mode: UpdateMode, responses: int) -> Update:
+async def update_while_running(
+    engine: EngineHarness, directory: Path, mode: UpdateMode, responses: int, sampling: Sampling = LONG
+) -> Update:
     """Load weights as soon as all responses are running."""
     before = replace(engine.engine.counters)
     partials: dict[int, Partial] = {}
 
     async def generate(number: int) -> GenerationResult:
-        request = engine.request(LONG_PROMPT, LONG, "updated")
+        request = engine.request(LONG_PROMPT, sampling, "updated")
         receive = partial(partials.__setitem__, number)
         return await engine.engine.generate(request, 0, on_partial=receive, partial_interval=40)
 
@@ -108,7 +110,7 @@ async def update_while_running(engine: EngineHarness, directory: Path, mode: Upd
         # A response may end without a partial while this process is delayed, for example by its garbage collector.
         if any(task.done() for task in tasks):
             await asyncio.gather(*tasks)
-            return await update_while_running(engine, directory, mode, responses)
+            return await update_while_running(engine, directory, mode, responses, sampling)
         await asyncio.sleep(0.001)
     gap_s = await engine.engine.load_weights(directory, NEW_VERSION, mode)
     results = list(await asyncio.gather(*tasks))
@@ -158,6 +160,17 @@ def test_running_responses_continue_with_the_new_weights(
     assert [WeightSpan(start=0, weight_version=NEW_VERSION)] == later.weight_spans
     assert later.logprobs is not None
     assert other_reference.max_error(LONG_PROMPT, later.token_ids, later.logprobs, LONG) < MAX_LOGPROB_ERROR
+
+
+@pytest.mark.parametrize("mode", [UpdateMode.RECOMPUTE, UpdateMode.KEEP])
+def test_accepted_drafts_of_the_last_step_before_an_update_are_counted(
+    drafting_engine: EngineHarness, model: Path, mode: UpdateMode
+) -> None:
+    greedy = Sampling(n=1, temperature=0, max_tokens=200, allowed_token_ids=WITHOUT_EOS)
+    update = drafting_engine.loop.run(update_while_running(drafting_engine, model, mode, 8, greedy))
+    drafting_engine.loop.run(drafting_engine.engine.load_weights(model, 0))
+    assert accepted_share(update.results) > 0.5
+    assert update.accepted == sum(result.num_accepted_tokens for result in update.results)
 
 
 def test_drained_responses_end_with_the_old_weights(

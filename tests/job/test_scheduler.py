@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +14,14 @@ NONE: frozenset[str] = frozenset()
 
 
 def engine(
-    name: str = "a", max_running: int = 4, assigned: int = 0, version: int = 0, non_speculative: bool = False
+    name: str = "a",
+    max_running: int = 4,
+    assigned: int = 0,
+    version: int = 0,
+    non_speculative: bool = False,
+    samples: Mapping[str, int] | None = None,
 ) -> EngineLoad:
-    return EngineLoad(name, max_running, assigned, version, non_speculative)
+    return EngineLoad(name, max_running, assigned, version, non_speculative, samples or {})
 
 
 def group(name: str, arrival: int, samples: int = 4, predicted: float = 0.0, **more: object) -> WaitingGroup:
@@ -52,6 +58,38 @@ def test_a_new_prediction_reorders_the_groups() -> None:
     assert [("y", 0, "a"), ("x", 0, "a")] == place(scheduler, engine(max_running=2))
     scheduler.predict("x", 900)
     assert [("x", 1, "a"), ("y", 1, "a")] == place(scheduler, engine(max_running=2))
+
+
+def test_an_engine_takes_siblings_of_its_samples_first() -> None:
+    scheduler = scheduler_with(group("x", 1, 5, 100, probed=True), group("y", 2, 5, 95, probed=True))
+    runs_x, runs_y = engine("a", 3, 1, samples={"x": 1}), engine("b", 3, 1, samples={"y": 1})
+    placed = place(scheduler, runs_x, runs_y)
+    assert {("x", "a"), ("y", "b")} == {(request, name) for request, _, name in placed}
+    assert 4 == len(placed)
+
+
+def test_an_engine_takes_the_group_of_which_it_runs_most_samples() -> None:
+    scheduler = scheduler_with(*(group(name, number, 2, 10, probed=True) for number, name in enumerate("xyz")))
+    [(request, _, _)] = place(scheduler, engine("a", 9, 8, samples={"x": 1, "y": 4, "z": 3}))
+    assert "y" == request
+
+
+def test_siblings_do_not_start_before_probes_longer_groups_and_higher_priorities() -> None:
+    runs_y = engine("a", 2, 1, samples={"y": 1})
+    known = group("y", 2, 4, 80, probed=True)
+    for name, other in {
+        "probe": group("probe", 1, 1, 0),
+        "longer": group("longer", 1, 1, 100, probed=True),
+        "urgent": group("urgent", 1, 1, 10, probed=True, priority=1),
+    }.items():
+        assert (name, 0, "a") == place(scheduler_with(group("y", 2, 4, 80, probed=True), other), runs_y)[0]
+    assert ("y", 0, "a") == place(scheduler_with(known, group("similar", 1, 1, 88, probed=True)), runs_y)[0]
+
+
+def test_siblings_of_another_client_or_version_do_not_start_instead() -> None:
+    runs_y = engine("a", 2, 1, version=1, samples={"y": 1})
+    pinned = group("y", 2, 4, 100, probed=True, pinned_version=0)
+    assert [("x", 0, "a")] == place(scheduler_with(group("x", 1, 1, 100, probed=True), pinned), runs_y)
 
 
 def test_priority_takes_precedence() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
@@ -35,6 +35,7 @@ class RolloutPlacer:
                 len(self._tracker.assigned[engine]),
                 report.upcoming_version,
                 report.non_speculative,
+                Counter(request_id for request_id, _ in self._tracker.assigned[engine]),
             )
             for engine, report in self._engines.engines.items()
             if not report.draining

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 _RUNNING_PER_EXTRA_ASSIGNMENT = 8
@@ -12,6 +12,9 @@ _RUNNING_PER_EXTRA_ASSIGNMENT = 8
 Additional rollouts start as soon as others end, without waiting for the coordinator."""
 _MAX_PREFERRED_LOAD = 2
 """Load up to which the next turn of a trajectory waits for the engine that has its prefix cached."""
+_MIN_RELATIVE_LENGTH = 0.9
+"""Expected length, relative to the longest waiting samples, from which a sample starts before them on an engine that
+runs its siblings. With smaller values, long rollouts would start too late."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,8 @@ class EngineLoad:
     """Weight version with which it samples new rollouts."""
     non_speculative: bool = False
     """Whether it runs without speculation, for requests that want no drafts."""
+    samples: Mapping[str, int] = field(default_factory=dict)
+    """Request id → number of its samples that are assigned to the engine."""
 
     @property
     def load(self) -> float:
@@ -84,6 +89,9 @@ class ProbeThenLongest:
     predicts the lengths of the others (Seer, arXiv 2511.14617, also starts one sample of each group first). Priorities
     take precedence over both. An engine is assigned as many rollouts as it can run at once, and a few more while many
     are waiting.
+
+    Among samples of about the same expected length, an engine takes those whose siblings it runs, because it drafts
+    from siblings while they run.
     """
 
     _groups: dict[str, WaitingGroup] = field(default_factory=dict)
@@ -191,7 +199,22 @@ class ProbeThenLongest:
             head = self._head(lane)
             if head is not None and (best is None or _sort_key(head) < best[0]):
                 best = (_sort_key(head), head)
-        return best[1] if best else None
+        return self._sibling_of(best[1], engine) if best else None
+
+    def _sibling_of(self, first: WaitingGroup, engine: EngineLoad) -> WaitingGroup:
+        """Return the group of which an engine runs most samples, among those that may start instead of *first*."""
+        if not first.probed or first.isolated:
+            return first
+        min_length = _MIN_RELATIVE_LENGTH * first.predicted_length
+        candidates = [
+            (count, -group.arrival, group.request_id)
+            for request_id, count in engine.samples.items()
+            if (group := self._groups.get(request_id)) is not None
+            and _lane(group) == _lane(first)
+            and group.priority == first.priority
+            and group.predicted_length >= min_length
+        ]
+        return self._groups[max(candidates)[2]] if candidates else first
 
     def _head(self, lane: _Lane) -> WaitingGroup | None:
         """Return the first group of a lane; entries with an outdated sort key are dropped on the way."""
@@ -216,7 +239,9 @@ class ProbeThenLongest:
         elif not group.probed:
             group.probed = True
             self._push(group)
-        loads[engine] = replace(loads[engine], assigned=loads[engine].assigned + 1)
+        load = loads[engine]
+        samples = {**load.samples, group.request_id: load.samples.get(group.request_id, 0) + 1}
+        loads[engine] = replace(load, assigned=load.assigned + 1, samples=samples)
         return Placement(group.request_id, sample, engine)
 
 

@@ -19,6 +19,9 @@ from rollout_worker.policy.remaining_length import last_probabilities
 from rollout_worker.policy.rollout_table import Column, LengthsByProblem
 from rollout_worker.policy.step_cost import StepCost
 
+_PREDICTED_SHARE = 0.5
+"""Share of P(last) that follows from predicted lengths; the rest is the same for all rollouts."""
+
 
 class Marginal(BoundedPolicy):
     """Ends each draft where the expected benefit of its next token no longer exceeds the token's cost.
@@ -31,7 +34,8 @@ class Marginal(BoundedPolicy):
     P(last) follows from the lengths of the problem's earlier rollouts, the number of tokens that each rollout has
     generated, and its tokens per step. The queue counts as one more rollout, which ends when all running and queued
     rollouts would have ended. Any rollout that ends lets a queued one start, so that the queue's P(last) is divided
-    equally among the running rollouts.
+    equally among the running rollouts. Because such predictions are uncertain, above all before rollouts of a problem
+    have ended, each rollout keeps at least half of the probability that it would have without any.
     """
 
     def __init__(self, limits: DraftLimits, lengths: LengthsByProblem) -> None:
@@ -55,7 +59,9 @@ class Marginal(BoundedPolicy):
     def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
         if self._schedule.is_due():
-            self._last_probability[rows] = self._compute_last_probabilities(rows, queue)
+            predicted = self._compute_last_probabilities(rows, queue)
+            uniform = 1.0 / max(len(rows), 1)
+            self._last_probability[rows] = _PREDICTED_SHARE * predicted + (1.0 - _PREDICTED_SHARE) * uniform
         last = self._last_probability[rows]
         last[np.isnan(last)] = 1.0 / max(len(rows), 1)
         values = last * cost.base_s + self._context_tokens(rows) * cost.per_context_token_s

@@ -2,11 +2,13 @@
 
 A trace is a file of JSON lines (optionally gzipped) with the fields ``problem_id``, ``sample_index``,
 ``epoch_or_checkpoint``, ``prompt`` and ``text``. Traces of agents that use tools also have ``segments``, a list of
-``["gen" | "env", text]`` pairs: what the model sampled, and what its environment answered.
+``["gen" | "env", text]`` pairs: what the model sampled, and what its environment answered. Instead of texts, a trace
+may have ``prompt_tokens`` and ``tokens``: token ids as base64 of little-endian 16-bit integers.
 """
 
 from __future__ import annotations
 
+import base64
 import gzip
 import json
 import re
@@ -63,14 +65,19 @@ def read_trace(file: Path, tokenizer: Tokenizer) -> list[Trajectory]:
     Raises:
         ValueError: if a line is not a valid trajectory, or if the file has none; the message names the line.
     """
-    texts: list[str] = []
+    parts: list[str | Tokens] = []
     headers: list[tuple[Any, list[bool]]] = []
     with gzip.open(file, "rt") if file.suffix == ".gz" else file.open() as lines:
         for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
-                segments = entry.get("segments") or [["gen", entry["text"]]]
-                texts += [entry["prompt"], *(text for _, text in segments)]
+                if "tokens" in entry:
+                    segments = [["gen", _decode(entry["tokens"])]]
+                    prompt = _decode(entry["prompt_tokens"])
+                else:
+                    segments = entry.get("segments") or [["gen", entry["text"]]]
+                    prompt = entry["prompt"]
+                parts += [prompt, *(text for _, text in segments)]
                 checkpoint = entry.get("epoch_or_checkpoint")
                 checkpoint = "" if checkpoint is None else str(checkpoint)
                 identity = (str(entry["problem_id"]), int(entry["sample_index"]), checkpoint)
@@ -81,18 +88,26 @@ def read_trace(file: Path, tokenizer: Tokenizer) -> list[Trajectory]:
                 ) from None
     if not headers:
         raise ValueError(f"{file} contains no trajectories")
-    encoded = iter(_encode(texts, tokenizer))
+    encoded = iter(_encode(parts, tokenizer))
     return [
         Trajectory(*identity, next(encoded), tuple(Segment(generated, next(encoded)) for generated in kinds))
         for identity, kinds in headers
     ]
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer) -> list[Tokens]:
+def _decode(text: str) -> Tokens:
+    """Return the token ids that a trace contains as base64."""
+    return np.frombuffer(base64.b64decode(text, validate=True), "<u2").astype(np.uint32)
+
+
+def _encode(parts: list[str | Tokens], tokenizer: Tokenizer) -> list[Tokens]:
+    """Return the token ids of each part, which is a text or consists of token ids already."""
     encoded: list[Tokens] = []
-    for first in range(0, len(texts), _ENCODE_BATCH):
-        batch = tokenizer.encode_batch_fast(texts[first : first + _ENCODE_BATCH], add_special_tokens=False)
-        encoded += [np.array(encoding.ids, dtype=np.uint32) for encoding in batch]
+    for first in range(0, len(parts), _ENCODE_BATCH):
+        batch = parts[first : first + _ENCODE_BATCH]
+        texts = [part for part in batch if isinstance(part, str)]
+        encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        encoded += [np.array(next(encodings).ids, np.uint32) if isinstance(part, str) else part for part in batch]
     return encoded
 
 

@@ -95,13 +95,21 @@ class DraftingLoop:
     repeatedly, it is paused.
     """
 
-    def __init__(self, index: SuffixIndex, controller: DraftController, arrays: EngineArrays) -> None:
+    def __init__(
+        self,
+        index: SuffixIndex,
+        controller: DraftController,
+        arrays: EngineArrays,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Create a loop without requests.
 
         Args:
             index: makes the drafts.
             controller: decides the budgets.
             arrays: the engine's arrays.
+            clock: returns the seconds from which the durations of steps are computed.
         """
         self.queue: QueueState = EMPTY_QUEUE
         """The rollouts that wait for a place in the batch, as the job reports them."""
@@ -115,7 +123,7 @@ class DraftingLoop:
         """How often drafting failed."""
         self.last_failure = ""
         """The exception of the last failure, for reports."""
-        self._index, self._controller, self._arrays = index, controller, arrays
+        self._index, self._controller, self._arrays, self._clock = index, controller, arrays, clock
         self._batch = index.new_batch(*arrays)
         self._settings: dict[str, _Request] = {}
         """Requests that have draft settings, by request id."""
@@ -137,7 +145,7 @@ class DraftingLoop:
         self._trial: Trial | None = None
         """The trial among the last drafts."""
         self._last_call: float | None = None
-        """``time.perf_counter()`` at the last call of :meth:`draft`; None if the step since then is not timed."""
+        """The clock at the last call of :meth:`draft`; None if the step since then is not timed."""
         self._consecutive_failures = 0
         self._pause_steps = _PAUSE_STEPS
         self._paused_until = 0
@@ -326,14 +334,14 @@ class DraftingLoop:
             places: place of each request, shape (requests,).
             verified: number of draft tokens that the step verified, shape (requests,).
         """
-        started = time.perf_counter()
+        started = self._clock()
         try:
             self._draft(request_ids, num_tokens, places, verified, started)
         except Exception as error:
             self._record_failure(error)
             self._arrays.lengths[places] = 0
         self._last_call = started
-        self.seconds += time.perf_counter() - started
+        self.seconds += self._clock() - started
 
     def plan(self, request_ids: list[str] | None = None) -> None:
         """Learn from the step before the last drafts, and decide the budgets of the next ones.

@@ -1,0 +1,100 @@
+"""Compares the makespans of methods, with intervals over problems."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.figures import Figure
+
+OURS = "das-rollout"
+OWN_METHODS = ("constant-threshold", "without-lengths", "with-lengths", OURS, "das-rollout-run-ahead")
+"""This project's method and its variants."""
+BOUND = "clairvoyant"
+_RESAMPLES = 10_000
+_LEVEL = 0.95
+
+Row = Mapping[str, Any]
+SettingKey = tuple[str, bool, str, int, int]
+
+
+class Interval(NamedTuple):
+    """A ratio of makespans with its bootstrap interval."""
+
+    ratio: float
+    low: float
+    high: float
+
+
+def setting_of(row: Row) -> SettingKey:
+    """Return what rows that are compared have in common."""
+    return row["trace"], row["without_loops"], row["accelerator"], row["engines"], row["batch"]
+
+
+def name_of(setting: SettingKey) -> str:
+    """Return a setting in words."""
+    trace, without_loops, accelerator, engines, batch = setting
+    return f"{trace}{' without loops' if without_loops else ''}, {accelerator}, {batch} over {engines}"
+
+
+def block_seconds(row: Row, epoch: int | None = None) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return the sum of the makespans of each block's training steps, shape (blocks,).
+
+    Args:
+        row: a method's result.
+        epoch: sum over this epoch only; None for all.
+    """
+    sums: defaultdict[int, float] = defaultdict(float)
+    for block, step_epoch, seconds in zip(row["blocks"], row["epochs"], row["seconds"], strict=True):
+        sums[block] += seconds if epoch in (None, step_epoch) else 0.0
+    return np.array([sums[block] for block in sorted(sums)])
+
+
+def compare(row: Row, other: Row, epoch: int | None = None) -> Interval:
+    """Return the ratio of the makespans of two methods, with a bootstrap interval over blocks of problems."""
+    ours, theirs = block_seconds(row, epoch), block_seconds(other, epoch)
+    chosen = np.random.default_rng(1).integers(0, len(ours), size=(_RESAMPLES, len(ours)))
+    ratios = ours[chosen].sum(axis=1) / theirs[chosen].sum(axis=1)
+    tail = (1 - _LEVEL) / 2
+    low, high = np.quantile(ratios, [tail, 1 - tail])
+    return Interval(float(ours.sum() / theirs.sum()), float(low), float(high))
+
+
+def by_setting(rows: Iterable[Row]) -> dict[SettingKey, dict[str, Row]]:
+    """Return the rows by setting and method."""
+    settings: defaultdict[SettingKey, dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        settings[setting_of(row)][row["method"]] = row
+    return dict(settings)
+
+
+def best_rival(methods: Mapping[str, Row]) -> Row | None:
+    """Return the fastest method that is not this project's."""
+    rivals = [row for name, row in methods.items() if name not in (*OWN_METHODS, BOUND)]
+    return min(rivals, key=lambda row: float(sum(row["seconds"])), default=None)
+
+
+def figures_of(rows: Sequence[Row]) -> list[Figure]:
+    """Return the figures of the comparison; all of them are simulated."""
+    figures = []
+    for setting, methods in by_setting(rows).items():
+        name, plain = name_of(setting), methods.get("none")
+        for method, row in methods.items():
+            if plain is not None and method != "none":
+                interval = compare(row, plain)
+                figures.append(
+                    Figure(f"makespan of {method} (simulated), {name}", interval.ratio, "x", "none", "<=", None)
+                )
+        ours, rival = methods.get(OURS), best_rival(methods)
+        if ours is None or rival is None:
+            continue
+        interval = compare(ours, rival)
+        peer = f"{rival['method']}, the fastest rival"
+        figures += [
+            Figure(f"makespan of {OURS} (simulated), {name}", interval.ratio, "x", peer, "<=", 1.0),
+            Figure(f"upper bound of the 95 % interval, {name}", interval.high, "x", peer, "<=", None),
+        ]
+    return figures

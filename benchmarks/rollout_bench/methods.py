@@ -1,0 +1,296 @@
+"""The ways to draft and to schedule that are compared, and the values among which each is tuned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.rollout_bench.drafters import (
+    NO_TIME,
+    IndexDrafter,
+    NgramDrafter,
+    SuffixGpuDrafter,
+    TimeOnHost,
+    TreeDrafter,
+)
+from benchmarks.rollout_bench.engine import Drafter
+from benchmarks.rollout_bench.job import DrafterInputs, Method
+from benchmarks.rollout_bench.policies import PolicySettings
+from benchmarks.rollout_bench.vllm_suffix import VllmSuffixDrafter
+from rollout_worker.drafting import SuffixIndex
+from rollout_worker.drafting.index import POOL_TOKENS, SOURCES
+
+HOST_TIME = TimeOnHost([8, 64, 256], [45e-6, 146e-6, 241e-6])
+"""This project's time on the critical path, charged to every drafter on the host for which there is no measurement:
+medians of :mod:`benchmarks.hot_path` on two CPU cores (benchmarks/results/hot-path-rg.json)."""
+TREE_TIME = TimeOnHost([8, 64, 256], [0.70e-3, 3.7e-3, 18e-3])
+"""The time of vLLM's suffix proposer with arctic-inference's trees, from the same measurement."""
+HOST_OVERHEAD_S = 0.4e-3
+"""What the host does while the GPU waits in a step with drafts from the host: it reads the numbers of sampled tokens,
+prepares the inputs and launches the graph. An assumption; :mod:`benchmarks.step_profile` measures 0.8 ms on a CPU,
+where Triton's interpreter runs the kernels that prepare the inputs. Drafters on the GPU have neither this nor a time of
+their own."""
+SYNCHRONOUS_OVERHEAD_S = 1.2e-3
+"""What the host does while the GPU waits in a step of V1 with synchronous scheduling: schedule, prepare inputs, process
+outputs. :mod:`benchmarks.step_profile` measures 0.36 + 0.82 ms on a CPU at batch size 4."""
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A method with the values among which it is tuned."""
+
+    make: Callable[..., Method]
+    """Creates the method; called with one of :attr:`grid` and ``longest_first``."""
+    grid: Sequence[Values]
+    origin: str
+    """Where the method comes from, and whether its own code runs here."""
+    tunes_order: bool = True
+    """Whether the order in which rollouts start is tuned as well; otherwise it is that of the method."""
+
+
+def _index(
+    policy: str,
+    *,
+    max_draft: int = 16,
+    min_survival: float = 0.0,
+    max_running: int = 0,
+    governed: bool = False,
+    sources: Sequence[str] = SOURCES,
+    is_free: bool = False,
+) -> Callable[[DrafterInputs], Drafter]:
+    def make(inputs: DrafterInputs) -> Drafter:
+        index = inputs.shared_index
+        if index is None:
+            index = SuffixIndex(pool_tokens=POOL_TOKENS if "cross_problem" in sources else 0)
+        return IndexDrafter(
+            inputs.text,
+            index,
+            PolicySettings(policy, max_draft, min_survival, max_running),
+            inputs.clock,
+            inputs.lengths.of_problem,
+            inputs.lengths.overall,
+            sources=sources,
+            max_tokens=inputs.max_tokens,
+            governed=governed,
+            seconds=NO_TIME if is_free else HOST_TIME,
+            overhead_s=0.0 if is_free else HOST_OVERHEAD_S,
+        )
+
+    return make
+
+
+def _none(*, longest_first: bool) -> Method:
+    return Method(longest_first=longest_first)
+
+
+def _ngram(*, max_draft: int, min_ngram: int, longest_first: bool) -> Method:
+    return Method(
+        lambda inputs: NgramDrafter(inputs.text, min_ngram=min_ngram, max_ngram=max(4, min_ngram)),
+        max_draft=max_draft,
+        longest_first=longest_first,
+    )
+
+
+def _arctic(*, per_problem: bool, min_token_prob: float, max_draft: int = 32, longest_first: bool) -> Method:
+    return Method(
+        lambda inputs: TreeDrafter(
+            inputs.text, per_problem=per_problem, min_token_prob=min_token_prob, seconds=TREE_TIME
+        ),
+        max_draft=max_draft,
+        overhead_s=SYNCHRONOUS_OVERHEAD_S,
+        piecewise=True,
+        longest_first=longest_first,
+    )
+
+
+def _vllm_suffix(*, max_draft: int, depth: int, longest_first: bool) -> Method:
+    return Method(
+        lambda inputs: VllmSuffixDrafter(
+            inputs.text, lambda tokens: inputs.accelerator.forward_s(tokens, 0), depth=depth, max_draft=max_draft
+        ),
+        max_draft=max_draft,
+        longest_first=longest_first,
+    )
+
+
+def _suffix_gpu(*, min_token_prob: float, longest_first: bool) -> Method:
+    return Method(
+        lambda inputs: SuffixGpuDrafter(inputs.text, min_token_prob=min_token_prob),
+        max_draft=16,
+        longest_first=longest_first,
+    )
+
+
+def _das(*, policy: str, min_survival: float = 0.0, max_draft: int = 16, longest_first: bool) -> Method:
+    return Method(
+        _index(policy, max_draft=max_draft, min_survival=min_survival),
+        max_draft=max_draft,
+        longest_first=longest_first,
+    )
+
+
+def _tlt(*, max_running: int, max_draft: int, longest_first: bool) -> Method:
+    return Method(
+        _index("fixed-below", max_draft=max_draft, max_running=max_running),
+        max_draft=max_draft,
+        longest_first=longest_first,
+    )
+
+
+def _srt(*, min_token_prob: float, longest_first: bool) -> Method:
+    return Method(
+        lambda inputs: TreeDrafter(
+            inputs.text, per_problem=True, min_token_prob=min_token_prob, seconds=HOST_TIME, overhead_s=HOST_OVERHEAD_S
+        ),
+        max_draft=32,
+        longest_first=longest_first,
+        shares_history=True,
+        runs_ahead=True,
+    )
+
+
+def _bubblespec(*, min_token_prob: float, longest_first: bool) -> Method:
+    return Method(
+        lambda inputs: TreeDrafter(
+            inputs.text,
+            per_problem=True,
+            min_token_prob=min_token_prob,
+            seconds=HOST_TIME,
+            overhead_s=HOST_OVERHEAD_S,
+            keeps_live_text=False,
+        ),
+        max_draft=32,
+        longest_first=longest_first,
+        shares_history=True,
+        uses_rollouts=False,
+        runs_ahead=True,
+    )
+
+
+def _seer(*, chunk_tokens: int, max_draft: int) -> Method:
+    return Method(
+        _index(
+            "marginal-without-lengths",
+            max_draft=max_draft,
+            sources=("history", "self", "siblings"),
+        ),
+        max_draft=max_draft,
+        longest_first=True,
+        has_shared_index=True,
+        forgets_history=True,
+        chunk_tokens=chunk_tokens,
+    )
+
+
+def _ours(
+    *,
+    policy: str = "marginal",
+    max_draft: int = 16,
+    min_survival: float = 0.0,
+    runs_ahead: bool = False,
+    migrates: bool = True,
+    governed: bool = True,
+) -> Method:
+    return Method(
+        _index(policy, max_draft=max_draft, min_survival=min_survival, governed=governed),
+        max_draft=max_draft,
+        longest_first=True,
+        shares_history=True,
+        migrates=migrates,
+        runs_ahead=runs_ahead,
+    )
+
+
+def _clairvoyant() -> Method:
+    return Method(
+        _index("fixed", max_draft=64, is_free=True),
+        max_draft=64,
+        knows_acceptance=True,
+        longest_first=True,
+        shares_history=True,
+        migrates=True,
+    )
+
+
+_PAPER = "reimplemented from the paper"
+_TOKEN_PROBABILITIES = [{"min_token_prob": value} for value in (0.1, 0.3, 0.5, 0.7)]
+_SURVIVALS = (0.2, 0.35, 0.5, 0.65)
+_OUR_GRID = [{"max_draft": value} for value in (8, 16, 32)]
+
+RIVALS: dict[str, Rival] = {
+    "none": Rival(_none, [{}], "vLLM's V2 runner, asynchronous", tunes_order=False),
+    "none-longest-first": Rival(lambda **_: _none(longest_first=True), [{}], "as none, in this project's order", False),
+    "ngram": Rival(
+        _ngram,
+        [{"max_draft": 3, "min_ngram": 2}, {"max_draft": 3, "min_ngram": 4}, {"max_draft": 8, "min_ngram": 4}],
+        "vLLM's code",
+    ),
+    "arctic-inference": Rival(
+        lambda **values: _arctic(per_problem=False, **values), _TOKEN_PROBABILITIES, "arctic-inference's code"
+    ),
+    "arctic-inference-per-problem": Rival(
+        lambda **values: _arctic(per_problem=True, **values), _TOKEN_PROBABILITIES, "arctic-inference's code"
+    ),
+    "vllm-suffix": Rival(
+        _vllm_suffix,
+        [{"max_draft": draft, "depth": depth} for draft, depth in ((8, 24), (16, 24), (32, 24), (16, 64))],
+        "reimplemented from a description of vLLM's code",
+    ),
+    "suffix-gpu": Rival(_suffix_gpu, _TOKEN_PROBABILITIES[1:], "suffix-gpu's code"),
+    "das-classes": Rival(lambda **values: _das(policy="das-classes", **values), [{}, {"max_draft": 8}], _PAPER),
+    "das-classes-threshold": Rival(
+        lambda **values: _das(policy="das-classes", **values),
+        [{"min_survival": value} for value in _SURVIVALS],
+        f"{_PAPER}, with a threshold",
+    ),
+    "das-optimal": Rival(lambda **values: _das(policy="das-optimal", **values), [{}, {"max_draft": 8}], _PAPER),
+    "das-optimal-threshold": Rival(
+        lambda **values: _das(policy="das-optimal", **values),
+        [{"min_survival": value} for value in _SURVIVALS],
+        f"{_PAPER}, with a threshold",
+    ),
+    "tlt": Rival(
+        _tlt,
+        [
+            {"max_running": running, "max_draft": draft}
+            for running, draft in ((8, 8), (8, 16), (32, 4), (32, 8), (128, 4))
+        ],
+        f"{_PAPER}, with this project's drafts",
+    ),
+    "srt": Rival(_srt, _TOKEN_PROBABILITIES, _PAPER),
+    "bubblespec": Rival(_bubblespec, _TOKEN_PROBABILITIES, _PAPER),
+    "seer": Rival(
+        lambda longest_first=True, **values: _seer(**values),
+        [{"chunk_tokens": chunk, "max_draft": draft} for chunk, draft in ((512, 8), (512, 16), (2048, 16))],
+        _PAPER,
+        tunes_order=False,
+    ),
+    "constant-threshold": Rival(
+        lambda longest_first=True, **values: _ours(policy="fixed", governed=False, **values),
+        [{"min_survival": value} for value in _SURVIVALS],
+        "this project without budgets",
+        tunes_order=False,
+    ),
+    "without-lengths": Rival(
+        lambda longest_first=True, **values: _ours(policy="marginal-without-lengths", **values),
+        _OUR_GRID,
+        "this project without predicted lengths in its budgets",
+        tunes_order=False,
+    ),
+    "das-rollout": Rival(
+        lambda longest_first=True, **values: _ours(**values), _OUR_GRID, "this project", tunes_order=False
+    ),
+    "das-rollout-run-ahead": Rival(
+        lambda longest_first=True, **values: _ours(runs_ahead=True, **values),
+        _OUR_GRID,
+        "this project with drafts for coming prompts, which it does not have yet",
+        tunes_order=False,
+    ),
+    "clairvoyant": Rival(
+        lambda longest_first=True: _clairvoyant(), [{}], "a bound: only tokens that are accepted are verified", False
+    ),
+}
+"""The methods, by name."""

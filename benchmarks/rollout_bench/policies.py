@@ -1,0 +1,91 @@
+"""Draft policies of other systems, and variants of this project's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from rollout_api.length_stats import LengthStats
+from rollout_worker.arrays import Floats, Integers
+from rollout_worker.policy.das_policies import DasClasses, DasOptimal
+from rollout_worker.policy.draft_policy import EMPTY_QUEUE, DraftBudgets, DraftLimits, DraftPolicy, QueueState
+from rollout_worker.policy.marginal import Marginal
+from rollout_worker.policy.rollout_table import LengthsByProblem
+from rollout_worker.policy.simple_policies import Fixed
+from rollout_worker.policy.step_cost import StepCost
+
+MAX_BATCHED_TOKENS = 8192
+"""Maximum tokens of a verification step, as vLLM sets it on an H100."""
+
+
+class MarginalWithoutLengths(Marginal):
+    """``marginal`` with the same probability for every rollout that it ends last."""
+
+    def _compute_last_probabilities(self, rows: Integers, queue: QueueState) -> Floats:
+        return np.full(len(rows), 1.0 / max(len(rows), 1))
+
+
+class FixedBelow(Fixed):
+    """Drafts equally many tokens for every rollout while few run, otherwise none (TLT, arXiv 2511.16665)."""
+
+    def __init__(self, limits: DraftLimits, lengths: LengthsByProblem, max_running: int) -> None:
+        super().__init__(limits, lengths)
+        self._max_running = max_running
+
+    def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+        """See :meth:`DraftPolicy.compute_budgets`."""
+        budgets = super().compute_budgets(rows, cost, queue)
+        return budgets if len(rows) <= self._max_running else budgets._replace(tokens=np.zeros(len(rows), np.int64))
+
+
+class WithThreshold:
+    """A policy whose drafts end before the first token whose survival is below a constant."""
+
+    def __init__(self, policy: DraftPolicy, min_survival: float) -> None:
+        self._policy, self._min_survival = policy, min_survival
+        self.open, self.close = policy.open, policy.close
+        self.advance, self.add_unobserved = policy.advance, policy.add_unobserved
+
+    def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+        """See :meth:`DraftPolicy.compute_budgets`."""
+        budgets = self._policy.compute_budgets(rows, cost, queue)
+        return budgets._replace(min_survivals=np.full(len(rows), self._min_survival))
+
+
+class PolicySettings:
+    """Creates the policy of an engine."""
+
+    def __init__(self, name: str, max_draft: int, min_survival: float = 0.0, max_running: int = 0) -> None:
+        """Choose a policy.
+
+        Args:
+            name: ``marginal``, ``marginal-without-lengths``, ``fixed``, ``fixed-below``, ``das-classes`` or
+                ``das-optimal``.
+            max_draft: maximum number of tokens of a draft.
+            min_survival: survival below which all drafts end; 0 leaves that to the policy.
+            max_running: for ``fixed-below``.
+        """
+        self._name, self._max_draft = name, max_draft
+        self._min_survival, self._max_running = min_survival, max_running
+
+    def make(self, lengths: LengthsByProblem, overall: Callable[[], LengthStats]) -> DraftPolicy:
+        """Create the policy; *overall* returns the statistics of all problems."""
+        limits = DraftLimits(self._max_draft, MAX_BATCHED_TOKENS)
+        policy: DraftPolicy
+        match self._name:
+            case "marginal":
+                policy = Marginal(limits, lengths)
+            case "marginal-without-lengths":
+                policy = MarginalWithoutLengths(limits, lengths)
+            case "fixed":
+                policy = Fixed(limits, lengths)
+            case "fixed-below":
+                policy = FixedBelow(limits, lengths, self._max_running)
+            case "das-classes":
+                policy = DasClasses(limits, lengths, overall)
+            case "das-optimal":
+                policy = DasOptimal(limits, lengths)
+            case name:
+                raise ValueError(f"unknown policy {name!r}")
+        return WithThreshold(policy, self._min_survival) if self._min_survival else policy

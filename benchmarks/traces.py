@@ -59,7 +59,7 @@ def load_tokenizer(file: Path) -> Tokenizer:
     return Tokenizer.from_buffer(gzip.decompress(data) if file.suffix == ".gz" else data)
 
 
-def read_trace(file: Path, tokenizer: Tokenizer) -> list[Trajectory]:
+def read_trace(file: Path, tokenizer: Tokenizer | None) -> list[Trajectory]:
     """Read and tokenize all trajectories of a trace, in the order of the file.
 
     Raises:
@@ -100,13 +100,15 @@ def _decode(text: str) -> Tokens:
     return np.frombuffer(base64.b64decode(text, validate=True), "<u2").astype(np.uint32)
 
 
-def _encode(parts: list[str | Tokens], tokenizer: Tokenizer) -> list[Tokens]:
+def _encode(parts: list[str | Tokens], tokenizer: Tokenizer | None) -> list[Tokens]:
     """Return the token ids of each part, which is a text or consists of token ids already."""
     encoded: list[Tokens] = []
     for first in range(0, len(parts), _ENCODE_BATCH):
         batch = parts[first : first + _ENCODE_BATCH]
         texts = [part for part in batch if isinstance(part, str)]
-        encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+        if texts and tokenizer is None:
+            raise ValueError("the trace contains text; give its tokenizer")
+        encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False) if tokenizer is not None else ())
         encoded += [np.array(next(encodings).ids, np.uint32) if isinstance(part, str) else part for part in batch]
     return encoded
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.ngram_drafter import MAX_NGRAM, MIN_NGRAM
 from benchmarks.replay import END_OF_TURN
-from benchmarks.rollout_bench.engine import EngineText, FinishedTurn, Turn
+from benchmarks.rollout_bench.engine import Drafter, EngineText, FinishedTurn, Turn
 from benchmarks.rollout_bench.policies import PolicySettings
 from benchmarks.suffix_drafters import PEERS_DIRECTORY, as_int32, suffix_tree
 from rollout_api.length_stats import LengthStats
@@ -262,6 +262,43 @@ class NgramDrafter:
 
     def end_step(self) -> None:
         """See :class:`Drafter`."""
+
+
+class TwoDrafters:
+    """Drafts with one drafter for rollouts and with another one for copies of them (SpecActor, arXiv 2511.16193)."""
+
+    def __init__(self, text: EngineText, rollouts: Drafter, copies: Drafter) -> None:
+        """Combine two drafters of the same engine."""
+        self._text, self._rollouts, self._copies = text, rollouts, copies
+        self._by_place: dict[int, Drafter] = {}
+
+    def open(self, place: int, turn: Turn) -> None:
+        """See :class:`Drafter`."""
+        self._by_place[place] = self._copies if turn.is_copy else self._rollouts
+        self._by_place[place].open(place, turn)
+
+    def close(self, place: int) -> None:
+        """See :class:`Drafter`."""
+        self._by_place.pop(place).close(place)
+
+    def draft(self, places: Integers, verified: Integers) -> float:
+        """See :class:`Drafter`."""
+        seconds = 0.0
+        for drafter in (self._rollouts, self._copies):
+            chosen = np.array([self._by_place[place] is drafter for place in places.tolist()])
+            if chosen.any():
+                seconds += drafter.draft(places[chosen], verified[chosen])
+        return seconds
+
+    def add(self, turn: FinishedTurn) -> None:
+        """See :class:`Drafter`."""
+        self._rollouts.add(turn)
+        self._copies.add(turn)
+
+    def end_step(self) -> None:
+        """See :class:`Drafter`."""
+        self._rollouts.end_step()
+        self._copies.end_step()
 
 
 class SuffixGpuDrafter:

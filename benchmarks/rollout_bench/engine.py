@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -45,6 +45,8 @@ class Turn(NamedTuple):
     """Earlier turns of the model and of its environment."""
     generated: Tokens
     """Tokens of the turn that another engine has sampled."""
+    is_copy: bool = False
+    """Whether another engine runs the same rollout."""
 
 
 class FinishedTurn(NamedTuple):
@@ -125,6 +127,8 @@ class Rollout:
     trajectory: Trajectory
     is_spare: bool = False
     """Whether it is sampled only to draft from."""
+    is_copy: bool = False
+    """Whether another engine runs the same rollout; both end when one has ended."""
     segment: int = 0
     """The current segment of the trajectory."""
     position: int = 0
@@ -145,6 +149,10 @@ class Rollout:
     def num_tokens(self) -> int:
         """Number of tokens of prompt and response so far."""
         return len(self.trajectory.prompt) + len(self.context) + self.position
+
+    def copy(self) -> Rollout:
+        """Return a copy that another engine can run at the same time."""
+        return replace(self, is_copy=True)
 
     def start_turn(self) -> bool:
         """Advance to the next turn of the model, and return whether there is one."""
@@ -281,7 +289,8 @@ class SimulatedEngine:
         self._position[place], self._length[place] = rollout.position, len(rollout.turn)
         self._unprocessed[place] = unprocessed
         if self.drafter is not None:
-            self.drafter.open(place, Turn(rollout.id, rollout.problem, prompt, rollout.context, generated))
+            turn = Turn(rollout.id, rollout.problem, prompt, rollout.context, generated, rollout.is_copy)
+            self.drafter.open(place, turn)
 
     def remove(self, rollout: Rollout) -> None:
         """Stop a rollout, which may continue on another engine."""

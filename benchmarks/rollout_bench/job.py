@@ -81,6 +81,8 @@ class Method:
     """Number of tokens after which a rollout may continue on any engine, at no cost; 0: never."""
     runs_ahead: bool = False
     """Whether engines without rollouts sample drafts for the next training step."""
+    runs_copies: bool = False
+    """Whether engines without rollouts run copies of others' rollouts, so that the faster one counts."""
 
 
 class KnownLengths:
@@ -279,6 +281,8 @@ class JobSimulation:
             self._start_rollouts(queue, chunk_starts)
             if method.runs_ahead and not len(queue):
                 self._start_spares(number)
+            if method.runs_copies and not len(queue):
+                self._start_copies()
             busy = [engine for engine in self._engines if engine.is_busy]
             engine = min(busy, key=lambda one: one.clock)
             self._set_queue(queue, engine)
@@ -338,6 +342,7 @@ class JobSimulation:
             return 0
         if not end.is_last:
             return 0
+        self._stop_twin(rollout)
         self._lengths.add(rollout.problem, number, rollout.generated)
         queue.update_prediction(rollout.problem)
         result.ends.append(engine.clock)
@@ -381,6 +386,27 @@ class JobSimulation:
                 if not engine.is_busy:
                     engine.clock = max(engine.clock, now)
                 engine.start(rollout)
+
+    def _start_copies(self) -> None:
+        """Let each engine without rollouts run a copy of the rollout that is expected to run longest."""
+        running = [rollout for engine in self._engines for rollout in engine.running]
+        copied = {rollout.id for rollout in running if rollout.is_copy}
+        now = min((engine.clock for engine in self._engines if engine.is_busy), default=0.0)
+        for engine in self._engines:
+            candidates = [one for one in running if one.id not in copied and not one.is_copy]
+            if engine.is_busy or not candidates:
+                continue
+            rollout = max(candidates, key=self._expected_remaining)
+            copied.add(rollout.id)
+            engine.clock = max(engine.clock, now)
+            engine.start(rollout.copy())
+
+    def _stop_twin(self, rollout: Rollout) -> None:
+        """Stop the copy of a rollout that has ended, or the rollout of which it is a copy."""
+        for engine in self._engines:
+            for other in engine.running:
+                if other.id == rollout.id:
+                    engine.remove(other)
 
     def _stop_spares(self, engine: SimulatedEngine, number: int) -> None:
         """Stop what an engine samples ahead, and keep its tokens so far."""

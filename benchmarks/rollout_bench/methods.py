@@ -13,6 +13,7 @@ from benchmarks.rollout_bench.drafters import (
     SuffixGpuDrafter,
     TimeOnHost,
     TreeDrafter,
+    TwoDrafters,
 )
 from benchmarks.rollout_bench.engine import Drafter
 from benchmarks.rollout_bench.job import DrafterInputs, Method
@@ -170,6 +171,25 @@ def _bubblespec(*, min_token_prob: float, longest_first: bool) -> Method:
     )
 
 
+def _specactor(*, min_token_prob: float, longest_first: bool) -> Method:
+    return Method(
+        lambda inputs: TwoDrafters(
+            inputs.text,
+            TreeDrafter(
+                inputs.text,
+                per_problem=True,
+                min_token_prob=min_token_prob,
+                seconds=HOST_TIME,
+                overhead_s=HOST_OVERHEAD_S,
+            ),
+            NgramDrafter(inputs.text),
+        ),
+        max_draft=32,
+        longest_first=longest_first,
+        runs_copies=True,
+    )
+
+
 def _seer(*, chunk_tokens: int, max_draft: int) -> Method:
     return Method(
         _index(
@@ -262,6 +282,9 @@ RIVALS: dict[str, Rival] = {
     ),
     "srt": Rival(_srt, _TOKEN_PROBABILITIES, _PAPER),
     "bubblespec": Rival(_bubblespec, _TOKEN_PROBABILITIES, _PAPER),
+    "specactor": Rival(
+        _specactor, _TOKEN_PROBABILITIES, f"{_PAPER}: copies with another drafter, without its draft models"
+    ),
     "seer": Rival(
         lambda longest_first=True, **values: _seer(**values),
         [{"chunk_tokens": chunk, "max_draft": draft} for chunk, draft in ((512, 8), (512, 16), (2048, 16))],

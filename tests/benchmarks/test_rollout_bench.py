@@ -222,6 +222,18 @@ def test_idle_engines_sample_drafts_for_the_next_training_step(name: str) -> Non
     assert ahead[1].seconds < 0.8 * usual[1].seconds
 
 
+def test_the_faster_of_two_copies_counts() -> None:
+    # The last rollout repeats itself, which only n-grams use: nothing like it has been sampled before.
+    repeating = trajectory("p", 0, *(list(range(10, 60)) * 6))
+    job = job_of([repeating, trajectory("q", 0, 5)])
+    method = RIVALS["specactor"].make(min_token_prob=0.9, longest_first=True)
+    [alone] = simulate(job, replace(method, runs_copies=False), engines=2)
+    [copied] = simulate(job, method, engines=2)
+    assert 2 == len(copied.ends)
+    assert copied.seconds < 0.9 * alone.seconds
+    assert copied.tokens > alone.tokens  # the copy's tokens count as work
+
+
 def test_rollouts_continue_on_the_engine_with_the_fewest_after_each_chunk() -> None:
     rollouts = [trajectory("p", number, *range(10, 14 + (number % 4 == 0) * 300)) for number in range(16)]
     method = Method(chunk_tokens=16, longest_first=False)

@@ -60,3 +60,22 @@ def test_a_draft_has_its_expected_number_of_accepted_tokens() -> None:
     found = index.draft(handle, 8)
     assert 8 == len(found)
     assert found.expected == pytest.approx(np.cumprod(found.probabilities).sum())
+
+
+def test_the_alternatives_of_a_draft_contain_its_tokens_and_what_else_followed() -> None:
+    index = SuffixIndex()
+    index.add("p", [(str(number), 1, [1, 2, 3 + (number == 0), 9]) for number in range(4)])
+    handle = index.open("p", PROMPT, ("history",))
+    assert [] == index.alternatives(handle)
+    index.extend(handle, [1, 2])
+    found = index.draft(handle, 2)
+    first, second = index.alternatives(handle)
+    assert {3, 4} == {one.token for one in first}
+    likely, unlikely = sorted(first, key=lambda one: -one.mixed)
+    assert 3 == likely.token == found.tokens[0]
+    assert 0 < unlikely.mixed < likely.mixed < likely.mixed + unlikely.mixed <= 1
+    assert likely.calibrated == pytest.approx(found.probabilities[0])
+    assert unlikely.calibrated < likely.calibrated
+    assert [9] == [one.token for one in second]
+    with pytest.raises(KeyError):
+        index.alternatives(handle + 1)

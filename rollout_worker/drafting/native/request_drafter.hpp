@@ -46,6 +46,13 @@ struct SourceCounts {
   std::uint64_t accepted = 0;
 };
 
+// A token that may follow at a position of a draft.
+struct Alternative {
+  Token token;
+  float mixed;       // its probability according to the mixture; those of all tokens add up to at most 1
+  float calibrated;  // the probability that it is accepted if it is drafted
+};
+
 // Finds occurrences, drafts by the mixture, and counts and learns which draft tokens are accepted. Any number of
 // threads may call it; calls for the same request wait for each other.
 class RequestDrafter {
@@ -53,12 +60,14 @@ class RequestDrafter {
   RequestDrafter(std::size_t depth, const ProblemRegistry& problems, const CrossProblemPool& pool)
       : depth_(depth), problems_(problems), pool_(pool) {}
 
-  // The next three take the request's lock.
+  // The next four take the request's lock.
   Draft draft(Request& request, std::size_t budget, double min_survival);
   // Compares sampled tokens with the request's last draft, learns from them and appends them to the response.
   void extend(Request& request, std::span<const Token> tokens);
   // Returns the occurrences that a draft would use, with up to `length` tokens of each.
   std::vector<OccurrenceText> occurrences(Request& request, std::size_t length);
+  // Returns the tokens among which the request's last draft has chosen, by position of the draft.
+  std::vector<std::vector<Alternative>> alternatives(Request& request) const;
 
   // The others require that the caller holds the request's lock.
   // Appends the reported tokens to the texts of the request itself, so that a draft can be computed.

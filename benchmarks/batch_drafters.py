@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.makespan import MAX_BATCHED_TOKENS, MAX_DRAFT
 from benchmarks.problems import Problem
 from benchmarks.recorded_batch import first_turn
 from benchmarks.replay import END_OF_TURN
+from benchmarks.rollout_bench.policies import MAX_BATCHED_TOKENS
 from benchmarks.suffix_drafters import PEERS_DIRECTORY
 from benchmarks.traces import Tokens, Trajectory
 from rollout_api.length_stats import LengthStats
@@ -26,6 +26,8 @@ from rollout_worker.policy.draft_policy import DraftLimits
 from rollout_worker.policy.marginal import Marginal
 from rollout_worker.policy.step_cost import H100_7B
 
+MAX_DRAFT = 16
+"""Maximum tokens of a draft, a job's default."""
 VLLM_TREE_DEPTH = 24
 """vLLM's default depth of the suffix trees."""
 _NO_CONTEXT = np.empty(0, np.uint32)

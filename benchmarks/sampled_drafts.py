@@ -181,6 +181,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=16, help="rollouts of each problem and version [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # Responses are so short that more threads only wait for each other.
     try:
         trajectories = read_trace(options.trace, None)
     except (OSError, ValueError) as error:

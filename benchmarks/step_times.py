@@ -69,8 +69,8 @@ async def fit_cost_model(name: str = "267m") -> dict[str, float]:
     """Measure verification steps and return the fitted cost model of an engine on this machine.
 
     Returns:
-        The fields that ``benchmarks.makespan --cost-model`` reads: those of :class:`StepCost` and ``kv_tokens``. In
-        addition ``error``, the median relative error of the fit.
+        The fields of :class:`StepCost`, the capacity ``kv_tokens`` of the KV cache, and ``error``, the median relative
+        error of the fit.
     """
     model = MODELS[name](positions=POSITIONS)
     with redis_server() as url:
@@ -107,7 +107,7 @@ def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_model_argument(parser)
-    parser.add_argument("--json", type=Path, help="file for the results; makespan reads it as a cost model")
+    parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     cost = asyncio.run(fit_cost_model(options.model))
     report(options.json, figures_of(cost), **cost)

@@ -38,12 +38,9 @@ class SuffixIndexDrafter:
 
         Args:
             scope: the sources of drafts besides a rollout's own text.
-            min_survival: a draft ends before the first token whose survival is lower, unless :meth:`draft` is given
-                other thresholds.
+            min_survival: a draft ends before the first token whose survival is lower.
         """
         self._scope, self._min_survival = scope, min_survival
-        self.other_engines: Sequence[SuffixIndexDrafter] = ()
-        """The drafters of other engines, to whose history finished turns are added as well."""
         self._index = SuffixIndex(pool_tokens=POOL_TOKENS if scope in ("cross_problem", "all") else 0)
         self._open: dict[int, _OpenRollout] = {}
         self._last_rollout_id = 0
@@ -93,8 +90,7 @@ class SuffixIndexDrafter:
             return
         sampled = np.concatenate(rollout.sampled)
         if self._scope != "self":
-            for drafter in (self, *self.other_engines):
-                drafter._index.add(rollout.problem, [(drafter._next_rollout_id(), 1, sampled, rollout.context)])
+            self._index.add(rollout.problem, [(self._next_rollout_id(), 1, sampled, rollout.context)])
         rollout.context, rollout.sampled = np.concatenate([rollout.context, sampled]), []
 
     def add_sampled_tokens(self, key: int, tokens: Tokens) -> None:
@@ -103,22 +99,15 @@ class SuffixIndexDrafter:
         self._index.extend(rollout.handle, tokens)
         rollout.sampled.append(tokens)
 
-    def draft(
-        self, keys: Sequence[int], budgets: Sequence[int], min_survivals: Sequence[float] | None = None
-    ) -> Sequence[Draft]:
-        """Return one draft per key; *min_survivals* replaces the drafter's threshold for this call."""
+    def draft(self, keys: Sequence[int], budgets: Sequence[int]) -> Sequence[Draft]:
+        """Return one draft per key."""
         handles = [self._open[key].handle for key in keys]
-        thresholds = self._min_survival if min_survivals is None else list(min_survivals)
-        drafts = self._index.draft_batch(handles, list(budgets), thresholds)
+        drafts = self._index.draft_batch(handles, list(budgets), self._min_survival)
         return [Draft(draft.tokens, draft.probabilities) for draft in drafts]
 
     def close(self, key: int) -> None:
         """End a rollout and add its last turn to the history."""
         self._close_turn(self._open.pop(key))
-
-    def discard(self, key: int) -> None:
-        """Remove a rollout that migrates to another engine, without adding it to the history."""
-        self._index.close(self._open.pop(key).handle)
 
     def release_problem(self, problem: str) -> None:
         """Drop the problem's rollouts if no other problem can draft from them."""

@@ -33,13 +33,13 @@ def tracked_files(*patterns: str) -> list[str]:
 
 
 def modules(folder: str) -> list[str]:
-    """Return the paths of all files below *folder* that the page names, except for benchmark results."""
+    """Return the paths of all files below *folder* that the page names, except for benchmarks' results and data."""
     return [
         name
         for name in tracked_files()
         if name.startswith(f"{folder}/")
         and Path(name).name not in UNDESCRIBED
-        and not name.startswith("benchmarks/results/")
+        and not name.startswith(("benchmarks/results/", "benchmarks/data/"))
     ]
 
 

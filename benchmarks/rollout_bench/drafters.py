@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.ngram_drafter import MAX_NGRAM, MIN_NGRAM
 from benchmarks.replay import END_OF_TURN
 from benchmarks.rollout_bench.engine import Drafter, EngineText, FinishedTurn, Turn
 from benchmarks.rollout_bench.policies import PolicySettings
@@ -22,6 +21,8 @@ from rollout_worker.policy.controller import DraftController
 from rollout_worker.policy.draft_policy import QueueState
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 
+MIN_NGRAM, MAX_NGRAM = 2, 4
+"""Lengths of the n-grams that are searched, in tokens; vLLM's documentation uses up to 4."""
 _NO_LENGTH_LIMIT = 2**30
 
 

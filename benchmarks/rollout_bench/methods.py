@@ -83,10 +83,6 @@ def _index(
     return make
 
 
-def _none(*, longest_first: bool) -> Method:
-    return Method(longest_first=longest_first)
-
-
 def _ngram(*, max_draft: int, min_ngram: int, longest_first: bool) -> Method:
     return Method(
         lambda inputs: NgramDrafter(inputs.text, min_ngram=min_ngram, max_ngram=max(4, min_ngram)),
@@ -241,8 +237,12 @@ _SURVIVALS = (0.2, 0.35, 0.5, 0.65)
 _OUR_GRID = [{"max_draft": value} for value in (8, 16, 32)]
 
 RIVALS: dict[str, Rival] = {
-    "none": Rival(_none, [{}], "vLLM's V2 runner, asynchronous", tunes_order=False),
-    "none-longest-first": Rival(lambda **_: _none(longest_first=True), [{}], "as none, in this project's order", False),
+    "none": Rival(
+        lambda longest_first=False: Method(), [{}], "vLLM's V2 runner, asynchronous, in order of arrival", False
+    ),
+    "none-longest-first": Rival(
+        lambda longest_first=True: Method(longest_first=True), [{}], "as none, in this project's order", False
+    ),
     "ngram": Rival(
         _ngram,
         [{"max_draft": 3, "min_ngram": 2}, {"max_draft": 3, "min_ngram": 4}, {"max_draft": 8, "min_ngram": 4}],

@@ -157,6 +157,11 @@ def test_rollouts_wait_for_a_place_and_run_in_parallel_on_two_engines() -> None:
     assert [alone.seconds] * 2 == pytest.approx(parallel.ends)
 
 
+def test_plain_decoding_is_the_baseline_in_the_order_of_arrival() -> None:
+    assert not RIVALS["none"].make(longest_first=True).longest_first
+    assert RIVALS["none-longest-first"].make(longest_first=True).longest_first
+
+
 def test_siblings_read_their_prompt_once() -> None:
     [step] = simulate(job_of([trajectory("p", number, 20) for number in range(2)]), Method(), batch=1)
     assert pytest.approx(forward_seconds([3, 1, 1, 1], [3, 4, 3, 4])) == step.seconds

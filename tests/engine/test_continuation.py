@@ -59,10 +59,7 @@ def test_partials_are_returned_after_at_most_the_interval(engine: EngineHarness,
     assert 0 < max(cache_usage) < 1
     lengths = [len(partial.token_ids) for partial in partials]
     max_step_tokens = 1 + (MAX_DRAFT_TOKENS if engine.engine.config.drafting else 0)
-    # vLLM merges outputs while this process is delayed, which must be rare.
-    *usual, largest = sorted(np.diff([0, *lengths, 300]).tolist())
-    assert max(usual) <= interval
-    assert largest <= 2 * interval
+    assert int(np.diff([0, *lengths, 300]).max()) <= interval
     assert len(partials) <= 300 / (interval - max_step_tokens)
     assert result.logprobs is not None
     for partial in partials:

@@ -129,12 +129,9 @@ class IndexDrafter:
             raise RuntimeError(f"drafting has failed: {self._loop.last_failure}")
         return self._seconds(len(places)) + self._overhead_s
 
-    def add(self, turn: FinishedTurn) -> None:
+    def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """See :class:`Drafter`."""
         self._index.add(turn.problem, [(turn.rollout, turn.step, turn.tokens, turn.context)])
-
-    def end_step(self) -> None:
-        """See :class:`Drafter`."""
 
 
 class TreeDrafter:
@@ -170,7 +167,7 @@ class TreeDrafter:
         self._text, self._per_problem, self._depth = text, per_problem, depth
         self._seconds, self._overhead_s = seconds, overhead_s
         self._settings = (max_spec_factor, 0.0, min_token_prob, False)
-        self.keeps_live_text = keeps_live_text
+        self._keeps_live_text = keeps_live_text
         self._trees: dict[str, Any] = {}
         self._open: dict[int, tuple[Any, Any, int]] = {}
         self._known: dict[int, int] = {}
@@ -202,7 +199,7 @@ class TreeDrafter:
         new = self._text.token_ids[place, self._known[place] : length]
         if len(new):
             own.extend_ndarray(0, new)
-            if self.keeps_live_text:
+            if self._keeps_live_text:
                 shared.extend_ndarray(sequence, new)
             self._known[place] = length
 
@@ -224,13 +221,12 @@ class TreeDrafter:
             self._text.lengths[place] = len(tokens)
         return self._seconds(len(places)) + self._overhead_s
 
-    def add(self, turn: FinishedTurn) -> None:
+    def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """See :class:`Drafter`."""
+        if is_own and self._keeps_live_text:
+            return
         self._num_sequences += 1
         self._tree(turn.problem).extend_ndarray(self._num_sequences, as_int32(turn.tokens))
-
-    def end_step(self) -> None:
-        """See :class:`Drafter`."""
 
 
 class NgramDrafter:
@@ -258,11 +254,8 @@ class NgramDrafter:
             self._text.lengths[place] = len(tokens)
         return 0.0
 
-    def add(self, turn: FinishedTurn) -> None:
+    def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """Do nothing: n-grams use no history."""
-
-    def end_step(self) -> None:
-        """See :class:`Drafter`."""
 
 
 class TwoDrafters:
@@ -291,15 +284,10 @@ class TwoDrafters:
                 seconds += drafter.draft(places[chosen], verified[chosen])
         return seconds
 
-    def add(self, turn: FinishedTurn) -> None:
+    def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """See :class:`Drafter`."""
-        self._rollouts.add(turn)
-        self._copies.add(turn)
-
-    def end_step(self) -> None:
-        """See :class:`Drafter`."""
-        self._rollouts.end_step()
-        self._copies.end_step()
+        self._rollouts.add(turn, is_own=is_own)
+        self._copies.add(turn, is_own=is_own)
 
 
 class SuffixGpuDrafter:
@@ -341,9 +329,6 @@ class SuffixGpuDrafter:
         self._drafter.poll()
         return 0.0
 
-    def add(self, turn: FinishedTurn) -> None:
+    def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """See :class:`Drafter`."""
         self._drafter.harvest_rows([self._torch.from_numpy(as_int32(turn.tokens))], [len(turn.tokens)])
-
-    def end_step(self) -> None:
-        """See :class:`Drafter`."""

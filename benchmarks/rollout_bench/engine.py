@@ -97,11 +97,13 @@ class Drafter(Protocol):
             For how long the engine waits for the drafts, in seconds.
         """
 
-    def add(self, turn: FinishedTurn) -> None:
-        """Add a finished turn, which this or another engine has sampled, to the history."""
+    def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
+        """Add a finished turn to the history.
 
-    def end_step(self) -> None:
-        """Note that the weights have changed."""
+        Args:
+            turn: the turn.
+            is_own: whether this engine has sampled it, so that a drafter may know its tokens already.
+        """
 
 
 @dataclass(frozen=True)

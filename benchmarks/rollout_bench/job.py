@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from benchmarks.rollout_bench.accelerators import Accelerator
-from benchmarks.rollout_bench.drafters import IndexDrafter, TreeDrafter
+from benchmarks.rollout_bench.drafters import IndexDrafter
 from benchmarks.rollout_bench.engine import (
     DEFAULT_NOISE,
     Drafter,
@@ -360,9 +360,8 @@ class JobSimulation:
             self._shared_index.add(turn.problem, [(turn.rollout, turn.step, turn.tokens, turn.context)])
             return
         for other in self._engines:
-            is_known = other is engine and isinstance(other.drafter, TreeDrafter) and other.drafter.keeps_live_text
-            if other.drafter is not None and not is_known and (other is engine or self._method.shares_history):
-                other.drafter.add(turn)
+            if other.drafter is not None and (other is engine or self._method.shares_history):
+                other.drafter.add(turn, is_own=other is engine)
 
     def _start_spares(self, number: int) -> None:
         """Sample drafts for the next training step on engines that have nothing else to do."""
@@ -472,9 +471,6 @@ class JobSimulation:
         for engine in self._engines:
             self._stop_spares(engine, number)
         self._lengths.end_step()
-        for engine in self._engines:
-            if engine.drafter is not None:
-                engine.drafter.end_step()
         if self._shared_index is not None and self._method.forgets_history:
             for problem in self._shared_index.problems():
                 self._shared_index.drop_problem(problem)

@@ -15,6 +15,7 @@ and position, with Laplace smoothing; counts are halved every 1,024 steps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,8 @@ from numba import njit
 from benchmarks.replay import END_OF_TURN
 from benchmarks.rollout_bench.engine import EngineText, FinishedTurn, Turn
 from rollout_worker.arrays import Integers
+
+_Array = npt.NDArray[Any]
 
 CORPUS_TOKENS = 1 << 20
 _PROMPT_TOKENS = 3
@@ -34,7 +37,7 @@ _OWN, _CORPUS = 0, 1
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _bucket(text, end, length):  # type: ignore[no-untyped-def]
+def _bucket(text: _Array, end: int, length: int) -> Any:
     key = np.uint64(0)
     for i in range(end - length, end):
         key = (key ^ np.uint64(text[i])) * np.uint64(0x9E3779B97F4A7C15)
@@ -43,7 +46,7 @@ def _bucket(text, end, length):  # type: ignore[no-untyped-def]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _add(corpus, documents, table, text, head, document):  # type: ignore[no-untyped-def]
+def _add(corpus: _Array, documents: _Array, table: _Array, text: _Array, head: int, document: int) -> int:
     """Append a document to the ring; return the number of tokens that were ever appended."""
     start = head
     for i in range(len(text)):
@@ -67,7 +70,7 @@ def _add(corpus, documents, table, text, head, document):  # type: ignore[no-unt
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _matched(corpus, documents, position, head, text, size, depth):  # type: ignore[no-untyped-def]
+def _matched(corpus: _Array, documents: _Array, position: int, head: int, text: _Array, size: int, depth: int) -> int:
     """Return how many tokens before a position of the corpus agree with the end of the text."""
     document = documents[(position - 1) % CORPUS_TOKENS]
     length = 0
@@ -82,7 +85,16 @@ def _matched(corpus, documents, position, head, text, size, depth):  # type: ign
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _vote(corpus, documents, positions, lengths, count, head, minimum, draft):  # type: ignore[no-untyped-def]
+def _vote(
+    corpus: _Array,
+    documents: _Array,
+    positions: _Array,
+    lengths: _Array,
+    count: int,
+    head: int,
+    minimum: int,
+    draft: _Array,
+) -> tuple[int, float]:
     """Let the occurrences vote; return the length of the chain and the sum of its probabilities."""
     alive = np.zeros(count, np.bool_)
     for i in range(count):
@@ -121,7 +133,16 @@ def _vote(corpus, documents, positions, lengths, count, head, minimum, draft):  
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _propose(corpus, documents, table, head, text, size, depth, draft):  # type: ignore[no-untyped-def]
+def _propose(
+    corpus: _Array,
+    documents: _Array,
+    table: _Array,
+    head: int,
+    text: _Array,
+    size: int,
+    depth: int,
+    draft: _Array,
+) -> tuple[int, int, int]:
     """Write a draft; return its length, its source and the length of the match."""
     positions = np.zeros(2 * _NEWEST, np.int64)
     lengths = np.zeros(2 * _NEWEST, np.int64)
@@ -267,12 +288,9 @@ class VllmSuffixDrafter:
             self._reached *= 0.5
             self._accepted *= 0.5
 
-    def add(self, turn: FinishedTurn) -> None:
+    def add(self, turn: FinishedTurn, *, is_own: bool) -> None:
         """Append a finished response to the corpus."""
         self._num_documents += 1
         before = np.concatenate([turn.prompt, turn.context])[-_PROMPT_TOKENS:]
         document = np.concatenate([before, turn.tokens]).astype(np.int32)
         self._head = _add(self._corpus, self._documents, self._table, document, self._head, self._num_documents)
-
-    def end_step(self) -> None:
-        """See :class:`Drafter`."""

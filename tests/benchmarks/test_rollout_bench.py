@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from benchmarks.replay import END_OF_TURN
 from benchmarks.rollout_bench.accelerators import ACCELERATORS, CAPTURED_SIZES, Accelerator
 from benchmarks.rollout_bench.comparison import best_rival, compare
+from benchmarks.rollout_bench.drafters import NO_TIME, TreeDrafter
 from benchmarks.rollout_bench.engine import EngineText, FinishedTurn, Noise, Turn
 from benchmarks.rollout_bench.job import JobSimulation, Method, StepResult
 from benchmarks.rollout_bench.methods import RIVALS
@@ -255,7 +256,7 @@ def test_vllm_suffix_drafts_what_followed_the_longest_match() -> None:
     drafter = VllmSuffixDrafter(text, lambda tokens: 1.0 + 1e-6 * tokens, max_draft=8)
     prompt = as_tokens(1, 2, 3)
     for number, response in enumerate([(5, 6, 7, 8, 9), (4, 6, 7, 30, 31), (5, 6, 7, 8, 10)]):
-        drafter.add(FinishedTurn(str(number), "p", prompt, NOTHING, as_tokens(*response), 0))
+        drafter.add(FinishedTurn(str(number), "p", prompt, NOTHING, as_tokens(*response), 0), is_own=True)
     text.token_ids[0, :6] = [1, 2, 3, 5, 6, 7]
     text.num_tokens[0] = 3
     drafter.open(0, Turn("r", "p", prompt, NOTHING, NOTHING))
@@ -268,7 +269,7 @@ def test_vllm_suffix_drafts_what_followed_the_longest_match() -> None:
 def test_vllm_suffix_prefers_a_longer_match_in_the_own_text() -> None:
     text = EngineText(1, 100, 4)
     drafter = VllmSuffixDrafter(text, lambda tokens: 1.0 + 1e-6 * tokens, max_draft=4)
-    drafter.add(FinishedTurn("0", "p", NOTHING, NOTHING, as_tokens(8, 9, 40, 41), 0))
+    drafter.add(FinishedTurn("0", "p", NOTHING, NOTHING, as_tokens(8, 9, 40, 41), 0), is_own=True)
     tokens = [1, 7, 8, 9, 50, 51, 1, 7, 8, 9]
     text.token_ids[0, : len(tokens)] = tokens
     text.num_tokens[0] = len(tokens)
@@ -280,7 +281,7 @@ def test_vllm_suffix_prefers_a_longer_match_in_the_own_text() -> None:
 def test_vllm_suffix_forgets_the_oldest_responses() -> None:
     text = EngineText(1, 100, 4)
     drafter = VllmSuffixDrafter(text, lambda tokens: 1.0, max_draft=4)
-    drafter.add(FinishedTurn("0", "p", NOTHING, NOTHING, as_tokens(5, 6, 7, 8, 9), 0))
+    drafter.add(FinishedTurn("0", "p", NOTHING, NOTHING, as_tokens(5, 6, 7, 8, 9), 0), is_own=True)
     text.token_ids[0, :3] = [5, 6, 7]
     text.num_tokens[0] = 3
     drafter.open(0, Turn("r", "p", NOTHING, NOTHING, NOTHING))
@@ -292,19 +293,32 @@ def test_vllm_suffix_forgets_the_oldest_responses() -> None:
     assert 2 == num_drafted()
     for number in range(2):
         filler = np.random.default_rng(number).integers(10, 30_000, size=CORPUS_TOKENS // 2)
-        drafter.add(FinishedTurn(f"filler {number}", "q", NOTHING, NOTHING, filler.astype(np.uint32), 0))
+        drafter.add(FinishedTurn(f"filler {number}", "q", NOTHING, NOTHING, filler.astype(np.uint32), 0), is_own=True)
     assert 0 == num_drafted()
 
 
 def test_vllm_suffix_verifies_nothing_if_a_draft_costs_more_than_it_gains() -> None:
     text = EngineText(1, 100, 4)
     drafter = VllmSuffixDrafter(text, lambda tokens: 10.0**tokens, max_draft=4)
-    drafter.add(FinishedTurn("0", "p", NOTHING, NOTHING, as_tokens(5, 6, 7, 8), 0))
+    drafter.add(FinishedTurn("0", "p", NOTHING, NOTHING, as_tokens(5, 6, 7, 8), 0), is_own=True)
     text.token_ids[0, :2] = [5, 6]
     text.num_tokens[0] = 2
     drafter.open(0, Turn("r", "p", NOTHING, NOTHING, NOTHING))
     drafter.draft(np.zeros(1, np.int64), np.zeros(1, np.int64))
     assert 0 == text.lengths[0]
+
+
+def test_a_tree_with_running_rollouts_knows_its_own_rollouts() -> None:
+    text = EngineText(1, 100, 8)
+    drafter = TreeDrafter(text, per_problem=True, seconds=NO_TIME)
+    turn = FinishedTurn("0", "p", NOTHING, NOTHING, as_tokens(5, 6, 7, 8), 0)
+    text.token_ids[0, :2] = [5, 6]
+    text.num_tokens[0] = 2
+    drafter.open(0, Turn("r", "p", as_tokens(5, 6), NOTHING, NOTHING))
+    for is_own in (True, False):
+        drafter.add(turn, is_own=is_own)
+        drafter.draft(np.zeros(1, np.int64), np.zeros(1, np.int64))
+        assert (not is_own) == (text.lengths[0] > 0)
 
 
 # The comparison

@@ -100,7 +100,7 @@ def figures_of(rows: Sequence[Row]) -> list[Figure]:
                 figures += [
                     Figure(f"makespan saved by {method} (simulated), {name}", saved, "of none's", "none", ">=", target),
                     Figure(
-                        f"the same in the epoch without history, {name}",
+                        f"makespan of the epoch without history saved by {method} (simulated), {name}",
                         first,
                         "of none's",
                         "none",

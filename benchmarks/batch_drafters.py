@@ -16,7 +16,6 @@ from benchmarks.replay import END_OF_TURN
 from benchmarks.rollout_bench.policies import MAX_BATCHED_TOKENS
 from benchmarks.suffix_drafters import PEERS_DIRECTORY
 from benchmarks.traces import Tokens, Trajectory
-from rollout_api.length_stats import LengthStats
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS, LookUps
 from rollout_worker.engine.draft_settings import DraftSettings
@@ -55,15 +54,13 @@ class LoopDrafter(_Drafts):
         """Create a drafter with the problems' history for rollouts of at most *longest* tokens."""
         super().__init__(size)
         self.index = SuffixIndex(threads=threads, pool_tokens=POOL_TOKENS, draft_ahead=draft_ahead)
-        lengths = {}
         for problem in problems:
             turns = [first_turn(trajectory) for trajectory in problem.history]
             rollouts = [(f"{problem.name}/{number}", 0, turn, _NO_CONTEXT) for number, turn in enumerate(turns)]
             self.index.add(problem.name, rollouts)
-            lengths[problem.name] = LengthStats.from_lengths([(0, len(turn), False) for turn in turns])
         self.index.wait_idle()
         # A step does not last as long as in an engine, so that it must neither change the budgets nor disable drafts.
-        policy = Marginal(DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS), lengths.__getitem__)
+        policy = Marginal(DraftLimits(MAX_DRAFT, MAX_BATCHED_TOKENS))
         self._token_ids = np.zeros((size, longest + 2 * MAX_DRAFT), np.int32)
         arrays = EngineArrays(self._token_ids, self.drafts, self.lengths)
         self.loop = DraftingLoop(self.index, DraftController(policy, H100_7B, governed=False), arrays)

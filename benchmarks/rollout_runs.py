@@ -35,7 +35,6 @@ KV_CACHE_BYTES = (8 if torch.cuda.is_available() else 2) << 30
 _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _JOB = "benchmark"
 _HISTORY_TIMEOUT_S = 60.0
-_WAITING_REPORT_INTERVAL_S = 1.0
 _FORCED_ENGINE = "benchmarks.forced_sampling.ForcedEngine"
 _FORCED_DRAFTING_ENGINE = "benchmarks.forced_sampling.ForcedDraftingEngine"
 _VLLM_SETTINGS: dict[str, dict[str, Any]] = {
@@ -268,25 +267,12 @@ async def _call(engine: Engine, method: str, *args: Any) -> list[Any]:
 async def _generate(engine: Engine, requests: Sequence[RolloutRequest], batch: int) -> list[GenerationResult]:
     """Generate all rollouts, at most *batch* at a time."""
     permits = asyncio.Semaphore(batch)
-    waiting = {request.request_id: request.sampling.max_tokens for request in requests}
 
     async def generate(request: RolloutRequest) -> GenerationResult:
         async with permits:
-            del waiting[request.request_id]
             return await engine.generate(request, 0)
 
-    async def report_waiting() -> None:
-        # As an engine worker does. The engine learns only the average limit, not the lengths of the rollouts.
-        while True:
-            average = sum(waiting.values()) / max(1, len(waiting))
-            await engine.set_queue(len(waiting), len(waiting) * average)
-            await asyncio.sleep(_WAITING_REPORT_INTERVAL_S)
-
-    reporting = asyncio.ensure_future(report_waiting())
-    try:
-        return await asyncio.gather(*(generate(request) for request in requests))
-    finally:
-        reporting.cancel()
+    return await asyncio.gather(*(generate(request) for request in requests))
 
 
 def engine_config(

@@ -11,6 +11,8 @@ from __future__ import annotations
 import bisect
 from typing import NamedTuple
 
+from rollout_worker.engine.config import cuda_graph_sizes
+
 _BYTES_PER_S = 15.2e9 / 8e-3
 """Bytes of weights that are read per second: 7.6 billion parameters in bfloat16 in 8 ms."""
 _FLOP_PER_S = 2 * 7.6e9 / 26e-6
@@ -28,8 +30,10 @@ _EAGER_LAYER_S = 0.6e-3
 An assumption: eager decoding of a model with 32 layers takes about 20 ms, however small the batch."""
 _PIECEWISE_LAYER_S = 0.15e-3
 """Time in which the host launches one layer's attention and piecewise CUDA graph. An assumption."""
-CAPTURED_SIZES = (1, 2, 4, *range(8, 257, 8), *range(272, 513, 16))
-"""Numbers of tokens for which vLLM captures CUDA graphs by default; a step is padded to the next one."""
+CAPTURED_SIZES = tuple(cuda_graph_sizes(max_num_seqs=128, max_draft_tokens=16))
+"""Numbers of tokens for which every method has CUDA graphs; a step is padded to the next one.
+
+vLLM's default ends at 512 tokens; this project configures more, which other methods can do as well."""
 
 
 class Accelerator(NamedTuple):

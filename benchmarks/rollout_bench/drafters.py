@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.replay import END_OF_TURN
+from benchmarks.rollout_bench.accelerators import CAPTURED_SIZES
 from benchmarks.rollout_bench.engine import Drafter, EngineText, FinishedTurn, Turn
 from benchmarks.rollout_bench.policies import PolicySettings
+from benchmarks.rollout_bench.predicted_lengths import MarginalWithLengths, QueueState
 from benchmarks.suffix_drafters import PEERS_DIRECTORY, as_int32, suffix_tree
 from rollout_api.length_stats import LengthStats
 from rollout_worker.arrays import Integers
@@ -18,7 +20,6 @@ from rollout_worker.drafting import SuffixIndex
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.policy.controller import DraftController
-from rollout_worker.policy.draft_policy import QueueState
 from rollout_worker.policy.step_cost import H100_7B, StepCost
 
 MIN_NGRAM, MAX_NGRAM = 2, 4
@@ -56,6 +57,7 @@ class IndexDrafter:
         *,
         sources: Sequence[str],
         max_tokens: int,
+        expert_share: float,
         governed: bool,
         seconds: TimeOnHost,
         overhead_s: float,
@@ -71,12 +73,15 @@ class IndexDrafter:
             overall_lengths: returns those of all problems.
             sources: the sources of drafts.
             max_tokens: length at which responses are cut off.
+            expert_share: share of the experts that one token uses; 0 in a dense model.
             governed: whether the governor limits the policy.
             seconds: the drafter's time.
             overhead_s: what the host does besides, while the engine waits, in steps with drafting.
         """
         self._text, self._index = text, index
-        controller = DraftController(policy.make(lengths, overall_lengths), H100_7B, governed=governed)
+        self._policy = policy.make(lengths, overall_lengths)
+        prior = H100_7B.with_experts(expert_share)
+        controller = DraftController(self._policy, prior, graph_tokens=CAPTURED_SIZES[-1], governed=governed)
         arrays = EngineArrays(text.token_ids, text.drafts, text.lengths)
         self._loop = DraftingLoop(index, controller, arrays, clock=clock)
         self._controller = controller
@@ -92,7 +97,8 @@ class IndexDrafter:
 
     def set_queue(self, queue: QueueState) -> None:
         """Tell the policy about the rollouts that wait for this engine."""
-        self._loop.queue = queue
+        if isinstance(self._policy, MarginalWithLengths):
+            self._policy.queue = queue
 
     def open(self, place: int, turn: Turn) -> None:
         """See :class:`Drafter`."""

@@ -24,15 +24,14 @@ from benchmarks.rollout_bench.engine import (
     Totals,
     TurnEnd,
 )
+from benchmarks.rollout_bench.predicted_lengths import LENGTH_QUANTILES, QueueState
 from benchmarks.rollout_bench.workload import Job, TrainingStep
 from benchmarks.traces import Tokens
 from rollout_api.length_stats import LengthStats
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.job.coordinator.scheduler import EngineLoad, ProbeThenLongest, WaitingGroup
-from rollout_worker.policy.draft_policy import QueueState
 from rollout_worker.policy.rebalance import HANDOVER_S, PlacedRollout, plan_rebalancing
 from rollout_worker.policy.remaining_length import remaining_quantiles
-from rollout_worker.policy.rollout_table import LENGTH_QUANTILES
 
 MIGRATION_INTERVAL_S = 2.0
 """Simulated seconds between two decisions about migrations."""
@@ -433,7 +432,10 @@ class JobSimulation:
                 target.start(rollout, has_cached_context=True)
 
     def _migrate(self, now: float, number: int) -> int:
-        """Migrate rollouts from busy to idle engines where that shortens the makespan; return their number."""
+        """Migrate rollouts from busy to idle engines where that shortens the makespan; return their number.
+
+        As in a job, a rollout stays where it is if the other engine has no place for it.
+        """
         totals = [engine.totals for engine in self._engines]
         tokens_per_step = sum(one.tokens for one in totals) / max(1, sum(one.rollout_steps for one in totals))
         placed = {
@@ -450,14 +452,17 @@ class JobSimulation:
         if not isinstance(drafter, IndexDrafter):
             raise TypeError("only this project's engines migrate rollouts")
         migrations = plan_rebalancing(placed, drafter.cost, movable=movable)
+        migrated = 0
         for migration in migrations:
             rollout = rollouts[migration.key[0]]
-            source, target = (self._engines[int(number)] for number in (migration.source, migration.target))
-            source.remove(rollout)
+            source, target = (self._engines[int(name)] for name in (migration.source, migration.target))
             self._stop_spares(target, number)
-            target.clock = max(target.clock, now + HANDOVER_S)
-            target.start(rollout)
-        return len(migrations)
+            if target.num_free:
+                source.remove(rollout)
+                target.clock = max(target.clock, now + HANDOVER_S)
+                target.start(rollout)
+                migrated += 1
+        return migrated
 
     def _expected_remaining(self, rollout: Rollout) -> float:
         stats = self._lengths.of_problem(rollout.problem)

@@ -75,6 +75,7 @@ def _index(
             inputs.lengths.overall,
             sources=sources,
             max_tokens=inputs.max_tokens,
+            expert_share=inputs.accelerator.expert_share,
             governed=governed,
             seconds=NO_TIME if is_free else HOST_TIME,
             overhead_s=0.0 if is_free else HOST_OVERHEAD_S,
@@ -189,7 +190,7 @@ def _specactor(*, min_token_prob: float, longest_first: bool) -> Method:
 def _seer(*, chunk_tokens: int, max_draft: int) -> Method:
     return Method(
         _index(
-            "marginal-without-lengths",
+            "marginal",
             max_draft=max_draft,
             sources=("history", "self", "siblings"),
         ),
@@ -297,10 +298,10 @@ RIVALS: dict[str, Rival] = {
         "this project without budgets",
         tunes_order=False,
     ),
-    "without-lengths": Rival(
-        lambda longest_first=True, **values: _ours(policy="marginal-without-lengths", **values),
+    "with-lengths": Rival(
+        lambda longest_first=True, **values: _ours(policy="marginal-with-lengths", **values),
         _OUR_GRID,
-        "this project without predicted lengths in its budgets",
+        "this project with predicted lengths in its budgets, which it does not have",
         tunes_order=False,
     ),
     "das-rollout": Rival(

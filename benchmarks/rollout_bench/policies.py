@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks.rollout_bench.das.policies import DasClasses, DasOptimal
+from benchmarks.rollout_bench.predicted_lengths import LengthsByProblem, MarginalWithLengths
 from rollout_api.length_stats import LengthStats
-from rollout_worker.arrays import Floats, Integers
-from rollout_worker.policy.das_policies import DasClasses, DasOptimal
-from rollout_worker.policy.draft_policy import EMPTY_QUEUE, DraftBudgets, DraftLimits, DraftPolicy, QueueState
+from rollout_worker.arrays import Integers
+from rollout_worker.policy.draft_policy import DraftBudgets, DraftLimits, DraftPolicy
 from rollout_worker.policy.marginal import Marginal
-from rollout_worker.policy.rollout_table import LengthsByProblem
 from rollout_worker.policy.simple_policies import Fixed
 from rollout_worker.policy.step_cost import StepCost
 
@@ -19,23 +19,16 @@ MAX_BATCHED_TOKENS = 8192
 """Maximum tokens of a verification step, as vLLM sets it on an H100."""
 
 
-class MarginalWithoutLengths(Marginal):
-    """``marginal`` with the same probability for every rollout that it ends last."""
-
-    def _compute_last_probabilities(self, rows: Integers, queue: QueueState) -> Floats:
-        return np.full(len(rows), 1.0 / max(len(rows), 1))
-
-
 class FixedBelow(Fixed):
     """Drafts equally many tokens for every rollout while few run, otherwise none (TLT, arXiv 2511.16665)."""
 
-    def __init__(self, limits: DraftLimits, lengths: LengthsByProblem, max_running: int) -> None:
-        super().__init__(limits, lengths)
+    def __init__(self, limits: DraftLimits, max_running: int) -> None:
+        super().__init__(limits)
         self._max_running = max_running
 
-    def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
-        budgets = super().compute_budgets(rows, cost, queue)
+        budgets = super().compute_budgets(rows, cost)
         return budgets if len(rows) <= self._max_running else budgets._replace(tokens=np.zeros(len(rows), np.int64))
 
 
@@ -47,9 +40,9 @@ class WithThreshold:
         self.open, self.close = policy.open, policy.close
         self.advance, self.add_unobserved = policy.advance, policy.add_unobserved
 
-    def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
-        budgets = self._policy.compute_budgets(rows, cost, queue)
+        budgets = self._policy.compute_budgets(rows, cost)
         return budgets._replace(min_survivals=np.full(len(rows), self._min_survival))
 
 
@@ -60,7 +53,7 @@ class PolicySettings:
         """Choose a policy.
 
         Args:
-            name: ``marginal``, ``marginal-without-lengths``, ``fixed``, ``fixed-below``, ``das-classes`` or
+            name: ``marginal``, ``marginal-with-lengths``, ``fixed``, ``fixed-below``, ``das-classes`` or
                 ``das-optimal``.
             max_draft: maximum number of tokens of a draft.
             min_survival: survival below which all drafts end; 0 leaves that to the policy.
@@ -75,13 +68,13 @@ class PolicySettings:
         policy: DraftPolicy
         match self._name:
             case "marginal":
-                policy = Marginal(limits, lengths)
-            case "marginal-without-lengths":
-                policy = MarginalWithoutLengths(limits, lengths)
+                policy = Marginal(limits)
+            case "marginal-with-lengths":
+                policy = MarginalWithLengths(limits, lengths)
             case "fixed":
-                policy = Fixed(limits, lengths)
+                policy = Fixed(limits)
             case "fixed-below":
-                policy = FixedBelow(limits, lengths, self._max_running)
+                policy = FixedBelow(limits, self._max_running)
             case "das-classes":
                 policy = DasClasses(limits, lengths, overall)
             case "das-optimal":

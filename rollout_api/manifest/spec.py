@@ -401,14 +401,11 @@ def _false_to_off(value: object) -> object:
 class Speculation(ManifestModel):
     """How rollouts are drafted."""
 
-    policy: Annotated[
-        Literal["marginal", "das-optimal", "das-classes", "fixed", "unlimited", "off"], BeforeValidator(_false_to_off)
-    ] = Field(
+    policy: Annotated[Literal["marginal", "fixed", "unlimited", "off"], BeforeValidator(_false_to_off)] = Field(
         default="marginal",
         description="Draft policy. marginal drafts a token if it is expected to save the batch more time than "
-        "verifying it costs; time of rollouts that determine the makespan counts more. das-optimal and das-classes "
-        "follow DAS: its optimum, or three length classes. fixed drafts maxDraftTokens for every rollout, "
-        "and unlimited drafts up to 64. With all of these, the governor disables drafting that does not pay. off "
+        "verifying it costs. fixed drafts maxDraftTokens for every rollout, and unlimited drafts up to 64. With all of "
+        "these, the governor disables drafting that does not pay. off "
         'disables drafting; write "off" in quotes, because kubectl reads it as false otherwise.',
     )
     max_draft_tokens: int = Field(

@@ -87,11 +87,6 @@ class MessageKeys:
         return self._key("status")
 
     @property
-    def expected_load(self) -> str:
-        """Hash with expiry, written by the coordinator: queued rollouts and expected tokens per engine."""
-        return self._key("expected-load")
-
-    @property
     def canaries(self) -> str:
         """String, written by the coordinator: state of the sequential test of canaries against siblings, as JSON."""
         return self._key("canaries")

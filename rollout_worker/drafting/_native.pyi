@@ -83,7 +83,9 @@ class Batch:
         budgets: npt.NDArray[np.int64],
         min_survivals: npt.NDArray[np.float64],
         token_gains: npt.NDArray[np.float64],
-        token_cost: float,
+        costs: npt.NDArray[np.float64],
+        *,
+        shortens: bool,
         time_limit_s: float,
     ) -> None: ...
     def clear(self) -> None: ...

@@ -62,7 +62,9 @@ class Batch(_native.Batch):
         budgets: npt.NDArray[np.int64],
         min_survivals: npt.NDArray[np.float64],
         token_gains: npt.NDArray[np.float64],
-        token_cost: float,
+        costs: npt.NDArray[np.float64],
+        *,
+        shortens: bool = False,
         time_limit_s: float = math.inf,
     ) -> None:
         """Set the requests of the next steps, and the limits of their drafts; all arrays have the shape (rows,).
@@ -73,7 +75,12 @@ class Batch(_native.Batch):
                 of the drafts array.
             min_survivals: a draft ends before the first token whose survival is below this, 0 to 1.
             token_gains: seconds that an accepted token saves.
-            token_cost: seconds that it takes to verify a token.
+            costs: seconds that it takes to verify 0, 1, 2, … draft tokens of all requests together, shape (m,), m ≥ 1.
+                The last one also stands for more tokens.
+            shortens: whether drafts are shortened so that all of them together gain most, given their costs: tokens
+                with less value than others are removed first. Tokens whose values differ by less than 3 % may count as
+                equally valuable, and so do those that are worth more than a second. Nothing is removed if no draft
+                gains anything.
             time_limit_s: with drafting ahead, seconds after which a step begins no further draft, except for the first
                 one. Requests for which nothing was prepared come first, for example new ones, then those with other
                 outcomes than expected, highest gains first. The others have no draft in this step.
@@ -83,7 +90,7 @@ class Batch(_native.Batch):
             TypeError: for an argument that is not an array of the given type.
             ValueError: for shapes that do not agree, or a value out of range; the plan is unchanged.
         """
-        super().plan(handles, budgets, min_survivals, token_gains, token_cost, time_limit_s)
+        super().plan(handles, budgets, min_survivals, token_gains, costs, shortens=shortens, time_limit_s=time_limit_s)
 
     def clear(self) -> None:
         """Remove the plan, which keeps the requests in memory after they were closed."""

@@ -14,7 +14,6 @@ from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 from rollout_worker.drafting.index import DraftCounts
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.policy.controller import StepOutcome
-from rollout_worker.policy.draft_policy import EMPTY_QUEUE, QueueState
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -111,8 +110,6 @@ class DraftingLoop:
             arrays: the engine's arrays.
             clock: returns the seconds from which the durations of steps are computed.
         """
-        self.queue: QueueState = EMPTY_QUEUE
-        """The rollouts that wait for a place in the batch, as the job reports them."""
         self.steps = 0
         """Number of steps."""
         self.seconds = 0.0
@@ -413,19 +410,20 @@ class DraftingLoop:
         rows = np.fromiter(self._rows.values(), np.int64, len(self._rows))
         if not len(rows):
             return
-        budgets = self._controller.compute_budgets(rows, self.queue)
+        budgets = self._controller.compute_budgets(rows)
         cost, tracked = self._controller.fit.cost, self._tracked
         tracked["budget"][rows] = budgets.tokens
         tracked["min_survival"][rows] = budgets.min_survivals
-        tracked["token_gain"][rows] = budgets.token_values_s + cost.per_token_s
+        tracked["token_gain"][rows] = budgets.token_values_s
         tracked["is_planned"][rows] = True
         self._batch.plan(
             np.ascontiguousarray(tracked["handle"]),
             np.ascontiguousarray(tracked["budget"]),
             np.ascontiguousarray(tracked["min_survival"]),
             np.ascontiguousarray(tracked["token_gain"]),
-            cost.per_token_s,
-            _MAX_DRAFTING_SHARE * cost.step_time(len(rows), self._context_tokens),
+            self._controller.draft_costs_s,
+            shortens=budgets.shortens,
+            time_limit_s=_MAX_DRAFTING_SHARE * cost.step_time(len(rows), self._context_tokens),
         )
         self._has_unplanned = False
 

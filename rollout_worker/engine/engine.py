@@ -221,18 +221,6 @@ class Engine:
         )
         return all(ranks)
 
-    async def set_queue(self, rollouts: int, expected_tokens: float) -> None:
-        """Tell the draft policy what is queued for this engine, since that determines which rollouts are worth drafts.
-
-        Args:
-            rollouts: number of queued rollouts.
-            expected_tokens: number of tokens that all of them together are expected to generate.
-        """
-        if self.config.drafting is not None:
-            await self._client.collective_rpc(
-                "das_set_queue", rollouts, expected_tokens, action="passing the queue to the draft policy"
-            )
-
     async def stats(self) -> dict[str, Any]:
         """Return the statistics of ``DraftingExtension.das_stats``; empty for an engine without speculation."""
         ranks = await self._client.collective_rpc("das_stats", action="reading statistics")

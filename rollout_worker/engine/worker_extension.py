@@ -177,14 +177,21 @@ class DraftingExtension(EngineExtension):
         )
         keys = HistoryKeys(history.namespace, history.name)
         store = HistoryStore(connect_history(history.redis_url), keys, window=history.window)
-        vocabulary = self.model_runner.model_config.get_vocab_size()
+        model_config = self.model_runner.model_config
+        vocabulary = model_config.get_vocab_size()
         self._das_sync = HistorySync(store, self._das_index, vocabulary=vocabulary)
         scheduler = self.model_runner.scheduler_config
         step_tokens = max(0, scheduler.max_num_batched_tokens - scheduler.max_num_seqs)
         limits = DraftLimits(config.max_draft_tokens, step_tokens)
-        policy = make_policy(config.policy, limits, self._das_sync.expected_lengths, self._das_sync.length_stats)
-        prior = CPU if self.device.type == "cpu" else H100_7B
-        self._das_controller = DraftController(policy, prior, governed=config.governed)
+        experts = model_config.get_num_experts()
+        is_cpu = self.device.type == "cpu"
+        prior = CPU if is_cpu else H100_7B
+        self._das_controller = DraftController(
+            make_policy(config.policy, limits),
+            prior.with_experts(model_config.get_num_experts_per_tok() / experts if experts else 0.0),
+            graph_tokens=0 if is_cpu else self.model_runner.compilation_config.max_cudagraph_capture_size or 0,
+            governed=config.governed,
+        )
         if self._das_uses_v2:
             arrays = scheduling.arrays
         else:
@@ -223,13 +230,6 @@ class DraftingExtension(EngineExtension):
         if self._das_loop is not None:
             self._das_loop.interrupt_timing()
 
-    def das_set_queue(self, rollouts: int, expected_tokens: float) -> None:
-        """Set the rollouts that wait for a place in the batch; see :meth:`Engine.set_queue`."""
-        from rollout_worker.policy.draft_policy import QueueState
-
-        if self._das_loop is not None:
-            self._das_loop.queue = QueueState(rollouts, expected_tokens)
-
     def das_take_counts(self, keys: list[str]) -> dict[str, tuple[int, int, int]]:
         """Return the numbers of drafted, accepted and generated tokens of responses that have ended, by key."""
         if self._das_loop is None:
@@ -244,7 +244,7 @@ class DraftingExtension(EngineExtension):
         if self._das_sync is None or self._das_loop is None:
             return {}
         loop, controller = self._das_loop, self._das_controller
-        cost = controller.fit.cost
+        cost = controller.linear_cost(loop.num_requests)
         scheduling = self._das_scheduling
         return ({} if scheduling is None else {"draft_tokens": scheduling.draft_tokens}) | {
             "decoding_steps": loop.steps,

@@ -9,7 +9,6 @@ from typing import Protocol
 
 import redis
 
-from rollout_api.length_stats import LengthStats
 from rollout_api.redis_client.retry import is_transient
 from rollout_worker.history.limits import FEEDBACK_INTERVAL_S, FIRST_STATE_TOKENS, MAX_STATE_TOKENS
 from rollout_worker.history.metadata import HistoryInfo
@@ -60,8 +59,6 @@ class DraftingFeedback:
             interval: seconds between two reports.
             on_failure: called with the error when a write was refused.
         """
-        self.recent_lengths = LengthStats.from_lengths(())
-        """Length statistics of the latest rollouts of all problems, as of the last report."""
         self.history_info: HistoryInfo | None = None
         """Metadata of the history, as of the last report that found it; None before."""
         self._store = store
@@ -100,7 +97,7 @@ class DraftingFeedback:
         self._used |= problem_ids
 
     def report(self) -> None:
-        """Report used problems at once; if a report is due, report other results, and read metadata and lengths."""
+        """Report used problems at once; if a report is due, report other results, and read metadata."""
         if self._used:
             self._write(lambda: self._store.catalog.mark_used(self._used))
             self._used = set()
@@ -108,7 +105,6 @@ class DraftingFeedback:
             return
         self._next_report = time.monotonic() + self._interval
         self.history_info = self._store.metadata.info() or self.history_info
-        self.recent_lengths = self._store.statistics.length_stats()
         self._report_acceptance()
         self._save_drafter_state()
 

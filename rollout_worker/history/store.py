@@ -11,7 +11,6 @@ from typing import Any
 
 import redis
 
-from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.length_entries import pack_entry, pack_recent, rollout_key, unpack_entries
 from rollout_api.redis_client.server_functions import Call, Function, Redis, run, run_all
@@ -22,7 +21,7 @@ from rollout_worker.history.limits import ENTRIES_PER_READ, MAX_READ_ATTEMPTS, M
 from rollout_worker.history.metadata import HistoryInfo, HistoryMetadata, list_histories
 from rollout_worker.history.queries import raise_unless_key_error
 from rollout_worker.history.records import HistoryRecord, RecordError, decode_record, decode_records, encode_record
-from rollout_worker.history.statistics import HistoryStatistics, length_stats_of, rewards_of
+from rollout_worker.history.statistics import HistoryStatistics, rewards_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +66,6 @@ class LogSlice:
     """Entries that cannot be read."""
     rewards: dict[bytes, float] | None = None
     """Rewards of all rollouts of the problem, by ``rollout_key``; None if they were not requested."""
-    length_stats: LengthStats | None = None
-    """Length statistics of all rollouts of the problem; None if they were not requested."""
     has_more: bool = False
     """Whether more entries are left to read."""
 
@@ -182,13 +179,13 @@ class HistoryStore:
     # Reading
 
     def read(
-        self, cursors: Mapping[str, str], *, with_lengths: Collection[str] = (), count: int = ENTRIES_PER_READ
+        self, cursors: Mapping[str, str], *, with_rewards: Collection[str] = (), count: int = ENTRIES_PER_READ
     ) -> dict[str, LogSlice]:
         """Read further log entries and all unread blocks of several problems, usually in one round trip.
 
         Args:
             cursors: problem id → :data:`START` or the cursor of the last read.
-            with_lengths: those of the problems whose rewards and length statistics are read as well.
+            with_rewards: those of the problems whose rewards are read as well.
             count: maximum number of log entries per problem.
         """
         pipeline = self.client.pipeline(transaction=False)
@@ -199,25 +196,25 @@ class HistoryStore:
                 pipeline.hgetall(self.keys.blocks(problem_id))
             else:
                 pipeline.hkeys(self.keys.blocks(problem_id))
-            if problem_id in with_lengths:
+            if problem_id in with_rewards:
                 pipeline.hgetall(self.keys.lengths(problem_id))
         replies = iter(pipeline.execute(raise_on_error=False))
         slices = {}
         for problem_id, cursor in cursors.items():
             entries, blocks = next(replies), next(replies)
-            lengths = next(replies) if problem_id in with_lengths else None
+            lengths = next(replies) if problem_id in with_rewards else None
             slices[problem_id] = self._decode_slice(problem_id, cursor, entries, blocks, lengths, count)
         return slices
 
     def read_all(self, problem_id: str) -> Iterator[LogSlice]:
-        """Read a problem from its start to its end, in slices; the first has the rewards and length statistics.
+        """Read a problem from its start to its end, in slices; the first has the rewards.
 
         A rollout may be in several slices, because the problem may be compacted in the meantime.
         """
         cursor, has_more = START, True
         while has_more:
-            with_lengths = {problem_id} if cursor == START else ()
-            log_slice = self.read({problem_id: cursor}, with_lengths=with_lengths)[problem_id]
+            with_rewards = {problem_id} if cursor == START else ()
+            log_slice = self.read({problem_id: cursor}, with_rewards=with_rewards)[problem_id]
             yield log_slice
             cursor, has_more = log_slice.cursor, log_slice.has_more
 
@@ -258,8 +255,7 @@ class HistoryStore:
         log_slice = LogSlice(cursor, records, corrupt, has_more=len(entries or ()) >= count)
         if lengths is None:
             return log_slice
-        length_entries = unpack_entries(lengths)
-        return replace(log_slice, rewards=rewards_of(length_entries), length_stats=length_stats_of(length_entries))
+        return replace(log_slice, rewards=rewards_of(unpack_entries(lengths)))
 
     def _read_unread_blocks(self, problem_id: str, cursor: str, names: Iterable[bytes]) -> dict[bytes, bytes]:
         """Read blocks with entries after *cursor*, which were compacted before they were read from the log."""

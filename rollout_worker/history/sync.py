@@ -12,11 +12,9 @@ from typing import Protocol, TypeAlias
 
 import redis
 
-from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_worker.history.blocks import START
 from rollout_worker.history.feedback import DrafterStatistics, DraftingFeedback
-from rollout_worker.history.length_lookup import NO_LENGTH_STATS
 from rollout_worker.history.limits import (
     ENTRIES_PER_READ,
     FEEDBACK_INTERVAL_S,
@@ -120,8 +118,6 @@ class HistorySync:
         """Shard → cursor of the last query for changes."""
         self._cutoff = 0
         """The cutoff generation."""
-        self._length_stats: dict[str, LengthStats] = {}
-        """Problem id → length statistics, of announced problems."""
         # State that is shared with other threads under the condition's lock.
         self._wake = threading.Condition()
         self._announced: tuple[frozenset[str], int] = (frozenset(), 0)
@@ -162,21 +158,6 @@ class HistorySync:
         """Wait up to *timeout* seconds until all wanted problems are completely read; return whether they are."""
         with self._wake:
             return self._wake.wait_for(lambda: self._stopping or self._num_served == self._num_announced, timeout)
-
-    def length_stats(self, problem: str | None = None) -> LengthStats:
-        """Return length statistics of a problem as of its last read, or of all problems if it is None.
-
-        They are empty if the problem is not announced. This method can be called from any thread and does not access
-        Redis.
-        """
-        if problem is None:
-            return self._feedback.recent_lengths
-        return self._length_stats.get(problem, NO_LENGTH_STATS)
-
-    def expected_lengths(self, problem: str) -> LengthStats:
-        """Return length statistics of a problem, or of all problems if it has no rollouts."""
-        stats = self.length_stats(problem)
-        return stats if stats.count else self._feedback.recent_lengths
 
     @property
     def num_known_problems(self) -> int:
@@ -245,13 +226,11 @@ class HistorySync:
         """Forget problems without rollouts that are no longer announced, since the index never evicts them."""
         for problem in [known for known in self._cursors if known not in problems and not self._generations.get(known)]:
             self._forget(problem)
-        self._length_stats = {problem: stats for problem, stats in self._length_stats.items() if problem in problems}
 
     def _forget(self, problem: str) -> None:
         self._cursors.pop(problem, None)
         self._pending_rewards.pop(problem, None)
         self._generations.pop(problem, None)
-        self._length_stats.pop(problem, None)
         self._changed.discard(problem)
 
     # Forgetting old rollouts
@@ -292,7 +271,7 @@ class HistorySync:
             # Requested problems come last, so that merely updating others does not evict them.
             batch = sorted(behind, key=self._unread.__contains__)[:PROBLEMS_PER_READ]
             cursors = {problem: self._cursors.get(problem, START) for problem in batch}
-            slices = self._store.read(cursors, with_lengths=self._unread.intersection(batch), count=ENTRIES_PER_READ)
+            slices = self._store.read(cursors, with_rewards=self._unread.intersection(batch), count=ENTRIES_PER_READ)
             for problem, log_slice in slices.items():
                 if self._cursors.get(problem, START) == cursors[problem]:  # not evicted by a problem before it
                     self._add_slice(problem, log_slice)
@@ -307,8 +286,6 @@ class HistorySync:
     def _add_slice(self, problem: str, log_slice: LogSlice) -> None:
         if log_slice.rewards is not None:
             self._update_rewards(problem, log_slice.rewards)
-        if log_slice.length_stats is not None:
-            self._length_stats[problem] = log_slice.length_stats
         oldest = self._apply_window(problem, {record.generation for record in log_slice.records})
         rewards = self._pending_rewards.get(problem, {})
         new: list[HistoryRollout] = []

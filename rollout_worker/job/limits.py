@@ -17,7 +17,7 @@ JOB_RETENTION_S = 24 * 3600
 DELETED_JOB_NOTICE_S = 600
 """Seconds for which clients of a deleted job are told so."""
 STATUS_EXPIRY_S = 10
-"""Seconds after which a status or an expected load that is not renewed expires."""
+"""Seconds after which a status that is not renewed expires."""
 SHUTDOWN_REQUEST_EXPIRY_S = 600
 """Seconds after which a worker's request to its engines to leave expires."""
 WRITE_CHECK_EXPIRY_S = 60

@@ -9,7 +9,7 @@ import numpy as np
 
 from rollout_worker.arrays import Floats, Integers
 from rollout_worker.policy.cost_fit import CostFit, TimedStep
-from rollout_worker.policy.draft_policy import EMPTY_QUEUE, DraftBudgets, DraftPolicy, QueueState
+from rollout_worker.policy.draft_policy import DraftBudgets, DraftPolicy
 from rollout_worker.policy.governor import EXPLORATION_SHARE, Governor, Trial
 from rollout_worker.policy.idle_backoff import IdleBackoff
 from rollout_worker.policy.rollout_table import Column
@@ -19,6 +19,8 @@ _REFERENCE_INTERVAL_STEPS = 256
 """One of so many steps with drafts is decoded without them, so that the duration of such steps remains known."""
 _EARLY_REFERENCE_STEPS = (64, 128)
 """Earlier steps with drafts that are decoded without them as well."""
+_EARLY_REFERENCE_STEPS_WITH_EXPERTS = (4, 8, 16, 32, 64, 128)
+"""The same for a mixture of experts, of which less is known beforehand about what drafts cost."""
 
 
 class StepOutcome(NamedTuple):
@@ -42,13 +44,21 @@ class DraftController:
     """Combines a draft policy, the fitted cost model and the governor of one engine."""
 
     def __init__(
-        self, policy: DraftPolicy, prior: StepCost, *, exploration: float = EXPLORATION_SHARE, governed: bool = True
+        self,
+        policy: DraftPolicy,
+        prior: StepCost,
+        *,
+        graph_tokens: int = 0,
+        exploration: float = EXPLORATION_SHARE,
+        governed: bool = True,
     ) -> None:
         """Create a controller without rollouts.
 
         Args:
             policy: chooses the budgets.
             prior: cost model until steps were measured.
+            graph_tokens: number of tokens of the largest step for which there is a CUDA graph; 0 if there are none.
+                Larger steps may take several times as long, so that drafts are shortened to avoid them.
             exploration: share of all tokens that may be drafted where drafting does not pay.
             governed: whether drafting is disabled where it does not pay.
         """
@@ -61,13 +71,15 @@ class DraftController:
         self.min_gain_s = -math.inf
         """Seconds that the next drafts must gain together to be verified; otherwise :meth:`select_trial` decides.
 
-        The gain is what they are expected to save, minus the cost of verifying their tokens."""
-        self._policy, self._governed = policy, governed
+        The gain is what they are expected to save, minus the cost of verifying them."""
+        self._policy, self._governed, self._graph_tokens = policy, governed, graph_tokens
         self._backoff = IdleBackoff()
         self._steps_with_drafts = 0
         self._is_idle = False
         """Whether none of the last drafts was worth verifying."""
         self._token_values_s = Column()
+        self.draft_costs_s = np.zeros(1)
+        """Seconds by which the next step takes longer with 0, 1, 2, … draft tokens, shape (tokens,)."""
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
         """Start to follow a rollout and return its row; see :meth:`DraftPolicy.open`."""
@@ -88,17 +100,25 @@ class DraftController:
         """Return whether nothing is drafted in this step and its outcome is not observed. Call it once per step."""
         return self._backoff.skip_step()
 
-    def compute_budgets(self, rows: Integers, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+    def compute_budgets(self, rows: Integers) -> DraftBudgets:
         """Choose the draft budgets of the next step, and set :attr:`min_gain_s`.
 
         See :meth:`DraftPolicy.compute_budgets`.
         """
-        budgets = self._policy.compute_budgets(rows, self.fit.cost, queue)
+        cost = self.fit.cost
+        budgets = self._policy.compute_budgets(rows, cost)
         self._token_values_s[rows] = budgets.token_values_s
+        self.draft_costs_s = cost.draft_costs(len(rows), int(budgets.tokens.sum()))
+        if len(rows) <= self._graph_tokens:
+            self.draft_costs_s[self._graph_tokens - len(rows) + 1 :] = math.inf
         if not self._governed:
             return budgets
-        self.min_gain_s = math.inf if self._is_reference_step() else self.fit.cost.drafting_s
+        self.min_gain_s = math.inf if self._is_reference_step() else 0.0
         return self.governor.limit(rows, budgets)
+
+    def linear_cost(self, rollouts: int) -> StepCost:
+        """Return the cost model of a step with about one draft token for each rollout, without experts."""
+        return self.fit.cost.linear_between(rollouts, rollouts)
 
     def select_trial(self, rows: Integers, drafted: Integers, gain_s: float) -> int | None:
         """Choose the only draft to verify in a step whose drafts gain no more than :attr:`min_gain_s`.
@@ -111,7 +131,7 @@ class DraftController:
         Returns:
             An index into *rows*, or None if no draft is verified.
         """
-        if gain_s > self.fit.cost.drafting_s:
+        if gain_s > 0:
             return None  # This is a step for reference.
         selected = self.governor.select_trial(rows, drafted)
         self._is_idle = selected is None
@@ -128,7 +148,8 @@ class DraftController:
 
     def _is_reference_step(self) -> bool:
         steps = self._steps_with_drafts + 1
-        return steps in _EARLY_REFERENCE_STEPS or steps % _REFERENCE_INTERVAL_STEPS == 0
+        early = _EARLY_REFERENCE_STEPS_WITH_EXPERTS if self.fit.cost.expert_share else _EARLY_REFERENCE_STEPS
+        return steps in early or steps % _REFERENCE_INTERVAL_STEPS == 0
 
     def observe_step(self, step: StepOutcome, seconds: float | None) -> None:
         """Learn from the outcome of a step.
@@ -164,9 +185,9 @@ class DraftController:
         self.without_drafts_s += without_drafts_s * float(step.generated.sum()) / num_rollouts
         if not drafted:
             return
-        cost = self.fit.cost
-        saved_s = float((accepted * (self._token_values_s[step.rows] + cost.per_token_s)).sum())
+        saved_s = float((accepted * self._token_values_s[step.rows]).sum())
         if step.trial is not None:
+            cost = self.fit.cost.linear_between(num_rollouts, drafted * step.trial.candidates)
             self.governor.observe_trial(
                 step.trial,
                 without_drafts_s=without_drafts_s,

@@ -7,8 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout_worker.arrays import Floats
-from rollout_worker.policy.step_cost import StepCost
+from rollout_worker.policy.step_cost import StepCost, used_experts
 
+_COEFFICIENTS = 5
+"""Number of fitted fields of :class:`StepCost`: all but the share of the experts."""
 _STEPS_PER_KIND = 64
 """Number of steps of each kind that are kept, so that frequent kinds do not displace rare ones."""
 _REFIT_INTERVAL_STEPS = 32
@@ -49,14 +51,15 @@ class _KeptSteps:
     """The newest steps of one kind."""
 
     def __init__(self) -> None:
-        self._features = np.empty((_STEPS_PER_KIND, len(StepCost._fields)))
+        self._features = np.empty((_STEPS_PER_KIND, _COEFFICIENTS))
         self._seconds = np.empty(_STEPS_PER_KIND)
         self._count = 0
         """Number of steps that were added."""
 
-    def add(self, step: TimedStep) -> None:
+    def add(self, step: TimedStep, expert_share: float) -> None:
         place = self._count % _STEPS_PER_KIND
-        self._features[place] = 1.0, step.tokens, step.context_tokens, step.has_drafts
+        used = used_experts(step.tokens, expert_share)
+        self._features[place] = 1.0, step.tokens, step.context_tokens, step.has_drafts, used
         self._seconds[place] = step.seconds
         self._count += 1
 
@@ -95,9 +98,9 @@ class CostFit:
         """Median relative error of the steps that were fitted."""
         self.num_steps = 0
         """Number of steps that were fitted, those of all times included."""
-        # c_draft is measured in units of the prior's c_base, which is known well after a few steps.
-        self._units = np.array(prior._replace(drafting_s=prior.base_s))
-        self._prior = np.array(prior) / self._units
+        # c_draft and c_experts are measured in units of the prior's c_base, which is known well after a few steps.
+        self._units = np.array(prior._replace(drafting_s=prior.base_s, experts_s=prior.base_s)[:_COEFFICIENTS])
+        self._prior = np.array(prior[:_COEFFICIENTS]) / self._units
         self._seen_token_counts: set[int] = set()
         self._steps: dict[tuple[int, bool], _KeptSteps] = {}
         self._kind_factors: dict[tuple[int, bool], float] = {}
@@ -112,7 +115,7 @@ class CostFit:
         self._seen_token_counts.add(step.tokens)
         if is_first or step.seconds <= 0:
             return False
-        self._steps.setdefault(_kind(step.tokens, step.is_uniform), _KeptSteps()).add(step)
+        self._steps.setdefault(_kind(step.tokens, step.is_uniform), _KeptSteps()).add(step, self.cost.expert_share)
         self.num_steps += 1
         if self.num_steps % _REFIT_INTERVAL_STEPS == 0 or self.num_steps in _EARLY_REFITS:
             self._fit()
@@ -137,7 +140,7 @@ class CostFit:
             errors = np.abs(seconds / predicted - 1)
             typical_error = max(_MIN_RELATIVE_ERROR, 1.48 * float(np.median(errors)))
             weights = np.minimum(1.0, _HUBER_THRESHOLD * typical_error / np.maximum(errors, 1e-12))
-        self.cost = StepCost(*(float(coefficient) for coefficient in coefficients))
+        self.cost = StepCost._make([*coefficients.tolist(), self.cost.expert_share])
         self.median_relative_error = float(np.median(np.abs(seconds / predicted - 1)))
         start = 0
         for kind, kept in self._steps.items():

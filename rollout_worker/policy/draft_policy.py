@@ -7,24 +7,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from rollout_worker.arrays import Floats, Integers
-from rollout_worker.policy.rollout_table import LengthsByProblem, RolloutTable
+from rollout_worker.policy.rollout_table import RolloutTable
 from rollout_worker.policy.step_cost import StepCost
-
-REPLAN_INTERVAL_STEPS = 16
-"""Number of steps after which plans that depend on predicted lengths are computed again."""
-_MIN_REPLAN_INTERVAL_STEPS = 4
-"""Steps after which budgets are computed anew if rollouts have started or ended since."""
-
-
-class QueueState(NamedTuple):
-    """The rollouts that wait for a place in an engine's batch."""
-
-    rollouts: int = 0
-    expected_tokens: float = 0.0
-    """Number of tokens that all of them together are expected to generate."""
-
-
-EMPTY_QUEUE = QueueState()
 
 
 class DraftBudgets(NamedTuple):
@@ -35,7 +19,9 @@ class DraftBudgets(NamedTuple):
     min_survivals: Floats
     """A draft ends before the first token whose survival is below this."""
     token_values_s: Floats
-    """Seconds that one accepted token saves the batch, without the c_tok that it saves in a later step."""
+    """Seconds that one accepted token saves the batch."""
+    shortens: bool = False
+    """Whether drafts may be shorter, so that all of them together save most time."""
 
 
 class DraftLimits(NamedTuple):
@@ -75,13 +61,12 @@ class DraftPolicy(Protocol):
     def add_unobserved(self, row: int, tokens: int) -> None:
         """Record tokens that a rollout generated in steps that were not observed."""
 
-    def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """Choose the budgets of the rollouts in the next step.
 
         Args:
             rows: all rollouts that are running, shape (rollouts,).
             cost: cost model of a step.
-            queue: the rollouts that wait for a place in the batch.
         """
 
     def close(self, row: int) -> None:
@@ -91,17 +76,17 @@ class DraftPolicy(Protocol):
 class BoundedPolicy:
     """Base class: follows the running rollouts and applies the limits of a step."""
 
-    def __init__(self, limits: DraftLimits, lengths: LengthsByProblem) -> None:
+    def __init__(self, limits: DraftLimits) -> None:
         self._limits = limits
-        self._rollouts = RolloutTable(lengths)
+        self._rollouts = RolloutTable()
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
         """See :meth:`DraftPolicy.open`."""
-        return self._rollouts.open(problem, prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
+        return self._rollouts.open(prompt_tokens=prompt_tokens, generated=generated, max_tokens=max_tokens)
 
     def advance(self, rows: Integers, tokens: Integers, drafted: Integers) -> None:
         """See :meth:`DraftPolicy.advance`."""
-        self._rollouts.advance(rows, tokens)
+        self._rollouts.advance(rows, tokens, drafted)
 
     def add_unobserved(self, row: int, tokens: int) -> None:
         """See :meth:`DraftPolicy.add_unobserved`."""
@@ -119,18 +104,30 @@ class BoundedPolicy:
         remaining = self._rollouts.max_tokens[rows] - self._rollouts.generated[rows] - 1
         return np.asarray(np.minimum(np.maximum(remaining, 0), self._limits.per_rollout))
 
-    def _context_tokens(self, rows: Integers) -> Integers:
-        return self._rollouts.prompt_tokens[rows] + self._rollouts.generated[rows]
+    def _token_values(self, rows: Integers, cost: StepCost, base_shares: Floats | None = None) -> Floats:
+        """Return the seconds that one accepted token of each rollout saves the batch, shape (rollouts,).
+
+        An accepted token saves a rollout that generates r tokens per step 1/r of a step. That is worth a share of
+        c_base, the time to read the rollout's context, and c_tok for each token that is verified for it: one, and those
+        of its draft.
+
+        Args:
+            rows: all rollouts that are running, shape (rollouts,).
+            cost: cost model of a step.
+            base_shares: share of c_base that each rollout's steps are worth, shape (rollouts,); None: all the same.
+        """
+        rollouts = self._rollouts
+        drafted = rollouts.drafted_per_step[rows]
+        cost = cost.linear_between(len(rows), float(drafted.sum()))
+        base_s = cost.base_s / max(len(rows), 1) if base_shares is None else cost.base_s * base_shares
+        context_tokens = rollouts.prompt_tokens[rows] + rollouts.generated[rows]
+        step_s = base_s + context_tokens * cost.per_context_token_s
+        step_s += (1.0 + drafted) * cost.per_token_s
+        return np.asarray(step_s / np.maximum(rollouts.tokens_per_step[rows], 1.0))
 
     def _without_thresholds(self, rows: Integers, cost: StepCost, tokens: Integers) -> DraftBudgets:
-        """Return budgets that do not end drafts by their survival.
-
-        Such policies do not predict which rollout ends last. A saved step of one rollout is therefore worth its share
-        of a step.
-        """
-        values = np.full(len(rows), cost.base_s / max(len(rows), 1))
-        values += self._context_tokens(rows) * cost.per_context_token_s
-        return DraftBudgets(tokens, np.zeros(len(rows)), values)
+        """Return budgets that do not end drafts by their survival."""
+        return DraftBudgets(tokens, np.zeros(len(rows)), self._token_values(rows, cost))
 
     def _limit_step(self, tokens: Integers, priorities: Floats | None = None) -> Integers:
         """Reduce budgets to the limit of a step; rollouts with the highest priorities are served first."""
@@ -140,23 +137,3 @@ class BoundedPolicy:
             tokens = tokens.copy()
             tokens[order] = np.clip(self._limits.per_step - cumulative + tokens[order], 0, tokens[order])
         return tokens
-
-
-class ReplanSchedule:
-    """Decides when to plan again: periodically, and earlier when rollouts have started or ended."""
-
-    def __init__(self) -> None:
-        self._steps = REPLAN_INTERVAL_STEPS
-        self._changed = False
-
-    def mark_changed(self) -> None:
-        """Note that a rollout has started or ended."""
-        self._changed = True
-
-    def is_due(self) -> bool:
-        """Return whether to plan again in this step. Call it once per step."""
-        self._steps += 1
-        if self._steps < (_MIN_REPLAN_INTERVAL_STEPS if self._changed else REPLAN_INTERVAL_STEPS):
-            return False
-        self._steps, self._changed = 0, False
-        return True

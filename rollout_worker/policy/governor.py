@@ -105,7 +105,7 @@ class Governor:
                 self.trial = Trial(int(rows[place]), len(candidates))
                 tokens[place] = min(int(budgets.tokens[place]), _TRIAL_TOKENS)
                 survivals[place] = budgets.min_survivals[place]
-        return DraftBudgets(tokens, survivals, budgets.token_values_s)
+        return budgets._replace(tokens=tokens, min_survivals=survivals)
 
     def select_trial(self, rows: Integers, drafted: Integers) -> int | None:
         """Choose the draft of one rollout as a trial, because all drafts together do not pay.

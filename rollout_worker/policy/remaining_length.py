@@ -83,34 +83,3 @@ def remaining_quantiles(stats: LengthStats, *, generated: int, max_tokens: int, 
     known_until = min(max(generated, known[-1] if known else 0, stats.longest), max_tokens)
     unknown = known_until + (max_tokens - known_until) * (np.arange(num_unknown) + 0.5) / max(num_unknown, 1)
     return np.asarray(np.maximum(np.minimum(np.concatenate([known, unknown]), max_tokens) - generated, 1.0))
-
-
-def last_probabilities(ends: Floats) -> Floats:
-    """Return P(last) of each rollout: the probability that it ends last.
-
-    Args:
-        ends: possible end times of each rollout, shape (rollouts, points). The points of a row are equally probable,
-            and rows are independent of each other. Of rollouts that end at the same time, the one with the highest
-            index counts as the last.
-
-    Returns:
-        Probabilities that add up to 1, shape (rollouts,). The computation takes O(n log n) for n points in total.
-    """
-    rollouts, points = ends.shape
-    if rollouts == 0:
-        return np.zeros(0)
-    # Points in the order of time, ties by row. F_j is the share of row j's points that have passed.
-    order = np.argsort(ends, axis=None, kind="stable")
-    rows = order // points
-    passed = np.empty(rollouts * points)
-    by_row = np.argsort(rows, kind="stable")
-    passed[by_row] = np.tile(np.arange(1, points + 1), rollouts)
-    # The product of all F_j just after each point; it is 0 until at least one point of every row has passed.
-    log_growth = np.where(passed > 1, np.log(passed) - np.log(np.maximum(passed - 1, 1)), -np.log(points))
-    num_begun = np.cumsum(passed == 1)
-    product = np.where(num_begun == rollouts, np.exp(np.cumsum(log_growth)), 0.0)
-    # P(i ends at this point and all others have ended) is 1/points times the product without F_i.
-    shares = product / passed
-    probabilities = np.bincount(rows, weights=shares, minlength=rollouts)
-    total = float(probabilities.sum())
-    return probabilities / total if total > 0 else np.full(rollouts, 1.0 / rollouts)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollout_worker.arrays import Floats
 
 
 class StepCost(NamedTuple):
     """Coefficients of the duration of one verification step.
 
-    ``t = c_base + c_tok · tokens + c_kv · context (+ c_draft if there are drafts)``. The first two terms are those of
-    DAS (arXiv 2511.13841). The third is the time in which attention reads keys and values; with many long rollouts it
-    exceeds the first.
+    ``t = c_base + c_tok · tokens + c_kv · context (+ c_draft if there are drafts) + c_experts · used``. The first two
+    terms are those of DAS (arXiv 2511.13841). The third is the time in which attention reads keys and values; with many
+    long rollouts it exceeds the first. The last one is that of a mixture of experts, whose weights are read only if a
+    token uses them. If each token uses the share e of the experts, independently of the others, then *tokens* tokens
+    use the share ``used = 1 - (1 - e) ** tokens`` together.
     """
 
     base_s: float
@@ -21,6 +27,18 @@ class StepCost(NamedTuple):
     """c_kv: seconds for each token of context that attention reads: each rollout's prompt and response so far."""
     drafting_s: float = 0.0
     """c_draft: seconds by which a step with any drafts is longer, for rejection sampling and uncaptured CUDA graphs."""
+    experts_s: float = 0.0
+    """c_experts: seconds to read the weights of all experts."""
+    expert_share: float = 0.0
+    """Share of the experts that one token uses; 0 in a dense model. Known from the model, and not fitted."""
+
+    def with_experts(self, share: float) -> StepCost:
+        """Return the cost model of a mixture of experts that has most of its weights in experts.
+
+        Args:
+            share: share of the experts that one token uses; 0: the model is dense.
+        """
+        return self._replace(experts_s=4 * self.base_s, expert_share=share) if share else self
 
     def step_time(self, tokens: int, context_tokens: int, *, has_drafts: bool = False) -> float:
         """Predict the duration of a step in seconds.
@@ -35,7 +53,45 @@ class StepCost(NamedTuple):
             + self.per_token_s * tokens
             + self.per_context_token_s * context_tokens
             + self.drafting_s * has_drafts
+            + float(self.experts_s * used_experts(tokens, self.expert_share))
         )
+
+    def linear_between(self, rollouts: int, draft_tokens: float) -> StepCost:
+        """Return a model without experts that agrees with this one for steps with and without drafts.
+
+        Its c_tok is the mean cost of a draft token. The first tokens cost more, because with them a step uses more
+        experts.
+
+        Args:
+            rollouts: number of rollouts.
+            draft_tokens: number of draft tokens of all of them; at least 1 is assumed.
+        """
+        if not self.expert_share:
+            return self
+        draft_tokens = max(draft_tokens, 1.0)
+        used = float(used_experts(rollouts, self.expert_share))
+        more_used = float(used_experts(rollouts + draft_tokens, self.expert_share)) - used
+        per_token_s = self.experts_s * more_used / draft_tokens
+        return StepCost(
+            self.base_s + self.experts_s * used - per_token_s * rollouts,
+            self.per_token_s + per_token_s,
+            self.per_context_token_s,
+            self.drafting_s,
+        )
+
+    def draft_costs(self, rollouts: int, max_draft_tokens: int) -> Floats:
+        """Return how much longer a step is with 0, 1, 2, … draft tokens, in seconds, shape (max_draft_tokens + 1,)."""
+        tokens = np.arange(max_draft_tokens + 1)
+        costs = self.per_token_s * tokens + self.drafting_s * (tokens > 0)
+        if self.expert_share:
+            used = used_experts(rollouts + tokens, self.expert_share)
+            costs += self.experts_s * (used - used[0])
+        return np.asarray(costs)
+
+
+def used_experts(tokens: Any, expert_share: float) -> Any:
+    """Return the share of the experts that several tokens use together; for an array of numbers, an array."""
+    return 1.0 - (1.0 - expert_share) ** tokens if expert_share else 0.0 * tokens
 
 
 H100_7B = StepCost(base_s=8e-3, per_token_s=26e-6, per_context_token_s=17e-9)

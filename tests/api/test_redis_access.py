@@ -60,7 +60,7 @@ def use_history(store: HistoryStore) -> None:
     store.statistics.add_acceptance({1: (8.0, 4.0)})
     store.save_drafter_state(b"state")
     assert store.drafter_state() == b"state"
-    found = store.read(dict.fromkeys(PROBLEMS, START), with_lengths=PROBLEMS)
+    found = store.read(dict.fromkeys(PROBLEMS, START), with_rewards=PROBLEMS)
     assert dict.fromkeys(PROBLEMS, 2) == {problem: len(part.records) for problem, part in found.items()}
     assert [2, 6] == [store.statistics.length_stats(problem).count for problem in ("p", None)]
 

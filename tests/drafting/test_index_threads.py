@@ -208,7 +208,7 @@ def test_steps_while_histories_and_requests_change() -> None:
     drafts, lengths = np.zeros((12, 4), np.int64), np.zeros(12, np.int32)
     batch = index.new_batch(token_ids, drafts, lengths)
     for _ in range(100):
-        batch.plan(np.array(handles), np.full(12, 4), np.zeros(12), np.zeros(12), 0.0)
+        batch.plan(np.array(handles), np.full(12, 4), np.zeros(12), np.zeros(12), np.zeros(1))
         for place, handle in enumerate(handles):
             # Another thread may extend the first two requests before the step.
             num_tokens[place] = index.num_tokens(handle) + 1

@@ -13,9 +13,9 @@ from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 
 WIDTH = 8
-
-
 PROMPT = [1, 2, 3]
+TOKEN_GAIN = 0.5
+TOKEN_COSTS = 0.125 * np.arange(2000)
 
 
 class Stepper:
@@ -31,10 +31,26 @@ class Stepper:
         self.rows = np.arange(len(handles))
         self.places = np.arange(len(handles))[::-1].copy()
 
-    def plan(self, budget: int = WIDTH, min_survival: float = 0.0, time_limit_s: float = 60.0) -> None:
+    def plan(
+        self,
+        budget: int = WIDTH,
+        min_survival: float = 0.0,
+        costs: np.ndarray = TOKEN_COSTS,
+        *,
+        shortens: bool = False,
+        time_limit_s: float = 60.0,
+    ) -> None:
         count = len(self.handles)
         budgets, survivals = np.full(count, budget), np.full(count, min_survival)
-        self.batch.plan(np.array(self.handles), budgets, survivals, np.full(count, 2.0), 0.5, time_limit_s)
+        self.batch.plan(
+            np.array(self.handles),
+            budgets,
+            survivals,
+            np.full(count, TOKEN_GAIN),
+            costs,
+            shortens=shortens,
+            time_limit_s=time_limit_s,
+        )
 
     def step(self, *sampled: list[int], verified: list[int] | None = None, **limits: Any) -> list[list[int]]:
         """Report the sampled tokens of each request and return the drafts."""
@@ -90,9 +106,67 @@ def test_a_step_equals_extending_and_drafting() -> None:
         assert [len(tokens) for tokens in sampled] == stepper.batch.generated[:4].tolist()
         assert sum(map(len, drafts)) == stepper.num_draft_tokens
         assert sum(map(bool, drafts)) == stepper.num_drafts
-        assert 2.0 * sum(accepted_tokens) - 0.5 * stepper.num_draft_tokens == pytest.approx(stepper.gain_s)
+        assert TOKEN_GAIN * sum(accepted_tokens) - 0.125 * stepper.num_draft_tokens == pytest.approx(stepper.gain_s)
         lengths = [accepted(draft, text[at:]) for draft, text, at in zip(drafts, recorded, positions, strict=True)]
     assert (0, 120, 0) == index.look_ups()
+
+
+COSTS = st.one_of(
+    st.floats(0.0, 0.5).map(lambda cost: cost * np.arange(100)),
+    # As in a mixture of experts: the first tokens cost most.
+    st.tuples(st.floats(0.0, 1.2), st.floats(0.01, 0.5)).map(lambda c: c[0] * (1 - (1 - c[1]) ** np.arange(100))),
+    # A step without a CUDA graph.
+    st.integers(1, 40).map(lambda tokens: np.where(np.arange(100) < tokens, 0.01 * np.arange(100), np.inf)),
+)
+
+
+@given(costs=COSTS, seed=st.integers(0, 50))
+def test_drafts_are_shortened_to_those_tokens_that_gain_most_together(costs: np.ndarray, seed: int) -> None:
+    index, other = filled_index(), filled_index()
+    problems = ["p", "q", "p", "q", "p", "q"]
+    sampled = [text(seed + number, 5) for number in range(6)]
+    stepper = Stepper(index, [index.open(problem, PROMPT) for problem in problems])
+    others = [other.open(problem, PROMPT) for problem in problems]
+    other.extend_batch(others, sampled)
+    drafts = stepper.step(*sampled, costs=costs, shortens=True)
+    whole = other.draft_batch(others, [WIDTH + 1] * 6, 0.0)
+    survivals = [np.cumprod(draft.probabilities[:WIDTH]) for draft in whole]
+    assert all(draft == one.tokens[: len(draft)] for draft, one in zip(drafts, whole, strict=True))
+    kept = [one[: len(draft)] for one, draft in zip(survivals, drafts, strict=True)]
+    assert [one.sum() for one in kept] == pytest.approx(stepper.batch.expected[:6])
+    assert stepper.num_draft_tokens == sum(map(len, drafts))
+    values = TOKEN_GAIN * np.sort(np.concatenate(survivals))[::-1]
+    gains = np.concatenate([[0.0], np.cumsum(values)]) - costs[: len(values) + 1]
+    if stepper.gain_s > 0:
+        assert TOKEN_GAIN * sum(one.sum() for one in kept) - costs[stepper.num_draft_tokens] == pytest.approx(
+            stepper.gain_s
+        )
+    # Tokens whose values differ by less than 1/32 may count as equally valuable.
+    assert gains.max() - values[: gains.argmax()].sum() / 32 - 1e-9 <= max(stepper.gain_s, 0.0) <= gains.max() + 1e-9
+
+
+def test_nothing_is_removed_if_no_draft_gains_anything() -> None:
+    index = filled_index()
+    stepper = Stepper(index, [index.open("p", PROMPT)])
+    assert [text(1, 12)[4:]] == stepper.step(text(1, 4), costs=100.0 * np.arange(20), shortens=True)
+    assert stepper.gain_s < 0
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_only_the_tokens_of_shortened_drafts_are_counted(ahead: bool) -> None:
+    index = filled_index(draft_ahead=ahead)
+    handle = index.open("p", PROMPT)
+    stepper = Stepper(index, [handle])
+    recorded = text(1)
+    position, costs = 4, np.array([0.0, 0.1, 0.2, np.inf])
+    [draft] = stepper.step(recorded[:4], costs=costs, shortens=True)
+    assert recorded[4:6] == draft
+    for _ in range(5):
+        index.wait_idle()
+        [draft] = stepper.step(recorded[position : position + 3], costs=costs, shortens=True)
+        position += 3
+        assert recorded[position : position + 2] == draft
+    assert (10, 10, 19) == index.close(handle)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -158,7 +232,7 @@ def test_requests_without_a_budget_need_no_time() -> None:
     assert (0, 0, 0) == index.look_ups()
     # The budget of a trial is new in the step.
     handles, budgets = np.array(stepper.handles), np.array([0, 0, 2, 0])
-    stepper.batch.plan(handles, budgets, np.zeros(4), np.array([9.0, 9.0, 0.0, 9.0]), 0.5, 0.0)
+    stepper.batch.plan(handles, budgets, np.zeros(4), np.array([9.0, 9.0, 0.0, 9.0]), TOKEN_COSTS, time_limit_s=0.0)
     stepper.token_ids[:4, stepper.num_tokens[0]] = 3
     assert 1 == stepper.batch.step(stepper.num_tokens + 1, stepper.rows, stepper.places, np.zeros(4, int))[0]
     assert 2 == stepper.lengths[stepper.places[2]]
@@ -193,7 +267,7 @@ def test_the_most_valuable_drafts_are_computed_first() -> None:
     # How many drafts a machine computes in some time is unknown, so that the limit grows until there are some.
     while num_drafts < 5:
         index.wait_idle()
-        stepper.batch.plan(handles, np.full(100, WIDTH), np.zeros(100), gains, 0.5, time_limit_s=limit_s)
+        stepper.batch.plan(handles, np.full(100, WIDTH), np.zeros(100), gains, TOKEN_COSTS, time_limit_s=limit_s)
         # The step accepts nothing, and samples a token that could not be expected, so that no draft was prepared.
         stepper.token_ids[stepper.places, stepper.num_tokens[0]] = (stepper.num_tokens[0] * 37) % 200
         stepper.num_tokens += 1
@@ -336,6 +410,7 @@ def test_invalid_arguments_are_rejected(changes: dict[str, Any], error: type[Exc
         ({"min_survivals": np.array([0, 1.5])}, ValueError, "request 1: min_survival must be a probability"),
         ({"min_survivals": np.array([np.nan, 0])}, ValueError, "request 0: min_survival must be a probability"),
         ({"token_gains": np.zeros(1)}, ValueError, "token_gains has 1 rows"),
+        ({"costs": np.zeros(0)}, ValueError, "costs must have at least one element"),
         ({"handles": np.array([0, -5])}, KeyError, "no open request has the handle -5"),
     ],
 )
@@ -347,7 +422,7 @@ def test_invalid_plans_are_rejected(changes: dict[str, Any], error: type[Excepti
         "budgets": np.zeros(2, np.int64),
         "min_survivals": np.zeros(2),
         "token_gains": np.zeros(2),
-        "token_cost": 0.0,
+        "costs": TOKEN_COSTS,
     }
     stepper.batch.plan(**arguments)
     with pytest.raises(error, match=message):

@@ -40,9 +40,3 @@ def test_the_cost_model_is_fitted_and_drafts_that_pay_are_verified(default_engin
     assert stats["timed_seconds_without_drafts"] > 1.5 * stats["timed_seconds"]
     assert sum(result.num_accepted_tokens for result in results) > 0.5 * 8 * 200
     assert 0 == stats["drafting_stops"]
-
-
-def test_the_policy_accepts_the_state_of_the_queue(default_engine: EngineHarness) -> None:
-    default_engine.loop.run(default_engine.engine.set_queue(100, 1e5))
-    assert 8 == len(default_engine.sample([PROMPT], REPETITIVE, "queue"))
-    default_engine.loop.run(default_engine.engine.set_queue(0, 0.0))

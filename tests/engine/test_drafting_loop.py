@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.batch import Batch
@@ -62,7 +61,7 @@ class RepeatingEngine:
 
     def __init__(self, failing: set[int]) -> None:
         limits = DraftLimits(MAX_DRAFT_TOKENS, 1024)
-        policy = make_policy("fixed", limits, lambda _: (0, 0.0), lambda _: LengthStats())
+        policy = make_policy("fixed", limits)
         controller = DraftController(policy, CPU, governed=False)
         self.tokens = np.zeros((1, 20_000), np.int32)
         self.arrays = EngineArrays.create(self.tokens, MAX_DRAFT_TOKENS)

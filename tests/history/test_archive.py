@@ -79,7 +79,7 @@ def content(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
     info = store.metadata.info()
     assert info is not None or not store.catalog.problems()
     slices = {
-        problem.problem_id: store.read({problem.problem_id: START}, with_lengths=[problem.problem_id])[
+        problem.problem_id: store.read({problem.problem_id: START}, with_rewards=[problem.problem_id])[
             problem.problem_id
         ]
         for problem in store.catalog.problems()

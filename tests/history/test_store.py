@@ -185,7 +185,7 @@ def test_rewards_are_read_with_the_log_on_request(store: HistoryStore) -> None:
         store.append(problem, record("d"), newest=1)
         store.set_rewards(problem, {"a": 1.0, "unknown": 1.0, "b": math.nan, "c": 1e39})
         store.set_rewards(problem, {"a": 0.5, "d": -2.0})
-    slices = store.read({"p": START, "q": START, "none": START}, with_lengths={"p", "none"})
+    slices = store.read({"p": START, "q": START, "none": START}, with_rewards={"p", "none"})
     assert {"p": {a: 0.5, d: -2.0}, "q": None, "none": {}} == {name: part.rewards for name, part in slices.items()}
     assert {"p": 2, "q": 2, "none": 0} == {name: len(part.records) for name, part in slices.items()}
     assert {a: 0.5, d: -2.0} == store.statistics.rewards("p")

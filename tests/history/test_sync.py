@@ -460,19 +460,6 @@ def test_requested_problem_is_not_evicted_by_an_update_of_another(
     assert ["p", "r"] == list(sink.problems)
 
 
-def test_length_statistics_are_known_without_access_to_redis(store: HistoryStore, sync_to_sink: HistorySync) -> None:
-    assert 0 == sync_to_sink.length_stats("p").count == sync_to_sink.length_stats().count
-    for number, length in enumerate((10, 20, 30)):
-        cut = "length" if length == 30 else "stop"
-        tokens = np.arange(length, dtype=np.uint32)
-        store.append("p", HistoryRecord(str(number), "run", 1, 1, tokens, cut), newest=1)
-    sync_to_sink.announce(["p"], 1)
-    assert sync_to_sink.wait_ready(10)
-    stats = sync_to_sink.length_stats("p")
-    assert (3, 30, 1 / 3) == (stats.count, stats.longest, pytest.approx(stats.prob_longer_than(25)))
-    assert 1.0 == sync_to_sink.length_stats("never announced").prob_longer_than(1)
-
-
 def test_acceptance_is_reported_and_the_age_limit_applied(sink: RecordingSink, history_url: str) -> None:
     store = HistoryStore(connect_history(history_url), KEYS, window=4)
     for generation in (1, 2, 3, 4):
@@ -481,7 +468,6 @@ def test_acceptance_is_reported_and_the_age_limit_applied(sink: RecordingSink, h
         sync.announce(["p"], 5)
         assert sync.wait_ready(10)
         assert names("1", "2", "3", "4") == list(sink.problems["p"])
-        wait_for(lambda: sync.length_stats().count == 4, 10)
         sink.ages = {0: (10.0, 5.0), 1: (4.0, 0.0)}
         wait_for(lambda: store.statistics.acceptance_by_age() == {0: (10.0, 5.0), 1: (4.0, 0.0)}, 10)
         sink.ages = {0: (12.0, 6.0), 1: (4.0, 0.0)}

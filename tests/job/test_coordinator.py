@@ -511,7 +511,6 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
                 return status if status.get("done") == 1 and status["assigned"] == 4 else {}
 
             status = await wait_for_async(finished)
-            load = await job.job_store.job.expected_load()
             _, body = await get(f"{url}/metrics")
             assert (200, "ok\n") == await get(f"{url}/healthz")
             await server.stop()
@@ -519,7 +518,7 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         assert (9, 4, 8, 5) == tuple(
             status[name] for name in ("tokens", "decoding_steps", "draft_tokens", "accepted_tokens")
         )
-        assert (status["waiting"], 0.25) == (load.rollouts, status["saved"])
+        assert 0.25 == status["saved"]
         assert 6 == status["waiting"] + status["assigned"]
         assert ["a"] == [entry["name"] for entry in status["engines"]]
         assert status["assigned"] == sum(entry["assigned"] for entry in status["engines"])

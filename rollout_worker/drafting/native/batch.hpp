@@ -30,7 +30,9 @@ struct BatchPlan {
   };
   std::shared_ptr<const RequestList> requests;  // null in rows that are not in use
   std::vector<Row> rows;
-  double token_cost = 0.0;                // seconds that it takes to verify a token
+  // Seconds that it takes to verify a number of draft tokens, which is the index; the last one also stands for more.
+  std::vector<double> costs{0.0};
+  bool shortens = false;                  // whether drafts are shortened so that all of them together gain most
   std::chrono::nanoseconds time_limit{};  // after which a step begins no draft
 };
 

@@ -90,22 +90,25 @@ class Batch {
     check_rows("expected", expected_.size(), num_places(), "places");
   }
 
-  void plan(nb::handle handles, nb::handle budgets, nb::handle min_survivals, nb::handle token_gains, double token_cost,
-            double time_limit_s) {
+  void plan(nb::handle handles, nb::handle budgets, nb::handle min_survivals, nb::handle token_gains, nb::handle costs,
+            bool shortens, double time_limit_s) {
     const Array<const std::int64_t> handles_in("handles", handles, 1, "(n,) int64");
     const Array<const std::int64_t> budgets_in("budgets", budgets, 1, "(n,) int64");
     const Array<const double> thresholds("min_survivals", min_survivals, 1, "(n,) float64");
     const Array<const double> gains("token_gains", token_gains, 1, "(n,) float64");
+    const Array<const double> costs_in("costs", costs, 1, "(m,) float64");
     const std::size_t count = handles_in.size();
     check_rows("budgets", budgets_in.size(), count, "handles");
     check_rows("min_survivals", thresholds.size(), count, "handles");
     check_rows("token_gains", gains.size(), count, "handles");
+    if (costs_in.size() == 0) throw nb::value_error("costs must have at least one element, for no draft tokens");
     if (!(time_limit_s >= 0.0)) {
       throw nb::value_error(("time_limit_s must be 0 or more seconds, got " + std::to_string(time_limit_s)).c_str());
     }
     BatchPlan plan = empty_plan();
     plan.rows.resize(count);
-    plan.token_cost = token_cost;
+    plan.costs.assign(costs_in.span().begin(), costs_in.span().end());
+    plan.shortens = shortens;
     plan.time_limit = std::chrono::nanoseconds(static_cast<std::int64_t>(std::min(time_limit_s, kMaxTimeLimit) * 1e9));
     for (std::size_t i = 0; i < count; ++i) {
       if (budgets_in(i) < 0) {
@@ -180,7 +183,7 @@ void bind_batch(nb::module_& m) {
            nb::arg("index"), nb::arg("token_ids"), nb::arg("drafts"), nb::arg("lengths"), nb::arg("generated"),
            nb::arg("expected"))
       .def("plan", &Batch::plan, nb::arg("handles"), nb::arg("budgets"), nb::arg("min_survivals"),
-           nb::arg("token_gains"), nb::arg("token_cost"), nb::arg("time_limit_s"))
+           nb::arg("token_gains"), nb::arg("costs"), nb::kw_only(), nb::arg("shortens"), nb::arg("time_limit_s"))
       .def("clear", &Batch::clear)
       .def("step", &Batch::step, nb::arg("num_tokens"), nb::arg("rows"), nb::arg("places"), nb::arg("verified"));
 }

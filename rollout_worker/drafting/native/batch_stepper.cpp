@@ -1,6 +1,9 @@
 #include "batch_stepper.hpp"
 
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -17,6 +20,23 @@ constexpr std::size_t kPrefetched = 6;
 
 // The fewest drafts for which another thread is woken.
 constexpr std::size_t kDraftsPerThread = 8;
+
+// Classes of values between 2 ** kMinExponent seconds and 1 second, 2 ** kClassBits for each power of two.
+constexpr int kMinExponent = -31;
+constexpr int kClassBits = 5;
+constexpr std::size_t kValueClasses = (std::size_t{1} << kClassBits) * -kMinExponent + 2;
+
+// Returns the class of a value in seconds; higher values have higher classes. It consists of the first bits of the
+// value's binary representation: the exponent, and kClassBits of the 52 bits of the mantissa.
+std::size_t class_of(double value) {
+  if (!(value >= std::ldexp(1.0, kMinExponent))) return 1;
+  constexpr int kShift = 52 - kClassBits;
+  const auto bits = std::bit_cast<std::uint64_t>(value) >> kShift;
+  const auto first = std::bit_cast<std::uint64_t>(std::ldexp(1.0, kMinExponent)) >> kShift;
+  return std::min<std::size_t>(bits - first + 1, kValueClasses - 1);
+}
+
+double cost(const BatchPlan& plan, std::size_t tokens) { return plan.costs[std::min(tokens, plan.costs.size() - 1)]; }
 
 // Returns the number of processors besides that of the background thread.
 std::size_t spare_processors() {
@@ -37,6 +57,7 @@ std::shared_ptr<const RequestList> BatchStepper::find_requests(std::span<const R
 
 StepTotals BatchStepper::step(const Step& step) {
   const std::lock_guard stepping(mutex_);
+  survivals_.resize(std::max(survivals_.size(), step.size() * step.arrays.max_draft));
   if (ahead_) ahead_->interrupt();
   if (ahead_) {
     step_ahead(step);
@@ -59,6 +80,12 @@ StepTotals BatchStepper::step(const Step& step) {
     });
     counts_.computed += missed_.size();
   }
+  const StepTotals totals = total(step);
+  if (ahead_) ahead_->start(step.plan.requests);
+  return totals;
+}
+
+StepTotals BatchStepper::total(const Step& step) {
   StepTotals totals;
   for (std::size_t i = 0; i < step.size(); ++i) {
     const auto length = static_cast<std::size_t>(step.arrays.lengths[step.place(i)]);
@@ -67,8 +94,66 @@ StepTotals BatchStepper::step(const Step& step) {
     totals.tokens += length;
     totals.gain += step.expected[i] * step.limits(i).token_gain;
   }
-  totals.gain -= static_cast<double>(totals.tokens) * step.plan.token_cost;
+  totals.gain -= cost(step.plan, totals.tokens);
+  if (step.plan.shortens && totals.tokens > 0) shorten(step, totals);
   return totals;
+}
+
+void BatchStepper::shorten(const Step& step, StepTotals& totals) {
+  std::array<std::size_t, kValueClasses> counts{};
+  std::array<double, kValueClasses> sums{};
+  const std::size_t width = step.arrays.max_draft;
+  const auto value = [&](std::size_t i, std::size_t k) {
+    return survivals_[i * width + k] * step.limits(i).token_gain;
+  };
+  for (std::size_t i = 0; i < step.size(); ++i) {
+    const auto length = static_cast<std::size_t>(step.arrays.lengths[step.place(i)]);
+    for (std::size_t k = 0; k < length; ++k) {
+      const std::size_t value_class = class_of(value(i, k));
+      counts[value_class] += 1;
+      sums[value_class] += value(i, k);
+    }
+  }
+  // The tokens of the highest classes are taken, and so many of the next class that all of them gain most. Tokens of
+  // one class count as equally valuable.
+  std::size_t best = 0, best_count = 0, tokens = 0;
+  double best_gain = std::max(totals.gain, 0.0), saved = 0.0;
+  for (std::size_t value_class = kValueClasses; value_class-- > 1;) {
+    const double mean = sums[value_class] / static_cast<double>(std::max<std::size_t>(counts[value_class], 1));
+    for (std::size_t count = 1; count <= counts[value_class]; ++count) {
+      saved += mean;
+      const double gain = saved - cost(step.plan, ++tokens);
+      if (gain <= best_gain) continue;
+      best = value_class;
+      best_count = count;
+      best_gain = gain;
+    }
+  }
+  if (best == 0) return;
+  totals = {};
+  for (std::size_t i = 0; i < step.size(); ++i) {
+    auto& written = step.arrays.lengths[step.place(i)];
+    if (written == 0) continue;
+    // Survival decreases along a draft, and so does the value of its tokens.
+    std::size_t length = 0;
+    step.expected[i] = 0.0;
+    for (; length < static_cast<std::size_t>(written); ++length) {
+      const std::size_t value_class = class_of(value(i, length));
+      if (value_class < best || (value_class == best && best_count == 0)) break;
+      if (value_class == best) --best_count;
+      step.expected[i] += survivals_[i * width + length];
+    }
+    if (length < static_cast<std::size_t>(written)) {
+      Request& request = *step.request(i);
+      const std::lock_guard lock(request.mutex);
+      request.last.length = static_cast<std::uint32_t>(length);
+      written = static_cast<std::int32_t>(length);
+    }
+    totals.drafts += length > 0;
+    totals.tokens += length;
+    totals.gain += step.expected[i] * step.limits(i).token_gain;
+  }
+  totals.gain -= cost(step.plan, totals.tokens);
 }
 
 // Most drafts are found at once. The others are computed after those, by all threads.
@@ -111,7 +196,6 @@ void BatchStepper::step_ahead(const Step& step) {
   }
   counts_.found += found;
   if (!missed_.empty()) compute_missing(step, deadline);
-  ahead_->start(step.plan.requests);
 }
 
 void BatchStepper::compute_missing(const Step& step, std::chrono::steady_clock::time_point deadline) {
@@ -246,6 +330,7 @@ void BatchStepper::write(Request& request, const Step& step, std::size_t i, std:
   double expected = 0.0;
   for (; length < std::min(limit, drafted.size()) && drafted[length].survival >= request.min_survival; ++length) {
     drafts[length] = drafted[length].token;
+    survivals_[i * step.arrays.max_draft + length] = drafted[length].survival;
     expected += drafted[length].survival;
   }
   request.last.length = static_cast<std::uint32_t>(length);

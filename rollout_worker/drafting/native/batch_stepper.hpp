@@ -57,8 +57,12 @@ class BatchStepper {
   static bool look_up(Request& request);
   // Drafts for a request and writes the result.
   void draft(Request& request, const Step& step, std::size_t i, bool is_found);
-  static void write(Request& request, const Step& step, std::size_t i, std::size_t limit);
+  void write(Request& request, const Step& step, std::size_t i, std::size_t limit);
   static void write_nothing(const Step& step, std::size_t i);
+  // Returns the sums over all drafts, after they were shortened if the plan wants that.
+  StepTotals total(const Step& step);
+  // Shortens all drafts to the tokens that are worth most, so many that they gain most together.
+  void shorten(const Step& step, StepTotals& totals);
   // Returns the longest draft that the request may have now.
   static std::size_t max_length(const Request& request);
   void step_ahead(const Step& step);
@@ -68,7 +72,7 @@ class BatchStepper {
   RequestDrafter& drafter_;
   const RequestTable& table_;
   WorkerPool& workers_;
-  std::mutex mutex_;  // guards the next four
+  std::mutex mutex_;  // guards the next five
   struct Missed {
     std::size_t number;  // of the request in the step
     bool is_prepared;    // whether drafts were prepared for it, but for other outcomes
@@ -76,6 +80,7 @@ class BatchStepper {
   };
   std::vector<Missed> missed_;     // requests without a draft yet
   std::vector<std::size_t> busy_;  // those whose lock the background thread held
+  std::vector<double> survivals_;  // of the draft tokens of each request, in as many places as the longest draft has
   LookUpCounts counts_;
   SharedWork missing_;  // computing the drafts of missed_
   std::optional<DraftAhead> ahead_;

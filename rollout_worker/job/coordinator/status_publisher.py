@@ -20,14 +20,13 @@ from rollout_worker.job.coordinator.slow_clients import SlowClients
 from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.job_store.job_record import ExpectedLoad
 from rollout_worker.policy.remaining_length import estimate_remaining_work
 
 logger = logging.getLogger(__name__)
 
 
 class StatusPublisher:
-    """Publishes the status for clients, the expected load for engines, and the canary test for later coordinators."""
+    """Publishes the status for clients, and the canary test for later coordinators."""
 
     def __init__(
         self,
@@ -106,11 +105,3 @@ class StatusPublisher:
         if self._canaries.drift.canaries != self._stored_canaries:
             self._stored_canaries = self._canaries.drift.canaries
             await retry_async(self._job_store.job.set_canaries, self._canaries.to_json())
-        await retry_async(self._job_store.job.set_expected_load, self._expected_load())
-
-    def _expected_load(self) -> ExpectedLoad:
-        """Return the waiting rollouts and their expected tokens per engine."""
-        engines = max(1, len(self._engines.engines))
-        groups = [(len(group.samples), group.predicted_length) for group in self._queue.groups()]
-        rollouts = sum(count for count, _ in groups)
-        return ExpectedLoad(round(rollouts / engines), sum(count * length for count, length in groups) / engines)

@@ -167,13 +167,9 @@ class EngineWorker:
         self._drained.set()
 
     async def _send_heartbeats(self) -> None:
-        expected_load = (0, 0.0)
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             await self._lease.renew()
-            if (load := await retry_async(self._job_store.job.expected_load)) != expected_load:
-                await self._engine.set_queue(*load)
-                expected_load = load
             if not self._lease.report.draining and (grace := await self._shutdown_grace()) is not None:
                 self._draining = asyncio.ensure_future(self.drain(grace))
 

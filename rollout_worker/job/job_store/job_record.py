@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import redis.asyncio
 
@@ -30,15 +30,6 @@ class JobDescription:
     history_redis: str
     """``own`` if the history has a Redis server of its own, else ''."""
     version: int = SCHEMA_VERSION
-
-
-class ExpectedLoad(NamedTuple):
-    """What each engine still has to expect."""
-
-    rollouts: int
-    """Waiting rollouts per engine."""
-    tokens: float
-    """Expected tokens of those rollouts."""
 
 
 class JobRecord:
@@ -76,18 +67,6 @@ class JobRecord:
     async def set_status(self, status: bytes) -> None:
         """Publish the coordinator's status, which expires if it is not renewed."""
         await self._client.set(self._keys.status, status, ex=STATUS_EXPIRY_S)
-
-    async def set_expected_load(self, load: ExpectedLoad) -> None:
-        """Publish the load that engines have to expect, which expires if it is not renewed."""
-        batch = self._client.pipeline(transaction=False)
-        batch.hset(self._keys.expected_load, mapping={"rollouts": load.rollouts, "tokens": load.tokens})
-        batch.expire(self._keys.expected_load, STATUS_EXPIRY_S)
-        await batch.execute()
-
-    async def expected_load(self) -> ExpectedLoad:
-        """Return the published load; zero if none is published."""
-        rollouts, tokens = await self._client.hmget(self._keys.expected_load, "rollouts", "tokens")
-        return ExpectedLoad(int(rollouts or 0), float(tokens or 0))
 
     async def set_canaries(self, state: str) -> None:
         """Store the state of the canary test."""

@@ -7,23 +7,17 @@ from typing import ClassVar
 
 import numpy as np
 
+from benchmarks.rollout_bench.das.acceptance_curve import AcceptanceCurve, DasAcceptance
+from benchmarks.rollout_bench.das.optimal import optimal_budgets
+from benchmarks.rollout_bench.predicted_lengths import LengthPredictingPolicy, LengthsByProblem, ReplanSchedule
 from rollout_api.length_stats import LengthClass, LengthStats
 from rollout_worker.arrays import Integers
-from rollout_worker.policy.acceptance_curve import AcceptanceCurve, DasAcceptance
-from rollout_worker.policy.das_optimal import optimal_budgets
-from rollout_worker.policy.draft_policy import (
-    EMPTY_QUEUE,
-    BoundedPolicy,
-    DraftBudgets,
-    DraftLimits,
-    QueueState,
-    ReplanSchedule,
-)
-from rollout_worker.policy.rollout_table import Column, LengthsByProblem
+from rollout_worker.policy.draft_policy import DraftBudgets, DraftLimits
+from rollout_worker.policy.rollout_table import Column
 from rollout_worker.policy.step_cost import StepCost
 
 
-class DasClasses(BoundedPolicy):
+class DasClasses(LengthPredictingPolicy):
     """``das-classes``: the full draft length for long rollouts, half of it for medium ones, and none for short ones."""
 
     _SHARES: ClassVar = {LengthClass.LONG: 1.0, LengthClass.MEDIUM: 0.5, LengthClass.SHORT: 0.0}
@@ -36,7 +30,7 @@ class DasClasses(BoundedPolicy):
     ) -> None:
         """Create a policy; *overall_lengths* returns the lengths of all problems' rollouts."""
         super().__init__(limits, lengths)
-        self._overall_lengths, self._lengths = overall_lengths, lengths
+        self._overall_lengths = overall_lengths
         self._share, self._reclassify_at = Column(), Column()
 
     def open(self, problem: str, *, prompt_tokens: int, generated: int, max_tokens: int) -> int:
@@ -46,12 +40,12 @@ class DasClasses(BoundedPolicy):
         self._reclassify_at.initialize(row, 0.0)
         return row
 
-    def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
         generated = self._rollouts.generated[rows]
         for index in np.flatnonzero(generated >= self._reclassify_at[rows]):
             row = int(rows[index])
-            stats = self._lengths(self._rollouts.problem(row))
+            stats = self._lengths(self._problems[row])
             length_class = stats.length_class(self._overall_lengths(), so_far=int(generated[index]))
             self._share.initialize(row, self._SHARES[length_class])
             self._reclassify_at.initialize(row, float(generated[index] + self._RECLASSIFY_TOKENS))
@@ -60,8 +54,8 @@ class DasClasses(BoundedPolicy):
         return self._without_thresholds(rows, cost, self._limit_step(tokens, shares))
 
 
-class DasOptimal(BoundedPolicy):
-    """``das-optimal``: DAS's optimal budgets for the expected lengths; see :mod:`rollout_worker.policy.das_optimal`.
+class DasOptimal(LengthPredictingPolicy):
+    """``das-optimal``: DAS's optimal budgets for the expected lengths; see :mod:`benchmarks.rollout_bench.das.optimal`.
 
     The draft tokens p_i of a rollout are spread evenly over the N steps until the batch ends. k_i and α_i are fitted to
     the drafts of its problem.
@@ -96,18 +90,18 @@ class DasOptimal(BoundedPolicy):
             if verified:
                 accepted = min(generated - 1, verified)
                 self._overall_curve.observe(verified, accepted)
-                self._problem_curves[self._rollouts.problem(row)][1].observe(verified, accepted)
+                self._problem_curves[self._problems[row]][1].observe(verified, accepted)
 
     def close(self, row: int) -> None:
         """See :meth:`DraftPolicy.close`."""
-        problem = self._rollouts.problem(row)
+        problem = self._problems[row]
         super().close(row)
         running, curve = self._problem_curves.pop(problem)
         if running > 1:
             self._problem_curves[problem] = (running - 1, curve)
         self._schedule.mark_changed()
 
-    def compute_budgets(self, rows: Integers, cost: StepCost, queue: QueueState = EMPTY_QUEUE) -> DraftBudgets:
+    def compute_budgets(self, rows: Integers, cost: StepCost) -> DraftBudgets:
         """See :meth:`DraftPolicy.compute_budgets`."""
         if self._schedule.is_due():
             self._plan(rows, cost)
@@ -117,14 +111,14 @@ class DasOptimal(BoundedPolicy):
         return self._without_thresholds(rows, cost, self._limit_step(np.minimum(tokens, self._max_useful(rows))))
 
     def _plan(self, rows: Integers, cost: StepCost) -> None:
-        problems = [self._rollouts.problem(row) for row in rows.tolist()]
+        problems = [self._problems[row] for row in rows.tolist()]
         fits: dict[str, DasAcceptance] = {
             problem: self._problem_curves[problem][1].fit_das() for problem in set(problems)
         }
         optimum = optimal_budgets(
-            self._rollouts.remaining_quantiles(rows).mean(axis=1),
+            self._remaining_quantiles(rows).mean(axis=1),
             np.array([fits[problem].capacity for problem in problems]),
             np.array([fits[problem].efficiency for problem in problems]),
-            cost,
+            cost.linear_between(len(rows), float(len(rows))),
         )
         self._tokens_per_step[rows] = optimum.draft_tokens / max(optimum.steps, 1.0)

@@ -1,0 +1,1 @@
+"""The draft policies of DAS (arXiv 2511.13841)."""

@@ -1,0 +1,1 @@
+"""What a trained draft head adds to the drafts from earlier rollouts."""

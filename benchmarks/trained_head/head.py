@@ -99,7 +99,9 @@ class Head(nn.Module):
         self._attention_out = nn.Linear(self._heads * self._size, hidden, bias=False)
         self._gate_up = nn.Linear(hidden, 2 * config.intermediate_size, bias=False)
         self._down = nn.Linear(config.intermediate_size, hidden, bias=False)
-        self._embed = nn.Embedding.from_pretrained(policy.model.get_input_embeddings().weight.detach().clone())
+        self._embed = nn.Embedding(config.vocab_size, hidden)
+        self._embed.weight.data.copy_(policy.model.get_input_embeddings().weight)
+        self._embed.requires_grad_(False)
         self._out = nn.Linear(hidden, config.vocab_size, bias=False)
         self._out.weight.data.copy_(policy.model.lm_head.weight)
 
@@ -233,7 +235,7 @@ def pretraining_texts(directory: Path, count: int) -> list[Trajectory]:
     from rollout_worker.tiny_model.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(directory)
-    texts = []
+    texts: list[Trajectory] = []
     for _, question, solution in islice(training_problems(_PRETRAINING_SEED), count):
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False

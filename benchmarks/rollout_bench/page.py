@@ -1,9 +1,16 @@
-"""One self-contained HTML page with the comparison's tables and plots."""
+"""One self-contained HTML page with the comparison's tables and plots.
+
+    python -m benchmarks.rollout_bench.page RESULTS.json … --output FILE.html
+
+writes the page of several result files.
+"""
 
 from __future__ import annotations
 
+import argparse
 import html
 import io
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,3 +143,20 @@ def _plot(methods: Mapping[str, Row]) -> str:
     plt.close(figure)
     text = drawing.getvalue()
     return text[text.index("<svg") :]
+
+
+def main() -> None:
+    """Write the page of several result files."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_bench.page", description=__doc__)
+    parser.add_argument("results", nargs="+", type=Path, help="files that benchmarks.rollout_bench has written")
+    parser.add_argument("--output", type=Path, required=True, help="HTML file")
+    options = parser.parse_args()
+    try:
+        rows = [row for file in options.results for row in json.loads(file.read_text())["rows"]]
+    except (OSError, ValueError, KeyError) as error:
+        parser.error(f"{type(error).__name__}: {error}")
+    write_page(options.output, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -259,6 +259,7 @@ class DraftingExtension(EngineExtension):
             "cost_token_seconds": cost.per_token_s,
             "cost_context_token_seconds": cost.per_context_token_s,
             "cost_drafting_seconds": cost.drafting_s,
+            "cost_experts_seconds": controller.fit.cost.experts_s,
             "cost_error_ratio": controller.fit.median_relative_error,
             "timed_seconds": controller.timed_s,
             "timed_seconds_without_drafts": controller.without_drafts_s,

@@ -373,6 +373,12 @@ def test_the_command_writes_figures_and_a_page_and_continues(tmp_path: Path) -> 
     assert "<svg" in page
     assert "das-rollout" in page
     assert "Case(" not in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    again = [
+        *(sys.executable, "-m", "benchmarks.rollout_bench.page", str(tmp_path / "results.json")),
+        *("--output", str(tmp_path / "again.html")),
+    ]
+    subprocess.run(again, capture_output=True, check=True)
+    assert page == (tmp_path / "again.html").read_text()
 
 
 def test_the_end_of_a_turn_is_no_word_of_a_trace() -> None:

@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,10 +51,30 @@ def small_qwen3(**settings: Any) -> Any:
     return Qwen3ForCausalLM(config).float()
 
 
-def make_model(directory: Path, *, seed: int = 3, tied: bool = False) -> Path:
+def small_qwen3_moe(**settings: Any) -> Any:
+    """Return a Qwen3 mixture of experts: two small layers of eight experts, of which each token uses two."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        bos_token_id=None,
+        **settings,
+    )
+    return Qwen3MoeForCausalLM(config).float()
+
+
+def make_model(directory: Path, *, seed: int = 3, tied: bool = False, create: Callable[..., Any] = small_qwen3) -> Path:
     """Create a random Qwen3 model whose next-token distributions are neither flat nor deterministic.
 
-    Its tokenizer has one word for each token.
+    Its tokenizer has one word for each token. *create* returns the model for further settings of its configuration.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -64,7 +84,7 @@ def make_model(directory: Path, *, seed: int = 3, tied: bool = False) -> Path:
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(directory)
     torch.manual_seed(seed)
-    model = small_qwen3(
+    model = create(
         vocab_size=VOCABULARY, max_position_embeddings=MAX_POSITIONS, tie_word_embeddings=tied, eos_token_id=EOS
     )
     with torch.no_grad():
@@ -78,9 +98,9 @@ class ReferenceDistribution:
     """The exact next-token distributions of a model under any sampling settings, computed in float32."""
 
     def __init__(self, directory: Path) -> None:
-        from transformers import Qwen3ForCausalLM
+        from transformers import AutoModelForCausalLM
 
-        self._model = Qwen3ForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         self._model.eval()
 
     def logits(self, contexts: Sequence[Sequence[int]]) -> torch.Tensor:

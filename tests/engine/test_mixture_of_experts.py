@@ -1,0 +1,52 @@
+"""An engine with a mixture of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rollout_api.manifest.spec import Sampling
+from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.engine import Engine
+from rollout_worker.history.store import HistoryStore
+from tests.support.engines import EngineHarness, engine_config
+from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model, small_qwen3_moe
+
+PROMPT = [4, 4, 2, 17]
+
+
+@pytest.fixture(scope="module")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("moe"), create=small_qwen3_moe)
+
+
+@pytest.fixture(scope="module")
+def moe_engine(
+    moe_model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
+) -> Iterator[EngineHarness]:
+    config = engine_config(moe_model, replace(drafting_config, policy="marginal"))
+    engine = loop.run(Engine.start(config))
+    yield EngineHarness(engine, loop, history_store)
+    engine.close()
+
+
+def test_drafted_tokens_are_those_of_the_model_and_the_cost_of_experts_is_fitted(
+    moe_engine: EngineHarness, moe_model: Path
+) -> None:
+    reference = ReferenceDistribution(moe_model)
+    greedy = Sampling(n=8, max_tokens=60, temperature=0)
+    [expected, *_] = moe_engine.sample([PROMPT], greedy, "moe")
+    moe_engine.add_history("moe", [list(expected.token_ids)])
+    results = moe_engine.sample([PROMPT], greedy, "moe")
+    text = [*PROMPT, *expected.token_ids]
+    assert reference.logits([text])[0, len(PROMPT) - 1 : -1].argmax(-1).tolist() == list(expected.token_ids)
+    assert [expected.token_ids] * 8 == [result.token_ids for result in results]
+    assert sum(result.num_accepted_tokens for result in results) > 0.2 * sum(len(one.token_ids) for one in results)
+    sampling = Sampling(n=8, max_tokens=60, logprobs=True)
+    for result in moe_engine.sample([PROMPT], sampling, "moe"):
+        assert reference.max_error(PROMPT, result.token_ids, result.logprobs or (), sampling) < 1e-3
+    stats = moe_engine.loop.run(moe_engine.engine.stats())
+    assert min(stats["cost_experts_seconds"], stats["cost_token_seconds"]) > 0

@@ -29,6 +29,7 @@ from benchmarks.rollout_bench.workload import Job, TrainingStep
 from benchmarks.traces import Tokens
 from rollout_api.length_stats import LengthStats
 from rollout_worker.drafting import SuffixIndex
+from rollout_worker.drafting.index import POOL_TOKENS
 from rollout_worker.job.coordinator.scheduler import EngineLoad, ProbeThenLongest, WaitingGroup
 from rollout_worker.policy.rebalance import HANDOVER_S, PlacedRollout, plan_rebalancing
 from rollout_worker.policy.remaining_length import remaining_quantiles
@@ -227,7 +228,7 @@ class JobSimulation:
         """
         self._job, self._method, self._accelerator = job, method, accelerator
         self._lengths = KnownLengths()
-        self._shared_index = SuffixIndex() if method.has_shared_index else None
+        self._shared_index = SuffixIndex(pool_tokens=POOL_TOKENS) if method.has_shared_index else None
         make_drafter = None if method.make_drafter is None else partial(self._make_drafter, method.make_drafter)
         self._engines = [
             SimulatedEngine(

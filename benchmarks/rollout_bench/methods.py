@@ -210,12 +210,14 @@ def _ours(
     runs_ahead: bool = False,
     migrates: bool = True,
     governed: bool = True,
+    has_shared_index: bool = False,
 ) -> Method:
     return Method(
         _index(policy, max_draft=max_draft, min_survival=min_survival, governed=governed),
         max_draft=max_draft,
         longest_first=True,
         shares_history=True,
+        has_shared_index=has_shared_index,
         migrates=migrates,
         runs_ahead=runs_ahead,
     )
@@ -311,6 +313,12 @@ RIVALS: dict[str, Rival] = {
         lambda longest_first=True, **values: _ours(runs_ahead=True, **values),
         _OUR_GRID,
         "this project with drafts for coming prompts, which it does not have yet",
+        tunes_order=False,
+    ),
+    "das-rollout-live-siblings": Rival(
+        lambda longest_first=True, **values: _ours(has_shared_index=True, **values),
+        _OUR_GRID,
+        "this project with drafts from siblings while they run on other engines, which it does not have",
         tunes_order=False,
     ),
     "clairvoyant": Rival(

@@ -109,7 +109,7 @@ class DraftController:
         budgets = self._policy.compute_budgets(rows, cost)
         self._token_values_s[rows] = budgets.token_values_s
         self.draft_costs_s = cost.draft_costs(len(rows), int(budgets.tokens.sum()))
-        if len(rows) <= self._graph_tokens:
+        if budgets.shortens and len(rows) <= self._graph_tokens:
             self.draft_costs_s[self._graph_tokens - len(rows) + 1 :] = math.inf
         if not self._governed:
             return budgets

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from rollout_worker.policy.controller import DraftController, StepOutcome
-from rollout_worker.policy.draft_policy import DraftLimits
+from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy
+from rollout_worker.policy.marginal import Marginal
 from rollout_worker.policy.simple_policies import Fixed
 from rollout_worker.policy.step_cost import CPU, H100_7B, StepCost
 
@@ -81,12 +82,19 @@ def test_drafts_that_pay_are_verified_except_in_one_of_256_steps() -> None:
 
 
 def test_drafts_are_never_longer_than_the_largest_cuda_graph() -> None:
-    controller = DraftController(Fixed(DraftLimits(8, 1000)), CPU, graph_tokens=10)
-    rows = np.array([controller.open("p", prompt_tokens=1, generated=0, max_tokens=100) for _ in range(12)])
-    controller.compute_budgets(rows[:4])
-    assert 7 == np.isfinite(controller.draft_costs_s).sum()
-    controller.compute_budgets(rows)
-    assert np.isfinite(controller.draft_costs_s).all()
+    def finite_costs(policy: DraftPolicy, rollouts: int) -> list[bool]:
+        controller = DraftController(policy, CPU, graph_tokens=10)
+        rows = np.array([controller.open("p", prompt_tokens=1, generated=0, max_tokens=100) for _ in range(rollouts)])
+        controller.compute_budgets(rows)
+        finite: list[bool] = np.isfinite(controller.draft_costs_s).tolist()
+        return finite
+
+    limits = DraftLimits(8, 1000)
+    assert [True] * 7 + [False] * 26 == finite_costs(Marginal(limits), 4)
+    # There is no graph for so many rollouts anyway.
+    assert [True] * (12 * 8 + 1) == finite_costs(Marginal(limits), 12)
+    # This policy does not take the cost into account.
+    assert [True] * (4 * 8 + 1) == finite_costs(Fixed(limits), 4)
 
 
 def test_the_time_to_read_experts_is_learned() -> None:

@@ -98,6 +98,7 @@ class DraftController:
 
     def skip_step(self) -> bool:
         """Return whether nothing is drafted in this step and its outcome is not observed. Call it once per step."""
+        self.governor.count_step()
         return self._backoff.skip_step()
 
     def compute_budgets(self, rows: Integers) -> DraftBudgets:

@@ -35,6 +35,8 @@ _MIN_STEPS_TO_STOP = 24
 _STOP_STANDARD_ERRORS = 2.0
 """Number of standard errors by which a loss must exceed its limit, because steps vary more than drafts gain or lose."""
 _MIN_TRIALS_TO_RESUME = 8
+_FIRST_RETRY_STEPS = 256
+"""Steps after which drafting is enabled again although no trial has justified it; the number doubles with each stop."""
 
 
 class Trial(NamedTuple):
@@ -57,7 +59,8 @@ class Governor:
       that the state does not oscillate.
 
     While drafting is disabled, a small share of the tokens is still drafted, for one rollout at a time, to measure what
-    would be accepted.
+    would be accepted. An engine with few rollouts makes few such trials, and the drafter may have learned in the
+    meantime. Drafting is therefore enabled again after some time, which doubles with each stop.
     """
 
     def __init__(self, *, exploration: float = EXPLORATION_SHARE) -> None:
@@ -76,6 +79,7 @@ class Governor:
         self._mean_gain, self._mean_square, self._steps = 0.0, 0.0, 0
         """Statistics of the gains of steps with drafts."""
         self._trials, self._mean_trial_gain = 0, 0.0
+        self._disabled_steps = 0
         self.trial: Trial | None = None
         """The trial among the drafts that were last chosen; pass it on when their verification is observed."""
         self._turn = 0
@@ -84,6 +88,17 @@ class Governor:
         """Start to observe a rollout."""
         self._expected.initialize(row, 0.0)
         self._accepted.initialize(row, 0.0)
+
+    def count_step(self) -> None:
+        """Count a step. Call it once per step, whether or not its outcome is observed."""
+        if self.drafting_disabled:
+            self._disabled_steps += 1
+            if self._disabled_steps >= _FIRST_RETRY_STEPS << (self.num_stops - 1):
+                self._enable()
+
+    def _enable(self) -> None:
+        self.drafting_disabled = False
+        self._mean_gain, self._mean_square, self._steps = 0.0, 0.0, 0
 
     def limit(self, rows: Integers, budgets: DraftBudgets) -> DraftBudgets:
         """Reduce budgets to what drafting has justified, and choose a rollout for a trial if the allowance suffices."""
@@ -189,6 +204,7 @@ class Governor:
         if self._steps >= _MIN_STEPS_TO_STOP and upper_limit < -_STOP_LOSS:
             self.drafting_disabled = True
             self.num_stops += 1
+            self._disabled_steps = 0
             self._trials, self._mean_trial_gain = 0, 0.0
 
     def observe_trial(self, trial: Trial, *, without_drafts_s: float, gain_s: float, drafting_s: float) -> None:
@@ -210,5 +226,4 @@ class Governor:
         self._trials += 1
         self._mean_trial_gain += (gain - self._mean_trial_gain) / min(self._trials, 2 * _MIN_TRIALS_TO_RESUME)
         if self._trials >= _MIN_TRIALS_TO_RESUME and self._mean_trial_gain > _RESUME_GAIN:
-            self.drafting_disabled = False
-            self._mean_gain, self._mean_square, self._steps = 0.0, 0.0, 0
+            self._enable()

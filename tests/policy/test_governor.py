@@ -121,6 +121,21 @@ def test_drafting_is_disabled_while_it_loses_time_and_enabled_when_it_would_gain
     assert 8 * 4 == governor.limit(np.arange(8), budgets).tokens.sum()
 
 
+def test_drafting_is_tried_again_after_a_time_that_doubles() -> None:
+    governor = make_governor(2)
+    intervals = []
+    for _ in range(4):
+        while not governor.drafting_disabled:
+            governor.count_step()
+            governor.observe_time(without_drafts_s=1.0, extra_s=0.2, saved_s=0.1)
+        steps = 0
+        while governor.drafting_disabled:
+            governor.count_step()
+            steps += 1
+        intervals.append(steps)
+    assert [256, 512, 1024, 2048] == intervals
+
+
 def test_random_variation_does_not_disable_drafting_but_a_small_persistent_loss_does() -> None:
     rng = np.random.default_rng(0)
     for loss, expected in ((0.0, False), (0.05, True)):

@@ -24,9 +24,9 @@ from rollout_worker.drafting.index import POOL_TOKENS, SOURCES
 
 HOST_TIME = TimeOnHost([8, 64, 256], [45e-6, 146e-6, 241e-6])
 """This project's time on the critical path, charged to every drafter on the host for which there is no measurement:
-medians of :mod:`benchmarks.hot_path` on two CPU cores (benchmarks/results/hot-path-rg.json)."""
+medians of :mod:`benchmarks.hot_path` on two CPU cores, as of 2026-11-25."""
 TREE_TIME = TimeOnHost([8, 64, 256], [0.70e-3, 3.7e-3, 18e-3])
-"""The time of vLLM's suffix proposer with arctic-inference's trees, from the same measurement."""
+"""The time of vLLM's suffix proposer with arctic-inference's trees, from the same run."""
 HOST_OVERHEAD_S = 0.4e-3
 """What the host does while the GPU waits in a step with drafts from the host: it reads the numbers of sampled tokens,
 prepares the inputs and launches the graph. An assumption; :mod:`benchmarks.step_profile` measures 0.8 ms on a CPU,

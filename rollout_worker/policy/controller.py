@@ -17,6 +17,8 @@ from rollout_worker.policy.step_cost import StepCost
 
 _REFERENCE_INTERVAL_STEPS = 256
 """One of so many steps with drafts is decoded without them, so that the duration of such steps remains known."""
+_FIRST_STEPS_WITH_DRAFTS = 8
+"""Number of steps with drafts that are measured even if the prior predicts a loss, because it may be wrong."""
 _EARLY_REFERENCE_STEPS = (64, 128)
 """Earlier steps with drafts that are decoded without them as well."""
 _EARLY_REFERENCE_STEPS_WITH_EXPERTS = (4, 8, 16, 32, 64, 128)
@@ -114,7 +116,10 @@ class DraftController:
             self.draft_costs_s[self._graph_tokens - len(rows) + 1 :] = math.inf
         if not self._governed:
             return budgets
-        self.min_gain_s = math.inf if self._is_reference_step() else 0.0
+        if self._is_reference_step():
+            self.min_gain_s = math.inf
+        else:
+            self.min_gain_s = 0.0 if self.fit.num_steps_with_drafts >= _FIRST_STEPS_WITH_DRAFTS else -math.inf
         return self.governor.limit(rows, budgets)
 
     def linear_cost(self, rollouts: int) -> StepCost:

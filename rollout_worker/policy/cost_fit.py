@@ -98,6 +98,8 @@ class CostFit:
         """Median relative error of the steps that were fitted."""
         self.num_steps = 0
         """Number of steps that were fitted, those of all times included."""
+        self.num_steps_with_drafts = 0
+        """Number of those with drafts."""
         # c_draft and c_experts are measured in units of the prior's c_base, which is known well after a few steps.
         self._units = np.array(prior._replace(drafting_s=prior.base_s, experts_s=prior.base_s)[:_COEFFICIENTS])
         self._prior = np.array(prior[:_COEFFICIENTS]) / self._units
@@ -117,6 +119,7 @@ class CostFit:
             return False
         self._steps.setdefault(_kind(step.tokens, step.is_uniform), _KeptSteps()).add(step, self.cost.expert_share)
         self.num_steps += 1
+        self.num_steps_with_drafts += step.has_drafts
         if self.num_steps % _REFIT_INTERVAL_STEPS == 0 or self.num_steps in _EARLY_REFITS:
             self._fit()
         return True

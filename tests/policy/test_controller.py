@@ -131,8 +131,7 @@ def test_one_time_preparation_of_a_token_count_does_not_stop_drafting() -> None:
             draft_tokens=12,
             preparation_s=factor * CPU.base_s,
         )
-        assert sum(had_drafts[50:]) > 145
-        assert sum(had_drafts) > 170
+        assert sum(had_drafts) > 180
         assert 0 == controller.governor.num_stops
 
 

@@ -20,7 +20,7 @@ from typing import Any, get_args
 
 from benchmarks.figures import Figure, report
 from benchmarks.problems import Problem, add_trace_arguments, selected_problems
-from benchmarks.replay import Outcome, ReplayDrafter, replay
+from benchmarks.replay import HistoryDrafter, Outcome, replay
 from benchmarks.suffix_drafters import PEER, Scope, SuffixIndexDrafter, SuffixTreeDrafter
 
 MIN_SURVIVALS = (0.7, 0.5, 0.35, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01)
@@ -45,7 +45,7 @@ class Setting:
     max_spec_factor: float = 1.0
     min_token_prob: float = 0.1
 
-    def drafter(self) -> ReplayDrafter:
+    def drafter(self) -> HistoryDrafter:
         """Create the drafter."""
         if self.is_index:
             return SuffixIndexDrafter(self.scope, min_survival=self.min_survival)

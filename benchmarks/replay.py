@@ -30,9 +30,6 @@ class Draft(NamedTuple):
 class ReplayDrafter(Protocol):
     """A drafter that takes part in a replay; keys identify its open rollouts."""
 
-    def add_history(self, trajectory: Trajectory) -> None:
-        """Add a finished rollout to the history."""
-
     def open(self, key: int, problem: str, prompt: Tokens) -> None:
         """Begin a rollout."""
 
@@ -50,6 +47,13 @@ class ReplayDrafter(Protocol):
 
     def release_problem(self, problem: str) -> None:
         """Free what is stored for a problem that needs no more drafts."""
+
+
+class HistoryDrafter(ReplayDrafter, Protocol):
+    """A drafter to which finished rollouts can be added before a replay."""
+
+    def add_history(self, trajectory: Trajectory) -> None:
+        """Add a finished rollout to the history."""
 
 
 @dataclass

@@ -249,6 +249,10 @@ def main() -> None:
         trajectories = read_trace(options.trace, None)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    if several := next((one for one in trajectories if len(one.segments) > 1), None):
+        parser.error(
+            f"--trace: rollout {several.sample} of {several.problem} has several turns; the head drafts for one"
+        )
     names = checkpoints(trajectories)
     if missing := [name for name in names if not (options.checkpoints / name).is_dir()]:
         parser.error(f"--checkpoints: {options.checkpoints} lacks {', '.join(missing)}; run benchmarks.record_training")

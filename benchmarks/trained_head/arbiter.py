@@ -10,7 +10,7 @@ from benchmarks.replay import Draft
 
 _PLACES = 4
 """Calibrations differ between the first tokens of a draft; from this one on they are the same."""
-_RATE = 0.05
+_RATE = 0.2
 _MAX_LOG_ODDS = 6.0
 
 
@@ -43,7 +43,7 @@ class _Logistic:
         for index, value in enumerate((*inputs, 1.0)):
             gradient = error * value
             self._squares[index] += gradient * gradient
-            self._weights[index] += _RATE * 4 * gradient / math.sqrt(self._squares[index])
+            self._weights[index] += _RATE * gradient / math.sqrt(self._squares[index])
 
 
 class Choice(NamedTuple):

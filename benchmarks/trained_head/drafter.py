@@ -67,18 +67,16 @@ class ArbitratedDrafter:
         self._chains, self._head_steps = chains, head_steps
         self._open: dict[int, _OpenRollout] = {}
 
-    def add_history(self, trajectory: Trajectory) -> None:
-        """Raise an error, because the history is in the index."""
-        raise NotImplementedError("add the history to the index")
-
     def open(self, key: int, problem: str, prompt: Tokens) -> None:
         """Begin a rollout."""
         handle = -1 if self._index is None else self._index.open(problem, prompt, stop_tokens=[END_OF_TURN])
         self._open[key] = _OpenRollout(problem, handle, self._chains[key] if self._chains else None)
 
     def add_environment_tokens(self, key: int, tokens: Tokens) -> None:
-        """Raise an error, because the tiny model has no environment."""
-        raise NotImplementedError("only rollouts of one turn are replayed")
+        """Raise ValueError, because the head was trained on rollouts of one turn only."""
+        raise ValueError(
+            f"a rollout of problem {self._open[key].problem} has several turns; replay rollouts of one turn"
+        )
 
     def add_sampled_tokens(self, key: int, tokens: Tokens) -> None:
         """Append the tokens of one verification step, and learn from them."""

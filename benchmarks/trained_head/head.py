@@ -220,7 +220,7 @@ class Trainer:
                 logits[step].flatten(0, 1).float(), targets.flatten(), ignore_index=_IGNORED
             )
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self._head.parameters(), 1.0)
         self._optimizer.step()
         return loss.item()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,7 +53,7 @@ class StepCost(NamedTuple):
             + self.per_token_s * tokens
             + self.per_context_token_s * context_tokens
             + self.drafting_s * has_drafts
-            + float(self.experts_s * used_experts(tokens, self.expert_share))
+            + self.experts_s * used_experts(tokens, self.expert_share)
         )
 
     def linear_between(self, rollouts: int, draft_tokens: float) -> StepCost:
@@ -69,8 +69,8 @@ class StepCost(NamedTuple):
         if not self.expert_share:
             return self
         draft_tokens = max(draft_tokens, 1.0)
-        used = float(used_experts(rollouts, self.expert_share))
-        more_used = float(used_experts(rollouts + draft_tokens, self.expert_share)) - used
+        used = used_experts(rollouts, self.expert_share)
+        more_used = used_experts(rollouts + draft_tokens, self.expert_share) - used
         per_token_s = self.experts_s * more_used / draft_tokens
         return StepCost(
             self.base_s + self.experts_s * used - per_token_s * rollouts,
@@ -84,14 +84,14 @@ class StepCost(NamedTuple):
         tokens = np.arange(max_draft_tokens + 1)
         costs = self.per_token_s * tokens + self.drafting_s * (tokens > 0)
         if self.expert_share:
-            used = used_experts(rollouts + tokens, self.expert_share)
-            costs += self.experts_s * (used - used[0])
+            unused = (1.0 - self.expert_share) ** (rollouts + tokens)
+            costs += self.experts_s * (unused[0] - unused)
         return np.asarray(costs)
 
 
-def used_experts(tokens: Any, expert_share: float) -> Any:
-    """Return the share of the experts that several tokens use together; for an array of numbers, an array."""
-    return 1.0 - (1.0 - expert_share) ** tokens if expert_share else 0.0 * tokens
+def used_experts(tokens: float, expert_share: float) -> float:
+    """Return the share of the experts that several tokens use together."""
+    return float(1.0 - (1.0 - expert_share) ** tokens)
 
 
 H100_7B = StepCost(base_s=8e-3, per_token_s=26e-6, per_context_token_s=17e-9)

@@ -22,7 +22,7 @@ from benchmarks.rollout_bench.predicted_lengths import (
 from rollout_api.length_stats import LengthStats
 from rollout_worker.policy.draft_policy import DraftLimits
 from rollout_worker.policy.step_cost import H100_7B, StepCost
-from tests.policy.test_draft_policies import COSTS, assert_limits_are_respected, draft_length
+from tests.support.draft_policies import COSTS, assert_limits_are_respected, draft_length
 
 PolicyFactory = Callable[[DraftLimits, LengthsByProblem, LengthStats], LengthPredictingPolicy]
 POLICIES: dict[str, PolicyFactory] = {

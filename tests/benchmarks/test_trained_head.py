@@ -15,6 +15,7 @@ from benchmarks.trained_head.arbiter import Arbiter
 from benchmarks.trained_head.drafter import MODEL_END, ArbitratedDrafter, without_end
 from benchmarks.trained_head.head import STEPS, Chains, Head, Policy, Trainer, draft_all
 from rollout_worker.drafting import SuffixIndex
+from tests.support.reference_model import small_qwen3
 
 torch = pytest.importorskip("torch", reason="the worker's dependencies are not installed")
 
@@ -72,27 +73,16 @@ def test_the_index_drafts_from_its_history() -> None:
 
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     directory: Path = tmp_path_factory.mktemp("policy")
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=40,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=16,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(directory)
+    small_qwen3(vocab_size=40, num_hidden_layers=4).save_pretrained(directory)
     return Policy(directory)
 
 
 def test_a_draft_depends_only_on_what_was_sampled_before(policy: Policy) -> None:
     torch.manual_seed(0)
     head = Head(policy)
-    features, tokens = torch.randn(2, 9, 3 * 32), torch.randint(0, 40, (2, 9))
+    features, tokens = torch.randn(2, 9, 3 * 64), torch.randint(0, 40, (2, 9))
     drafted, probabilities = head.draft(features, tokens)
     changed_features, changed_tokens = features.clone(), tokens.clone()
     changed_features[:, 5:], changed_tokens[:, 5:] = 0.0, 1
@@ -106,7 +96,7 @@ def test_drafting_continues_with_the_tokens_that_the_head_has_drafted(policy: Po
     """Given the drafted tokens as recorded ones, training sees the same logits."""
     torch.manual_seed(0)
     head = Head(policy)
-    features, tokens = torch.randn(1, 1, 3 * 32), torch.tensor([[3]])
+    features, tokens = torch.randn(1, 1, 3 * 64), torch.tensor([[3]])
     drafted, probabilities = head.draft(features, tokens)
     recorded = torch.cat([torch.tensor([[0, 3]]), drafted[0]], 1)
     logits = head(features, recorded)

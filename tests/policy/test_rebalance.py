@@ -8,16 +8,8 @@ from hypothesis import strategies as st
 
 from rollout_worker.policy.rebalance import PlacedRollout, plan_rebalancing, remaining_seconds
 from rollout_worker.policy.step_cost import H100_7B, StepCost
+from tests.support.draft_policies import COSTS
 
-COSTS = st.builds(
-    StepCost,
-    st.floats(1e-3, 0.1),
-    st.floats(1e-6, 1e-2),
-    st.floats(0, 1e-6),
-    st.floats(0, 1e-2),
-    st.floats(0, 0.1),
-    st.floats(0, 0.5),
-)
 EngineLoads = list[list[tuple[int, float]]]
 """For each engine, context tokens and remaining steps of its rollouts."""
 ENGINE_LOADS = st.lists(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.policy.step_cost import H100_7B
-from tests.policy.test_draft_policies import COSTS
+from tests.support.draft_policies import COSTS
 
 ROLLOUTS = st.integers(1, 300)
 

@@ -34,41 +34,29 @@ _IMPOSSIBLE = 1e-9
 _Result = TypeVar("_Result")
 
 
+_SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "bos_token_id": None,
+}
+
+
 def small_qwen3(**settings: Any) -> Any:
-    """Return a Qwen3 model of two small layers with random weights in float32 and further settings."""
+    """Return a Qwen3 model of two small layers with random weights in float32; *settings* of its configuration."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    config = Qwen3Config(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        bos_token_id=None,
-        **settings,
-    )
-    return Qwen3ForCausalLM(config).float()
+    shape = {**_SMALL, "intermediate_size": 128, "num_key_value_heads": 1}
+    return Qwen3ForCausalLM(Qwen3Config(**shape | settings)).float()
 
 
 def small_qwen3_moe(**settings: Any) -> Any:
     """Return a Qwen3 mixture of experts: two small layers of eight experts, of which each token uses two."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
-        hidden_size=64,
-        moe_intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=8,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        bos_token_id=None,
-        **settings,
-    )
-    return Qwen3MoeForCausalLM(config).float()
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SMALL, **experts, num_key_value_heads=2, **settings)).float()
 
 
 def make_model(directory: Path, *, seed: int = 3, tied: bool = False, create: Callable[..., Any] = small_qwen3) -> Path:

@@ -32,6 +32,7 @@ ENGINE_METRICS: dict[str, tuple[_Kind, str]] = {
     "cost_token_seconds": (_GAUGE, "Cost model: time per verified token."),
     "cost_context_token_seconds": (_GAUGE, "Cost model: time per token of context."),
     "cost_drafting_seconds": (_GAUGE, "Cost model: time of drafting in a step."),
+    "cost_experts_seconds": (_GAUGE, "Cost model: time to read all experts of a mixture of experts."),
     "cost_error_ratio": (_GAUGE, "Median relative error of the cost model."),
     "timed_seconds": (_COUNTER, "Duration of the measured steps."),
     "timed_seconds_without_drafts": (_COUNTER, "Predicted duration of the measured steps' tokens without drafts."),

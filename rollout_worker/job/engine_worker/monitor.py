@@ -25,6 +25,7 @@ _STATS = (
     "cost_token_seconds",
     "cost_context_token_seconds",
     "cost_drafting_seconds",
+    "cost_experts_seconds",
     "cost_error_ratio",
     "timed_seconds",
     "timed_seconds_without_drafts",

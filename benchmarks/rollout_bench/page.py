@@ -1,8 +1,8 @@
 """One self-contained HTML page with the comparison's tables and plots.
 
-    python -m benchmarks.rollout_bench.page RESULTS.json … --output FILE.html
+    python -m benchmarks.rollout_bench.page RESULTS.json … --output FILE.html [--plots DIRECTORY]
 
-writes the page of several result files.
+writes the page of several result files, and each of its plots as an SVG file.
 """
 
 from __future__ import annotations
@@ -150,12 +150,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout_bench.page", description=__doc__)
     parser.add_argument("results", nargs="+", type=Path, help="files that benchmarks.rollout_bench has written")
     parser.add_argument("--output", type=Path, required=True, help="HTML file")
+    parser.add_argument("--plots", type=Path, help="directory for SVG files of the plots, named after their settings")
     options = parser.parse_args()
     try:
         rows = [row for file in options.results for row in json.loads(file.read_text())["rows"]]
     except (OSError, ValueError, KeyError) as error:
         parser.error(f"{type(error).__name__}: {error}")
     write_page(options.output, rows)
+    if options.plots is not None:
+        options.plots.mkdir(parents=True, exist_ok=True)
+        for setting, methods in by_setting(rows).items():
+            name = name_of(setting).replace(",", "").replace(" ", "-")
+            (options.plots / f"{name}.svg").write_text(_plot(methods))
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class DraftController:
             policy: chooses the budgets.
             prior: cost model until steps were measured.
             graph_tokens: number of tokens of the largest step for which there is a CUDA graph; 0 if there are none.
-                Larger steps may take several times as long, so that drafts are shortened to avoid them.
+                Drafts are shortened so that steps are not larger, because the host may take longer than the GPU then.
             exploration: share of all tokens that may be drafted where drafting does not pay.
             governed: whether drafting is disabled where it does not pay.
         """

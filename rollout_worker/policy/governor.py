@@ -36,7 +36,7 @@ _STOP_STANDARD_ERRORS = 2.0
 """Number of standard errors by which a loss must exceed its limit, because steps vary more than drafts gain or lose."""
 _MIN_TRIALS_TO_RESUME = 8
 _FIRST_RETRY_STEPS = 256
-"""Steps after which drafting is enabled again although no trial has justified it; the number doubles with each stop."""
+"""Number of steps after which drafting is enabled again, whatever the trials have shown; it doubles with each stop."""
 
 
 class Trial(NamedTuple):

@@ -375,10 +375,12 @@ def test_the_command_writes_figures_and_a_page_and_continues(tmp_path: Path) -> 
     assert "Case(" not in subprocess.run(command, capture_output=True, text=True, check=True).stdout
     again = [
         *(sys.executable, "-m", "benchmarks.rollout_bench.page", str(tmp_path / "results.json")),
-        *("--output", str(tmp_path / "again.html")),
+        *("--output", str(tmp_path / "again.html"), "--plots", str(tmp_path / "plots")),
     ]
     subprocess.run(again, capture_output=True, check=True)
     # Result files are rounded, which moves the lines of the plot a little.
+    [plot] = (tmp_path / "plots").iterdir()
+    assert ("small-7b-h100-8-over-2.svg", "<svg") == (plot.name, plot.read_text()[:4])
     assert page.split("<svg")[0] == (tmp_path / "again.html").read_text().split("<svg")[0]
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,8 +17,6 @@ from benchmarks.trained_head.drafter import MODEL_END, ArbitratedDrafter, withou
 from benchmarks.trained_head.head import STEPS, Chains, Head, Policy, Trainer, draft_all
 from rollout_worker.drafting import SuffixIndex
 from tests.support.reference_model import small_qwen3
-
-torch = pytest.importorskip("torch", reason="the worker's dependencies are not installed")
 
 CHAINS = st.lists(st.tuples(st.integers(0, 3), st.floats(0.01, 0.99)), max_size=5).map(
     lambda pairs: Draft([token for token, _ in pairs], [probability for _, probability in pairs])

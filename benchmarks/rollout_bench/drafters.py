@@ -95,6 +95,10 @@ class IndexDrafter:
         """The fitted cost model."""
         return self._controller.fit.cost
 
+    def set_generation(self, generation: int) -> None:
+        """Tell the controller that a training step has begun."""
+        self._controller.set_generation(generation)
+
     def set_queue(self, queue: QueueState) -> None:
         """Tell the policy about the rollouts that wait for this engine."""
         if isinstance(self._policy, MarginalWithLengths):

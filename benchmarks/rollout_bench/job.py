@@ -275,6 +275,8 @@ class JobSimulation:
         result = StepResult(step.epoch, step.block, 0.0)
         for engine in self._engines:
             engine.clock, engine.totals = 0.0, Totals()
+            if isinstance(engine.drafter, IndexDrafter):
+                engine.drafter.set_generation(number)
         left, next_migration_s = step.num_rollouts, 0.0
         chunk_starts: dict[str, int] = {}
         while left:

@@ -220,6 +220,7 @@ class DraftingExtension(EngineExtension):
         """Fetch the history of *problems* in the background; see :meth:`Engine.announce`."""
         if self._das_sync is not None:
             self._das_sync.announce(problems, generation, wanted)
+            self._das_controller.set_generation(generation)
 
     def das_history_ready(self) -> bool:
         """Return whether the history of all announced problems is in the index."""

@@ -76,6 +76,7 @@ class DraftController:
         The gain is what they are expected to save, minus the cost of verifying them."""
         self._policy, self._governed, self._graph_tokens = policy, governed, graph_tokens
         self._backoff = IdleBackoff()
+        self._generation: int | None = None
         self._steps_with_drafts = 0
         self._is_idle = False
         """Whether none of the last drafts was worth verifying."""
@@ -97,6 +98,12 @@ class DraftController:
     def close(self, row: int) -> None:
         """Stop following a rollout that has ended."""
         self._policy.close(row)
+
+    def set_generation(self, generation: int) -> None:
+        """Set the newest generation of the history; a new one makes the governor judge drafting anew."""
+        if self._generation is not None and generation > self._generation and self._governed:
+            self.governor.retry()
+        self._generation = generation
 
     def skip_step(self) -> bool:
         """Return whether nothing is drafted in this step and its outcome is not observed. Call it once per step."""

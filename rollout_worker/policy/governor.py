@@ -60,7 +60,8 @@ class Governor:
 
     While drafting is disabled, a small share of the tokens is still drafted, for one rollout at a time, to measure what
     would be accepted. An engine with few rollouts makes few such trials, and the drafter may have learned in the
-    meantime. Drafting is therefore enabled again after some time, which doubles with each stop.
+    meantime. Drafting is therefore enabled again after some time, which doubles with each stop, and when the history
+    has a new generation, whose drafts may be better (:meth:`retry`).
     """
 
     def __init__(self, *, exploration: float = EXPLORATION_SHARE) -> None:
@@ -94,9 +95,10 @@ class Governor:
         if self.drafting_disabled:
             self._disabled_steps += 1
             if self._disabled_steps >= _FIRST_RETRY_STEPS << (self.num_stops - 1):
-                self._enable()
+                self.retry()
 
-    def _enable(self) -> None:
+    def retry(self) -> None:
+        """Enable drafting, and judge it by the next steps alone."""
         self.drafting_disabled = False
         self._mean_gain, self._mean_square, self._steps = 0.0, 0.0, 0
 
@@ -226,4 +228,4 @@ class Governor:
         self._trials += 1
         self._mean_trial_gain += (gain - self._mean_trial_gain) / min(self._trials, 2 * _MIN_TRIALS_TO_RESUME)
         if self._trials >= _MIN_TRIALS_TO_RESUME and self._mean_trial_gain > _RESUME_GAIN:
-            self._enable()
+            self.retry()

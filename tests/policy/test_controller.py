@@ -135,5 +135,18 @@ def test_one_time_preparation_of_a_token_count_does_not_stop_drafting() -> None:
         assert 0 == controller.governor.num_stops
 
 
+def test_a_new_generation_of_the_history_makes_the_governor_try_drafts_again() -> None:
+    controller, expensive = make_controller(), CPU._replace(drafting_s=3 * CPU.base_s)
+    controller.set_generation(1)
+    while not controller.governor.drafting_disabled:
+        run_steps(controller, expensive, 10, accepted_tokens=0.1)
+    controller.set_generation(1)
+    assert controller.governor.drafting_disabled
+    controller.set_generation(2)
+    assert not controller.governor.drafting_disabled
+    had_drafts = run_steps(controller, CPU, 200, accepted_tokens=1.0)
+    assert sum(had_drafts) > 180
+
+
 def test_all_drafts_are_verified_without_a_governor() -> None:
     assert all(run_steps(make_controller(governed=False), CPU._replace(drafting_s=1.0), 600, accepted_tokens=1.0))

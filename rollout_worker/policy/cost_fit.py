@@ -21,6 +21,10 @@ _HUBER_THRESHOLD = 1.5
 """Error, in multiples of the typical error, beyond which a step's weight decreases."""
 _PRIOR_WEIGHT = 0.1
 """Weight of each coefficient's prior, in steps whose duration consists of that coefficient's term."""
+_USUAL_RELATIVE_ERROR = 0.1
+"""Typical relative error beyond which the weight of the priors grows with its square.
+
+On a busy machine, steps are slow for some time, and many of them say as little as one."""
 _KIND_PRIOR_STEPS = 16
 """Number of steps of a kind at which the kind's own factor has half of its weight."""
 _MIN_RELATIVE_ERROR = 0.01
@@ -135,14 +139,15 @@ class CostFit:
         units = self._units * float(np.median(seconds / by_prior))
         floor = np.maximum(seconds, features @ (self._prior * units)) / _CLIP_FACTOR
         predicted = np.maximum(seconds, floor)
-        weights = np.ones(len(seconds))
+        weights, prior_weight = np.ones(len(seconds)), _PRIOR_WEIGHT
         for _ in range(_REWEIGHTING_ROUNDS):
             scaled = features * units / predicted[:, None]
-            coefficients = units * _solve(scaled, seconds / predicted, weights, self._prior)
+            coefficients = units * _solve(scaled, seconds / predicted, weights, self._prior, prior_weight)
             predicted = np.maximum(features @ coefficients, floor)
             errors = np.abs(seconds / predicted - 1)
             typical_error = max(_MIN_RELATIVE_ERROR, 1.48 * float(np.median(errors)))
             weights = np.minimum(1.0, _HUBER_THRESHOLD * typical_error / np.maximum(errors, 1e-12))
+            prior_weight = _PRIOR_WEIGHT * max(1.0, (typical_error / _USUAL_RELATIVE_ERROR) ** 2)
         self.cost = StepCost._make([*coefficients.tolist(), self.cost.expert_share])
         self.median_relative_error = float(np.median(np.abs(seconds / predicted - 1)))
         start = 0
@@ -157,14 +162,14 @@ def _kind(tokens: int, is_uniform: bool) -> tuple[int, bool]:
     return (max(0, tokens - 1).bit_length(), is_uniform)
 
 
-def _solve(features: Floats, values: Floats, weights: Floats, prior: Floats) -> Floats:
-    """Solve weighted least squares with a weak pull towards the prior and a lower limit of each coefficient.
+def _solve(features: Floats, values: Floats, weights: Floats, prior: Floats, prior_weight: float) -> Floats:
+    """Solve weighted least squares with a weighted pull towards the prior and a lower limit of each coefficient.
 
     Coefficients that would fall below their limit are fixed there, and the others are solved again.
     """
     floor = _MIN_COEFFICIENT_SHARE * prior
-    left = (features * weights[:, None]).T @ features + _PRIOR_WEIGHT * np.eye(len(prior))
-    right = (features * weights[:, None]).T @ (values - features @ floor) + _PRIOR_WEIGHT * (prior - floor)
+    left = (features * weights[:, None]).T @ features + prior_weight * np.eye(len(prior))
+    right = (features * weights[:, None]).T @ (values - features @ floor) + prior_weight * (prior - floor)
     active = np.ones(len(prior), dtype=bool)
     solution = np.zeros(len(prior))
     while active.any():

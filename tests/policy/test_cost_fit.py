@@ -61,6 +61,27 @@ def test_the_fixed_cost_of_drafts_is_told_apart_from_the_cost_of_their_tokens(sh
     assert truth.per_token_s == pytest.approx(fit.cost.per_token_s, rel=0.08)
 
 
+def test_few_steps_of_a_busy_machine_do_not_mislead_the_fit() -> None:
+    """Steps are up to twice as slow for some time, and one in eight is delayed by up to ten times its duration."""
+    truth = StepCost(2.9e-3, 95e-6, 0.1e-9, 0.2e-3)
+    draft_cost = truth.draft_costs(32, 40)[40]
+    for seed in range(200):
+        rng, fit, slowness = np.random.default_rng(seed), CostFit(CPU), 1.0
+        for _ in range(200):
+            if rng.random() < 0.05:
+                slowness = np.exp(rng.normal(0, 0.25))
+            drafted = int(rng.integers(1, 70)) if rng.random() < 0.65 else 0
+            seconds = truth.step_time(32 + drafted, 3200, has_drafts=drafted > 0)
+            seconds *= slowness * np.exp(abs(rng.normal(0, 0.15)))
+            if rng.random() < 0.12:
+                seconds += rng.exponential(15e-3)
+            fit.observe(TimedStep(32 + drafted, 3200, not drafted, seconds, drafted > 0))
+            if fit.num_steps >= 16:
+                assert fit.cost.draft_costs(32, 40)[40] / fit.cost.step_time(32, 3200) < (
+                    1.6 * draft_cost / truth.step_time(32, 3200)
+                )
+
+
 def test_no_coefficient_becomes_zero() -> None:
     """If tokens appeared to be free, any number of them would be drafted."""
     fit, rng = CostFit(CPU), np.random.default_rng(2)

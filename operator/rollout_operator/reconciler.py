@@ -126,6 +126,9 @@ class Reconciler:
         uid = job["metadata"]["uid"]
         pods = self._cache.pods(key, uid)
         head = next((pod for pod in pods if pod.component == names.HEAD and not pod.deleting), None)
+        status = None
+        if not _is_finished(job):
+            status = await self._head_statuses.read(head, on_late_answer=lambda: self.queue.add(key))
         return Observed(
             job=job,
             pods=pods,
@@ -133,7 +136,7 @@ class Reconciler:
             now=time.time(),
             cluster=self.cluster,
             default_image=self._default_image,
-            last_head_status=None if _is_finished(job) else await self._head_statuses.read(head),
+            last_head_status=status,
             rejections=self._rejections.get(key, ()),
         )
 

@@ -1,0 +1,105 @@
+"""Reading the status of heads, some of which do not answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from rollout_operator import names
+from rollout_operator.head_status_reader import HeadStatusReader
+from rollout_operator.observed import PodView
+
+from rollout_api.asyncio_tasks import cancel_and_wait
+
+HEALTHY, SILENT = "127.0.0.21", "127.0.0.22"
+"""Addresses of a head that answers at once, and of one that accepts connections but never answers."""
+
+
+def head(ip: str, uid: str) -> PodView:
+    return PodView.from_pod(
+        {
+            "metadata": {"name": uid, "uid": uid, "labels": {names.COMPONENT_LABEL: names.HEAD}},
+            "spec": {"nodeName": "node"},
+            "status": {"phase": "Running", "podIP": ip},
+        }
+    )
+
+
+@asynccontextmanager
+async def serving(ip: str, delay: Callable[[], Awaitable[Any]]) -> Any:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await delay()
+        body = b'{"done": 7}'
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(body), body))
+        writer.close()
+
+    connections: set[asyncio.Task[None]] = set()
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections.add(asyncio.ensure_future(answer(reader, writer)))
+
+    server = await asyncio.start_server(accept, ip, names.HTTP_PORT)
+    try:
+        yield
+    finally:
+        server.close()
+        await cancel_and_wait(*connections)
+
+
+def ignore() -> None:
+    pass
+
+
+def test_heads_that_do_not_answer_hardly_delay_the_others() -> None:
+    async def scenario() -> None:
+        reader = HeadStatusReader()
+        async with serving(HEALTHY, lambda: asyncio.sleep(0)), serving(SILENT, lambda: asyncio.sleep(60)):
+            slots = asyncio.Semaphore(16)  # as many jobs as the operator reconciles at the same time
+
+            async def read(pod: PodView) -> Any:
+                async with slots:
+                    return await reader.read(pod, ignore)
+
+            for limit in (6.0, 1.0):
+                started = time.monotonic()
+                statuses = await asyncio.gather(*(read(head(SILENT, f"silent-{number}")) for number in range(256)))
+                status = await read(head(HEALTHY, f"healthy-{limit}"))
+                assert time.monotonic() - started < limit
+                assert {None} == set(statuses)
+                assert status is not None
+                assert 7 == status.done
+                await asyncio.sleep(3.5)
+            await reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_an_answer_that_arrives_late_is_announced_and_then_returned() -> None:
+    async def scenario() -> None:
+        reader, announced = HeadStatusReader(), asyncio.Event()
+        async with serving(HEALTHY, lambda: asyncio.sleep(1)):
+            pod = head(HEALTHY, "slow")
+            assert await reader.read(pod, announced.set) is None
+            await asyncio.wait_for(announced.wait(), 2)
+            status = await reader.read(pod, ignore)
+            assert status is not None
+            assert 7 == status.done
+            await reader.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_head_that_stops_answering_loses_its_status() -> None:
+    async def scenario() -> None:
+        reader, pod = HeadStatusReader(), head(HEALTHY, "head")
+        async with serving(HEALTHY, lambda: asyncio.sleep(0)):
+            assert await reader.read(pod, ignore) is not None
+        reader._cache["head"].asked_at -= 60
+        assert await reader.read(pod, ignore) is None
+        await reader.close()
+
+    asyncio.run(scenario())

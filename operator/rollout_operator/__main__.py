@@ -27,6 +27,7 @@ from rollout_operator.resource_kinds import owned_kinds
 logger = logging.getLogger("rollout_operator")
 
 _DISRUPTION_BUDGET_APIS = ("policy/v1", "policy/v1beta1")
+_UNHEALTHY_POD_EVICTION_POLICY_VERSION = (1, 27)
 
 
 def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,7 +63,11 @@ async def _discover_cluster(api: KubernetesApi, status_reader_namespaces: Sequen
             break
     if budget_api is None:
         logger.warning("The cluster serves no PodDisruptionBudgets; jobs are created without one.")
-    return ClusterInfo(disruption_budget_api=budget_api, status_reader_namespaces=tuple(status_reader_namespaces))
+    return ClusterInfo(
+        disruption_budget_api=budget_api,
+        has_unhealthy_pod_eviction_policy=await api.version() >= _UNHEALTHY_POD_EVICTION_POLICY_VERSION,
+        status_reader_namespaces=tuple(status_reader_namespaces),
+    )
 
 
 async def _run(options: argparse.Namespace) -> int:

@@ -264,24 +264,24 @@ class JobReconciler:
             self.builder.actions.append(SetFinalizer(True))
         if self.status.start_time is None:
             self._update_status(start_time=format_timestamp(self.observed.now))
-        self._reconcile_objects()
+        previously_desired = self.status.workers.desired or None
+        desired = desired_workers(self.job.spec.workers, previously_desired, self.observed.head)
+        self._reconcile_objects(desired)
         failure_times = [parse_timestamp(failure.time) or 0.0 for failure in self.status.failures if failure.counted]
         backoff = backoff_delay(failure_times, self.observed.now)
         if backoff:
             self.builder.requeue(backoff)
         pods = PodReconciler(self.observed, self.context, self.builder, self.recorded_failures, backoff)
         pods.reconcile_head()
-        previously_desired = self.status.workers.desired or None
-        desired = desired_workers(self.job.spec.workers, previously_desired, self.observed.head)
         workers = pods.reconcile_workers(desired, self.status.workers.slots_used)
         self._update_status(workers=self._workers_status(desired, workers))
         self._update_progress()
         RunningConditions(self.observed, self.context, self.builder, self.conditions).update(desired, workers)
         self.builder.requeue(STATUS_PERIOD_S)
 
-    def _reconcile_objects(self) -> None:
+    def _reconcile_objects(self, workers: int) -> None:
         """Create the objects that are missing, and apply those that differ from the desired ones."""
-        for desired in owned_objects(self.context, self.observed.cluster):
+        for desired in owned_objects(self.context, self.observed.cluster, workers=workers):
             actual = self.observed.objects.get((desired["kind"], desired["metadata"]["name"]))
             if actual is None:
                 self.builder.actions.append(Create(desired))

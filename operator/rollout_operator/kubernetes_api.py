@@ -234,6 +234,12 @@ class KubernetesApi:
             raise
         return any(resource["name"] == plural for resource in resources.get("resources", ()))
 
+    async def version(self) -> tuple[int, int]:
+        """Return the major and the minor version of the API server."""
+        version = await self.request("GET", "/version")
+        # Some distributions append a plus sign to the minor version.
+        return int(version["major"]), int(version["minor"].rstrip("+"))
+
     def _count(self, verb: str, kind: str) -> None:
         self.request_counts[verb, kind] += 1
 

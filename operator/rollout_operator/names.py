@@ -87,8 +87,8 @@ def redis_secret(job: str) -> str:
 
 
 def disruption_budget(job: str) -> str:
-    """Return the name of the workers' PodDisruptionBudget."""
-    return f"{job}-workers"
+    """Return the name of the PodDisruptionBudget of the head and the workers."""
+    return f"{job}-rollout"
 
 
 def network_policy(job: str) -> str:

@@ -31,8 +31,14 @@ def connection(context: JobContext) -> Connection:
     )
 
 
-def owned_objects(context: JobContext, cluster: ClusterInfo) -> list[dict[str, Any]]:
-    """Return all objects except for pods, in the order in which they have to be created."""
+def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) -> list[dict[str, Any]]:
+    """Return all objects except for pods, in the order in which they have to be created.
+
+    Args:
+        context: the job.
+        cluster: the cluster.
+        workers: the desired number of workers.
+    """
     objects = [
         _service_account(context),
         _manifest(context),
@@ -41,7 +47,7 @@ def owned_objects(context: JobContext, cluster: ClusterInfo) -> list[dict[str, A
         _network_policy(context, cluster),
     ]
     if cluster.disruption_budget_api is not None:
-        objects.append(_disruption_budget(context, cluster.disruption_budget_api))
+        objects.append(_disruption_budget(context, cluster, cluster.disruption_budget_api, workers))
     return objects
 
 
@@ -115,11 +121,24 @@ def _service(context: JobContext) -> dict[str, Any]:
     return {**service, "spec": spec}
 
 
-def _disruption_budget(context: JobContext, api_version: str) -> dict[str, Any]:
-    """Return a budget that lets drains evict one worker at a time, so that the others can take over its rollouts."""
-    budget = _object(context, api_version, "PodDisruptionBudget", names.disruption_budget(context.name), names.WORKER)
-    selector = {"matchLabels": names.selector(context.name, names.WORKER)}
-    return {**budget, "spec": {"maxUnavailable": 1, "selector": selector}}
+def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: str, workers: int) -> dict[str, Any]:
+    """Return a budget that lets drains evict one pod at a time, so that the other workers can take over its rollouts.
+
+    The disruption controller would compare ``maxUnavailable`` with the job's ``spec.workers.replicas``, which
+    autoscaling does not change. The budget therefore states how many of the desired pods must remain. Pods that are not
+    ready hold no rollouts and may always be evicted.
+    """
+    budget = _object(context, api_version, "PodDisruptionBudget", names.disruption_budget(context.name), "pods")
+    selector = {
+        "matchLabels": names.selector(context.name),
+        "matchExpressions": [
+            {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.HEAD, names.WORKER]},
+        ],
+    }
+    spec: dict[str, Any] = {"minAvailable": workers, "selector": selector}  # of these workers and the head
+    if cluster.has_unhealthy_pod_eviction_policy:
+        spec["unhealthyPodEvictionPolicy"] = "AlwaysAllow"
+    return {**budget, "spec": spec}
 
 
 def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]:

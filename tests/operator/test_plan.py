@@ -55,7 +55,7 @@ def test_a_new_job_gets_a_head_workers_and_their_objects() -> None:
         ("ConfigMap", "math-connection"),
         ("Service", "math-head"),
         ("NetworkPolicy", "math-rollout"),
-        ("PodDisruptionBudget", "math-workers"),
+        ("PodDisruptionBudget", "math-rollout"),
     } == set(cluster.objects)
     assert "Starting" == cluster.status["state"]
     assert "0/3" == cluster.status["workers"]["summary"]
@@ -379,6 +379,16 @@ def test_autoscaling_adds_no_worker_that_would_only_wait_for_the_longest_rollout
     cluster.head = busy.model_copy(update={"work_seconds": 400.0, "tail_seconds": 100.0})
     cluster.reconcile()
     assert 8 == len(cluster.workers())
+
+
+def test_the_disruption_budget_lets_one_of_the_desired_pods_go_at_a_time() -> None:
+    cluster = running_job(workers={"autoscale": True, "replicas": 2})
+    budget = cluster.objects["PodDisruptionBudget", "math-rollout"]["spec"]
+    assert (2, "AlwaysAllow") == (budget["minAvailable"], budget["unhealthyPodEvictionPolicy"])  # of the head and two
+    cluster.head = head_status(cluster.workers(), waiting=60, assigned=16)
+    cluster.reconcile()
+    assert 6 == len(cluster.workers())
+    assert 6 == cluster.objects["PodDisruptionBudget", "math-rollout"]["spec"]["minAvailable"]
 
 
 def test_changed_and_deleted_objects_are_restored() -> None:

@@ -104,7 +104,7 @@ def test_the_url_of_a_separate_history_store_reaches_all_pods_outside_the_manife
         assert "rollout-redis" == variables["ROLLOUT_REDIS_URL"]["valueFrom"]["secretKeyRef"]["name"]
     config_map = next(
         resource
-        for resource in owned_objects(context, ClusterInfo())
+        for resource in owned_objects(context, ClusterInfo(), workers=1)
         if resource["metadata"]["name"] == "math-manifest"
     )
     manifest = json.loads(config_map["data"]["job.yaml"])
@@ -143,7 +143,8 @@ def test_the_manifest_in_the_pods_is_accepted_by_rollout_head() -> None:
         redis={"urlFrom": {"secretKeyRef": {"name": "mine", "key": "u"}}},
     )
     objects = {
-        resource["kind"] + resource["metadata"]["name"]: resource for resource in owned_objects(context, ClusterInfo())
+        resource["kind"] + resource["metadata"]["name"]: resource
+        for resource in owned_objects(context, ClusterInfo(), workers=1)
     }
     manifest = json.loads(objects["ConfigMapmath-manifest"]["data"]["job.yaml"])
     job = parse_job(manifest)
@@ -155,7 +156,8 @@ def test_the_manifest_in_the_pods_is_accepted_by_rollout_head() -> None:
         weights={"persistentVolumeClaim": "policy"},
     )
     rescaled = {
-        resource["kind"] + resource["metadata"]["name"]: resource for resource in owned_objects(scaled, ClusterInfo())
+        resource["kind"] + resource["metadata"]["name"]: resource
+        for resource in owned_objects(scaled, ClusterInfo(), workers=1)
     }
     assert objects["ConfigMapmath-manifest"]["data"] == rescaled["ConfigMapmath-manifest"]["data"]
 
@@ -164,7 +166,7 @@ def test_a_url_without_credentials_is_published_unchanged() -> None:
     context = job_context(redis={"url": "redis://redis.example:6379/0"})
     connection = next(
         resource
-        for resource in owned_objects(context, ClusterInfo())
+        for resource in owned_objects(context, ClusterInfo(), workers=1)
         if resource["metadata"]["name"] == "math-connection"
     )
     assert "redis://redis.example:6379/0" == connection["data"]["url"]
@@ -188,7 +190,7 @@ def test_the_location_of_a_separate_history_store_is_published_to_trainers(
     context = job_context(history={"redis": history})
     config_map = next(
         resource
-        for resource in owned_objects(context, ClusterInfo())
+        for resource in owned_objects(context, ClusterInfo(), workers=1)
         if resource["metadata"]["name"] == "math-connection"
     )
     assert published == {name: value for name, value in config_map["data"].items() if name.startswith("history")}

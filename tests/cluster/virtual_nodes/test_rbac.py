@@ -77,7 +77,7 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
         budget = {
             "apiVersion": "policy/v1beta1",
             "kind": "PodDisruptionBudget",
-            "metadata": {"name": "taken-workers", "namespace": jobs.namespace},
+            "metadata": {"name": "taken-rollout", "namespace": jobs.namespace},
             "spec": {"maxUnavailable": 1},
         }
         cluster.kubectl("apply", "-f", "-", stdin=json.dumps(budget))

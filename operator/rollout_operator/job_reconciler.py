@@ -76,9 +76,9 @@ class JobReconciler:
             self.conditions.carry_over(kind)
 
     def _reconcile_succeeded(self) -> None:
-        """Delete the pods that still run. The terminated head is kept for its log until the job is deleted."""
+        """Delete the pods that still run. A head that has terminated entirely is kept for its log until the job is deleted."""
         self._carry_over_conditions()
-        delete_pods(self.builder, [pod for pod in self.observed.pods if not pod.terminated], self.observed.now)
+        delete_pods(self.builder, [pod for pod in self.observed.pods if pod.has_running_containers], self.observed.now)
         if self._has_finalizer:
             self.builder.actions.append(SetFinalizer(False))
         self._delete_after_ttl()

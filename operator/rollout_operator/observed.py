@@ -14,6 +14,7 @@ from rollout_operator.head_status import HeadStatus
 Manifest = Mapping[str, Any]
 """A Kubernetes object as the API server returns it."""
 
+_TERMINATED_PHASES = ("Succeeded", "Failed")
 _LOST_AFTER_S = 30.0
 """Seconds after a pod's deletion deadline after which its node is considered lost."""
 
@@ -25,7 +26,11 @@ def parse_timestamp(timestamp: str | None) -> float | None:
 
 @dataclass(frozen=True)
 class PodView:
-    """One pod of a job."""
+    """One pod of a job.
+
+    A pod has ended when its main container has, which is named after the component. Containers that a user or a mesh
+    has added may run longer, and how they end is irrelevant.
+    """
 
     name: str
     uid: str
@@ -33,6 +38,9 @@ class PodView:
     slot: int
     """Slot of a worker; -1 for other components."""
     phase: str
+    """The phase of the pod, as if it had only its main container."""
+    has_running_containers: bool
+    """Whether the pod has not released its resources yet."""
     ready: bool
     created: float
     deletion_deadline: float | None
@@ -60,14 +68,23 @@ class PodView:
         labels = metadata.get("labels", {})
         conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
         scheduled = conditions.get("PodScheduled", {})
-        reason, message, exit_code = _outcome(status)
+        component = labels.get(names.COMPONENT_LABEL, "")
+        phase = status.get("phase", "Pending")
+        has_running_containers = phase not in _TERMINATED_PHASES
+        main_exit_code = _main_exit_code(status, component)
+        if main_exit_code is not None and phase in ("Running", "Failed"):
+            phase = "Failed" if main_exit_code or status.get("reason") else "Succeeded"
+            if not main_exit_code:
+                status = {**status, "phase": phase, "containerStatuses": _main_containers(status, component)}
+        reason, message, exit_code = _outcome(status, component)
         slot = labels.get(names.SLOT_LABEL, "")
         return cls(
             name=metadata["name"],
             uid=metadata["uid"],
-            component=labels.get(names.COMPONENT_LABEL, ""),
+            component=component,
             slot=int(slot) if slot.isdigit() else -1,
-            phase=status.get("phase", "Pending"),
+            phase=phase,
+            has_running_containers=has_running_containers,
             ready=conditions.get("Ready", {}).get("status") == "True",
             created=parse_timestamp(metadata.get("creationTimestamp")) or 0.0,
             deletion_deadline=parse_timestamp(metadata.get("deletionTimestamp")),
@@ -90,17 +107,35 @@ class PodView:
 
     @property
     def terminated(self) -> bool:
-        """Whether all containers have terminated."""
-        return self.phase in ("Succeeded", "Failed")
+        """Whether the main container has terminated."""
+        return self.phase in _TERMINATED_PHASES
 
     def is_lost(self, now: float) -> bool:
         """Return whether the pod should have been deleted long ago, which means that its node is gone."""
         return self.deletion_deadline is not None and now > self.deletion_deadline + _LOST_AFTER_S
 
 
-def _outcome(status: Manifest) -> tuple[str, str, int | None]:
+def _main_containers(status: Manifest, component: str) -> list[Manifest]:
+    """Return the status of the container that is named after the component, if there is one."""
+    return [container for container in status.get("containerStatuses") or () if container["name"] == component]
+
+
+def _main_exit_code(status: Manifest, component: str) -> int | None:
+    """Return the exit code of the main container; None if it has not terminated."""
+    for container in _main_containers(status, component):
+        exit_code: int | None = container.get("state", {}).get("terminated", {}).get("exitCode")
+        return exit_code
+    return None
+
+
+def _outcome(status: Manifest, component: str) -> tuple[str, str, int | None]:
     """Return reason, message and exit code of a pod that terminated or cannot start, from the pod or its containers."""
-    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    others = [container for container in status.get("containerStatuses") or () if container["name"] != component]
+    containers = [
+        *_main_containers(status, component),
+        *(status.get("initContainerStatuses") or ()),
+        *(() if status.get("phase") == "Running" else others),
+    ]
     for container in containers:
         terminated = container.get("state", {}).get("terminated")
         if terminated is not None and terminated.get("exitCode"):

@@ -49,7 +49,7 @@ class PodReconciler:
                 self.builder.actions.append(DeletePod(pod.name, pod.uid))
             return live
         # A pod that is terminating still holds its GPUs. A terminated one does not, but its name is still taken.
-        missing = desired - len(live) - sum(not pod.terminated for pod in terminating)
+        missing = desired - len(live) - sum(pod.has_running_containers for pod in terminating)
         occupied = {pod.slot for pod in (*live, *terminating)}
         free_slots = [slot for slot in range(desired) if slot not in occupied][: max(0, missing)]
         pending = sum(pod.replacement and pod.phase == "Pending" for pod in live)

@@ -111,6 +111,41 @@ def test_a_job_succeeds_when_its_head_does() -> None:
     assert cluster.job is None
 
 
+@pytest.mark.parametrize(("pod", "code"), [("math-head", 0), ("math-worker-1", 1)])
+def test_a_pod_has_ended_when_its_main_container_has(pod: str, code: int) -> None:
+    cluster = running_job()
+    sidecar = {"name": "proxy", "state": {"running": {}}}
+    main = {"name": "worker" if code else "head", "state": {"terminated": {"exitCode": code, "message": "the end"}}}
+    cluster.pods[pod]["status"]["containerStatuses"] = [sidecar, main]
+    cluster.reconcile()
+    assert "deletionTimestamp" in cluster.pods[pod]["metadata"]  # the sidecar does not end by itself
+    if code:
+        assert ("Running", 1) == (cluster.status["state"], cluster.status["failedPods"])
+        assert "the end" in cluster.status["failures"][0]["message"]
+        cluster.now += 10
+        cluster.reconcile()
+        assert 3 == cluster.gpus()  # the sidecar's pod still holds them
+    else:
+        assert "Succeeded" == cluster.status["state"]
+
+
+def test_it_does_not_matter_how_an_added_container_ends() -> None:
+    cluster = running_job()
+    failed = {"name": "proxy", "state": {"terminated": {"exitCode": 1}}}
+    cluster.pods["math-worker-1"]["status"]["containerStatuses"] = [
+        failed,
+        {"name": "worker", "state": {"running": {}}},
+    ]
+    cluster.reconcile()
+    assert ("True", "AllReady") == cluster.condition("WorkersReady")
+    cluster.pods["math-head"]["status"] = {
+        "phase": "Failed",
+        "containerStatuses": [failed, {"name": "head", "state": {"terminated": {"exitCode": 0, "message": ""}}}],
+    }
+    cluster.reconcile()
+    assert "Succeeded" == cluster.status["state"]
+
+
 def test_a_failed_worker_is_recorded_counted_and_replaced_after_a_backoff() -> None:
     cluster = running_job()
     cluster.terminate("math-worker-1", 1, message="Traceback …\nValueError: no\n")

@@ -162,7 +162,7 @@ class SimulatedCluster:
         terminated = {"exitCode": code, "reason": reason or ("Error" if code else "Completed"), "message": message}
         pod["status"] = {
             "phase": "Failed" if code else "Succeeded",
-            "containerStatuses": [{"name": "c", "state": {"terminated": terminated}}],
+            "containerStatuses": [{"name": self._component(pod), "state": {"terminated": terminated}}],
         }
         if pod_reason:
             pod["status"]["reason"] = pod_reason

@@ -22,6 +22,10 @@ from rollout_operator.scaling import desired_workers
 from rollout_operator.teardown import delete_pods, run_cleanup
 
 _MAX_RECORDED_FAILURES = 10
+_MAX_NEW_FAILURES = 64
+"""Number of failed pods that one reconcile records, because the status has a limited size; the next one continues."""
+_MAX_FAILURE_EVENTS = 8
+"""Number of Events that one reconcile posts about failed pods one by one."""
 
 
 @dataclass
@@ -76,7 +80,7 @@ class JobReconciler:
             self.conditions.carry_over(kind)
 
     def _reconcile_succeeded(self) -> None:
-        """Delete the pods that still run. A head that has terminated entirely is kept for its log until the job is deleted."""
+        """Delete the pods that still run. A head that has ended is kept for its log until the job is deleted."""
         self._carry_over_conditions()
         delete_pods(self.builder, [pod for pod in self.observed.pods if pod.has_running_containers], self.observed.now)
         if self._has_finalizer:
@@ -157,26 +161,32 @@ class JobReconciler:
         self.builder.events.append(Event("Normal" if succeeded else "Warning", kind, f"{reason}: {message}"))
 
     def _record_failures(self) -> tuple[str, str] | None:
-        """Add newly failed pods to the status.
+        """Add newly failed pods to the status, a limited number at a time.
 
         Returns:
             Reason and message if the job has to fail, else None.
         """
-        policy = self.job.spec.lifecycle.failure_policy
+        lifecycle = self.job.spec.lifecycle
         failures = list(self.status.failures)
-        num_counted = self.status.failed_pods
+        now = format_timestamp(self.observed.now)
+        oldest = format_timestamp(self.observed.now - lifecycle.backoff_window_seconds)
+        times = [time for time in self.status.failure_times if time > oldest]
         fatal: tuple[str, str] | None = None
-        for pod in self.observed.pods:
-            if (
-                pod.component not in (names.HEAD, names.WORKER)
-                or pod.phase != "Failed"
-                or pod.deleting
-                or pod.uid in self.recorded_failures
-            ):
-                continue
-            decision = classify_failure(pod, policy)
+        new = [
+            pod
+            for pod in self.observed.pods
+            if pod.component in (names.HEAD, names.WORKER)
+            and pod.phase == "Failed"
+            and not pod.deleting
+            and pod.uid not in self.recorded_failures
+        ]
+        if len(new) > _MAX_NEW_FAILURES:
+            self.builder.requeue(0.0)
+        for index, pod in enumerate(new[:_MAX_NEW_FAILURES]):
+            decision = classify_failure(pod, lifecycle.failure_policy)
             counted = decision.action is FailureAction.REPLACE
-            num_counted += counted
+            if counted:
+                times.append(now)
             failures.append(
                 Failure(
                     pod=pod.name,
@@ -185,21 +195,28 @@ class JobReconciler:
                     reason=decision.reason,
                     exit_code=pod.exit_code,
                     message=pod.message[-1000:],
-                    time=format_timestamp(self.observed.now),
+                    time=now,
                     counted=counted,
                 )
             )
             message = _describe_failure(pod, decision.reason)
-            self.builder.warn("PodFailed" if decision.reason == "Error" else decision.reason, message)
+            if index < _MAX_FAILURE_EVENTS:
+                self.builder.warn("PodFailed" if decision.reason == "Error" else decision.reason, message)
             if decision.action is FailureAction.FAIL_JOB:
                 fatal = (decision.reason, message)
-        existing = {pod.uid for pod in self.observed.pods}
+        if (unreported := len(new) - _MAX_FAILURE_EVENTS) > 0:
+            self.builder.warn("PodsFailed", f"{unreported} more pods have failed at the same time.")
+        existing = {pod.uid for pod in self.observed.pods if not pod.deleting}
         newest = {failure.uid for failure in failures[-_MAX_RECORDED_FAILURES:]}
         kept = [failure for failure in failures if failure.uid in existing or failure.uid in newest]
-        self._update_status(failures=kept, failed_pods=num_counted)
-        limit = self.job.spec.lifecycle.backoff_limit
-        if fatal is None and num_counted > limit:
-            message = f"Failed pods: {num_counted}; this exceeds lifecycle.backoffLimit, which is {limit}."
+        limit = lifecycle.backoff_limit
+        times = times[-(limit + 1) :]
+        self._update_status(failures=kept, failed_pods=len(times), failure_times=times)
+        if fatal is None and len(times) > limit:
+            message = (
+                f"More than {limit} pods, which is lifecycle.backoffLimit, have failed within "
+                f"{lifecycle.backoff_window_seconds} s."
+            )
             last = next((failure for failure in reversed(kept) if failure.counted), None)
             if last is not None:
                 message += f" The last one was {last.pod}: {last.reason}: {last.message.strip()[-500:]}"

@@ -244,7 +244,15 @@ class Lifecycle(ManifestModel):
         default=6,
         ge=0,
         le=10_000,
-        description="Number of pods that may fail before the job fails. Pods lost with their nodes do not count.",
+        description="Number of pods that may fail within backoffWindowSeconds before the job fails. Pods lost with "
+        "their nodes do not count.",
+    )
+    backoff_window_seconds: int = Field(
+        default=3600,
+        ge=1,
+        le=2**31 - 1,
+        description="Seconds after which a failed pod no longer counts towards backoffLimit, so that rare failures do "
+        "not end a job that runs for weeks.",
     )
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
     active_deadline_seconds: int | None = Field(

@@ -147,7 +147,12 @@ class RolloutJobStatus(ManifestModel):
         description="Share of decoding time that drafting has saved, for example 38%. It is negative if drafting "
         "cost time.",
     )
-    failed_pods: int = Field(default=0, ge=0, description="Number of failed pods that count towards backoffLimit.")
+    failed_pods: int = Field(
+        default=0, ge=0, description="Number of failed pods that count towards backoffLimit, within its window."
+    )
+    failure_times: Annotated[
+        list[str], Field(json_schema_extra={"items": {"type": "string", "format": "date-time"}})
+    ] = Field(default_factory=list, description="When these pods failed.")
     failures: list[Failure] = Field(default_factory=list, description="The latest failures.")
     connection: Connection | None = None
     start_time: str | None = Field(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -213,6 +214,36 @@ def test_a_job_fails_beyond_the_backoff_limit_and_is_cleaned_up() -> None:
     cluster.terminate("math-cleanup", 0)
     cluster.reconcile()
     assert [] == cluster.job["metadata"]["finalizers"]
+
+
+def test_only_failures_within_the_window_count_towards_the_backoff_limit() -> None:
+    cluster = running_job(lifecycle={"backoffLimit": 1, "backoffWindowSeconds": 1000})
+    for _ in range(5):
+        cluster.terminate("math-worker-0", 1)
+        cluster.reconcile()
+        assert 1 == cluster.status["failedPods"]
+        cluster.now += 1000
+        cluster.reconcile()
+        cluster.run("math-worker-0")
+    cluster.reconcile()
+    assert ("Running", 0) == (cluster.status["state"], cluster.status["failedPods"])
+
+
+def test_many_failures_at_once_do_not_exceed_the_size_of_the_status_nor_flood_events() -> None:
+    cluster = running_job(workers={"replicas": 1024, "maxReplicas": 1024}, lifecycle={"backoffLimit": 10_000})
+    cluster.events.clear()
+    for name in cluster.workers():
+        cluster.terminate(name, 1, message=1000 * "x")
+    largest, passes = 0, 0
+    while (planned := cluster.plan()).status is not None or planned.actions:
+        cluster.execute(planned)
+        largest = max(largest, len(json.dumps(cluster.status)))
+        passes += 1
+        assert passes < 50
+    assert largest < 200_000
+    assert 1024 == cluster.status["failedPods"]
+    assert len([event for event in cluster.events if event.type == "Warning"]) < 160
+    assert any("more pods have failed" in event.message for event in cluster.events)
 
 
 def test_a_manifest_that_the_head_rejects_fails_the_job_at_once() -> None:

@@ -24,7 +24,7 @@ class JobLifecycle(RuleBasedStateMachine):
         replicas=REPLICAS, autoscale=st.booleans(), limit=st.integers(0, 3), ttl=st.none() | st.integers(0, 100)
     )
     def create_job(self, replicas: int, autoscale: bool, limit: int, ttl: int | None) -> None:
-        lifecycle: dict[str, Any] = {"backoffLimit": limit}
+        lifecycle: dict[str, Any] = {"backoffLimit": limit, "backoffWindowSeconds": 10**9}
         if ttl is not None:
             lifecycle["ttlSecondsAfterFinished"] = ttl
         self.max_workers = replicas + 2 if autoscale else replicas

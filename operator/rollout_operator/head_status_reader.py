@@ -44,7 +44,14 @@ class HeadStatusReader:
     another reconcile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lifetime_s: float = 0.9 * STATUS_PERIOD_S) -> None:
+        """Create a reader without statuses.
+
+        Args:
+            lifetime_s: seconds for which a status is used. It is slightly shorter than the interval of a job's
+                reconciles, so that one that runs a moment early still reads the status again.
+        """
+        self._lifetime_s = lifetime_s
         self._session: aiohttp.ClientSession | None = None
         self._cache: dict[str, _CachedStatus] = {}
         """By uid of the head's pod."""
@@ -65,7 +72,7 @@ class HeadStatusReader:
         if head is None or not head.ip or head.phase != "Running":
             return None
         known = self._cache.get(head.uid)
-        if head.uid not in self._reads and (known is None or _is_outdated(known)):
+        if head.uid not in self._reads and (known is None or self._is_outdated(known)):
             is_retry = known is not None and known.status is None
             self._reads[head.uid] = asyncio.create_task(self._refresh(head, is_retry=is_retry))
             if not is_retry:
@@ -74,6 +81,9 @@ class HeadStatusReader:
             read.add_done_callback(lambda task: None if task.cancelled() else on_late_answer())
         known = self._cache.get(head.uid)
         return None if known is None else known.status
+
+    def _is_outdated(self, known: _CachedStatus) -> bool:
+        return time.monotonic() - known.asked_at >= (_RETRY_AFTER_S if known.status is None else self._lifetime_s)
 
     async def _refresh(self, head: PodView, *, is_retry: bool) -> None:
         try:
@@ -102,9 +112,3 @@ class HeadStatusReader:
         await cancel_and_wait(*self._reads.values())
         if self._session is not None:
             await self._session.close()
-
-
-def _is_outdated(known: _CachedStatus) -> bool:
-    # Expire slightly early, so that a reconcile that runs a moment early still refreshes.
-    lifetime = _RETRY_AFTER_S if known.status is None else 0.9 * STATUS_PERIOD_S
-    return time.monotonic() - known.asked_at >= lifetime

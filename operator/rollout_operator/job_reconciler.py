@@ -204,8 +204,8 @@ class JobReconciler:
                 self.builder.warn("PodFailed" if decision.reason == "Error" else decision.reason, message)
             if decision.action is FailureAction.FAIL_JOB:
                 fatal = (decision.reason, message)
-        if (unreported := len(new) - _MAX_FAILURE_EVENTS) > 0:
-            self.builder.warn("PodsFailed", f"{unreported} more pods have failed at the same time.")
+        if (unreported := min(len(new), _MAX_NEW_FAILURES) - _MAX_FAILURE_EVENTS) > 0:
+            self.builder.warn("PodsFailed", f"{unreported} more pods have failed; status.failures lists the latest.")
         existing = {pod.uid for pod in self.observed.pods if not pod.deleting}
         newest = {failure.uid for failure in failures[-_MAX_RECORDED_FAILURES:]}
         kept = [failure for failure in failures if failure.uid in existing or failure.uid in newest]

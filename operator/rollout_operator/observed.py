@@ -69,14 +69,8 @@ class PodView:
         conditions = {condition["type"]: condition for condition in status.get("conditions") or ()}
         scheduled = conditions.get("PodScheduled", {})
         component = labels.get(names.COMPONENT_LABEL, "")
-        phase = status.get("phase", "Pending")
-        has_running_containers = phase not in _TERMINATED_PHASES
-        main_exit_code = _main_exit_code(status, component)
-        if main_exit_code is not None and phase in ("Running", "Failed"):
-            phase = "Failed" if main_exit_code or status.get("reason") else "Succeeded"
-            if not main_exit_code:
-                status = {**status, "phase": phase, "containerStatuses": _main_containers(status, component)}
-        reason, message, exit_code = _outcome(status, component)
+        phase = _phase(status, component)
+        reason, message, exit_code = _outcome(status, phase, component)
         slot = labels.get(names.SLOT_LABEL, "")
         return cls(
             name=metadata["name"],
@@ -84,7 +78,7 @@ class PodView:
             component=component,
             slot=int(slot) if slot.isdigit() else -1,
             phase=phase,
-            has_running_containers=has_running_containers,
+            has_running_containers=status.get("phase") not in _TERMINATED_PHASES,
             ready=conditions.get("Ready", {}).get("status") == "True",
             created=parse_timestamp(metadata.get("creationTimestamp")) or 0.0,
             deletion_deadline=parse_timestamp(metadata.get("deletionTimestamp")),
@@ -115,38 +109,45 @@ class PodView:
         return self.deletion_deadline is not None and now > self.deletion_deadline + _LOST_AFTER_S
 
 
-def _main_containers(status: Manifest, component: str) -> list[Manifest]:
-    """Return the status of the container that is named after the component, if there is one."""
-    return [container for container in status.get("containerStatuses") or () if container["name"] == component]
+def _main_container(status: Manifest, component: str) -> Manifest:
+    """Return the status of the container that is named after the component; empty if there is none yet."""
+    containers = status.get("containerStatuses") or ()
+    return next((container for container in containers if container["name"] == component), {})
 
 
-def _main_exit_code(status: Manifest, component: str) -> int | None:
-    """Return the exit code of the main container; None if it has not terminated."""
-    for container in _main_containers(status, component):
-        exit_code: int | None = container.get("state", {}).get("terminated", {}).get("exitCode")
-        return exit_code
-    return None
+def _exit_code(container: Manifest) -> int | None:
+    """Return the exit code of a container; None if it has not terminated."""
+    exit_code: int | None = container.get("state", {}).get("terminated", {}).get("exitCode")
+    return exit_code
 
 
-def _outcome(status: Manifest, component: str) -> tuple[str, str, int | None]:
+def _phase(status: Manifest, component: str) -> str:
+    """Return the phase of a pod as if it had only its main container."""
+    phase: str = status.get("phase", "Pending")
+    exit_code = _exit_code(_main_container(status, component))
+    if exit_code is None or phase not in ("Running", "Failed"):
+        return phase
+    return "Failed" if exit_code or status.get("reason") else "Succeeded"
+
+
+def _outcome(status: Manifest, phase: str, component: str) -> tuple[str, str, int | None]:
     """Return reason, message and exit code of a pod that terminated or cannot start, from the pod or its containers."""
-    others = [container for container in status.get("containerStatuses") or () if container["name"] != component]
-    containers = [
-        *_main_containers(status, component),
-        *(status.get("initContainerStatuses") or ()),
-        *(() if status.get("phase") == "Running" else others),
-    ]
+    main = _main_container(status, component)
+    if main and (phase == "Running" or _exit_code(main) is not None):
+        containers = [main]
+    else:
+        containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     for container in containers:
-        terminated = container.get("state", {}).get("terminated")
-        if terminated is not None and terminated.get("exitCode"):
+        if exit_code := _exit_code(container):
+            terminated = container["state"]["terminated"]
             return (
                 status.get("reason") or terminated.get("reason") or "Error",
                 status.get("message") or terminated.get("message", ""),
-                terminated["exitCode"],
+                exit_code,
             )
     if status.get("reason"):
         return status["reason"], status.get("message", ""), None
-    if status.get("phase") == "Succeeded":
+    if phase == "Succeeded":
         messages = [container.get("state", {}).get("terminated", {}).get("message", "") for container in containers]
         return "", "".join(messages), 0
     for container in containers:

@@ -152,7 +152,7 @@ class RolloutJobStatus(ManifestModel):
     )
     failure_times: Annotated[
         list[str], Field(json_schema_extra={"items": {"type": "string", "format": "date-time"}})
-    ] = Field(default_factory=list, description="When these pods failed.")
+    ] = Field(default_factory=list, description="When the pods that failedPods counts have failed.")
     failures: list[Failure] = Field(default_factory=list, description="The latest failures.")
     connection: Connection | None = None
     start_time: str | None = Field(

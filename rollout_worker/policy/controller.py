@@ -101,7 +101,7 @@ class DraftController:
 
     def set_generation(self, generation: int) -> None:
         """Set the newest generation of the history; a new one makes the governor judge drafting anew."""
-        if self._generation is not None and generation > self._generation and self._governed:
+        if self._generation is not None and generation > self._generation:
             self.governor.retry()
         self._generation = generation
 

@@ -24,7 +24,7 @@ _PRIOR_WEIGHT = 0.1
 _USUAL_RELATIVE_ERROR = 0.1
 """Typical relative error beyond which the weight of the priors grows with its square.
 
-On a busy machine, steps are slow for some time, and many of them say as little as one."""
+A busy machine is slow for several steps in a row, which then contain little more information than one step."""
 _KIND_PRIOR_STEPS = 16
 """Number of steps of a kind at which the kind's own factor has half of its weight."""
 _MIN_RELATIVE_ERROR = 0.01

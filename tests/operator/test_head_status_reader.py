@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -29,10 +29,10 @@ def head(ip: str, uid: str) -> PodView:
 
 
 @asynccontextmanager
-async def serving(ip: str, delay: Callable[[], Awaitable[Any]]) -> Any:
+async def serving(ip: str, delay_s: float) -> AsyncIterator[None]:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        await delay()
+        await asyncio.sleep(delay_s)
         body = b'{"done": 7}'
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%s" % (len(body), body))
         writer.close()
@@ -57,7 +57,7 @@ def ignore() -> None:
 def test_heads_that_do_not_answer_hardly_delay_the_others() -> None:
     async def scenario() -> None:
         reader = HeadStatusReader()
-        async with serving(HEALTHY, lambda: asyncio.sleep(0)), serving(SILENT, lambda: asyncio.sleep(60)):
+        async with serving(HEALTHY, 0), serving(SILENT, 60):
             slots = asyncio.Semaphore(16)  # as many jobs as the operator reconciles at the same time
 
             async def read(pod: PodView) -> Any:
@@ -81,7 +81,7 @@ def test_heads_that_do_not_answer_hardly_delay_the_others() -> None:
 def test_an_answer_that_arrives_late_is_announced_and_then_returned() -> None:
     async def scenario() -> None:
         reader, announced = HeadStatusReader(), asyncio.Event()
-        async with serving(HEALTHY, lambda: asyncio.sleep(1)):
+        async with serving(HEALTHY, 1):
             pod = head(HEALTHY, "slow")
             assert await reader.read(pod, announced.set) is None
             await asyncio.wait_for(announced.wait(), 2)
@@ -95,10 +95,9 @@ def test_an_answer_that_arrives_late_is_announced_and_then_returned() -> None:
 
 def test_a_head_that_stops_answering_loses_its_status() -> None:
     async def scenario() -> None:
-        reader, pod = HeadStatusReader(), head(HEALTHY, "head")
-        async with serving(HEALTHY, lambda: asyncio.sleep(0)):
+        reader, pod = HeadStatusReader(lifetime_s=0.0), head(HEALTHY, "head")
+        async with serving(HEALTHY, 0):
             assert await reader.read(pod, ignore) is not None
-        reader._cache["head"].asked_at -= 60
         assert await reader.read(pod, ignore) is None
         await reader.close()
 

@@ -62,7 +62,7 @@ def test_the_fixed_cost_of_drafts_is_told_apart_from_the_cost_of_their_tokens(sh
 
 
 def test_few_steps_of_a_busy_machine_do_not_mislead_the_fit() -> None:
-    """Steps are up to twice as slow for some time, and one in eight is delayed by up to ten times its duration."""
+    """The machine's speed changes every 20 steps, and one step in eight is delayed by 15 ms on average."""
     truth = StepCost(2.9e-3, 95e-6, 0.1e-9, 0.2e-3)
     draft_cost = truth.draft_costs(32, 40)[40]
     for seed in range(200):

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 
 from benchmarks.figures import Figure, quantile, report
-from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess
 from tests.support.cluster.virtual_nodes import VirtualNodes
@@ -68,7 +68,7 @@ class OperatorBenchmark:
     def __init__(self, directory: Path, count: int) -> None:
         self.names = [f"job-{number:04d}" for number in range(count)]
         self.created: dict[str, datetime] = {}
-        self.plane = ControlPlane(directory / "cluster")
+        self.plane = CompleteControlPlane(directory / "cluster")
         self.plane.start()
         self.jobs = Jobs(self.plane, "bench")
         self.nodes = VirtualNodes(

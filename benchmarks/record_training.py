@@ -75,7 +75,12 @@ def manifest(weights: Path, options: argparse.Namespace) -> dict[str, Any]:
             "model": {"uri": MODEL},
             "weights": {"allowedRoots": [str(weights)]},
             "engine": {"maxModelLen": 1024, "dtype": "float32", "maxNumSeqs": 64, "kvCacheMemory": "1Gi"},
-            "sampling": {"n": options.group, "temperature": 1.0, "maxTokens": options.max_tokens, "logprobs": True},
+            "sampling": {
+                "rolloutsPerPrompt": options.group,
+                "temperature": 1.0,
+                "maxTokens": options.max_tokens,
+                "logprobs": True,
+            },
             "workers": {"replicas": 2, "gpusPerWorker": 0},
         },
     }

@@ -75,7 +75,7 @@ def manifest(arm: str, seed: int, weights: Path) -> dict[str, Any]:
                 "kvCacheMemory": "512Mi",
                 "enforceEager": True,
             },
-            "sampling": {"n": 8, "temperature": 1.0, "maxTokens": 160, "logprobs": True, "seed": seed},
+            "sampling": {"rolloutsPerPrompt": 8, "temperature": 1.0, "maxTokens": 160, "logprobs": True, "seed": seed},
             "workers": {"replicas": 2, "gpusPerWorker": 0},
             "speculation": {"policy": ARMS[arm]},
         },

@@ -52,7 +52,7 @@ JOB = parse_job(
             "model": {"uri": "/model"},
             "source": {"trainer": {}},
             "engine": {"maxModelLen": 512, "maxNumSeqs": BATCH, "kvCacheMemory": "512Mi", "enforceEager": True},
-            "sampling": {"n": 1, "maxTokens": TOKENS, "logprobs": True},
+            "sampling": {"rolloutsPerPrompt": 1, "maxTokens": TOKENS, "logprobs": True},
             "workers": {"gpusPerWorker": 0},
             "speculation": {"policy": "off"},
         },

@@ -16,7 +16,7 @@ PAGE = ROOT / "docs" / "code-map.md"
 
 BLOCKS = ("rollout_api", "rollout_worker", "operator", "scripts", "benchmarks", "examples", "tests/support")
 """Folders whose files the page lists, each in a marked block."""
-COMMENTS = {".lua": "--", ".cpp": "//", ".hpp": "//", ".yaml": "#", ".sh": "#", "": "#"}
+COMMENTS = {".lua": "--", ".cpp": "//", ".hpp": "//", ".yaml": "#", ".sh": "#", "": "#", ".go": "//"}
 """Suffix of files that are described by the comment at their top → how a line of it begins."""
 UNDESCRIBED = ("py.typed", "README.md")
 

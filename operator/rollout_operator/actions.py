@@ -34,6 +34,13 @@ class DeletePod:
 
 
 @dataclass(frozen=True)
+class DeleteWorkload:
+    """Delete the Workload of Kueue for a group of pods, whereupon Kueue releases its quota and its finalizers."""
+
+    name: str
+
+
+@dataclass(frozen=True)
 class DeleteJob:
     """Delete the RolloutJob, because ``ttlSecondsAfterFinished`` has passed."""
 
@@ -45,7 +52,7 @@ class SetFinalizer:
     present: bool
 
 
-Action = Create | Apply | DeletePod | DeleteJob | SetFinalizer
+Action = Create | Apply | DeletePod | DeleteWorkload | DeleteJob | SetFinalizer
 
 
 @dataclass(frozen=True)

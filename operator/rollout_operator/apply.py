@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from typing import Any
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
 from rollout_operator import names
-from rollout_operator.actions import Action, Apply, Create, DeleteJob, DeletePod, Event, Plan, SetFinalizer
+from rollout_operator.actions import (
+    Action,
+    Apply,
+    Create,
+    DeleteJob,
+    DeletePod,
+    DeleteWorkload,
+    Event,
+    Plan,
+    SetFinalizer,
+)
 from rollout_operator.conditions import format_timestamp
-from rollout_operator.kubernetes_api import ApiError, KubernetesApi, job_reference, pod_reference
+from rollout_operator.kubernetes_api import ApiError, KubernetesApi, job_reference, pod_reference, workload_reference
 from rollout_operator.object_cache import ObjectCache
 from rollout_operator.observed import Manifest, Observed, Rejection, Target
 
@@ -80,11 +91,34 @@ async def _execute_action(api: KubernetesApi, cache: ObjectCache, job: Manifest,
         case Apply(manifest):
             cache.update_from_response(await api.apply(manifest), manifest["kind"])
         case DeletePod(pod, pod_uid, force):
+            if force:
+                await _mark_lost(api, pod_reference(namespace, pod), pod_uid)
             await api.delete(pod_reference(namespace, pod), uid=pod_uid, grace_period=0 if force else None)
+        case DeleteWorkload(workload):
+            await _delete_workload(api, namespace, workload)
         case DeleteJob():
             await api.delete(job_reference(namespace, name), uid=uid)
         case SetFinalizer(present):
             await _set_finalizer(api, cache, job, present=present)
+
+
+async def _mark_lost(api: KubernetesApi, reference: dict[str, Any], uid: str) -> None:
+    """Set the phase of a pod on a lost node to Failed, as Kubernetes' garbage collector of pods does.
+
+    Otherwise a pod that a finalizer retains would count as running for ever, for example in Kueue.
+    """
+    reference["metadata"]["uid"] = uid
+    try:
+        await api.patch({**reference, "status": {"phase": "Failed", "reason": "NodeLost"}}, subresource="status")
+    except ApiError as error:
+        if not (error.not_found or error.conflict):
+            raise
+
+
+async def _delete_workload(api: KubernetesApi, namespace: str, name: str) -> None:
+    version = await api.preferred_version(names.KUEUE_GROUP)
+    if version is not None:
+        await api.delete(workload_reference(version, namespace, name))
 
 
 async def _create(api: KubernetesApi, manifest: Manifest, owner_uid: str) -> Manifest:
@@ -177,6 +211,8 @@ def _target(action: Action, job: Manifest) -> Target:
             return Target(manifest["kind"], manifest["metadata"]["name"])
         case DeletePod(pod, _, _):
             return Target("Pod", pod, "deletion")
+        case DeleteWorkload(workload):
+            return Target(names.WORKLOAD_KIND, workload, "deletion")
         case DeleteJob():
             return Target(KIND, job["metadata"]["name"], "deletion")
         case SetFinalizer():

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from enum import Enum
 
 from rollout_api.manifest.pod_spec import FailurePolicy, FailureRule
-from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_MODEL, EXIT_REDIS
+from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_MANIFEST, EXIT_MODEL, EXIT_REDIS
 from rollout_operator.observed import PodView
 
+_MANIFEST_INVALID = "ManifestInvalid"
+_INTERRUPTED = "Interrupted"
 _DISRUPTION_REASONS = frozenset(
     {
         "Evicted",
+        _INTERRUPTED,
         "NodeAffinity",
         "NodeLost",
         "NodeShutdown",
@@ -24,13 +27,13 @@ _DISRUPTION_REASONS = frozenset(
     }
 )
 """Reasons with which the kubelet, the node lifecycle controller or the scheduler ends a pod, independently of the job
-(Kubernetes 1.20 to 1.36)."""
+(Kubernetes 1.20 to 1.36), and that of a pod that was told to terminate."""
 
-_MANIFEST_INVALID = "ManifestInvalid"
 _EXIT_CODE_REASONS = {
     EXIT_MANIFEST: _MANIFEST_INVALID,
     EXIT_MODEL: "ModelNotFound",
     EXIT_REDIS: "RedisUnreachable",
+    EXIT_INTERRUPTED: _INTERRUPTED,
 }
 """Reasons that the ``rollout`` command reports by its exit code."""
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from rollout_api.manifest.field_types import SecretKey
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, RolloutJob, parse_job
+from rollout_api.manifest.status import PodGroup
 from rollout_operator import names
 from rollout_operator.observed import Manifest, Observed
 
@@ -34,6 +35,8 @@ class JobContext:
     """Labels of the RolloutJob itself."""
     default_image: str
     """Image of the job's pods if the manifest names none."""
+    pod_group: PodGroup | None = None
+    """The pods that Kueue admits as a whole; None if the job is in no queue, or was running when it was put in one."""
 
     @classmethod
     def from_observed(cls, observed: Observed) -> Self:
@@ -43,7 +46,14 @@ class JobContext:
             ManifestError: if the manifest is invalid.
         """
         metadata = observed.metadata
-        return cls(parse_body(observed.job), metadata["uid"], metadata.get("labels") or {}, observed.default_image)
+        pod_group = observed.status.get("podGroup")
+        return cls(
+            parse_body(observed.job),
+            metadata["uid"],
+            metadata.get("labels") or {},
+            observed.default_image,
+            None if pod_group is None else PodGroup.model_validate(pod_group),
+        )
 
     @property
     def name(self) -> str:
@@ -57,8 +67,12 @@ class JobContext:
 
     @property
     def queue(self) -> str | None:
-        """The Kueue queue of the job, or None if it is in none."""
-        return self.labels.get(names.QUEUE_LABEL)
+        """The Kueue queue of the job's pods, or None if they are in none."""
+        return self.labels.get(names.QUEUE_LABEL) if self.pod_group is None else self.pod_group.queue
+
+    def is_in_pod_group(self, slot: int) -> bool:
+        """Return whether the worker of a slot belongs to the group that Kueue admits as a whole."""
+        return self.pod_group is not None and slot < self.pod_group.total_count - 1
 
     @property
     def redis_secret(self) -> SecretKey | None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollout_api.manifest.rollout_job import RolloutJob
-from rollout_api.manifest.status import ConditionType, Failure, ProgressStatus, RolloutJobStatus, WorkersStatus
+from rollout_api.manifest.status import (
+    ConditionType,
+    Failure,
+    PodGroup,
+    ProgressStatus,
+    RolloutJobStatus,
+    WorkersStatus,
+)
 from rollout_operator import names
 from rollout_operator.actions import Apply, Create, DeleteJob, Event, Plan, PlanBuilder, SetFinalizer
 from rollout_operator.conditions import Conditions, derive_state, format_timestamp, is_true
@@ -19,7 +26,7 @@ from rollout_operator.owned_objects import connection, owned_objects
 from rollout_operator.pod_reconciler import PodReconciler
 from rollout_operator.running_conditions import RunningConditions
 from rollout_operator.scaling import desired_workers
-from rollout_operator.teardown import delete_pods, run_cleanup
+from rollout_operator.teardown import delete_pods, release_quota, run_cleanup
 
 _MAX_RECORDED_FAILURES = 10
 _MAX_NEW_FAILURES = 64
@@ -80,9 +87,16 @@ class JobReconciler:
             self.conditions.carry_over(kind)
 
     def _reconcile_succeeded(self) -> None:
-        """Delete the pods that still run. A head that has ended is kept for its log until the job is deleted."""
+        """Delete the pods that still run. A head that has ended is kept for its log until the job is deleted.
+
+        Kueue finishes a group by itself if all its pods have succeeded. Otherwise the Workload has to be deleted, and
+        Kueue deletes the head.
+        """
         self._carry_over_conditions()
-        delete_pods(self.builder, [pod for pod in self.observed.pods if pod.has_running_containers], self.observed.now)
+        running = [pod for pod in self.observed.pods if pod.has_running_containers]
+        delete_pods(self.builder, running, self.observed)
+        if not running and any(pod.retained and pod.phase != "Succeeded" for pod in self.observed.pods):
+            release_quota(self.builder, self.observed, self.context)
         if self._has_finalizer:
             self.builder.actions.append(SetFinalizer(False))
         self._delete_after_ttl()
@@ -90,11 +104,13 @@ class JobReconciler:
     def _reconcile_failed(self) -> None:
         """Delete the head and the workers, then run the cleanup pod."""
         self._carry_over_conditions()
-        running = [pod for pod in self.observed.pods if pod.component != names.CLEANUP]
-        if running:
-            delete_pods(self.builder, running, self.observed.now)
+        pods = [pod for pod in self.observed.pods if pod.component != names.CLEANUP and not pod.retained]
+        if pods:
+            delete_pods(self.builder, pods, self.observed)
             self.builder.requeue(STATUS_PERIOD_S)
-        elif self._has_finalizer:
+            return
+        release_quota(self.builder, self.observed, self.context)
+        if self._has_finalizer:
             conditions = self.observed.status["conditions"]
             failed = next(condition for condition in conditions if condition["type"] == ConditionType.FAILED)
             reason = failed.get("message", "")
@@ -245,7 +261,10 @@ class JobReconciler:
     def _suspend(self) -> None:
         """Delete the workers, which hand over their rollouts, and then the head."""
         workers, heads = self.observed.component(names.WORKER), self.observed.component(names.HEAD)
-        delete_pods(self.builder, workers or heads, self.observed.now)
+        pods = [pod for pod in workers if not pod.retained] or [pod for pod in heads if not pod.retained]
+        delete_pods(self.builder, pods, self.observed)
+        if not pods:
+            release_quota(self.builder, self.observed, self.context)
         for kind in (ConditionType.WORKERS_READY, ConditionType.ENGINE_READY, ConditionType.PROGRESSING):
             self.conditions.set(kind, "False", "Suspended", "spec.lifecycle.suspend is true.")
         self.conditions.carry_over(ConditionType.QUOTA_RESERVED)
@@ -268,6 +287,7 @@ class JobReconciler:
             "Suspended",
             "The job has no pods. Its unfinished rollouts are in Redis and continue from there when it resumes.",
         )
+        self._update_status(pod_group=None)
         if self.status.start_time is not None:
             self._update_status(active_seconds=int(self._active_seconds()), start_time=None)
         if self.conditions.transition(ConditionType.SUSPENDED):
@@ -281,6 +301,7 @@ class JobReconciler:
             self.builder.actions.append(SetFinalizer(True))
         if self.status.start_time is None:
             self._update_status(start_time=format_timestamp(self.observed.now))
+        self._form_pod_group()
         previously_desired = self.status.workers.desired or None
         desired = desired_workers(self.job.spec.workers, previously_desired, self.observed.head)
         self._reconcile_objects(desired)
@@ -295,6 +316,23 @@ class JobReconciler:
         self._update_progress()
         RunningConditions(self.observed, self.context, self.builder, self.conditions).update(desired, workers)
         self.builder.requeue(STATUS_PERIOD_S)
+
+    def _form_pod_group(self) -> None:
+        """Form the group of pods that Kueue admits as a whole, when a job starts or resumes.
+
+        The group keeps its size and its queue until the job is suspended, because all its pods have to agree on them.
+        """
+        queue = self.context.queue
+        has_pods = bool(self.observed.component(names.HEAD) or self.observed.component(names.WORKER))
+        if queue is None or self.status.pod_group is not None or has_pods:
+            return
+        group = PodGroup(
+            name=names.pod_group(self.context.name, self.context.uid, self.status.start_time or ""),
+            queue=queue,
+            total_count=self.job.spec.workers.effective_min + 1,
+        )
+        self._update_status(pod_group=group)
+        self.context = replace(self.context, pod_group=group)
 
     def _reconcile_objects(self, workers: int) -> None:
         """Create the objects that are missing, and apply those that differ from the desired ones."""

@@ -22,6 +22,7 @@ _TIMEOUT_S = 30.0
 _PAGE_SIZE = 500
 _WATCH_TIMEOUT_S = 300
 _MAX_CONNECTIONS = 64
+_FORBIDDEN = 403
 OWN_OBJECTS = f"{names.MANAGED_BY}={names.APP}"
 """Label selector of the objects that the operator creates."""
 
@@ -30,6 +31,7 @@ _PLURALS = {
     "Event": "events",
     "Lease": "leases",
     "Secret": "secrets",
+    names.WORKLOAD_KIND: names.WORKLOAD_PLURAL,
     **{kind.kind: kind.plural for kind in owned_kinds("policy/v1")},
 }
 
@@ -137,22 +139,23 @@ class KubernetesApi:
         self._count("update", manifest["kind"])
         return await self.request("PUT", _path(manifest, manifest["metadata"]["name"]), manifest)
 
-    async def patch(self, manifest: Manifest) -> dict[str, Any]:
+    async def patch(self, manifest: Manifest, *, subresource: str = "") -> dict[str, Any]:
         """Patch an object with a JSON merge patch."""
-        self._count("patch", manifest["kind"])
-        return await self.request(
-            "PATCH", _path(manifest, manifest["metadata"]["name"]), manifest, content_type=_JSON_MERGE_PATCH
-        )
+        self._count("patch", manifest["kind"] + (f"/{subresource}" if subresource else ""))
+        path = _path(manifest, manifest["metadata"]["name"], subresource)
+        return await self.request("PATCH", path, manifest, content_type=_JSON_MERGE_PATCH)
 
     async def get(self, reference: Manifest) -> dict[str, Any]:
         """Return the object with the kind, namespace and name of *reference*."""
         self._count("get", reference["kind"])
         return await self.request("GET", _path(reference, reference["metadata"]["name"]))
 
-    async def delete(self, reference: Manifest, *, uid: str, grace_period: int | None = None) -> None:
-        """Delete an object if it has this uid. It is no error if the object no longer exists."""
+    async def delete(self, reference: Manifest, *, uid: str | None = None, grace_period: int | None = None) -> None:
+        """Delete an object, only if it has this uid if one is given. It is no error if the object no longer exists."""
         self._count("delete", reference["kind"])
-        options: dict[str, Any] = {"preconditions": {"uid": uid}, "propagationPolicy": "Background"}
+        options: dict[str, Any] = {"propagationPolicy": "Background"}
+        if uid is not None:
+            options["preconditions"] = {"uid": uid}
         if grace_period is not None:
             options["gracePeriodSeconds"] = grace_period
         try:
@@ -223,6 +226,20 @@ class KubernetesApi:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise ApiError(0, "Unreachable", f"{type(error).__name__}: {error}") from error
 
+    async def is_node_lost(self, name: str) -> bool:
+        """Return whether a node does not exist or is not ready. A node that must not be read is assumed to be ready."""
+        self._count("get", "Node")
+        try:
+            node = await self.request("GET", f"/api/v1/nodes/{name}")
+        except ApiError as error:
+            if error.status == _FORBIDDEN:
+                return False
+            if error.not_found:
+                return True
+            raise
+        conditions = node.get("status", {}).get("conditions") or ()
+        return not any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)
+
     async def serves(self, api_version: str, plural: str) -> bool:
         """Return whether the API server serves a resource."""
         root = "/api" if "/" not in api_version else "/apis"
@@ -233,6 +250,17 @@ class KubernetesApi:
                 return False
             raise
         return any(resource["name"] == plural for resource in resources.get("resources", ()))
+
+    async def preferred_version(self, group: str) -> str | None:
+        """Return the preferred API version of a group, or None if the API server does not serve the group."""
+        try:
+            found = await self.request("GET", f"/apis/{group}")
+        except ApiError as error:
+            if error.not_found:
+                return None
+            raise
+        version: str = found["preferredVersion"]["groupVersion"]
+        return version
 
     async def version(self) -> tuple[int, int]:
         """Return the major and the minor version of the API server."""
@@ -265,3 +293,8 @@ def job_reference(namespace: str, name: str) -> dict[str, Any]:
 def pod_reference(namespace: str, name: str) -> dict[str, Any]:
     """Return a reference to a pod for the methods of :class:`KubernetesApi`."""
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": namespace, "name": name}}
+
+
+def workload_reference(version: str, namespace: str, name: str) -> dict[str, Any]:
+    """Return a reference to a Workload of Kueue for the methods of :class:`KubernetesApi`."""
+    return {"apiVersion": version, "kind": names.WORKLOAD_KIND, "metadata": {"namespace": namespace, "name": name}}

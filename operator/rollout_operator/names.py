@@ -5,6 +5,9 @@ The operator finds the objects of existing jobs by these names, so changing one 
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from rollout_api.manifest.rollout_job import GROUP
@@ -28,6 +31,8 @@ RAY_PORT = 6380
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 POD_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
 POD_GROUP_TOTAL_ANNOTATION = "kueue.x-k8s.io/pod-group-total-count"
+KUEUE_GROUP = "kueue.x-k8s.io"
+WORKLOAD_KIND, WORKLOAD_PLURAL = "Workload", "workloads"
 
 
 def selector(job: str, component: str | None = None) -> dict[str, str]:
@@ -46,14 +51,38 @@ def labels(job: str, component: str) -> dict[str, str]:
     }
 
 
-def head_pod(job: str) -> str:
-    """Return the name of the head pod."""
-    return f"{job}-head"
+def pod_name(job: str, component: str, slot: int | None = None, *, taken: Collection[str] = ()) -> str:
+    """Return the name of a new head or worker pod.
+
+    The same name is used again as soon as it is free, so that two operators at once cannot create two pods for one
+    slot. Only a pod that a finalizer retains makes its successor have a suffix.
+
+    Args:
+        job: name of the job.
+        component: the component.
+        slot: slot of a worker.
+        taken: names of existing pods.
+    """
+    name = f"{job}-{component}" if slot is None else f"{job}-{component}-{slot}"
+    return next(candidate for candidate in _with_suffixes(name) if candidate not in taken)
 
 
-def worker_pod(job: str, slot: int) -> str:
-    """Return the name of the worker pod in a slot."""
-    return f"{job}-worker-{slot}"
+def _with_suffixes(name: str) -> Iterator[str]:
+    yield name
+    for number in itertools.count(2):
+        yield f"{name}-r{number}"
+
+
+def pod_group(job: str, uid: str, started: str) -> str:
+    """Return the name of the group of pods that Kueue admits when a job starts or resumes.
+
+    Args:
+        job: name of the job.
+        uid: its uid.
+        started: when it started or resumed.
+    """
+    digest = hashlib.sha256(f"{uid}/{started}".encode()).hexdigest()[:8]
+    return f"{job}-{digest}"
 
 
 def cleanup_pod(job: str) -> str:

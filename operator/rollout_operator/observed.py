@@ -15,8 +15,8 @@ Manifest = Mapping[str, Any]
 """A Kubernetes object as the API server returns it."""
 
 _TERMINATED_PHASES = ("Succeeded", "Failed")
-_LOST_AFTER_S = 30.0
-"""Seconds after a pod's deletion deadline after which its node is considered lost."""
+_OVERDUE_AFTER_S = 30.0
+"""Seconds after a pod's deletion deadline after which the operator asks whether its node is lost."""
 
 
 def parse_timestamp(timestamp: str | None) -> float | None:
@@ -41,6 +41,13 @@ class PodView:
     """The phase of the pod, as if it had only its main container."""
     has_running_containers: bool
     """Whether the pod has not released its resources yet."""
+    retained: bool
+    """Whether a finalizer keeps a pod that was deleted and has released its resources.
+
+    Kueue retains a pod of a group in this way until the group has another pod in its place.
+    """
+    in_pod_group: bool
+    """Whether the pod belongs to the group that Kueue admits as a whole."""
     ready: bool
     created: float
     deletion_deadline: float | None
@@ -72,13 +79,18 @@ class PodView:
         phase = _phase(status, component)
         reason, message, exit_code = _outcome(status, phase, component)
         slot = labels.get(names.SLOT_LABEL, "")
+        has_running_containers = status.get("phase") not in _TERMINATED_PHASES and not _is_removed(metadata, spec)
         return cls(
             name=metadata["name"],
             uid=metadata["uid"],
             component=component,
             slot=int(slot) if slot.isdigit() else -1,
             phase=phase,
-            has_running_containers=status.get("phase") not in _TERMINATED_PHASES,
+            has_running_containers=has_running_containers,
+            retained=bool(
+                metadata.get("deletionTimestamp") and metadata.get("finalizers") and not has_running_containers
+            ),
+            in_pod_group=names.POD_GROUP_LABEL in labels,
             ready=conditions.get("Ready", {}).get("status") == "True",
             created=parse_timestamp(metadata.get("creationTimestamp")) or 0.0,
             deletion_deadline=parse_timestamp(metadata.get("deletionTimestamp")),
@@ -104,9 +116,19 @@ class PodView:
         """Whether the main container has terminated."""
         return self.phase in _TERMINATED_PHASES
 
-    def is_lost(self, now: float) -> bool:
-        """Return whether the pod should have been deleted long ago, which means that its node is gone."""
-        return self.deletion_deadline is not None and now > self.deletion_deadline + _LOST_AFTER_S
+    def is_overdue(self, now: float) -> bool:
+        """Return whether the pod should have been removed long ago, but its node has not done so."""
+        return self.deletion_deadline is not None and now > self.deletion_deadline + _OVERDUE_AFTER_S
+
+
+def _is_removed(metadata: Manifest, spec: Manifest) -> bool:
+    """Return whether a pod would no longer exist if it had no finalizers.
+
+    That is a deleted pod which never had a node, or which was deleted without a grace period.
+    """
+    return bool(metadata.get("deletionTimestamp")) and (
+        not spec.get("nodeName") or metadata.get("deletionGracePeriodSeconds") == 0
+    )
 
 
 def _main_container(status: Manifest, component: str) -> Manifest:
@@ -206,6 +228,8 @@ class Observed:
     default_image: str
     last_head_status: HeadStatus | None = None
     """The last status of the head; None if the head does not answer."""
+    lost_nodes: frozenset[str] = frozenset()
+    """Nodes of overdue pods that do not exist any more, or are not ready."""
     rejections: tuple[Rejection, ...] = field(default=())
 
     @property

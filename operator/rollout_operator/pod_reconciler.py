@@ -30,7 +30,7 @@ class PodReconciler:
         """Create the head pod if there is none."""
         live, terminating = self._remove_terminated(self.observed.component(names.HEAD))
         if not live and not terminating and not self.backoff:
-            self.builder.actions.append(Create(head_pod(self.context)))
+            self.builder.actions.append(Create(head_pod(self.context, taken=self._retained_names)))
 
     def reconcile_workers(self, desired: int, slots_used: int) -> list[PodView]:
         """Create or delete workers until there are *desired* ones, at most one per slot.
@@ -48,31 +48,41 @@ class PodReconciler:
             for pod in workers_to_remove(live, len(live) - desired, workers, self.observed.head):
                 self.builder.actions.append(DeletePod(pod.name, pod.uid))
             return live
-        # A pod that is terminating still holds its GPUs. A terminated one does not, but its name is still taken.
+        # A pod that is terminating still holds its GPUs. A terminated one does not, but its slot is not free yet.
         missing = desired - len(live) - sum(pod.has_running_containers for pod in terminating)
         occupied = {pod.slot for pod in (*live, *terminating)}
         free_slots = [slot for slot in range(desired) if slot not in occupied][: max(0, missing)]
-        pending = sum(pod.replacement and pod.phase == "Pending" for pod in live)
+        pending = sum(pod.replacement and pod.phase == "Pending" and not pod.in_pod_group for pod in live)
         for slot in free_slots:
             replacement = slot < slots_used
             if replacement:
-                if self.backoff or pending >= workers.max_pending_replacements:
+                # Kueue admits a group only when all its pods exist.
+                is_limited = not self.context.is_in_pod_group(slot)
+                if self.backoff or (is_limited and pending >= workers.max_pending_replacements):
                     continue
-                pending += 1
-            self.builder.actions.append(Create(worker_pod(self.context, slot, replacement=replacement)))
+                pending += is_limited
+            manifest = worker_pod(self.context, slot, replacement=replacement, taken=self._retained_names)
+            self.builder.actions.append(Create(manifest))
         return live
+
+    @property
+    def _retained_names(self) -> set[str]:
+        return {pod.name for pod in self.observed.pods if pod.retained}
 
     def _remove_terminated(self, pods: list[PodView]) -> tuple[list[PodView], list[PodView]]:
         """Delete the terminated pods, except those whose failure has yet to be recorded.
 
         Returns:
-            The live pods, and the pods that still exist but are terminating or terminated.
+            The live pods, and the pods that are terminating or terminated and occupy their slot. A pod that a finalizer
+            retains occupies none.
         """
         live = []
         terminating = []
         for pod in pods:
+            if pod.retained:
+                continue
             if pod.deleting:
-                delete_pods(self.builder, [pod], self.observed.now)
+                delete_pods(self.builder, [pod], self.observed)
                 terminating.append(pod)
                 self.builder.requeue(STATUS_PERIOD_S)
             elif not pod.terminated:

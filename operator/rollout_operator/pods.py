@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from rollout_api.manifest.field_types import SecretKey
@@ -27,8 +27,8 @@ _MODELS_MOUNT = "/models"
 WEIGHTS_MOUNT = "/weights"
 
 
-def head_pod(context: JobContext) -> dict[str, Any]:
-    """Return the head pod, which runs Ray's head, the coordinator and the relay."""
+def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, Any]:
+    """Return the head pod, which runs Ray's head, the coordinator and the relay; *taken* are names of other pods."""
     head = context.job.spec.head
     container = {
         "name": names.HEAD,
@@ -47,14 +47,20 @@ def head_pod(context: JobContext) -> dict[str, Any]:
         "resources": _resources(head.resources, gpus=0),
     }
     pod = _pod(
-        context, names.head_pod(context.name), names.HEAD, container, "1Gi", head.tolerations, head.node_selector
+        context,
+        names.pod_name(context.name, names.HEAD, taken=taken),
+        names.HEAD,
+        container,
+        "1Gi",
+        head.tolerations,
+        head.node_selector,
     )
     pod["spec"]["terminationGracePeriodSeconds"] = HEAD_GRACE_S
     return _in_queue(context, _with_template(context, pod, head.pod_template), grouped=True)
 
 
-def worker_pod(context: JobContext, slot: int, *, replacement: bool) -> dict[str, Any]:
-    """Return the worker pod of a slot, which runs engines."""
+def worker_pod(context: JobContext, slot: int, *, replacement: bool, taken: Collection[str] = ()) -> dict[str, Any]:
+    """Return the worker pod of a slot, which runs engines; *taken* are names of other pods."""
     spec = context.job.spec
     workers = spec.workers
     gpus = workers.gpus_per_worker
@@ -73,7 +79,7 @@ def worker_pod(context: JobContext, slot: int, *, replacement: bool) -> dict[str
     tolerations = list(workers.tolerations)
     if gpus:
         tolerations.append(Toleration(key=GPU_RESOURCE, operator="Exists", effect="NoSchedule"))
-    name = names.worker_pod(context.name, slot)
+    name = names.pod_name(context.name, names.WORKER, slot, taken=taken)
     pod = _pod(context, name, names.WORKER, container, workers.shared_memory, tolerations, workers.node_selector)
     pod["metadata"]["labels"][names.SLOT_LABEL] = str(slot)
     if replacement:
@@ -91,7 +97,7 @@ def worker_pod(context: JobContext, slot: int, *, replacement: bool) -> dict[str
     }
     if workers.accelerator is not None and gpus:
         pod["spec"]["affinity"] = {"nodeAffinity": node_affinity(workers.accelerator)}
-    return _in_queue(context, _with_template(context, pod, workers.pod_template), grouped=slot < workers.effective_min)
+    return _in_queue(context, _with_template(context, pod, workers.pod_template), grouped=context.is_in_pod_group(slot))
 
 
 def cleanup_pod(context: JobContext, *, delete_messages: bool, reason: str) -> dict[str, Any]:
@@ -277,8 +283,8 @@ def _in_queue(context: JobContext, pod: dict[str, Any], *, grouped: bool) -> dic
         return pod
     metadata = pod["metadata"]
     metadata["labels"][names.QUEUE_LABEL] = context.queue
-    if grouped:
-        metadata["labels"][names.POD_GROUP_LABEL] = context.name
-        total = str(context.job.spec.workers.effective_min + 1)
+    if grouped and context.pod_group is not None:
+        metadata["labels"][names.POD_GROUP_LABEL] = context.pod_group.name
+        total = str(context.pod_group.total_count)
         metadata["annotations"] = {**metadata.get("annotations", {}), names.POD_GROUP_TOTAL_ANNOTATION: total}
     return pod

@@ -129,16 +129,23 @@ class Reconciler:
         status = None
         if not _is_finished(job):
             status = await self._head_statuses.read(head, on_late_answer=lambda: self.queue.add(key))
+        now = time.time()
         return Observed(
             job=job,
             pods=pods,
             objects=self._cache.objects(key, uid),
-            now=time.time(),
+            now=now,
             cluster=self.cluster,
             default_image=self._default_image,
             last_head_status=status,
+            lost_nodes=await self._lost_nodes({pod.node for pod in pods if pod.is_overdue(now)}),
             rejections=self._rejections.get(key, ()),
         )
+
+    async def _lost_nodes(self, nodes: set[str]) -> frozenset[str]:
+        ordered = sorted(nodes)
+        lost = await asyncio.gather(*(self._api.is_node_lost(node) for node in ordered))
+        return frozenset(node for node, is_lost in zip(ordered, lost, strict=True) if is_lost)
 
 
 def _is_finished(job: Manifest) -> bool:

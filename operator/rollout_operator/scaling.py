@@ -62,7 +62,8 @@ def workers_to_remove(
 ) -> list[PodView]:
     """Return which workers to delete when there are too many: pending ones first, then idle ones, then the newest.
 
-    With autoscaling, a worker that has rollouts is never deleted.
+    Workers that Kueue has admitted as a group are deleted last, because it would wait for their replacements. With
+    autoscaling, these and workers that have rollouts are never deleted.
     """
     idle = idle_workers(workers, head) if head is not None else set()
 
@@ -71,9 +72,9 @@ def workers_to_remove(
             return 0
         return 1 if pod.name in idle else 2
 
-    ordered = sorted(live, key=lambda pod: (rank(pod), -pod.slot, -pod.created, pod.uid))
+    ordered = sorted(live, key=lambda pod: (pod.in_pod_group, rank(pod), -pod.slot, -pod.created, pod.uid))
     if workers.autoscale:
-        ordered = [pod for pod in ordered if rank(pod) < 2]
+        ordered = [pod for pod in ordered if rank(pod) < 2 and not pod.in_pod_group]
     return ordered[:surplus]
 
 

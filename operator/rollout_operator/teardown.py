@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout_api.manifest.rollout_job import ManifestError
 from rollout_operator import names
-from rollout_operator.actions import Create, DeletePod, Plan, PlanBuilder, SetFinalizer
+from rollout_operator.actions import Create, DeletePod, DeleteWorkload, Plan, PlanBuilder, SetFinalizer
 from rollout_operator.head_status import STATUS_PERIOD_S
 from rollout_operator.job_context import JobContext
 from rollout_operator.observed import Observed, PodView, Target
@@ -27,26 +27,45 @@ def plan_deletion(observed: Observed) -> Plan:
     if names.FINALIZER not in observed.metadata.get("finalizers", ()):
         return Plan()
     builder = PlanBuilder()
-    running = [pod for pod in observed.pods if pod.component != names.CLEANUP]
+    pods = [pod for pod in observed.pods if pod.component != names.CLEANUP and not pod.retained]
     try:
         context = JobContext.from_observed(observed)
     except ManifestError:
         return Plan(actions=(SetFinalizer(False),))
-    if running:
-        delete_pods(builder, running, observed.now)
+    if pods:
+        delete_pods(builder, pods, observed)
         builder.requeue(STATUS_PERIOD_S)
     else:
+        release_quota(builder, observed, context)
         run_cleanup(builder, observed, context, "the job was deleted", delete_messages=True)
     return Plan(events=tuple(builder.events), actions=tuple(builder.actions), requeue_after=builder.requeue_after)
 
 
-def delete_pods(builder: PlanBuilder, pods: list[PodView], now: float) -> None:
-    """Delete pods; a pod on a lost node is deleted without waiting for the node's confirmation."""
+def delete_pods(builder: PlanBuilder, pods: list[PodView], observed: Observed) -> None:
+    """Delete pods; a pod on a lost node is deleted without waiting for the node's confirmation.
+
+    On a node that is ready, a pod that does not terminate still holds its GPUs. Without its Pod object, the scheduler
+    would give them to another pod.
+    """
     for pod in pods:
         if not pod.deleting:
             builder.actions.append(DeletePod(pod.name, pod.uid))
-        elif pod.is_lost(now):
-            builder.actions.append(DeletePod(pod.name, pod.uid, force=True))
+        elif pod.is_overdue(observed.now):
+            if not pod.has_running_containers or pod.node in observed.lost_nodes:
+                builder.actions.append(DeletePod(pod.name, pod.uid, force=True))
+            else:
+                builder.warn(
+                    "PodNotTerminating",
+                    f"Pod {pod.name} should have terminated, but node {pod.node} is ready and has not removed it. Its "
+                    "resources may still be in use, so it is not replaced. Repair the node, or delete the pod with "
+                    "--force once its processes have ended.",
+                )
+
+
+def release_quota(builder: PlanBuilder, observed: Observed, context: JobContext) -> None:
+    """Delete the Workload of a job whose pods have all ended, if Kueue retains any of them."""
+    if context.pod_group is not None and any(pod.retained and pod.in_pod_group for pod in observed.pods):
+        builder.actions.append(DeleteWorkload(context.pod_group.name))
 
 
 def run_cleanup(

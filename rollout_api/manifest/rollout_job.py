@@ -210,7 +210,7 @@ def _errors_across_sections(
 
 def _section(spec: Mapping[str, object], name: str, model: type[_SectionT]) -> _SectionT | None:
     try:
-        return model.model_validate(spec.get(name, {}))
+        return model.model_validate(spec.get(name, {}), by_alias=True, by_name=False)
     except ValidationError:
         return None
 
@@ -230,7 +230,7 @@ def parse_job(manifest: object) -> RolloutJob:
     if not isinstance(manifest, Mapping):
         raise ManifestError([FieldError("(manifest)", f"must be a mapping, is {type(manifest).__name__}")])
     try:
-        return RolloutJob.model_validate(manifest)
+        return RolloutJob.model_validate(manifest, by_alias=True, by_name=False)
     except ValidationError as invalid:
         errors = []
         for error in invalid.errors(include_url=False):

@@ -310,7 +310,14 @@ class Sampling(ManifestModel):
         json_schema_extra=cel_rules(("self.minTokens <= self.maxTokens", "minTokens must not be more than maxTokens"))
     )
 
-    n: int = Field(default=8, ge=1, le=4096, description="Number of rollouts per prompt, which form a group.")
+    n: int = Field(
+        default=8,
+        ge=1,
+        le=4096,
+        # YAML 1.1, which kubectl and Helm read, takes the key n for the boolean false.
+        alias="rolloutsPerPrompt",
+        description="Number of rollouts per prompt, which form a group.",
+    )
     temperature: float = Field(
         default=1.0, ge=0.0, le=10.0, description="Sampling temperature; 0 means greedy decoding."
     )

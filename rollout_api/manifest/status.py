@@ -100,6 +100,14 @@ class ProgressStatus(ManifestModel):
     summary: str = Field(default="", description="done/total, or done without a total.")
 
 
+class PodGroup(ManifestModel):
+    """The head and the workers that Kueue admits as a whole, until the job is suspended or ends."""
+
+    name: str = Field(description="Name of the group, and of its Workload.")
+    queue: str = Field(description="Name of the LocalQueue.")
+    total_count: int = Field(ge=1, description="Number of pods of the group.")
+
+
 class Failure(ManifestModel):
     """A failed pod. The latest are kept in the status, because the pods themselves are deleted."""
 
@@ -154,6 +162,7 @@ class RolloutJobStatus(ManifestModel):
         list[str], Field(json_schema_extra={"items": {"type": "string", "format": "date-time"}})
     ] = Field(default_factory=list, description="When the pods that failedPods counts have failed.")
     failures: list[Failure] = Field(default_factory=list, description="The latest failures.")
+    pod_group: PodGroup | None = Field(default=None, description="The pods that Kueue admits as a whole.")
     connection: Connection | None = None
     start_time: str | None = Field(
         default=None, description="When the job started or was last resumed.", json_schema_extra={"format": "date-time"}

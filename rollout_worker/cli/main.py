@@ -217,7 +217,10 @@ def worker(
     http_port: Annotated[int, typer.Option(help="Port of /readyz; 0 to disable it.")] = 0,
     model_cache: ModelCache = None,
 ) -> None:
-    """Run a worker of a job on several machines until SIGTERM. Other workers then continue its running rollouts."""
+    """Run a worker of a job on several machines until SIGTERM. Other workers then continue its running rollouts.
+
+    The exit code is 130 unless the job has ended.
+    """
     from rollout_worker.launch.worker import run_worker
 
     _exit_on_sigterm()
@@ -225,7 +228,7 @@ def worker(
         job = read_manifest(file)
         resolve_model(job.spec.model, model_cache or default_cache())  # downloads it once, before several engines would
         history_url = _history_url(job, history_redis)
-        run_worker(
+        has_ended = run_worker(
             job,
             redis,
             uid,
@@ -235,6 +238,8 @@ def worker(
             http_port=http_port,
             model_cache=model_cache,
         )
+    if not has_ended:
+        raise typer.Exit(EXIT_INTERRUPTED)
 
 
 @app.command()

@@ -48,8 +48,8 @@ def run_worker(
     host: str | None,
     http_port: int,
     model_cache: Path | None,
-) -> None:
-    """Run a worker of a job until SIGTERM. Its engines then hand over their running rollouts.
+) -> bool:
+    """Run a worker of a job until SIGTERM. Its engines then hand over their running rollouts, unless the job has ended.
 
     Args:
         job: the manifest.
@@ -60,6 +60,9 @@ def run_worker(
         host: address at which other machines reach this one; None to use the one that Ray finds.
         http_port: port of ``/readyz``; 0 for none.
         model_cache: directory of models; None for the default.
+
+    Returns:
+        Whether the job has ended.
     """
     server, keys = connect(redis_url), MessageKeys(uid)
     job_store = LauncherStore(server, keys)
@@ -102,6 +105,7 @@ def run_worker(
                 elif process.poll() is None:
                     logger.warning("The head was restarted. This worker joins it after handing over its rollouts.")
                     shut_down_engines(job_store, readiness.worker, 0.0)
+        return _has_ended(job_store)
     finally:
         if readiness_server is not None:
             readiness_server.close()
@@ -149,6 +153,14 @@ class WorkerReadiness:
             serving = len(self.job_store.engines_of(self.worker))
             self._last_answer = "" if serving >= self.engines else f"{serving} of {self.engines} engines serve"
         return self._last_answer
+
+
+def _has_ended(job_store: LauncherStore) -> bool:
+    """Return whether the job has ended; False while Redis does not answer."""
+    try:
+        return job_store.has_ended()
+    except redis.RedisError:
+        return False
 
 
 def _read_head(job_store: LauncherStore) -> str:

@@ -70,7 +70,7 @@ def test_every_example_is_valid(example: Path) -> None:
         ("spec.sampling.maxTokens", 4096, "spec.sampling.maxTokens", "no room for a prompt"),
         ("spec.sampling.minP", 0.1, "spec.sampling.minP", "speculation.policy: off"),
         ("spec.sampling.logitBias", {"3": 1.0}, "spec.sampling.logitBias", "speculation.policy: off"),
-        ("spec.sampling.n", 0, "spec.sampling.n", "greater than or equal to 1"),
+        ("spec.sampling.rolloutsPerPrompt", 0, "spec.sampling.rolloutsPerPrompt", "greater than or equal to 1"),
         ("spec.engine.dtype", "int8", "spec.engine.dtype", "float32"),
         ("spec.engine.kvCacheMemory", "4Zi", "spec.engine.kvCacheMemory", "16Gi"),
         ("spec.engine.kvCacheMemory", "0", "spec.engine.kvCacheMemory", "more than 0"),

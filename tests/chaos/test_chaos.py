@@ -143,7 +143,7 @@ class ChaosJob:
                 "model": {"uri": str(self._model)},
                 "source": {"trainer": {}},
                 "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, "checkpointTokens": 32},
-                "sampling": {"n": SAMPLES, "maxTokens": TOKENS},
+                "sampling": {"rolloutsPerPrompt": SAMPLES, "maxTokens": TOKENS},
                 "workers": {"gpusPerWorker": 0, "replicas": 2},
             },
         }

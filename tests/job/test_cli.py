@@ -29,7 +29,7 @@ MANIFEST: dict[str, Any] = {
         "model": {"uri": "policy/0"},
         "source": {"dataset": {"tasks": TASKS, "checkpoints": ["policy/0"]}},
         "engine": {"maxModelLen": 512},
-        "sampling": {"n": 2, "maxTokens": 160},
+        "sampling": {"rolloutsPerPrompt": 2, "maxTokens": 160},
         "workers": {"gpusPerWorker": 0},
     },
 }

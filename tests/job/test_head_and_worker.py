@@ -62,7 +62,7 @@ class Pods:
                     "dataset": {"tasks": TASKS, "epochs": EPOCHS, "checkpoints": ["policy/0", "policy/1"]},
                 },
                 "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16},
-                "sampling": {"n": SAMPLES, "maxTokens": 300},
+                "sampling": {"rolloutsPerPrompt": SAMPLES, "maxTokens": 300},
                 "workers": {"gpusPerWorker": 0},
             },
         }

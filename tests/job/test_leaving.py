@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
 import pytest
 
+from rollout_api import parse_job
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.connection import connect
 from rollout_worker.job.job_store.launcher import LauncherStore
-from rollout_worker.launch.worker import shut_down_engines
+from rollout_worker.launch.worker import run_worker, shut_down_engines
 
 JOB = MessageKeys("leaving")
 
@@ -19,3 +25,37 @@ def test_engines_are_told_unless_the_job_has_ended(redis_url: str, state: str | 
         server.hset(JOB.job, "state", state)
     shut_down_engines(LauncherStore(server, JOB), "worker-0/1", 25.0)
     assert told == (b"25.0" == server.get(JOB.shutdown_grace("worker-0/1")))
+
+
+@pytest.fixture
+def restored_handler() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which a worker replaces."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.mark.parametrize("state", ["running", "closed"])
+@pytest.mark.usefixtures("restored_handler")
+def test_a_worker_tells_whether_the_job_had_ended_when_it_was_terminated(redis_url: str, state: str) -> None:
+    connect(redis_url).hset(JOB.job, "state", state)
+    manifest = {
+        "apiVersion": "das.rollout.dev/v1alpha1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "leaving"},
+        "spec": {"source": {"trainer": {}}, "model": {"uri": "das/tiny-qwen3/step-0450"}},
+    }
+    terminate = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    terminate.start()
+    has_ended = run_worker(
+        parse_job(manifest),
+        redis_url,
+        "leaving",
+        history_url="",
+        name="worker-0",
+        host=None,
+        http_port=0,
+        model_cache=None,
+    )
+    assert (state == "closed") == has_ended

@@ -73,7 +73,7 @@ class CommandHarness:
                     }
                 },
                 "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": BATCH},
-                "sampling": {"n": self.samples, "maxTokens": 160},
+                "sampling": {"rolloutsPerPrompt": self.samples, "maxTokens": 160},
                 "workers": {"gpusPerWorker": 0},
             },
         }
@@ -174,7 +174,7 @@ def test_later_epochs_profit_from_drafts_of_earlier_ones(harness: CommandHarness
     # pays for so few concurrent rollouts. With 64 of them it hardly pays on this engine, and the governor would disable
     # it in some epoch.
     harness.samples = 1
-    harness.manifest["spec"]["sampling"] |= {"n": harness.samples, "temperature": 0}
+    harness.manifest["spec"]["sampling"] |= {"rolloutsPerPrompt": harness.samples, "temperature": 0}
     harness.use_embedded_server()
     result = harness.run("--compare")
     harness.open_embedded_server()

@@ -29,7 +29,7 @@ MANIFEST: dict[str, Any] = {
 
 def job(n: int = 8, batch: int = 128) -> RolloutJob:
     manifest = copy.deepcopy(MANIFEST)
-    manifest["spec"] |= {"sampling": {"n": n}, "engine": {"maxNumSeqs": batch}}
+    manifest["spec"] |= {"sampling": {"rolloutsPerPrompt": n}, "engine": {"maxNumSeqs": batch}}
     return parse_job(manifest)
 
 

@@ -76,6 +76,12 @@ def test_permissions_are_limited_to_the_given_namespaces() -> None:
     assert {"a", "b", "rl"} == {namespace for kind, namespace in kinds if kind == "Role"}
 
 
+def test_an_operator_of_some_namespaces_may_read_nodes_on_request() -> None:
+    objects = render(operator={"namespaces": ["a"], "readNodes": True})
+    rules = [rule for manifest in objects if manifest["kind"] == "ClusterRole" for rule in manifest["rules"]]
+    assert [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}] == rules
+
+
 def test_the_crd_is_kept_on_uninstall_and_can_be_omitted() -> None:
     (crd,) = [resource for resource in render() if resource["kind"] == "CustomResourceDefinition"]
     assert "keep" == crd["metadata"]["annotations"]["helm.sh/resource-policy"]

@@ -34,6 +34,13 @@ def test_extra_args_keep_any_json_values_up_to_a_number() -> None:
     assert "additionalProperties" not in schema
 
 
+def test_no_field_has_a_name_that_kubectl_and_helm_read_as_a_boolean() -> None:
+    """They read YAML 1.1, and the API server would get a field called "true" or "false" instead."""
+    (version,) = crd.document()["spec"]["versions"]
+    fields = {name for _, schema in walk(version["schema"]["openAPIV3Schema"]) for name in schema.get("properties", {})}
+    assert not {name for name in fields if name.lower() in {"y", "n", "yes", "no", "on", "off", "true", "false"}}
+
+
 def test_images_install_the_versions_that_were_tested() -> None:
     for file, wanted in image_requirements.IMAGES.items():
         pinned = (image_requirements.REQUIREMENTS / file).read_text()

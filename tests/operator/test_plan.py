@@ -355,7 +355,7 @@ def test_an_impossible_cleanup_does_not_block_deletion(how: str) -> None:
 
 def test_a_worker_on_a_lost_node_is_replaced_and_not_counted() -> None:
     cluster = running_job()
-    cluster.delete_pod("math-worker-1")  # by the taint manager, and no kubelet confirms it
+    cluster.lose_node("math-worker-1")
     cluster.reconcile()
     lost = cluster.pods["math-worker-1"]["metadata"]["uid"]
     cluster.now += 45 + 31
@@ -363,6 +363,19 @@ def test_a_worker_on_a_lost_node_is_replaced_and_not_counted() -> None:
     assert 3 == len(cluster.workers())
     assert lost != cluster.pods["math-worker-1"]["metadata"]["uid"]
     assert 0 == cluster.status["failedPods"]
+
+
+def test_a_worker_that_does_not_terminate_on_a_node_that_is_ready_keeps_its_gpus() -> None:
+    cluster = running_job()
+    stuck = cluster.pods["math-worker-1"]["metadata"]["uid"]
+    cluster.delete_pod("math-worker-1")
+    cluster.now += 45 + 1000
+    cluster.execute(cluster.plan())
+    assert stuck == cluster.pods["math-worker-1"]["metadata"]["uid"]
+    assert "node-of-math-worker-1 is ready" in cluster.events[-1].message
+    cluster.finish_deletion("math-worker-1")
+    cluster.reconcile()
+    assert stuck != cluster.pods["math-worker-1"]["metadata"]["uid"]
 
 
 def test_pending_replacements_are_capped() -> None:

@@ -21,9 +21,16 @@ class JobLifecycle(RuleBasedStateMachine):
     """A job from its creation to its deletion."""
 
     @initialize(
-        replicas=REPLICAS, autoscale=st.booleans(), limit=st.integers(0, 3), ttl=st.none() | st.integers(0, 100)
+        replicas=REPLICAS,
+        autoscale=st.booleans(),
+        limit=st.integers(0, 3),
+        ttl=st.none() | st.integers(0, 100),
+        queued=st.booleans(),
+        data=st.data(),
     )
-    def create_job(self, replicas: int, autoscale: bool, limit: int, ttl: int | None) -> None:
+    def create_job(
+        self, replicas: int, autoscale: bool, limit: int, ttl: int | None, queued: bool, data: st.DataObject
+    ) -> None:
         lifecycle: dict[str, Any] = {"backoffLimit": limit, "backoffWindowSeconds": 10**9}
         if ttl is not None:
             lifecycle["ttlSecondsAfterFinished"] = ttl
@@ -31,13 +38,16 @@ class JobLifecycle(RuleBasedStateMachine):
         workers: dict[str, Any] = {"replicas": replicas, "autoscale": autoscale, "gpusPerWorker": GPUS_PER_WORKER}
         if autoscale:
             workers["maxReplicas"] = self.max_workers
+        if queued:
+            workers["minReplicas"] = data.draw(st.integers(1, replicas))
         self.cluster = SimulatedCluster(
             {
                 "source": {"trainer": {}},
                 "model": {"uri": "Qwen/Qwen3-8B"},
                 "workers": workers,
                 "lifecycle": lifecycle,
-            }
+            },
+            queued=queued,
         )
         self.stale = self.cluster.plan()
 
@@ -92,9 +102,24 @@ class JobLifecycle(RuleBasedStateMachine):
             self.cluster.delete_pod(name)
 
     @rule(data=st.data())
+    def lose_node(self, data: st.DataObject) -> None:
+        if (name := self._pod(data)) is not None:
+            self.cluster.lose_node(name)
+
+    @rule(data=st.data())
     def delete_object(self, data: st.DataObject) -> None:
         if self.cluster.objects:
             del self.cluster.objects[data.draw(st.sampled_from(sorted(self.cluster.objects)))]
+
+    @rule()
+    def reconcile_queue(self) -> None:
+        self.cluster.reconcile_queue()
+
+    @rule(has_quota=st.booleans(), preempts=st.booleans())
+    def change_quota(self, has_quota: bool, preempts: bool) -> None:
+        self.cluster.has_quota = has_quota
+        if preempts:
+            self.cluster.preempt()
 
     @rule(seconds=st.sampled_from([1, 10, 60, 400]))
     def advance_time(self, seconds: int) -> None:
@@ -119,7 +144,7 @@ class JobLifecycle(RuleBasedStateMachine):
     @rule(replicas=REPLICAS)
     def scale(self, replicas: int) -> None:
         workers = self.cluster.job["spec"]["workers"]
-        if replicas <= workers.get("maxReplicas", replicas):
+        if workers.get("minReplicas", 1) <= replicas <= workers.get("maxReplicas", replicas):
             self.cluster.change(workers={"replicas": replicas})
             self.max_workers = max(self.max_workers, replicas)
 
@@ -157,9 +182,13 @@ class JobLifecycle(RuleBasedStateMachine):
         if not hasattr(self, "cluster"):
             return
         cluster = self.cluster
-        for _ in range(4):
+        cluster.has_quota = True
+        for _ in range(8 if cluster.queued else 4):
             cluster.reconcile(MAX_PASSES)
-            cluster.now += 1000  # every backoff has passed, and pods that were being deleted are lost
+            for name in list(cluster.pods):
+                cluster.finish_deletion(name)
+            cluster.reconcile_queue()
+            cluster.now += 1000  # every backoff has passed, and pods on lost nodes are overdue
         cluster.reconcile(MAX_PASSES)
         if cluster.job is None:
             assert not cluster.pods
@@ -177,6 +206,7 @@ class JobLifecycle(RuleBasedStateMachine):
         assert len(slots) == len(set(slots))
         if not workers["autoscale"]:
             pending = [name for name in cluster.workers() if cluster.pods[name]["status"]["phase"] == "Pending"]
+            assert not any(cluster.pods[name]["spec"].get("schedulingGates") for name in pending[:-1])
             assert workers["replicas"] == len(slots) or len(pending) >= 4
 
 

@@ -42,7 +42,7 @@ def manifest(**spec: Any) -> RolloutJob:
                 "model": {"uri": "/model"},
                 "source": {"trainer": {}},
                 "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, "checkpointTokens": CHECKPOINT_TOKENS},
-                "sampling": {"n": 4, "maxTokens": 100},
+                "sampling": {"rolloutsPerPrompt": 4, "maxTokens": 100},
                 "workers": {"gpusPerWorker": 0, "replicas": 2},
             }
             | spec,

@@ -8,7 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollout_operator import names
-from rollout_operator.actions import Action, Apply, Create, DeleteJob, DeletePod, Event, Plan, SetFinalizer
+from rollout_operator.actions import (
+    Action,
+    Apply,
+    Create,
+    DeleteJob,
+    DeletePod,
+    DeleteWorkload,
+    Event,
+    Plan,
+    SetFinalizer,
+)
 from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.conditions import format_timestamp
 from rollout_operator.head_status import HeadStatus
@@ -16,6 +26,8 @@ from rollout_operator.observed import Observed, PodView, Rejection
 from rollout_operator.plan import plan
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
+from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED
+from tests.support import kueue
 
 JOB = "math"
 GRACE_S = 45.0
@@ -33,6 +45,12 @@ class SimulatedCluster:
     objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     rejections: tuple[Rejection, ...] = ()
+    lost_nodes: set[str] = field(default_factory=set)
+    queued: bool = False
+    """Whether the job is in a queue of Kueue."""
+    has_quota: bool = True
+    """Whether the queue admits pods."""
+    workloads: dict[str, kueue.Workload] = field(default_factory=dict)
     failed: set[str] = field(default_factory=set)
     """Uids of pods whose failure was not caused by the cluster."""
     _uids: Any = field(default_factory=itertools.count)
@@ -44,6 +62,8 @@ class SimulatedCluster:
             "metadata": {"name": JOB, "namespace": "rl", "uid": "job-uid", "generation": 1, "finalizers": []},
             "spec": self.spec,
         }
+        if self.queued:
+            self.job["metadata"]["labels"] = {names.QUEUE_LABEL: "research"}
 
     # The operator
 
@@ -57,6 +77,7 @@ class SimulatedCluster:
             cluster=ClusterInfo(),
             default_image="worker:1",
             last_head_status=self.head,
+            lost_nodes=frozenset(self.lost_nodes),
             rejections=self.rejections,
         )
 
@@ -81,9 +102,10 @@ class SimulatedCluster:
         """Reconcile until there is nothing left to do."""
         for _ in range(max_passes):
             planned = self.plan()
-            if planned.status is None and not planned.actions:
-                return
             self.execute(planned)
+            # The deletion of a Workload is requested until Kueue has executed it.
+            if planned.status is None and all(isinstance(action, DeleteWorkload) for action in planned.actions):
+                return
         raise AssertionError(f"not converged after {max_passes} passes: {planned}")
 
     def _execute_action(self, action: Action) -> None:
@@ -103,7 +125,12 @@ class SimulatedCluster:
                     if pod["status"]["phase"] == "Failed" and self._is_active():
                         recorded = pod["metadata"].get("deletionTimestamp") or uid in self._recorded_failures()
                         assert recorded, f"the failure of {name} would be lost"
+                    if force:
+                        pod["status"]["phase"] = "Failed"
                     self.delete_pod(name, immediately=force)
+            case DeleteWorkload(name):
+                if name in self.workloads:
+                    self.workloads[name].deleted = True
             case DeleteJob():
                 self.delete_job()
             case SetFinalizer(present):
@@ -118,33 +145,87 @@ class SimulatedCluster:
         pod = copy.deepcopy(manifest)
         pod["metadata"] |= {"uid": f"pod-{next(self._uids)}", "creationTimestamp": format_timestamp(self.now)}
         pod["status"] = {"phase": "Pending"}
+        if names.QUEUE_LABEL in pod["metadata"]["labels"]:
+            pod["metadata"]["finalizers"] = [kueue.FINALIZER]
+            pod["spec"]["schedulingGates"] = [{"name": kueue.GATE}]
         self.pods[name] = pod
 
     # Kubernetes
 
     def _garbage_collect(self) -> None:
         self.job = None
-        self.pods.clear()
+        for name in list(self.pods):
+            self.delete_pod(name, immediately=True)
         self.objects.clear()
 
     def delete_pod(self, name: str, *, immediately: bool = False) -> None:
         pod = self.pods[name]
+        if immediately:
+            pod["metadata"]["deletionGracePeriodSeconds"] = 0
+        pod["metadata"].setdefault("deletionTimestamp", format_timestamp(self.now + GRACE_S))
         if immediately or pod["status"]["phase"] in ("Succeeded", "Failed") or not pod["spec"].get("nodeName"):
-            del self.pods[name]
-        else:
-            pod["metadata"].setdefault("deletionTimestamp", format_timestamp(self.now + GRACE_S))
+            self._remove(name)
 
     def finish_deletion(self, name: str) -> None:
         """Remove a pod that is being deleted, as the kubelet does once its containers have terminated."""
-        if self.pods[name]["metadata"].get("deletionTimestamp"):
+        pod = self.pods[name]
+        if pod["metadata"].get("deletionTimestamp") and pod["spec"].get("nodeName") not in self.lost_nodes:
+            if pod["status"]["phase"] == "Running":
+                self.terminate(name, EXIT_INTERRUPTED)
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        if not self.pods[name]["metadata"].get("finalizers"):
             del self.pods[name]
 
+    def reconcile_queue(self) -> None:
+        """Let Kueue reconcile every pod and every group of pods."""
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for name, pod in self.pods.items():
+            labels = pod["metadata"]["labels"]
+            if names.QUEUE_LABEL in labels:
+                groups.setdefault(labels.get(names.POD_GROUP_LABEL, name), []).append(pod)
+        for name in [known for known in self.workloads if known not in groups]:
+            del self.workloads[name]
+        for name, pods in groups.items():
+            decide = kueue.reconcile_single if name in self.pods else kueue.reconcile_group
+            target: Any = pods[0] if name in self.pods else pods
+            decision = decide(target, self.workloads.get(name), lambda _: self.has_quota)
+            for pod_name in decision.ungate:
+                del self.pods[pod_name]["spec"]["schedulingGates"]
+            for pod_name in decision.finalize:
+                pod = self.pods[pod_name]
+                pod["metadata"].pop("finalizers", None)
+                gone = pod["status"]["phase"] in ("Succeeded", "Failed") or not pod["spec"].get("nodeName")
+                if pod["metadata"].get("deletionTimestamp") and gone:
+                    del self.pods[pod_name]
+            for pod_name in decision.delete:
+                if pod_name in self.pods:
+                    self.delete_pod(pod_name)
+            if decision.workload is None:
+                self.workloads.pop(name, None)
+            else:
+                self.workloads[name] = decision.workload
+
+    def preempt(self) -> None:
+        """Let Kueue evict everything that it has admitted."""
+        for workload in self.workloads.values():
+            workload.evicted = workload.evicted or workload.admitted
+
     def bind(self, name: str) -> None:
-        self.pods[name]["spec"]["nodeName"] = "node-0"
+        self.pods[name]["spec"].setdefault("nodeName", f"node-of-{name}")
+
+    def lose_node(self, name: str) -> None:
+        """Lose the node of a pod, whose kubelet then neither starts nor ends any pod, and delete the pod."""
+        if node := self.pods[name]["spec"].get("nodeName"):
+            self.lost_nodes.add(node)
+            self.delete_pod(name)
 
     def run(self, name: str, *, ready: bool = True) -> None:
         pod = self.pods[name]
-        if pod["status"]["phase"] == "Pending":
+        metadata, spec = pod["metadata"], pod["spec"]
+        is_held_back = spec.get("schedulingGates") or metadata.get("deletionTimestamp")
+        if pod["status"]["phase"] == "Pending" and not is_held_back:
             self.bind(name)
             pod["status"] = {
                 "phase": "Running",
@@ -154,7 +235,9 @@ class SimulatedCluster:
 
     def terminate(self, name: str, code: int, reason: str = "", message: str = "", pod_reason: str = "") -> None:
         pod = self.pods[name]
-        if pod["status"]["phase"] not in ("Pending", "Running"):
+        metadata, spec = pod["metadata"], pod["spec"]
+        is_removed = metadata.get("deletionTimestamp") and not spec.get("nodeName")
+        if pod["status"]["phase"] not in ("Pending", "Running") or spec.get("schedulingGates") or is_removed:
             return
         self.bind(name)
         if code and not pod_reason and not pod["metadata"].get("deletionTimestamp"):
@@ -217,7 +300,8 @@ class SimulatedCluster:
         """Return how many GPUs pods occupy that have not terminated and are not on lost nodes."""
         count = 0
         for pod in self.pods.values():
-            if pod["status"]["phase"] in ("Succeeded", "Failed") or PodView.from_pod(pod).is_lost(self.now):
+            view = PodView.from_pod(pod)
+            if not view.has_running_containers or view.node in self.lost_nodes:
                 continue
             for container in pod["spec"]["containers"]:
                 count += int(container["resources"].get("limits", {}).get("nvidia.com/gpu", 0))

@@ -79,6 +79,9 @@ capabilities: {drop: [ALL]}
   resources: [pods]
   verbs: [get, list, watch, create, delete]
 - apiGroups: [""]
+  resources: [pods/status]
+  verbs: [patch]
+- apiGroups: [""]
   resources: [services, configmaps, serviceaccounts]
   verbs: [get, list, watch, create, patch]
 - apiGroups: [networking.k8s.io]
@@ -90,4 +93,7 @@ capabilities: {drop: [ALL]}
 - apiGroups: [""]
   resources: [events]
   verbs: [create]
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [delete]
 {{- end }}

@@ -10,7 +10,7 @@ from rollout_api.protocol.keys import MessageKeys
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.ledger import LedgerEntry
 from tests.support.acceptance import accepted_per_step
-from tests.support.cluster.control_plane import GARBAGE_COLLECTION_TIMEOUT_S
+from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S
 from tests.support.cluster.example_jobs import (
     QUICKSTART,
     TRAINER_JOB,
@@ -61,7 +61,7 @@ def test_a_dataset_job_finishes_and_its_second_epoch_accepts_more_draft_tokens(
     status = examples.run(QUICKSTART)
     job = quickstart()
     epochs = num_epochs(job)
-    num_rollouts = num_problems(job) * job["spec"]["sampling"]["n"] * epochs
+    num_rollouts = num_problems(job) * job["spec"]["sampling"]["rolloutsPerPrompt"] * epochs
     expected = {"done": num_rollouts, "total": num_rollouts, "summary": f"{num_rollouts}/{num_rollouts}"}
     assert expected.items() <= status["progress"].items()
     watched = examples.watch_log.read_text()

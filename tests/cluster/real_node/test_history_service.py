@@ -31,7 +31,7 @@ POD_START_TIMEOUT_S = 120.0
 """Seconds until a further pod is ready: an allowance for slow machines and no requirement on the history service."""
 EPOCHS = num_epochs(quickstart())
 PROBLEMS = num_problems(quickstart())
-ROLLOUTS = PROBLEMS * quickstart()["spec"]["sampling"]["n"] * EPOCHS
+ROLLOUTS = PROBLEMS * quickstart()["spec"]["sampling"]["rolloutsPerPrompt"] * EPOCHS
 
 
 class HistoryService:

@@ -1,4 +1,7 @@
-"""A real control plane with virtual nodes, and operators as processes of this machine."""
+"""Control planes with virtual nodes, and operators as processes of this machine.
+
+A test runs on both control planes unless it has one of the markers ``complete_cluster`` and ``current_cluster``.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,31 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.current_control_plane import CurrentControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess, running_operator
 from tests.support.cluster.virtual_nodes import VirtualNodes
 
+_CLUSTERS: dict[str, type[ControlPlane]] = {
+    "complete_cluster": CompleteControlPlane,
+    "current_cluster": CurrentControlPlane,
+}
 _numbers = itertools.count()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test on the control planes that can run it."""
+    if "cluster" in metafunc.fixturenames:
+        required = [name for name in _CLUSTERS if metafunc.definition.get_closest_marker(name)]
+        metafunc.parametrize("cluster", required or list(_CLUSTERS), indirect=True, scope="package")
+
+
 @pytest.fixture(scope="package")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """A control plane without nodes."""
-    control_plane = ControlPlane(tmp_path_factory.mktemp("cluster"))
+    control_plane = _CLUSTERS[request.param](tmp_path_factory.mktemp("cluster"))
     try:
         control_plane.start()
         yield control_plane

@@ -11,7 +11,8 @@ import pytest
 from rollout_operator import names
 from rollout_operator.head_status import STATUS_PERIOD_S
 
-from tests.support.cluster.control_plane import GARBAGE_COLLECTION_TIMEOUT_S, ControlPlane
+from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S, CompleteControlPlane
+from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import running_operator
 from tests.support.cluster.virtual_nodes import CAPACITY, VirtualNodes
@@ -37,8 +38,14 @@ def jobs(operated_jobs: Jobs) -> Jobs:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def job_on_lost_node(cluster: ControlPlane, nodes: VirtualNodes) -> Iterator[JobOnLostNode]:
-    """A job whose worker is replaced while the other tests run, which takes two minutes, because its node is lost."""
+def job_on_lost_node(cluster: ControlPlane, nodes: VirtualNodes) -> Iterator[JobOnLostNode | None]:
+    """A job whose worker is replaced while the other tests run, which takes two minutes, because its node is lost.
+
+    None without the controller that notices the loss of a node.
+    """
+    if not isinstance(cluster, CompleteControlPlane):
+        yield None
+        return
     labels = {"test": "node-loss"}
     # There is room for the job's worker only, so that no pod of another test is lost.
     lost = VirtualNodes(cluster.client(), 1, labels=labels, capacity={**CAPACITY, "pods": "1"}, prefix="lost")
@@ -207,6 +214,7 @@ def test_idle_jobs_are_not_reconciled_and_unchanged_ones_cause_no_requests(
     jobs.close()
 
 
+@pytest.mark.complete_cluster
 def test_a_worker_on_a_lost_node_is_replaced_and_not_counted(job_on_lost_node: JobOnLostNode) -> None:
     jobs, lost_at = job_on_lost_node
     jobs.wait(

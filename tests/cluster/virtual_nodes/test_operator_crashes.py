@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 from rollout_operator.leader_election import LEASE_DURATION_S
 
-from tests.support.cluster.control_plane import GARBAGE_COLLECTION_TIMEOUT_S, ControlPlane
+from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S, CompleteControlPlane
+from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess, new_operator
 from tests.support.cluster.virtual_nodes import VirtualNodes
@@ -138,8 +140,9 @@ def test_the_operator_continues_after_a_restart_of_the_api_server(
     assert operator.is_running()
 
 
+@pytest.mark.complete_cluster
 def test_the_operator_waits_while_the_api_server_does_not_serve_rollout_jobs(
-    cluster: ControlPlane, jobs: Jobs, nodes: VirtualNodes, operator: OperatorProcess
+    cluster: CompleteControlPlane, jobs: Jobs, nodes: VirtualNodes, operator: OperatorProcess
 ) -> None:
     """A restarted API server answers 404 until it has read the registered API groups."""
     jobs.create("before")

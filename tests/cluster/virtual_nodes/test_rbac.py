@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from kubernetes import client
 from rollout_operator import names
 
 from tests.support.cluster.chart import render_chart
-from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess
 from tests.support.cluster.virtual_nodes import VirtualNodes
 
+pytestmark = pytest.mark.complete_cluster
 KINDS = ["serviceaccounts", "configmaps", "services", "networkpolicies", "poddisruptionbudgets"]
 UNUSED_PERMISSIONS = {
     # Required only on clusters with the admission plugin OwnerReferencesPermissionEnforcement.
     ("update", "das.rollout.dev", "rolloutjobs/finalizers"),
+    # Required only when a node is lost.
+    ("get", "", "nodes"),
+    ("patch", "", "pods/status"),
+    # Required only with Kueue.
+    ("delete", "kueue.x-k8s.io", "workloads"),
 }
 
 
@@ -34,7 +41,7 @@ def granted_permissions(objects: list[dict[str, Any]]) -> set[tuple[str, str, st
     }
 
 
-def used_permissions(cluster: ControlPlane, user: str) -> set[tuple[str, str, str]]:
+def used_permissions(cluster: CompleteControlPlane, user: str) -> set[tuple[str, str, str]]:
     """Return verb, group and resource of a user's requests, without discovery, which every user may do."""
     used = set()
     for entry in cluster.audit_entries(user):
@@ -46,9 +53,9 @@ def used_permissions(cluster: ControlPlane, user: str) -> set[tuple[str, str, st
 
 
 def test_the_operator_needs_exactly_the_permissions_of_the_chart(
-    cluster: ControlPlane, jobs: Jobs, nodes: VirtualNodes
+    cluster: CompleteControlPlane, jobs: Jobs, nodes: VirtualNodes
 ) -> None:
-    objects = render_chart(jobs.namespace, operator={"namespaces": [jobs.namespace]}, redis={"bundled": False})
+    objects = render_chart(jobs.namespace, operator={"namespaces": [jobs.namespace], "readNodes": True}, redis={"bundled": False})
     rights = [manifest for manifest in objects if manifest["kind"] in ("ServiceAccount", "Role", "RoleBinding")]
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": rights}))
     kubeconfig = cluster.service_account_kubeconfig(jobs.namespace, "das-operator")

@@ -17,7 +17,7 @@ from rollout_operator.redis_users import user_prefix
 
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from tests.support.cluster.chart import render_chart
-from tests.support.cluster.control_plane import GARBAGE_COLLECTION_TIMEOUT_S, ControlPlane
+from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S, CompleteControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for
@@ -62,7 +62,7 @@ class RedisUsersProcess:
 
 
 @pytest.fixture
-def redis_users(cluster: ControlPlane, jobs: Jobs, tmp_path: Path) -> Iterator[RedisUsersProcess]:
+def redis_users(cluster: CompleteControlPlane, jobs: Jobs, tmp_path: Path) -> Iterator[RedisUsersProcess]:
     """The process, with the permissions that the chart grants it."""
     objects = render_chart(jobs.namespace, operator={"namespaces": [jobs.namespace]}, redis={"users": True})
     for manifest in objects:
@@ -97,8 +97,9 @@ def can_read(server: redis.Redis, keys: MessageKeys) -> bool:
     return True
 
 
+@pytest.mark.complete_cluster
 def test_each_job_has_a_user_that_reaches_its_own_keys_only(
-    cluster: ControlPlane, jobs: Jobs, redis_users: RedisUsersProcess
+    cluster: CompleteControlPlane, jobs: Jobs, redis_users: RedisUsersProcess
 ) -> None:
     uids = {}
     for name in ("math", "code"):

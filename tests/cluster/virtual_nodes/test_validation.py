@@ -6,15 +6,20 @@ Both name the field, and ``rollout check`` rejects the same manifests.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from kubernetes.client import ApiException
+from rollout_operator.object_diff import needs_apply
 
 from rollout_api import ManifestError, parse_job
+from rollout_api.manifest.rollout_job import KIND
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 
+EXAMPLES = Path(__file__).parents[3] / "examples"
 TOO_LONG = "a" * 46
 """A name that leaves no room for the suffixes of pod names."""
 
@@ -72,7 +77,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"sampling": {"topP": 1.5}}, "spec.sampling.topP"),
     ({"sampling": {"topP": 0}}, "spec.sampling.topP"),
     ({"sampling": {"temperature": -1}}, "spec.sampling.temperature"),
-    ({"sampling": {"n": 0}}, "spec.sampling.n"),
+    ({"sampling": {"rolloutsPerPrompt": 0}}, "spec.sampling.rolloutsPerPrompt"),
     ({"sampling": {"minTokens": 5000}}, "minTokens"),
     ({"sampling": {"maxTokens": 4096}}, "maxTokens"),
     ({"sampling": {"minP": 0.1}}, "minP"),
@@ -185,7 +190,7 @@ def test_the_operator_reports_what_the_api_server_cannot_check(
         ({"model": {"uri": "other"}}, "model cannot be changed"),
         ({"source": {"dataset": {"tasks": [{"name": "a", "generator": "b"}]}, "trainer": None}}, "source cannot be"),
         ({"engine": {"maxModelLen": 100_000}}, "engine cannot be changed"),
-        ({"sampling": {"n": 2}}, "sampling cannot be changed"),
+        ({"sampling": {"rolloutsPerPrompt": 2}}, "sampling cannot be changed"),
         ({"history": {"name": "other"}}, "history cannot be changed"),
         ({"redis": {"url": "redis://other"}}, "redis cannot be changed"),
         ({"managedBy": "someone"}, "managedBy cannot be changed"),
@@ -210,6 +215,20 @@ def test_the_shortest_manifest_gets_all_defaults(unwatched_jobs: Jobs) -> None:
         job["spec"]["engine"]["maxModelLen"],
         job["spec"]["speculation"]["policy"],
     )
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("**/*.yaml")), ids=lambda file: file.name)
+def test_kubectl_stores_the_examples_as_they_are_written(unwatched_jobs: Jobs, file: Path) -> None:
+    kubectl, namespace = unwatched_jobs.cluster.kubectl, f"--namespace={unwatched_jobs.namespace}"
+    stored_objects = list(yaml.safe_load_all(kubectl(namespace, "create", "-o", "yaml", "-f", str(file)).stdout))
+    kubectl(namespace, "delete", "-f", str(file))
+    written_objects = list(yaml.safe_load_all(file.read_text()))
+    for written, read in zip(written_objects, stored_objects, strict=True):
+        assert not needs_apply(written, read)
+        if written["kind"] == KIND:
+            assert parse_job(written) == parse_job(
+                {name: read[name] for name in written} | {"metadata": written["metadata"]}
+            )
 
 
 def test_jobs_have_a_scale_subresource_and_printed_columns(unwatched_jobs: Jobs, existing: str) -> None:

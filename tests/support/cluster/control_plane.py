@@ -1,22 +1,15 @@
-"""A real Kubernetes control plane on this machine: etcd, API server, CRD server, controller manager and scheduler.
-
-The API server is Kubernetes 1.20, the newest version that can be built from Debian's packages. It does not support CEL
-rules, so its aggregation layer forwards requests for RolloutJobs to the CRD server of Kubernetes 1.36.
-"""
+"""The processes of a Kubernetes control plane on this machine, with their certificates and clients."""
 
 from __future__ import annotations
 
-import base64
 import json
 import subprocess
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
 
-import yaml
 from kubernetes import client, config
 
-from rollout_api.manifest.rollout_job import GROUP, VERSION
+from rollout_api.manifest.rollout_job import GROUP
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
@@ -25,12 +18,6 @@ CACHE = Path.home() / ".cache" / "das-rollout" / "kubernetes"
 CRD = HERE.parents[2] / "crds" / f"rolloutjobs.{GROUP}.yaml"
 START_TIMEOUT_S = 180.0
 """Seconds until a part of the control plane must be ready. A loaded machine needs most of a minute for some."""
-GARBAGE_COLLECTION_TIMEOUT_S = 120.0
-"""Seconds until the dependents of a deleted object are gone.
-
-The garbage collector discovers a new kind of owner only after half a minute. The rest is an allowance for slow machines
-and no requirement on the operator.
-"""
 
 
 def build_kubernetes() -> Path:
@@ -39,8 +26,11 @@ def build_kubernetes() -> Path:
     return CACHE
 
 
-class ControlPlane:
+class ControlPlane(ABC):
     """The processes of a control plane, each of which can be killed and started again."""
+
+    kubectl_name = "kubectl"
+    """File name of the kubectl that belongs to the API server's version."""
 
     def __init__(self, directory: Path, *, host: str = "127.0.0.1") -> None:
         """Prepare a control plane.
@@ -52,12 +42,15 @@ class ControlPlane:
         self.directory, self.host = directory, host
         self.binaries = build_kubernetes()
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._api_service = ""
         self._commands: dict[str, tuple[list[str], dict[str, str] | None]] = {}
         (directory / "pki").mkdir(parents=True)
         (directory / "log").mkdir()
-        self.port, self.crd_port, self.etcd_port = free_port(), free_port(), free_port()
+        self.port, self.etcd_port = free_port(), free_port()
         self.kubeconfig = directory / "admin.kubeconfig"
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start everything, and wait until objects can be created."""
 
     # Certificates
 
@@ -80,7 +73,7 @@ class ControlPlane:
         """Return the path of a key or certificate."""
         return str(self.directory / "pki" / name)
 
-    def _create_certificates(self) -> None:
+    def create_certificates(self) -> None:
         self._openssl("ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "ca.key")
         self._openssl("req", "-x509", "-new", "-key", "ca.key", "-days", "30", "-subj", "/CN=test-ca", "-out", "ca.crt")
         self._openssl("genrsa", "-out", "sa.key", "2048")
@@ -171,9 +164,8 @@ class ControlPlane:
         """Return whether a process is running."""
         return self._processes[name].poll() is None
 
-    def start(self) -> None:
-        """Start everything, and wait until objects can be created."""
-        self._create_certificates()
+    def start_etcd(self) -> str:
+        """Start etcd and return its URL."""
         etcd = f"http://127.0.0.1:{self.etcd_port}"
         peers = f"http://127.0.0.1:{free_port()}"
         self.start_process(
@@ -187,89 +179,7 @@ class ControlPlane:
             f"--initial-cluster=default={peers}",
             "--unsafe-no-fsync",
         )
-        self.start_process(
-            "apiserver",
-            str(self.binaries / "bin/kube-apiserver"),
-            f"--etcd-servers={etcd}",
-            f"--bind-address={self.host}",
-            f"--advertise-address={self.host}",
-            f"--secure-port={self.port}",
-            "--insecure-port=0",
-            f"--tls-cert-file={self.pki_file('apiserver.crt')}",
-            f"--tls-private-key-file={self.pki_file('apiserver.key')}",
-            f"--client-ca-file={self.pki_file('ca.crt')}",
-            f"--service-account-key-file={self.pki_file('sa.pub')}",
-            f"--service-account-signing-key-file={self.pki_file('sa.key')}",
-            "--service-account-issuer=https://kubernetes.default.svc",
-            "--authorization-mode=Node,RBAC",
-            "--enable-admission-plugins=NodeRestriction",
-            "--service-cluster-ip-range=10.96.0.0/16",
-            f"--kubelet-client-certificate={self.pki_file('kubelet-client.crt')}",
-            f"--kubelet-client-key={self.pki_file('kubelet-client.key')}",
-            f"--kubelet-certificate-authority={self.pki_file('ca.crt')}",
-            f"--requestheader-client-ca-file={self.pki_file('ca.crt')}",
-            "--requestheader-allowed-names=front-proxy",
-            "--requestheader-username-headers=X-Remote-User",
-            "--requestheader-group-headers=X-Remote-Group",
-            "--requestheader-extra-headers-prefix=X-Remote-Extra-",
-            f"--proxy-client-cert-file={self.pki_file('front-proxy.crt')}",
-            f"--proxy-client-key-file={self.pki_file('front-proxy.key')}",
-            "--kubelet-preferred-address-types=InternalIP",
-            "--allow-privileged=true",
-            f"--audit-policy-file={self._audit_policy()}",
-            f"--audit-log-path={self.directory / 'log' / 'audit.log'}",
-            f"--endpoint-reconciler-type={'none' if self.host == '127.0.0.1' else 'lease'}",
-        )
-        self.wait_until_ready()
-        admin = str(self.write_kubeconfig("admin"))
-        self.start_process(
-            "crds",
-            str(self.binaries / "bin/apiextensions-apiserver"),
-            f"--etcd-servers={etcd}",
-            "--etcd-prefix=/registry/crds",
-            f"--bind-address={self.host}",
-            f"--secure-port={self.crd_port}",
-            f"--tls-cert-file={self.pki_file('apiserver.crt')}",
-            f"--tls-private-key-file={self.pki_file('apiserver.key')}",
-            f"--client-ca-file={self.pki_file('ca.crt')}",
-            f"--kubeconfig={admin}",
-            f"--authentication-kubeconfig={admin}",
-            f"--authorization-kubeconfig={admin}",
-            "--disable-admission-plugins=ValidatingAdmissionPolicy,MutatingAdmissionPolicy",
-            "--enable-priority-and-fairness=false",
-        )
-        self._start_component(
-            "controller-manager",
-            "--use-service-account-credentials",
-            f"--service-account-private-key-file={self.pki_file('sa.key')}",
-            f"--root-ca-file={self.pki_file('ca.crt')}",
-            "--node-monitor-period=1s",
-            "--node-monitor-grace-period=12s",
-            "--node-eviction-rate=10",
-            "--controllers=*,-ttl",
-            "--allocate-node-cidrs=false",
-        )
-        self._start_component("scheduler")
-        self._serve_crds()
-        core = client.CoreV1Api(self.client())
-        wait_for(
-            lambda: _none_if_missing(lambda: core.read_namespaced_service_account("default", "default")),
-            START_TIMEOUT_S,
-        )
-
-    def _start_component(self, name: str, *options: str) -> None:
-        """Start a component of Kubernetes that is a client of the API server."""
-        kinds = ("kubeconfig", "authentication-kubeconfig", "authorization-kubeconfig")
-        self.start_process(
-            name,
-            str(self.binaries / f"bin/kube-{name}"),
-            *(f"--{kind}={self.directory}/{name}.kubeconfig" for kind in kinds),
-            "--bind-address=127.0.0.1",
-            "--port=0",
-            f"--secure-port={free_port()}",
-            "--leader-elect=false",
-            *options,
-        )
+        return etcd
 
     def restart_api_server(self) -> None:
         """Start the API server again after it was killed, and wait until it is ready."""
@@ -287,48 +197,6 @@ class ControlPlane:
 
         wait_for(is_ready, START_TIMEOUT_S, "The API server does not become ready.")
 
-    def _serve_crds(self) -> None:
-        """Install the CRD in the CRD server, and let the API server forward requests for its API group."""
-        direct = self.write_kubeconfig("admin", port=self.crd_port, file="crds.kubeconfig")
-        wait_for(
-            lambda: self.kubectl("get", "--raw", "/readyz", kubeconfig=direct, check=False).returncode == 0,
-            START_TIMEOUT_S,
-        )
-        # kubectl 1.20 does not understand the discovery of this server, so it cannot apply the CRD.
-        crd = self.directory / "crd.json"
-        crd.write_text(json.dumps(yaml.safe_load(CRD.read_text())))
-        definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        self.kubectl("create", "--raw", definitions, "-f", str(crd), kubeconfig=direct)
-        authority = base64.b64encode(Path(self.pki_file("ca.crt")).read_bytes()).decode()
-        outside = "localhost" if self.host == "127.0.0.1" else self.host
-        service = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": {"name": "crds", "namespace": "kube-system"},
-            "spec": {"type": "ExternalName", "externalName": outside},
-        }
-        group = {
-            "apiVersion": "apiregistration.k8s.io/v1",
-            "kind": "APIService",
-            "metadata": {"name": f"{VERSION}.{GROUP}"},
-            "spec": {
-                "group": GROUP,
-                "version": VERSION,
-                "groupPriorityMinimum": 1000,
-                "versionPriority": 15,
-                "caBundle": authority,
-                "service": {"name": "crds", "namespace": "kube-system", "port": self.crd_port},
-            },
-        }
-        self.kubectl("apply", "-f", "-", stdin=json.dumps(service))
-        self._api_service = json.dumps(group)
-        self.register_api_group()
-
-    def register_api_group(self) -> None:
-        """Let the API server serve RolloutJobs, and wait until it does."""
-        self.kubectl("apply", "-f", "-", stdin=self._api_service)
-        self.wait_until_jobs_are_served()
-
     def wait_until_jobs_are_served(self) -> None:
         """Wait until the API server serves RolloutJobs."""
         wait_for(self.serves_jobs, START_TIMEOUT_S, "The API server does not serve RolloutJobs.")
@@ -337,14 +205,6 @@ class ControlPlane:
         """Return whether the API server serves RolloutJobs."""
         return self.kubectl("get", "rolloutjobs", check=False).returncode == 0
 
-    def unregister_api_group(self) -> None:
-        """Let the API server answer 404 for RolloutJobs, as it does for a moment after a restart."""
-        self.kubectl("delete", "apiservice", f"{VERSION}.{GROUP}")
-        wait_for(lambda: not self.serves_jobs(), START_TIMEOUT_S, "The API server still serves RolloutJobs.")
-        # Watches that the API server forwards would otherwise continue.
-        self.kill_process("crds")
-        self.start_process("crds")
-
     def stop(self) -> None:
         """Kill all processes. Nobody needs their data any more, so they need not end in order."""
         for process in self._processes.values():
@@ -352,32 +212,6 @@ class ControlPlane:
         for process in self._processes.values():
             process.wait()
         self._processes.clear()
-
-    def _audit_policy(self) -> Path:
-        """Write a policy that records all requests of service accounts, to compare them with the accounts' rights."""
-        path = self.directory / "audit.yaml"
-        rules = [
-            {"level": "Metadata", "userGroups": ["system:serviceaccounts"], "omitStages": ["RequestReceived"]},
-            {"level": "None"},
-        ]
-        path.write_text(json.dumps({"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}))
-        return path
-
-    def audit_entries(self, user: str) -> list[dict[str, Any]]:
-        """Return the audit log's entries about a user's requests."""
-        lines = (self.directory / "log" / "audit.log").read_text().splitlines()
-        return [entry for line in lines if (entry := json.loads(line))["user"]["username"] == user]
-
-    def service_account_kubeconfig(self, namespace: str, account: str) -> Path:
-        """Write a kubeconfig for a service account, and return its path."""
-        core = client.CoreV1Api(self.client())
-        secrets = wait_for(lambda: core.read_namespaced_service_account(account, namespace).secrets, START_TIMEOUT_S)
-        data = core.read_namespaced_secret(secrets[0].name, namespace).data
-        access = json.loads(self.kubeconfig.read_text())
-        access["users"][0]["user"] = {"token": base64.b64decode(data["token"]).decode()}
-        path = self.directory / f"{namespace}-{account}.kubeconfig"
-        path.write_text(json.dumps(access))
-        return path
 
     # Clients
 
@@ -396,17 +230,13 @@ class ControlPlane:
             kubeconfig: replaces the administrator's kubeconfig.
             check: raise RuntimeError if it fails.
         """
-        command = [str(self.binaries / "bin/kubectl"), "--kubeconfig", str(kubeconfig or self.kubeconfig), *arguments]
+        command = [
+            str(self.binaries / "bin" / self.kubectl_name),
+            "--kubeconfig",
+            str(kubeconfig or self.kubeconfig),
+            *arguments,
+        ]
         process = subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=self.directory)
         if check and process.returncode:
             raise RuntimeError(f"kubectl {' '.join(arguments)}: {process.stderr}")
         return process
-
-
-def _none_if_missing(call: Callable[[], Any]) -> Any:
-    try:
-        return call()
-    except client.ApiException as error:
-        if error.status == 404:
-            return None
-        raise

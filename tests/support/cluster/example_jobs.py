@@ -73,7 +73,7 @@ def separate_history(cluster: RealCluster) -> list[dict[str, Any]]:
             source={"dataset": {"tasks": [{**task, "problems": SEPARATE_PROBLEMS}]}},
             model={"uri": "das/tiny-qwen3/step-0450"},
             engine=SMALL_CPU_ENGINE,
-            sampling={"n": 4, "maxTokens": 128},
+            sampling={"rolloutsPerPrompt": 4, "maxTokens": 128},
             workers={"gpusPerWorker": 0},
             history={"name": name, "redis": {"urlFrom": {"secretKeyRef": {"name": name, "key": "url"}}}},
         ),

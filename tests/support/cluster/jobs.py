@@ -50,9 +50,10 @@ class Jobs:
 
     def create(self, name: str, **sections: Any) -> dict[str, Any]:
         """Create a job; see :meth:`manifest`."""
-        return self._create(self.manifest(name, **sections))
+        return self.create_from(self.manifest(name, **sections))
 
-    def _create(self, manifest: dict[str, Any]) -> dict[str, Any]:
+    def create_from(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        """Create a job from a manifest."""
         job: dict[str, Any] = self._custom.create_namespaced_custom_object(
             GROUP, VERSION, self.namespace, PLURAL, manifest
         )
@@ -61,7 +62,7 @@ class Jobs:
     def rejection(self, manifest: dict[str, Any]) -> str:
         """Create a job, and return the API server's message if it rejects the manifest, else an empty string."""
         try:
-            self._create(manifest)
+            self.create_from(manifest)
         except client.ApiException as error:
             return str(json.loads(error.body)["message"])
         return ""

@@ -19,7 +19,8 @@ from pathlib import Path
 import yaml
 from kubernetes import client
 
-from tests.support.cluster.control_plane import START_TIMEOUT_S, ControlPlane
+from tests.support.cluster.complete_control_plane import CompleteControlPlane
+from tests.support.cluster.control_plane import START_TIMEOUT_S
 from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
@@ -63,7 +64,7 @@ def create_bridge() -> None:
 class Node:
     """The processes of a node."""
 
-    def __init__(self, control_plane: ControlPlane, archives: Path) -> None:
+    def __init__(self, control_plane: CompleteControlPlane, archives: Path) -> None:
         """Prepare the only node of a control plane.
 
         Args:

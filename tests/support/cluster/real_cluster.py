@@ -25,8 +25,9 @@ from rollout_api.manifest.rollout_job import GROUP, PLURAL
 from rollout_api.manifest.rollout_job import VERSION as API_VERSION
 from rollout_api.protocol.keys import HistoryKeys
 from tests.support.cluster.chart import CHART, HELM
-from tests.support.cluster.control_plane import ControlPlane
+from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.node import ADDRESS, Node, create_bridge
+from tests.support.cluster.raw_api import RawApi
 from tests.support.history_contents import rollout_ids_in
 from tests.support.ports import accepts, free_port
 from tests.support.waiting import wait_for
@@ -37,7 +38,6 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["versi
 _IS_SHARED = "KUBECONFIG" in os.environ
 NAMESPACE = f"das-test-{secrets.token_hex(4)}" if _IS_SHARED else "rollouts"
 RELEASE = f"t{secrets.token_hex(4)}" if _IS_SHARED else "das"
-REQUEST_TIMEOUT_S = 30
 _PATHS = {
     "rolloutjob": f"/apis/{GROUP}/{API_VERSION}/namespaces/{NAMESPACE}/{PLURAL}",
     "deployment": f"/apis/apps/v1/namespaces/{NAMESPACE}/deployments",
@@ -85,7 +85,7 @@ class RealCluster:
         self.kubeconfig = kubeconfig
         self._kubectl, self._values = kubectl, values
         self._installed_crd = False
-        self._client: client.ApiClient | None = None
+        self._api: RawApi | None = None
 
     # Installation
 
@@ -164,27 +164,20 @@ class RealCluster:
 
     # Objects
 
-    def _request(self, path: str, query: dict[str, str] | None = None) -> Any:
+    def _request(self, path: str, query: dict[str, str] | None = None) -> dict[str, Any]:
         """Return the JSON response to a GET request. Unlike kubectl, this takes no process and little time."""
-        if self._client is None:
-            self._client = config.new_client_from_config(str(self.kubeconfig))
-        query_params = list((query or {}).items())
-        request = self._client.param_serialize("GET", path, query_params=query_params, auth_settings=["BearerToken"])
-        response = self._client.call_api(*request, _request_timeout=REQUEST_TIMEOUT_S)
-        body = response.read()
-        if response.status != 200:
-            raise client.ApiException(http_resp=response)
-        return json.loads(body)
+        if self._api is None:
+            self._api = RawApi(config.new_client_from_config(str(self.kubeconfig)))
+        return self._api.request("GET", path, query=query)
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         """Return an object, or an empty dict if it does not exist."""
         try:
-            found: dict[str, Any] = self._request(f"{_PATHS[kind]}/{name}")
+            return self._request(f"{_PATHS[kind]}/{name}")
         except client.ApiException as error:
             if error.status == 404:
                 return {}
             raise
-        return found
 
     def list_objects(self, kind: str, *, labels: str = "", fields: str = "") -> list[dict[str, Any]]:
         """Return all objects of a kind that match the selectors."""
@@ -301,7 +294,7 @@ class RealCluster:
 class OwnCluster(RealCluster):
     """A cluster that was created for the tests, so that they may kill its parts."""
 
-    def __init__(self, control_plane: ControlPlane, node: Node) -> None:
+    def __init__(self, control_plane: CompleteControlPlane, node: Node) -> None:
         values = {"redis.image": f"das-rollout-base:{VERSION}"}
         super().__init__(control_plane.kubeconfig, control_plane.binaries / "bin/kubectl", values)
         self.control_plane, self.node = control_plane, node
@@ -355,7 +348,7 @@ def _cluster_of_kubeconfig(kubeconfig: Path) -> RealCluster:
 @contextmanager
 def _own_cluster(directory: Path) -> Iterator[OwnCluster]:
     create_bridge()
-    control_plane = ControlPlane(directory, host=ADDRESS)
+    control_plane = CompleteControlPlane(directory, host=ADDRESS)
     images = control_plane.binaries.parent / "images"
     build = Path(__file__).with_name("build-images")
     subprocess.run([str(build), str(images), str(control_plane.binaries)], check=True)

@@ -15,6 +15,8 @@ from typing import Any
 
 from kubernetes import client, watch
 
+from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED
+
 CAPACITY = {"cpu": "64", "memory": "512Gi", "pods": "500", "nvidia.com/gpu": "8"}
 _LEASES = "kube-node-lease"
 
@@ -156,6 +158,8 @@ class VirtualNodes:
         name, namespace = metadata["name"], metadata["namespace"]
         if metadata.get("deletionTimestamp"):
             try:
+                if pod["status"].get("phase") == "Running":
+                    self.terminate_pod(namespace, name, EXIT_INTERRUPTED)
                 self._core.delete_namespaced_pod(name, namespace, grace_period_seconds=0)
             except client.ApiException as error:
                 if error.status not in (404, 409):

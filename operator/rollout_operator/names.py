@@ -26,7 +26,6 @@ HEAD, WORKER, CLEANUP = "head", "worker", "cleanup"
 """Components. The cleanup pod tells a job's Redis that the job failed or was deleted."""
 
 HTTP_PORT = 8080
-RAY_PORT = 6380
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 POD_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"

@@ -144,8 +144,8 @@ def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: s
 def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]:
     """Return a policy that admits the job's own pods on all ports, and readers of /status and /metrics on one port.
 
-    Ray chooses its ports freely and its token does not encrypt, so no other pod may reach them. Egress is not limited,
-    because the addresses of Redis, the model hub and the trainer's weight transfers are not known here.
+    The job's own pods need it when weights are broadcast: the engines' collective operations choose their ports freely.
+    Egress is not limited, because the addresses of Redis, the model hub and the trainer are not known here.
     """
     policy = _object(context, "networking.k8s.io/v1", "NetworkPolicy", names.network_policy(context.name), "pods")
     readers: dict[str, Any] = {"ports": [{"port": names.HTTP_PORT, "protocol": "TCP"}]}

@@ -28,7 +28,7 @@ WEIGHTS_MOUNT = "/weights"
 
 
 def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, Any]:
-    """Return the head pod, which runs Ray's head, the coordinator and the relay; *taken* are names of other pods."""
+    """Return the head pod, which runs the coordinator and the relay; *taken* are names of other pods."""
     head = context.job.spec.head
     container = {
         "name": names.HEAD,
@@ -36,13 +36,9 @@ def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, A
         "args": [
             f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}",
             f"--uid={context.uid}",
-            f"--port={names.RAY_PORT}",
             f"--http-port={names.HTTP_PORT}",
         ],
-        "ports": [
-            {"name": "http", "containerPort": names.HTTP_PORT},
-            {"name": "ray", "containerPort": names.RAY_PORT},
-        ],
+        "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
         "readinessProbe": _readiness_probe("/status"),
         "resources": _resources(head.resources, gpus=0),
     }
@@ -220,7 +216,6 @@ def _environment(context: JobContext) -> list[dict[str, Any]]:
         {"name": "ROLLOUT_MODEL_CACHE", "value": _MODELS_MOUNT},
         {"name": "HF_HOME", "value": f"{_MODELS_MOUNT}/huggingface"},
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
-        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
     ]
     secret = context.redis_secret
     if secret is not None:

@@ -166,7 +166,7 @@ class PullSecret(ManifestModel):
 
 
 class Image(ManifestModel):
-    """The image of the head and the workers. It is the same for all, because Ray requires equal versions."""
+    """The image of the head and the workers."""
 
     name: Text | None = Field(
         default=None, description="Name of the image. Default: the operator's default worker image."

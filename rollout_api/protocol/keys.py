@@ -149,19 +149,19 @@ class MessageKeys:
         return self._key(f"inbox:{engine}")
 
     @property
-    def head(self) -> str:
-        """String, written by the head: id of the Ray head that runs the job."""
-        return self._key("head")
+    def failed_engines(self) -> str:
+        """Hash, written by workers: worker → the engines that it cannot start, with the reasons and the time."""
+        return self._key("failed-engines")
+
+    @property
+    def head_facts(self) -> str:
+        """Hash, written by the first head: what its successors would otherwise have to read from the model."""
+        return self._key("head-facts")
 
     @property
     def write_check(self) -> str:
         """String with expiry, written by ``rollout run``: shows that the server accepts writes."""
         return self._key("write-check")
-
-    @property
-    def ray_token(self) -> str:
-        """String, written by the first process of the job: token with which its Ray processes authenticate."""
-        return self._key("ray-token")
 
     def shutdown_grace(self, worker: str) -> str:
         """String with expiry, written by a worker that is told to end.

@@ -83,10 +83,6 @@ HistoryRedisUrl = Annotated[
 JobUid = Annotated[
     str, typer.Option(help="Unique id of the job, the same for its head and all its workers and after restarts.")
 ]
-OwnAddress = Annotated[
-    str | None,
-    typer.Option(envvar="POD_IP", help="Address at which other machines reach this one.", show_default="found by Ray"),
-]
 ModelCache = Annotated[
     Path | None,
     typer.Option(help="Directory of models.", show_default="$ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models"),
@@ -157,16 +153,16 @@ def head(
     redis: RedisUrl,
     uid: JobUid,
     history_redis: HistoryRedisUrl = None,
-    host: OwnAddress = None,
-    port: Annotated[int, typer.Option(help="Port on which workers find this head.")] = 6380,
     http_port: Annotated[int, typer.Option(help="Port of /status, /metrics and /healthz.")] = 8080,
     model_cache: ModelCache = None,
 ) -> None:
     """Run the head of a job on several machines until the job is closed. Restart the head if it fails."""
     from rollout_api.redis_client.checks import wait_until_usable
     from rollout_api.redis_client.connection import connect, connect_history
+    from rollout_api.redis_client.retry import retry
     from rollout_worker.job.job_store.launcher import LauncherStore
-    from rollout_worker.launch.ray_token import ray_auth_environment, share_token
+    from rollout_worker.job.setup import JobSetup
+    from rollout_worker.launch.head import HeadInputs, run_head
 
     _exit_on_sigterm()
     with exit_with_message(file, redis):
@@ -177,30 +173,26 @@ def head(
         history_url = _history_url(job, history_redis)
         if history_url:
             wait_until_usable(connect_history(history_url), history_url)
-        ray_token = share_token(LauncherStore(server, MessageKeys(uid)))
-        # Ray reads its token when it is imported, which the following imports do.
-        os.environ.update(ray_auth_environment(ray_token))
-        from rollout_worker.job.dataset.source import load_dataset
-        from rollout_worker.job.setup import JobSetup
-        from rollout_worker.launch.head import run_head
-
-        model = resolve_model(job.spec.model, cache, weights=False)
-        tokenizer = load_tokenizer(model)
-        dataset = load_dataset(job, model, tokenizer, cache)
+        store = LauncherStore(server, MessageKeys(uid))
+        inputs = HeadInputs(job, cache)
+        facts = retry(store.head_facts)
+        is_first = facts is None
+        facts = facts or inputs.facts()
         setup = JobSetup(
             manifest=job.model_dump(mode="json", by_alias=True),
             uid=uid,
             redis_url=redis,
             history_url=history_url,
-            vocabulary_size=len(tokenizer),
-            tokenizer=tokenizer_fingerprint(tokenizer),
-            engines_per_machine=job.spec.engines_per_worker,
-            total_rollouts=None if dataset is None else dataset.total_rollouts(job),
+            vocabulary_size=facts.vocabulary_size,
+            tokenizer=facts.tokenizer,
+            total_rollouts=facts.total_rollouts,
             http_host=None,  # for the operator and Prometheus
             http_port=http_port,
         )
-        setup.open_history()
-        asyncio.run(run_until_terminated(run_head(setup, dataset, host=host, port=port, ray_token=ray_token)))
+        if is_first:
+            setup.open_history()
+            retry(store.set_head_facts, facts)
+        asyncio.run(run_until_terminated(run_head(setup, inputs.dataset)))
 
 
 @app.command()
@@ -213,7 +205,6 @@ def worker(
         str | None,
         typer.Option(envvar="POD_NAME", help="Name of this worker in /status.", show_default="the host name"),
     ] = None,
-    host: OwnAddress = None,
     http_port: Annotated[int, typer.Option(help="Port of /readyz; 0 to disable it.")] = 0,
     model_cache: ModelCache = None,
 ) -> None:
@@ -221,23 +212,26 @@ def worker(
 
     The exit code is 130 unless the job has ended.
     """
+    from rollout_worker.job.setup import JobSetup
     from rollout_worker.launch.worker import run_worker
 
     _exit_on_sigterm()
     with exit_with_message(file, redis):
         job = read_manifest(file)
-        resolve_model(job.spec.model, model_cache or default_cache())  # downloads it once, before several engines would
-        history_url = _history_url(job, history_redis)
-        has_ended = run_worker(
-            job,
-            redis,
-            uid,
-            history_url=history_url,
-            name=name or socket.gethostname(),
-            host=host,
-            http_port=http_port,
-            model_cache=model_cache,
+        cache = model_cache or default_cache()
+        model = resolve_model(job.spec.model, cache)  # downloads it once, before several engines would
+        tokenizer = load_tokenizer(model)
+        setup = JobSetup(
+            manifest=job.model_dump(mode="json", by_alias=True),
+            uid=uid,
+            redis_url=redis,
+            history_url=_history_url(job, history_redis),
+            vocabulary_size=len(tokenizer),
+            tokenizer=tokenizer_fingerprint(tokenizer),
+            engines_per_machine=job.spec.engines_per_worker,
+            model_cache=str(cache.absolute()),
         )
+        has_ended = run_worker(setup, name=name or socket.gethostname(), http_port=http_port)
     if not has_ended:
         raise typer.Exit(EXIT_INTERRUPTED)
 

@@ -1,17 +1,20 @@
-"""Keeps one engine actor running for every slot that the workers of a job offer."""
+"""Keeps one engine actor running for every slot of a worker's Ray cluster."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import threading
 import time
 from collections import Counter
 from typing import Any
 
 import ray
+import redis
 from ray.util.placement_group import PlacementGroup, get_placement_group, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from rollout_api.redis_client.connection import connect
+from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.limits import (
     ACTOR_ANSWER_TIMEOUT_S,
     ENGINE_RETRY_DELAY_S,
@@ -31,9 +34,8 @@ _SPECULATIVE, _NON_SPECULATIVE = "engine-", "non-speculative-"
 class Fleet:
     """Starts the engine actors that are missing. Every pass compares the available slots with the existing actors.
 
-    A worker that joins adds slots, and each slot gets an engine. The actors are named and detached, so that they
-    outlive the coordinator that created them and its successor finds them. Ray restarts an actor that has died; an
-    actor whose worker has left waits for the slots of the next worker. An engine that cannot start is retried later.
+    Each worker of a job has a Ray cluster and a fleet of its own, so that its engines depend on no other machine. Ray
+    restarts an actor that has died. An engine that cannot start is retried later.
     """
 
     def __init__(self, setup: JobSetup, actor: type) -> None:
@@ -41,6 +43,10 @@ class Fleet:
         self.errors: dict[str, str] = {}
         """Engines that cannot start, with the reasons."""
         self._setup, self._actor = setup, actor
+        self._store = LauncherStore(connect(setup.redis_url), setup.keys)
+        self._failing_since: float | None = None
+        self._reported = False
+        """Whether the last report to the coordinator contained errors."""
         self._calls: dict[str, Any] = {}
         """Engine → a call of its ``state`` that has not been answered yet."""
         self._starting: dict[str, str] = {}
@@ -49,14 +55,32 @@ class Fleet:
         self._start_failures: Counter[str] = Counter()
         """Engine → number of consecutive deaths of its process during its start."""
 
-    async def run(self) -> None:
-        """Manage the engines until cancelled."""
-        while True:
+    def run(self, stopping: threading.Event) -> None:
+        """Manage the engines, and report those that cannot start, until *stopping* is set."""
+        while not stopping.wait(FLEET_INTERVAL_S):
             try:
-                await asyncio.to_thread(self.run_once)
+                self.run_once()
+                self._failing_since = None
             except Exception as error:  # Ray raises many kinds of errors, and the next pass starts afresh
+                self._failing_since = self._failing_since or time.monotonic()
                 logger.warning("Cannot manage the engines; trying again: %s: %s", type(error).__name__, error)
-            await asyncio.sleep(FLEET_INTERVAL_S)
+            self._report()
+
+    def failing_seconds(self) -> float:
+        """Return for how long all passes have failed; 0.0 if the last one succeeded."""
+        since = self._failing_since
+        return 0.0 if since is None else time.monotonic() - since
+
+    def _report(self) -> None:
+        if not self.errors and not self._reported:
+            return
+        errors = {self._setup.engine_name(name): error for name, error in self.errors.items()}
+        try:
+            self._store.report_failed_engines(self._setup.worker, errors)
+        except redis.RedisError as error:
+            logger.debug("Engines that cannot start are not reported: %s", error)
+        else:
+            self._reported = bool(errors)
 
     def run_once(self) -> None:
         """Start the actors that are missing, and read the state of the others."""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 ENGINE_LEASE_S = 5.0
 """Seconds after which an engine that does not renew its lease is considered lost."""
+FAILED_ENGINES_EXPIRY_S = 15.0
+"""Seconds for which a worker's report of engines that cannot start is valid; it is repeated every second."""
 LEDGER_RETENTION_S = 7 * 24 * 3600
 """Seconds for which an answered request is remembered, so that a repetition of it is refused."""
 TRAJECTORY_RETENTION_S = 3600
@@ -114,14 +116,10 @@ ACTOR_ANSWER_TIMEOUT_S = 0.2
 MAX_START_FAILURES = 3
 """Number of consecutive deaths of an engine's process during its start that are reported as an error."""
 
-# The process that starts the actors (RayJob)
+# Ray
 
 OBJECT_STORE_BYTES = 128 << 20
 """Size of Ray's object store, which carries little: prompts and rollouts go through Redis."""
-ACTOR_POLL_INTERVAL_S = 0.2
-"""Seconds between two checks whether the engines serve."""
-ACTOR_CALL_TIMEOUT_S = 10.0
-"""Seconds for which a call of the coordinator's actor waits."""
 
 # The relay
 

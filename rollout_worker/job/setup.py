@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob, parse_job
@@ -27,7 +28,7 @@ from rollout_worker.policy.policies import max_draft_length
 
 @dataclass(frozen=True)
 class JobSetup:
-    """The settings of one job. They are plain data, so that Ray can send them to other machines."""
+    """The settings of one job. They are plain data, so that they can be sent to the job's processes."""
 
     manifest: dict[str, Any]
     uid: str
@@ -49,8 +50,24 @@ class JobSetup:
     """Port of that server; 0 for a free one."""
     model_cache: str = ""
     """Directory of models on every machine of the job; empty for the default of each machine."""
+    worker: str = ""
+    """Id of the worker process whose engines these are; empty for the engines of ``rollout run``."""
     history_url: str = ""
     """URL of the Redis server or cluster that keeps the history; empty for the job's own server."""
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the settings that :meth:`to_json` has encoded."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """Return the settings as JSON."""
+        return json.dumps(asdict(self))
+
+    def engine_name(self, name: str) -> str:
+        """Return the name by which the job knows an engine of this worker."""
+        worker = self.worker.partition("/")[0]
+        return f"{worker}/{name}" if worker else name
 
     @property
     def job(self) -> RolloutJob:

@@ -1,35 +1,32 @@
-"""The head of a job on several machines: Ray's head, the coordinator and the relay.
+"""The head of a job on several machines: the coordinator, the relay and the dataset source.
 
-The head may be restarted at any time. Its successor is a new Ray cluster: the workers notice, hand over their running
-rollouts, and join it.
+The head may be restarted at any time. The engines continue meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-import secrets
-import subprocess
-import time
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import redis
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.errors import JobNotFoundError, RedisUnreachableError
+from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.redis_client.checks import explain_error
 from rollout_api.redis_client.connection import connect
 from rollout_api.redis_client.retry import retry
-from rollout_worker.engine.errors import EngineError
-from rollout_worker.job.dataset.source import Dataset, count_finished, run_dataset
-from rollout_worker.job.job_store.launcher import LauncherStore
-from rollout_worker.job.ray_job import RayJob, join_ray, own_address
+from rollout_worker.engine.model_source import load_tokenizer, resolve_model, tokenizer_fingerprint
+from rollout_worker.job.dataset.source import Dataset, count_finished, load_dataset, run_dataset
+from rollout_worker.job.job_store.launcher import HeadFacts, LauncherStore
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.limits import POLL_INTERVAL_S, REDIS_RETRY_DELAY_S
-from rollout_worker.launch.ray_processes import is_reachable, run_ray
-from rollout_worker.launch.ray_token import ray_auth_environment
+from rollout_worker.launch.services import JobServices
 
 logger = logging.getLogger(__name__)
 
@@ -38,49 +35,75 @@ TERMINATION_LOG = Path("/dev/termination-log")
 _FINAL_FIGURES = ("done", "total", "epoch", "weight_version", "tokens", "decoding_steps", "accepted_per_step")
 
 
-async def run_head(setup: JobSetup, dataset: Dataset | None, *, host: str | None, port: int, ray_token: str) -> None:
-    """Run the head of a job until the job is closed and all its requests are answered.
+class HeadInputs:
+    """Loads what the head reads from a job's model and dataset, each once and only if it is needed."""
 
-    Ray must not be imported before the environment has the job's token (see ``ray_auth_environment``).
+    def __init__(self, job: RolloutJob, cache: Path) -> None:
+        """Load nothing yet; *cache* is the directory of models."""
+        self._job, self._cache = job, cache
+
+    @cached_property
+    def _model(self) -> Path:
+        return resolve_model(self._job.spec.model, self._cache, weights=False)
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        return load_tokenizer(self._model)
+
+    @cached_property
+    def _dataset(self) -> Dataset | None:
+        if self._job.spec.source.dataset is None:
+            return None
+        return load_dataset(self._job, self._model, self._tokenizer, self._cache)
+
+    def dataset(self) -> Dataset | None:
+        """Return the job's dataset source, or None if it serves trainers.
+
+        Raises:
+            ManifestError, ModelError: if the dataset or the model cannot be used.
+        """
+        return self._dataset
+
+    def facts(self) -> HeadFacts:
+        """Return what the coordinator has to know.
+
+        Raises:
+            ManifestError, ModelError: if the dataset or the model cannot be used.
+        """
+        dataset, tokenizer = self._dataset, self._tokenizer
+        total = None if dataset is None else dataset.total_rollouts(self._job)
+        return HeadFacts(len(tokenizer), tokenizer_fingerprint(tokenizer), total)
+
+
+async def run_head(setup: JobSetup, load_dataset: Callable[[], Dataset | None]) -> None:
+    """Run the head of a job until the job is closed and all its requests are answered.
 
     Args:
         setup: the job.
-        dataset: the job's dataset source; None if it serves trainers.
-        host: address at which other machines reach this one; None to use the one that Ray finds.
-        port: port on which workers find the head.
-        ray_token: token that admits workers to the Ray cluster.
+        load_dataset: loads the job's dataset source, while the coordinator already works; returns None if the job
+            serves trainers.
 
     Raises:
-        EngineError: if Ray does not start, or ends. The process has to be restarted then.
+        EngineError: if another head has taken over.
         RolloutClientError: if the job rejects its own dataset.
     """
-    host = host or own_address()
-    address = f"{host}:{port}"
-    options = ["--head", f"--port={port}", "--num-cpus=0", "--include-dashboard=false", f"--node-ip-address={host}"]
     server = connect(setup.redis_url)
-    job_store = LauncherStore(server, setup.keys)
-    head = f"{address} {secrets.token_hex(8)}"
-    # Published before Ray starts, so that no worker mistakes the new cluster for the old one.
-    await asyncio.to_thread(retry, job_store.publish_head, head)
-    with run_ray(options, ray_auth_environment(ray_token)) as process:
-        await asyncio.to_thread(_wait_until_reachable, address, process)
-        join_ray(address)
-        job = RayJob(setup)
-        await asyncio.to_thread(job.start)
-        sampling = [asyncio.ensure_future(_sample_dataset(setup, dataset, server))] if dataset is not None else []
-        try:
-            while not await job.ended():
-                if process.poll() is not None:
-                    raise EngineError("Ray's head process has ended; see its log")
-                for task in sampling:
-                    if task.done():
-                        task.result()
-                with contextlib.suppress(redis.RedisError):
-                    await asyncio.to_thread(job_store.restore_head, head, ray_token)
-                await asyncio.sleep(POLL_INTERVAL_S)
-            await asyncio.to_thread(_write_termination_message, job_store)
-        finally:
-            await cancel_and_wait(*sampling)
+    services = JobServices(setup)
+    services.start()
+    sampling: list[asyncio.Future[None]] = []
+    try:
+        dataset = await asyncio.to_thread(load_dataset)
+        if dataset is not None:
+            sampling.append(asyncio.ensure_future(_sample_dataset(setup, dataset, server)))
+        while not services.ended():
+            for task in sampling:
+                if task.done():
+                    task.result()
+            await asyncio.sleep(POLL_INTERVAL_S)
+        await asyncio.to_thread(_write_termination_message, LauncherStore(server, setup.keys))
+    finally:
+        await cancel_and_wait(*sampling)
+        services.stop()
 
 
 def _write_termination_message(job_store: LauncherStore) -> None:
@@ -109,10 +132,3 @@ async def _sample_dataset(setup: JobSetup, dataset: Dataset, server: redis.Redis
         else:
             return
         await asyncio.sleep(REDIS_RETRY_DELAY_S)
-
-
-def _wait_until_reachable(address: str, process: subprocess.Popen[bytes]) -> None:
-    while not is_reachable(address):
-        if process.poll() is not None:
-            raise EngineError(f"Ray cannot start on {address}; check that the port is free")
-        time.sleep(POLL_INTERVAL_S)

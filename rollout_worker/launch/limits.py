@@ -2,23 +2,44 @@
 
 from __future__ import annotations
 
-# Ray's processes on a machine
+# The coordinator and the relay
 
-RAY_STOP_TIMEOUT_S = 10.0
-"""Seconds that Ray's processes have to end before they are killed."""
-CONNECT_TIMEOUT_S = 2.0
-"""Seconds to wait for a connection to the head."""
+SERVICE_POLL_INTERVAL_S = 0.05
+"""Seconds between two checks whether the processes are running."""
+FIRST_SERVICE_RESTART_DELAY_S = 0.1
+"""Seconds after which a process that has ended is started again; the delay doubles with each consecutive failure."""
+MAX_SERVICE_RESTART_DELAY_S = 10.0
+"""Maximum of this delay, in seconds."""
+STABLE_SERVICE_S = 60.0
+"""Seconds after which a process that ends is no longer considered to fail again."""
+SERVICE_STOP_TIMEOUT_S = 20.0
+"""Seconds that the relay has to complete its batch; longer than ``RELAY_STOP_TIMEOUT_S``."""
+
+# Workers
+
+ENGINE_SCAN_INTERVAL_S = 1.0
+"""Seconds between two reads of which engines a worker has, in order to watch their processes."""
+RAY_START_ATTEMPTS = 5
+"""Number of attempts to start Ray."""
+RAY_RETRY_DELAY_S = 2.0
+"""Seconds after which Ray is started again."""
 
 # Head and workers
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between two checks of the head, the job or Ray's processes."""
+"""Seconds between two checks of the job, of signals or of Ray's processes."""
 REDIS_RETRY_DELAY_S = 2.0
 """Seconds after which something is repeated that failed because of Redis."""
+ENGINES_READY_POLL_INTERVAL_S = 0.2
+"""Seconds between two checks whether the engines serve."""
 READINESS_REDIS_TIMEOUT_S = 0.6
 """Redis timeout of ``/readyz``. Several may add up, and kubelets wait 3 s for the answer."""
 SHUTDOWN_GRACE_S = 25.0
 """Seconds that rollouts have to finish after SIGTERM; Kubernetes usually sends SIGKILL after 30 s."""
+HANDOVER_MARGIN_S = 10.0
+"""Seconds, in addition to the grace period, that engines have to hand over their rollouts."""
+FLEET_FAILURE_TIMEOUT_S = 60.0
+"""Seconds for which Ray may fail to answer before the worker ends, to be replaced."""
 SHUTDOWN_POLL_INTERVAL_S = 0.25
 """Seconds between two checks whether a worker's engines have left the job."""
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import redis
 
@@ -19,21 +20,27 @@ from rollout_api.redis_client.address import without_password
 from rollout_api.redis_client.checks import check, explain_error
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_api.redis_client.retry import retry
+from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.model_source import default_cache, load_tokenizer, resolve_model, tokenizer_fingerprint
 from rollout_worker.job.dataset.report import EpochMode, JobReport
 from rollout_worker.job.dataset.source import Dataset, count_finished, load_dataset, run_dataset
 from rollout_worker.job.dataset.trainer import DatasetTrainer
+from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.launcher import LauncherStore
-from rollout_worker.job.ray_job import RayJob, start_local_ray, stop_local_ray
 from rollout_worker.job.setup import JobSetup
+from rollout_worker.launch.engines import local_ray, managed_engines
 from rollout_worker.launch.job_state import JobState, lock_state_directory
 from rollout_worker.launch.limits import (
     END_POLL_INTERVAL_S,
+    ENGINES_READY_POLL_INTERVAL_S,
     REDIS_CHECK_INTERVAL_S,
     SHARED_GPU_MEMORY_UTILIZATION,
 )
-from rollout_worker.runtime.child_process import Reaper
+from rollout_worker.launch.services import JobServices
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+
+if TYPE_CHECKING:
+    from rollout_worker.job.fleet import Fleet
 
 _Result = TypeVar("_Result")
 
@@ -106,6 +113,7 @@ async def run_local(
                 total_rollouts=None if dataset is None else dataset.total_rollouts(job),
                 non_speculative_engines=int(dataset is not None and EpochMode.NON_SPECULATIVE in options.baselines),
                 overrides=_engine_overrides(job, options),
+                http_port=_free_port(),
             )
             try:
                 state.clean_up_previous_jobs(server, history, job)
@@ -134,45 +142,70 @@ async def _run_on_ray(
     job = setup.job
     notify(f"Starting vLLM with {job.spec.model.uri} …")
     engines = job.spec.workers.replicas * job.spec.engines_per_worker + setup.non_speculative_engines
-    reaper = Reaper()
+    services = JobServices(setup)
+    services.start()
     try:
-        start_local_ray(engines)
-        reaper.track_descendants()
-        ray_job = RayJob(setup)
-        ray_job.start()
-        job_store = setup.job_store()
-        await ray_job.wait_engines_ready(job_store, engines)
-        reaper.track_descendants()
-        deadline = job.spec.lifecycle.active_deadline_seconds
-        baselines = _baselines(job, options)
-        work: asyncio.Future[JobReport | None] = asyncio.ensure_future(
-            _serve(setup, ray_job, notify)
-            if dataset is None
-            else run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
-        )
-        try:
-            # asyncio.timeout would cancel the work only once, and a library may swallow that cancellation.
-            await asyncio.wait({work}, timeout=deadline)
-            if work.done():
-                return work.result()
-            raise DeadlineError(
-                f"the job was stopped after {deadline} s (spec.lifecycle.activeDeadlineSeconds); "
-                "finished rollouts are kept"
-            )
-        finally:
-            await cancel_and_wait(work)
+        with local_ray(engines) as reaper, managed_engines(setup) as fleet:
+            await _wait_engines_ready(setup.job_store(), fleet, engines)
+            reaper.track_descendants()
+            return await _work(setup, dataset, options, services, server, finished, notify, watch)
     finally:
-        # These calls block on purpose: with threads, a second cancellation could end Redis before the engines.
-        stop_local_ray()
-        reaper.close()
+        services.stop()
 
 
-async def _serve(setup: JobSetup, ray_job: RayJob, notify: Callable[[str], None]) -> JobReport | None:
+async def _wait_engines_ready(job_store: JobStore, fleet: Fleet, count: int) -> None:
+    """Wait until *count* engines serve.
+
+    Raises:
+        EngineError: as soon as one engine cannot start.
+    """
+    while True:
+        engines = await job_store.engines.engines()
+        if sum(alive for _, alive in engines.values()) >= count:
+            return
+        if fleet.errors:
+            name, error = next(iter(fleet.errors.items()))
+            raise EngineError(f"{name} cannot start: {error}")
+        await asyncio.sleep(ENGINES_READY_POLL_INTERVAL_S)
+
+
+async def _work(
+    setup: JobSetup,
+    dataset: Dataset | None,
+    options: RunOptions,
+    services: JobServices,
+    server: redis.Redis,
+    finished: int,
+    notify: Callable[[str], None],
+    watch: Callable[[DatasetTrainer], Awaitable[None]],
+) -> JobReport | None:
+    """Sample the dataset, or serve trainers, until the job is closed or has exceeded its deadline."""
+    job = setup.job
+    deadline = job.spec.lifecycle.active_deadline_seconds
+    baselines = _baselines(job, options)
+    work: asyncio.Future[JobReport | None] = asyncio.ensure_future(
+        _serve(setup, services, notify)
+        if dataset is None
+        else run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
+    )
+    try:
+        # asyncio.timeout would cancel the work only once, and a library may swallow that cancellation.
+        await asyncio.wait({work}, timeout=deadline)
+        if work.done():
+            return work.result()
+        raise DeadlineError(
+            f"the job was stopped after {deadline} s (spec.lifecycle.activeDeadlineSeconds); finished rollouts are kept"
+        )
+    finally:
+        await cancel_and_wait(work)
+
+
+async def _serve(setup: JobSetup, services: JobServices, notify: Callable[[str], None]) -> JobReport | None:
     """Serve trainers until one of them closes the job."""
     name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
     notify(f'Serving trainers. Connect with RolloutClient.connect("{without_password(setup.redis_url)}", "{name}").')
-    notify(f"Status: http://{setup.http_host}:{await ray_job.status_port()}/status")
-    while not await ray_job.ended():
+    notify(f"Status: http://{setup.http_host}:{setup.http_port}/status")
+    while not services.ended():
         await asyncio.sleep(END_POLL_INTERVAL_S)
     return None
 
@@ -254,3 +287,10 @@ def _redis_url(
         yield server.start()
     finally:
         server.stop()
+
+
+def _free_port() -> int:
+    """Return a port on which nothing listens, so that a coordinator that is restarted listens on the same one."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port

@@ -41,29 +41,37 @@ def spawn_with_parent(
 
 
 class Reaper:
-    """Kills descendants of this process that outlive it, as Ray's agents do.
+    """Kills descendants of this process that outlive it, as Ray's agents do, except those that exist already.
 
     The reaper is a process of its own. It reads from a pipe, whose end tells it that this process has ended.
     """
 
     def __init__(self) -> None:
+        self._ignored = {(child.pid, child.create_time()) for child in _descendants()}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "rollout_worker.runtime.child_process"], stdin=subprocess.PIPE, process_group=0
         )
 
     def track_descendants(self) -> None:
-        """Record all current descendants of this process, so that they are killed when it ends."""
-        if self._process.stdin is not None:
-            for child in psutil.Process().children(recursive=True):
-                if child.pid != self._process.pid:
+        """Record the descendants that this process has now, so that they are killed when it ends."""
+        if self._process.stdin is None:
+            return
+        for child in _descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                identity = child.pid, child.create_time()
+                if child.pid != self._process.pid and identity not in self._ignored:
                     self._process.stdin.write(f"{child.pid} {child.create_time()}\n".encode())
-            self._process.stdin.flush()
+        self._process.stdin.flush()
 
     def close(self) -> None:
         """Kill the recorded processes that are still running."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._process.wait()
+
+
+def _descendants() -> list[psutil.Process]:
+    return list(psutil.Process().children(recursive=True))
 
 
 def _reap() -> None:

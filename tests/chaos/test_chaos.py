@@ -1,4 +1,4 @@
-"""A job on several Ray nodes whose parts are killed: every rollout is delivered once and stored once.
+"""A job with several workers whose parts are killed: every rollout is delivered once and stored once.
 
 Run it with ``make test-chaos``. ``CHAOS_SEED`` determines what is killed when, and ``CHAOS_SECONDS`` for how long.
 """
@@ -42,6 +42,9 @@ KEYS = MessageKeys(UID)
 HISTORY = HistoryKeys("default", "chaos")
 TRAINERS = 2
 WAIT_FOR_PROCESS_S = 120.0
+SERVICES = "rollout_worker.job.services"
+RESUMPTION_S = 3.0
+"""Seconds within which engines sample again once there is another coordinator. They report tokens once a second."""
 
 
 @dataclass
@@ -126,7 +129,6 @@ class ChaosJob:
         self.trainers_killed: Counter[str] = Counter()
         self._model = make_model(directory / "model")
         self._stop = directory / "stop"
-        self._ray_port = free_port()
         self._http_port = free_port()
 
     @property
@@ -150,7 +152,7 @@ class ChaosJob:
         file = self.directory / "job.yaml"
         file.write_text(yaml.safe_dump(manifest))
         self.audit.prepare()
-        head = ["head", "-f", str(file), "--port", str(self._ray_port), "--http-port", str(self._http_port)]
+        head = ["head", "-f", str(file), "--http-port", str(self._http_port)]
         self.supervisor.start("head", self._rollout(*head))
         for number in range(2):
             self.start_worker(number)
@@ -161,6 +163,10 @@ class ChaosJob:
 
     def start_worker(self, number: int) -> None:
         self.supervisor.start(f"worker-{number}", self._rollout("worker", "-f", str(self.directory / "job.yaml")))
+
+    def coordinator(self) -> int:
+        """Return the number of the coordinator, which each one takes from a counter."""
+        return int(self.server.raw_client().get(KEYS.fencing_token) or 0)
 
     def journal(self, rank: int) -> Path:
         return self.directory / f"journal-{rank}"
@@ -176,23 +182,30 @@ class ChaosJob:
     def kill_process(self, title: str, rng: random.Random) -> None:
         """Wait for a process with this title and kill it."""
 
+        self._kill_one_of(lambda: self.supervisor.processes(title), rng, title)
+
+    def kill_service(self, name: str, rng: random.Random) -> None:
+        """Wait for the process of the coordinator or the relay and kill it."""
+        self._kill_one_of(lambda: self.supervisor.processes_with_arguments(SERVICES, name), rng, name)
+
+    def _kill_one_of(self, find: Callable[[], list[psutil.Process]], rng: random.Random, name: str) -> None:
         def is_killed() -> bool:
-            if found := self.supervisor.processes(title):
+            if found := find():
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rng.choice(sorted(found, key=lambda process: process.pid)).kill()
                     return True
             return False
 
-        wait_for(is_killed, WAIT_FOR_PROCESS_S, f"There is no {title}.")
+        wait_for(is_killed, WAIT_FOR_PROCESS_S, f"There is no {name}.")
 
     def kill_engine(self, rng: random.Random) -> None:
         self.kill_process("ray::EngineActor", rng)
 
     def kill_coordinator(self, rng: random.Random) -> None:
-        self.kill_process("ray::CoordinatorActor", rng)
+        self.kill_service("coordinator", rng)
 
     def kill_relay(self, rng: random.Random) -> None:
-        self.kill_process("ray::RelayActor", rng)
+        self.kill_service("relay", rng)
 
     def kill_trainer(self, rng: random.Random) -> None:
         name = f"trainer-{rng.randrange(TRAINERS)}"
@@ -299,27 +312,24 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
         raise failures[0]
     assert SECONDS < 200 or {fault.__name__ for fault in faults} == {name for _, name in done}
 
-    # the head is killed separately, to measure how long its replacement takes
+    # the head is killed separately, to measure what its replacement costs
     job.wait(lambda: len(job.server.raw_client().hgetall(KEYS.engines)) == 2, 420, "no two engines are back")
     steps = job.steps()
     job.wait(lambda: job.steps() > steps, 120, "no step was made after the faults")
+    engines = set(job.server.raw_client().hgetall(KEYS.engines))
+    coordinator = job.coordinator()
     killed_at = time.monotonic()
     job.kill_head(rng)
-    old = set(job.server.raw_client().hgetall(KEYS.engines))
-
-    def new_engines_sample() -> bool:
-        new = set(job.server.raw_client().hgetall(KEYS.engines)) - old
-        return len(new) == 2 and any(map(job.sampling.has_sampled, new))
-
-    job.wait(new_engines_sample, 420, "the engines did not join the new head")
+    job.wait(lambda: job.coordinator() != coordinator, 120, "no other coordinator has taken over")
     until_new = time.monotonic() - killed_at
-    gap = job.sampling.longest_after(killed_at)
     steps = job.steps()
     job.wait(lambda: job.steps() > steps + 1, 120, "no step was made under the new head")
+    gap = job.sampling.longest_after(killed_at)
+    assert engines == set(job.server.raw_client().hgetall(KEYS.engines)), "engines have not survived the head"
 
     # one worker joins and another leaves
     job.start_worker(2)
-    job.wait(lambda: len(set(job.server.raw_client().hgetall(KEYS.engines)) - old) == 3, 420, "no third engine came")
+    job.wait(lambda: len(job.server.raw_client().hgetall(KEYS.engines)) == 3, 420, "no third engine came")
     job.supervisor.remove("worker-0")
     steps = job.steps()
     job.wait(lambda: job.steps() > steps + 3, 180, "no step was made without the worker that left")
@@ -354,7 +364,7 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
                 "tokens": job.audit.tokens,
                 "engines lost": lost,
                 "seconds without a token after the head's death": round(gap, 1),
-                "seconds until engines of the new head sample": round(until_new, 1),
+                "seconds until another coordinator has taken over": round(until_new, 1),
             }
         )
     )
@@ -367,6 +377,8 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
     assert requested == set(in_history)
     assert {"stop", "length"} >= set(job.audit.reasons)
     assert 0 == client.hlen(KEYS.partials)
+    # The rollouts of this job are so short that engines run out of work without a coordinator.
+    assert gap <= until_new + RESUMPTION_S
     # the faults had an effect
     assert lost > 0
     assert job.proxy.dropped > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import secrets
@@ -13,11 +14,11 @@ from collections.abc import Iterator
 
 import pytest
 import ray
-from ray.cluster_utils import Cluster
 
-from rollout_worker.job.fleet import ENGINE_RESOURCE, Fleet, ray_namespace
-from rollout_worker.job.ray_job import join_ray
+from rollout_worker.job.fleet import Fleet, ray_namespace
+from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.setup import JobSetup
+from rollout_worker.launch.local_ray import start_local_ray, stop_local_ray
 from tests.support.waiting import wait_for
 
 MANIFEST = {
@@ -62,30 +63,27 @@ class FailingEngine:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[Cluster]:
+def local_ray() -> Iterator[None]:
+    """Ray with room for one engine."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # the actors' processes cannot import this module
-    started = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "resources": {ENGINE_RESOURCE: 1}})
-    join_ray(started.address)
-    yield started
-    ray.shutdown()
-    started.shutdown()
+    start_local_ray(1)
+    yield
+    stop_local_ray()
 
 
 @pytest.fixture
-def setup() -> Iterator[JobSetup]:
+def setup(redis_url: str) -> Iterator[JobSetup]:
     """The setup of a new job, whose engines are killed after the test."""
-    job = JobSetup(MANIFEST, f"fleet-{secrets.token_hex(4)}", "redis://127.0.0.1:1/0", 100, "fingerprint")
+    job = JobSetup(MANIFEST, f"fleet-{secrets.token_hex(4)}", redis_url, 100, "fingerprint", worker="machine-7/1a2b")
     yield job
-    for number in range(2):
-        with contextlib.suppress(ValueError):  # it does not exist, or the fleet has killed it
-            ray.kill(engine_of(job, number), no_restart=True)
-        with contextlib.suppress(ValueError):
-            named = f"{ray_namespace(job.uid)}-engine-{number}"
-            ray.util.remove_placement_group(ray.util.get_placement_group(named))
+    with contextlib.suppress(ValueError):  # it does not exist, or the fleet has killed it
+        ray.kill(engine_of(job), no_restart=True)
+    with contextlib.suppress(ValueError):
+        ray.util.remove_placement_group(ray.util.get_placement_group(f"{ray_namespace(job.uid)}-engine-0"))
 
 
-def engine_of(setup: JobSetup, number: int = 0) -> ray.actor.ActorHandle:
-    return ray.get_actor(f"engine-{number}", namespace=ray_namespace(setup.uid))
+def engine_of(setup: JobSetup) -> ray.actor.ActorHandle:
+    return ray.get_actor("engine-0", namespace=ray_namespace(setup.uid))
 
 
 def wait_for_error(fleet: Fleet, seconds: float) -> None:
@@ -98,30 +96,25 @@ def wait_for_error(fleet: Fleet, seconds: float) -> None:
     wait_for(has_error, seconds)
 
 
-def wait_for_pid(fleet: Fleet, setup: JobSetup, number: int = 0, *, other_than: int | None = None) -> int:
+def wait_for_pid(fleet: Fleet, setup: JobSetup, *, other_than: int | None = None) -> int:
     """Run passes of the fleet, none of which may find an error, until an engine has started; return its process id.
 
     Args:
         fleet: the fleet.
         setup: the job.
-        number: number of the engine.
-        other_than: process id of the engine before it was killed or lost.
+        other_than: process id of the engine before it was killed.
     """
 
     def new_pid() -> int | None:
         fleet.run_once()
         assert {} == fleet.errors
         with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it restarts, or does not exist yet
-            pid = int(ray.get(engine_of(setup, number).pid.remote(), timeout=0.5))
+            pid = int(ray.get(engine_of(setup).pid.remote(), timeout=0.5))
             return pid if pid != other_than else None
         return None
 
-    found: int = wait_for(new_pid, 60, f"Engine {number} has not started.")
+    found: int = wait_for(new_pid, 60, "The engine has not started.")
     return found
-
-
-def wait_for_nodes(count: int) -> None:
-    wait_for(lambda: sum(node["Alive"] for node in ray.nodes()) == count, 60)
 
 
 def test_an_engine_that_was_killed_restarts_without_an_error(setup: JobSetup) -> None:
@@ -143,18 +136,15 @@ def test_an_engine_that_reports_that_it_cannot_start_is_an_error(setup: JobSetup
     assert {"engine-0": "no such model"} == fleet.errors
 
 
-def test_a_worker_that_joins_adds_an_engine_and_one_that_leaves_removes_it(cluster: Cluster, setup: JobSetup) -> None:
-    fleet = Fleet(setup, SlowEngine)
-    first = wait_for_pid(fleet, setup)
-    with pytest.raises(ValueError, match="engine-1"):
-        engine_of(setup, 1)
+def test_the_coordinator_learns_which_engines_cannot_start(setup: JobSetup) -> None:
+    async def failed() -> dict[str, str]:
+        store = JobStore.connect(setup.redis_url, setup.keys)
+        return await store.engines.failed()
 
-    worker = cluster.add_node(num_cpus=0, resources={ENGINE_RESOURCE: 1})
-    second = wait_for_pid(fleet, setup, 1)
-    cluster.remove_node(worker)
-    wait_for_nodes(1)
-    assert first == wait_for_pid(fleet, setup)
-
-    worker = cluster.add_node(num_cpus=0, resources={ENGINE_RESOURCE: 1})
-    assert second != wait_for_pid(fleet, setup, 1, other_than=second)
-    cluster.remove_node(worker)
+    fleet, stopping = Fleet(setup, FailingEngine), threading.Event()
+    thread = threading.Thread(target=fleet.run, args=(stopping,))
+    thread.start()
+    wait_for(lambda: {"machine-7/engine-0": "no such model"} == asyncio.run(failed()), 60)
+    stopping.set()
+    thread.join()
+    assert 0.0 == fleet.failing_seconds()

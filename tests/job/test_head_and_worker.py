@@ -49,7 +49,7 @@ class Pods:
         self.client.execute_command("ACL", "SETUSER", "job", "reset", "on", ">secret", *rules)
         self.url = f"redis://job:secret@{url.rpartition('@')[2]}"
         self.redis = int(self.client.info()["process_id"])
-        self.http_port, self.ready_port, self._ray_port = free_port(), free_port(), free_port()
+        self.http_port, self.ready_port = free_port(), free_port()
         self._directory = directory
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         manifest = {
@@ -75,7 +75,6 @@ class Pods:
             "ROLLOUT_REDIS_URL": self.url,
             "ROLLOUT_MODEL_CACHE": str(self._directory / "models"),
             "POD_NAME": f"pods-{name}-0",
-            "POD_IP": "127.0.0.1",
         }
         with (self._directory / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
@@ -83,7 +82,7 @@ class Pods:
             )
 
     def start_head(self) -> None:
-        self.start("head", "--port", str(self._ray_port), "--http-port", str(self.http_port))
+        self.start("head", "--http-port", str(self.http_port))
 
     def start_worker(self) -> None:
         self.start("worker", "--http-port", str(self.ready_port))
@@ -156,14 +155,14 @@ def test_a_dataset_job_runs_from_start_to_end(pods: Pods) -> None:
     pods.start_worker()
     pods.start_head()
     pods.wait(lambda: "Waiting: Redis" in pods.log("head"), "head", "worker")  # it keeps waiting
-    assert (503, "there is no head yet\n") == pods.wait(lambda: pods.ready()[0] and pods.ready(), "worker")
+    assert (503, "the worker is starting\n") == pods.wait(lambda: pods.ready()[0] and pods.ready(), "worker")
     os.kill(pods.redis, signal.SIGCONT)
 
     status = pods.wait(pods.status, "head", "worker")
     assert (ROLLOUTS, None) == (status["total"], status["redis_error"])
     pods.wait(lambda: pods.ready() == (200, "ok\n"), "head", "worker")
     (engine,) = pods.wait(lambda: pods.status().get("engines"), "head", "worker")
-    assert "pods-worker-0" == engine["worker"]
+    assert ("pods-worker-0", "pods-worker-0/engine-0") == (engine["worker"], engine["name"])
     status = pods.wait(lambda: (now := pods.status()).get("assigned") and now, "head", "worker")
     assert [0.0] == [one["idle_seconds"] for one in status["engines"] if one["assigned"]]
     assert 1 <= status["epoch"] <= EPOCHS

@@ -9,13 +9,19 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollout_api import parse_job
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.connection import connect
 from rollout_worker.job.job_store.launcher import LauncherStore
+from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.worker import run_worker, shut_down_engines
 
 JOB = MessageKeys("leaving")
+MANIFEST = {
+    "apiVersion": "das.rollout.dev/v1alpha1",
+    "kind": "RolloutJob",
+    "metadata": {"name": "leaving"},
+    "spec": {"source": {"trainer": {}}, "model": {"uri": "missing/model"}, "workers": {"gpusPerWorker": 0}},
+}
 
 
 @pytest.mark.parametrize(("state", "told"), [("running", True), (None, True), ("closed", False), ("failed", False)])
@@ -39,23 +45,8 @@ def restored_handler() -> Iterator[None]:
 @pytest.mark.usefixtures("restored_handler")
 def test_a_worker_tells_whether_the_job_had_ended_when_it_was_terminated(redis_url: str, state: str) -> None:
     connect(redis_url).hset(JOB.job, "state", state)
-    manifest = {
-        "apiVersion": "das.rollout.dev/v1alpha1",
-        "kind": "RolloutJob",
-        "metadata": {"name": "leaving"},
-        "spec": {"source": {"trainer": {}}, "model": {"uri": "das/tiny-qwen3/step-0450"}},
-    }
+    setup = JobSetup(MANIFEST, "leaving", redis_url, vocabulary_size=100, tokenizer="fingerprint")
     terminate = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
     signal.signal(signal.SIGTERM, lambda *_: None)
     terminate.start()
-    has_ended = run_worker(
-        parse_job(manifest),
-        redis_url,
-        "leaving",
-        history_url="",
-        name="worker-0",
-        host=None,
-        http_port=0,
-        model_cache=None,
-    )
-    assert (state == "closed") == has_ended
+    assert (state == "closed") == run_worker(setup, name="worker-0", http_port=0)

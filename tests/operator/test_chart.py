@@ -278,6 +278,7 @@ def job_metrics() -> set[str]:
             assigned={},
             totals={},
             engines={"engine-0": EngineReport("engine-0", counters=counters)},
+            engine_errors={},
             engines_lost=0,
             migrated=0,
             dead_letters=0,

@@ -59,6 +59,15 @@ class ProcessSupervisor:
                     found.append(process)
         return found
 
+    def processes_with_arguments(self, *arguments: str) -> list[psutil.Process]:
+        """Return the descendants of the supervised processes whose command lines contain all *arguments*."""
+        found = []
+        for process in self._all():
+            with contextlib.suppress(psutil.Error):
+                if set(arguments) <= set(process.cmdline()):
+                    found.append(process)
+        return found
+
     def ended(self, name: str) -> int | None:
         """0 if the process has succeeded; None if it is running or is being restarted."""
         process = self._processes.get(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
@@ -59,7 +58,6 @@ class Coordinator:
         vocabulary: int,
         separate_history: bool = False,
         total_rollouts: int | None = None,
-        engine_errors: Mapping[str, str] | None = None,
         limits: CoordinatorLimits | None = None,
     ) -> None:
         """Create a coordinator; :meth:`run` starts it.
@@ -71,12 +69,11 @@ class Coordinator:
             vocabulary: number of token ids that the model knows.
             separate_history: whether the history has a Redis server of its own.
             total_rollouts: number of rollouts in all epochs of a dataset source; None for a job that serves trainers.
-            engine_errors: engines that cannot start, with the reasons; may change over time.
             limits: intervals and limits.
         """
         limits = limits or CoordinatorLimits()
         queue = job.spec.queue
-        self.board = StatusBoard(job, total_rollouts=total_rollouts, engine_errors=engine_errors)
+        self.board = StatusBoard(job, total_rollouts=total_rollouts)
         self._job_store, self._limits = job_store, limits
         self._canaries = CanaryTest()
         self._dead_letters = DeadLetters(job_store)

@@ -28,6 +28,8 @@ class StatusInput:
     totals: Mapping[str, int]
     engines: Mapping[str, EngineReport]
     """Reports of the live engines by id."""
+    engine_errors: dict[str, str]
+    """Engines that cannot start, with the reasons."""
     engines_lost: int
     migrated: int
     dead_letters: int
@@ -48,19 +50,17 @@ class StatusBoard:
         job: RolloutJob,
         *,
         total_rollouts: int | None = None,
-        engine_errors: Mapping[str, str] | None = None,
     ) -> None:
         """Create a board without a status.
 
         Args:
             job: the manifest.
             total_rollouts: number of rollouts in all epochs of a dataset source; None for a job that serves trainers.
-            engine_errors: engines that cannot start, with the reasons; may change over time.
         """
         self.last: CoordinatorStatus | None = None
         """The last status; None before the first one."""
         self._job = f"{job.metadata.namespace}/{job.metadata.name}"
-        self._total_rollouts, self._engine_errors = total_rollouts, engine_errors if engine_errors is not None else {}
+        self._total_rollouts = total_rollouts
         self._throughput, self._savings = _Throughput(), _TimeSavings()
         self._busy_at: dict[str, float] = {}
         """Engine → ``time.monotonic()`` when it last had a rollout, or was discovered."""
@@ -121,7 +121,7 @@ class StatusBoard:
             "work_seconds": work,
             "tail_seconds": tail,
             "engines": [self._engine_entry(engine, current, now) for engine in current.engines],
-            "engine_errors": dict(self._engine_errors),
+            "engine_errors": current.engine_errors,
             "engines_lost": current.engines_lost,
             "migrated": current.migrated,
             "dead_letters": current.dead_letters,

@@ -74,10 +74,11 @@ class StatusPublisher:
     async def publish(self) -> None:
         """Publish the current state."""
         totals = await retry_async(self._job_store.rollouts.totals)
-        status = self._board.update(self._input(totals))
+        engine_errors = await retry_async(self._job_store.engines.failed)
+        status = self._board.update(self._input(totals, engine_errors))
         await self._write(status)
 
-    def _input(self, totals: dict[str, int]) -> StatusInput:
+    def _input(self, totals: dict[str, int], engine_errors: dict[str, str]) -> StatusInput:
         now, speed = time.monotonic(), self.rollout_speed
         requests = self._tracker.requests.values()
         remaining = (rollouts for request in requests for rollouts in request.remaining_work(speed, now))
@@ -89,6 +90,7 @@ class StatusPublisher:
             assigned={engine: len(keys) for engine, keys in self._tracker.assigned.items()},
             totals=totals,
             engines=self._engines.engines,
+            engine_errors=engine_errors,
             engines_lost=self._engines.num_lost,
             migrated=self._placer.num_migrated,
             dead_letters=self._dead_letters.count,

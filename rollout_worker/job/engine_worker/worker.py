@@ -104,7 +104,6 @@ class EngineWorker:
         )
         self._inbox = InboxReader(job_store, self._lease, self._running, self._executor, self._weights)
         self._monitor = EngineMonitor(engine, report, self._running, speculation_cutoff or SpeculationCutoff())
-        self._ray_head = ""
         self._draining: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
 
@@ -133,7 +132,6 @@ class EngineWorker:
             EngineError: if the engine has died; its rollouts continue on other engines.
         """
         await self._executor.synchronize_clock()
-        self._ray_head = await retry_async(self._job_store.engines.head)
         await self._weights.update()  # before the engine takes any work
         await self._lease.register()
         on_serving()
@@ -170,17 +168,11 @@ class EngineWorker:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             await self._lease.renew()
-            if not self._lease.report.draining and (grace := await self._shutdown_grace()) is not None:
+            if self._lease.report.draining:
+                continue
+            grace = await retry_async(self._job_store.engines.shutdown_grace, self._lease.report.worker)
+            if grace is not None:
                 self._draining = asyncio.ensure_future(self.drain(grace))
-
-    async def _shutdown_grace(self) -> float | None:
-        """Return the seconds within which this engine has to leave the job; None if it stays."""
-        grace: float | None = await retry_async(self._job_store.engines.shutdown_grace, self._lease.report.worker)
-        if grace is not None:
-            return grace
-        head = await retry_async(self._job_store.engines.head)  # '' if Redis has lost its data
-        self._ray_head = self._ray_head or head
-        return 0.0 if head and head != self._ray_head else None  # another head is another Ray cluster
 
     async def _leave_at_speculation_cutoff(self) -> None:
         await self._monitor.cutoff_reached.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import redis.asyncio
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.server_functions import async_function
 from rollout_worker.job.job_store.encoding import as_text
-from rollout_worker.job.limits import ENGINE_LEASE_S
+from rollout_worker.job.limits import ENGINE_LEASE_S, FAILED_ENGINES_EXPIRY_S
 
 
 @dataclass
@@ -111,6 +112,15 @@ class EngineRegistry:
         seconds = await self._client.get(self._keys.shutdown_grace(worker))
         return None if seconds is None else float(seconds)
 
-    async def head(self) -> str:
-        """Return the id of the Ray head that runs the job; '' if none is published."""
-        return as_text(await self._client.get(self._keys.head) or "")
+    async def failed(self) -> dict[str, str]:
+        """Return the engines that cannot start, with the reasons, as their workers have reported them lately."""
+        reports = await self._client.hgetall(self._keys.failed_engines)
+        if not reports:
+            return {}
+        now, _ = await self._client.time()
+        failed: dict[str, str] = {}
+        for data in reports.values():
+            report = json.loads(data)
+            if now - report["time"] <= FAILED_ENGINES_EXPIRY_S:
+                failed |= report["errors"]
+        return failed

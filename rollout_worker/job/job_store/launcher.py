@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import secrets
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import redis
 
@@ -21,7 +20,15 @@ from rollout_worker.job.limits import (
     WRITE_CHECK_EXPIRY_S,
 )
 
-_TOKEN_BYTES = 32
+
+class HeadFacts(NamedTuple):
+    """What a head has to find out about a job's model and dataset before it can coordinate the job."""
+
+    vocabulary_size: int
+    tokenizer: str
+    """Fingerprint of the tokenizer's vocabulary."""
+    total_rollouts: int | None
+    """Number of rollouts in all epochs of a dataset source; None for a job that serves trainers."""
 
 
 class LauncherStore:
@@ -32,34 +39,40 @@ class LauncherStore:
 
     # The head
 
-    def publish_head(self, head: str) -> None:
-        """Publish the id of the Ray head that runs the job. The id begins with the head's address and a space."""
-        self._client.set(self._keys.head, head)
+    def head_facts(self) -> HeadFacts | None:
+        """Return what an earlier head has found out; None if there was none, or Redis has lost its data."""
+        found: Any = self._client.hgetall(self._keys.head_facts)
+        if not found:
+            return None
+        fields = {as_text(name): as_text(value) for name, value in found.items()}
+        total = fields.get("total_rollouts")
+        return HeadFacts(int(fields["vocabulary_size"]), fields["tokenizer"], None if total is None else int(total))
 
-    def restore_head(self, head: str, ray_token: str) -> None:
-        """Publish the head and its token again, unless they are published: Redis may have lost its data."""
-        self._client.set(self._keys.head, head, nx=True)
-        self._client.set(self._keys.ray_token, ray_token, nx=True)
-
-    def head(self) -> str:
-        """Return the id of the Ray head that runs the job; '' if none is published."""
-        found: Any = self._client.get(self._keys.head)
-        return as_text(found or "")
-
-    def ray_token(self) -> str:
-        """Return the token of the job's Ray cluster; create it if there is none."""
-        stored: Any = self._client.get(self._keys.ray_token)
-        if stored is None:  # an existing token is not written again, because a full server accepts no writes
-            self._client.set(self._keys.ray_token, secrets.token_hex(_TOKEN_BYTES), nx=True)
-            stored = self._client.get(self._keys.ray_token)
-        return as_text(stored)
+    def set_head_facts(self, facts: HeadFacts) -> None:
+        """Store what this head has found out, for its successors."""
+        fields: dict[Any, Any] = {name: value for name, value in facts._asdict().items() if value is not None}
+        self._client.hset(self._keys.head_facts, mapping=fields)
 
     # Workers
 
-    def engines_of(self, worker: str) -> list[EngineReport]:
-        """Return the last reports of a worker's engines."""
-        reports: Any = self._client.hvals(self._keys.engines)
-        return [report for report in map(EngineReport.read, reports) if report.worker == worker]
+    def engines_of(self, worker: str) -> dict[str, EngineReport]:
+        """Return the last reports of a worker's engines by engine id."""
+        found: Any = self._client.hgetall(self._keys.engines)
+        reports = {as_text(engine): EngineReport.read(data) for engine, data in found.items()}
+        return {engine: report for engine, report in reports.items() if report.worker == worker}
+
+    def end_lease(self, engine: str) -> None:
+        """End the lease of an engine whose process has ended, so that its rollouts continue elsewhere at once."""
+        self._client.delete(self._keys.lease(engine))
+
+    def report_failed_engines(self, worker: str, errors: Mapping[str, str]) -> None:
+        """Report the engines that a worker cannot start, with the reasons; to be repeated while there are any."""
+        if errors:
+            now: Any = self._client.time()
+            report = json.dumps({"time": now[0], "errors": dict(errors)})
+            self._client.hset(self._keys.failed_engines, worker, report)
+        else:
+            self._client.hdel(self._keys.failed_engines, worker)
 
     def request_shutdown(self, worker: str, grace_s: float) -> None:
         """Tell the engines of a worker to leave the job within *grace_s* seconds."""

@@ -55,7 +55,9 @@ def used_permissions(cluster: CompleteControlPlane, user: str) -> set[tuple[str,
 def test_the_operator_needs_exactly_the_permissions_of_the_chart(
     cluster: CompleteControlPlane, jobs: Jobs, nodes: VirtualNodes
 ) -> None:
-    objects = render_chart(jobs.namespace, operator={"namespaces": [jobs.namespace], "readNodes": True}, redis={"bundled": False})
+    objects = render_chart(
+        jobs.namespace, operator={"namespaces": [jobs.namespace], "readNodes": True}, redis={"bundled": False}
+    )
     rights = [manifest for manifest in objects if manifest["kind"] in ("ServiceAccount", "Role", "RoleBinding")]
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": rights}))
     kubeconfig = cluster.service_account_kubeconfig(jobs.namespace, "das-operator")

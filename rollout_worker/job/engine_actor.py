@@ -1,7 +1,7 @@
-"""The parts of a job as Ray actors. Ray places and restarts them; their state is in Redis.
+"""An engine as a Ray actor. Ray places and restarts it; its rollouts are in Redis.
 
-Each actor runs its part in an asyncio event loop of its own, in a thread. When the part fails, the process exits and
-Ray starts a new one. Calls to an actor's methods may be repeated.
+The actor runs its part in an asyncio event loop of its own, in a thread. When the part fails, the process exits and Ray
+starts a new one. Calls to the actor's method may be repeated.
 """
 
 from __future__ import annotations
@@ -16,66 +16,22 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any
 
-from rollout_api.redis_client.connection import connect, connect_history
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.model_source import ModelError
-from rollout_worker.history.maintenance.thread import MaintenanceThread
-from rollout_worker.job.coordinator import Coordinator
-from rollout_worker.job.coordinator.status_server import StatusServer
 from rollout_worker.job.engine_worker import EngineWorker
-from rollout_worker.job.fleet import Fleet
-from rollout_worker.job.job_store import StaleCoordinatorError
-from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import JobSetup
 
 logger = logging.getLogger(__name__)
 
-WORKER_ENV = "ROLLOUT_WORKER"
-"""Environment variable with the id of the worker that started Ray on this machine; the worker's engines inherit it."""
 _EXIT_FAILED = 1
-
-
-class CoordinatorActor:
-    """Runs the coordinator of a job, the fleet of engines and the status server."""
-
-    def __init__(self, setup: JobSetup) -> None:
-        _configure_logging()
-        self.status_port = 0
-        """Port of the status server; 0 until it listens."""
-        self.fleet = Fleet(setup, EngineActor)
-        self._work = _EventLoopThread("coordinator").start(_coordinate(self, setup))
-        self._work.add_done_callback(_exit_on_failure)
-
-    def get_status_port(self) -> int:
-        """Return the port of the status server; 0 until it listens."""
-        return self.status_port
-
-    def engine_errors(self) -> dict[str, str]:
-        """Return the engines that cannot start, with the reasons."""
-        return dict(self.fleet.errors)
-
-    def ended(self) -> bool:
-        """Return whether the job was closed and all its requests are answered."""
-        return self._work.done()
-
-
-class RelayActor:
-    """Moves finished rollouts to the history, and maintains the history where no history service does."""
-
-    def __init__(self, setup: JobSetup) -> None:
-        _configure_logging()
-        self._relay = Relay(connect(setup.redis_url), setup.keys, setup.history_store())
-        self._relay.start()
-        self._maintenance = MaintenanceThread(connect_history(setup.history_url or setup.redis_url), setup.history_keys)
-        self._maintenance.start()
 
 
 class EngineActor:
     """Runs one vLLM engine."""
 
     def __init__(self, setup: JobSetup, name: str, speculative: bool) -> None:
-        _configure_logging()
+        logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
         self.started = False
         """Whether the engine serves, or is known not to be able to start."""
         self.error = ""
@@ -107,34 +63,8 @@ def _exit_on_failure(work: Future[Any]) -> None:
         os._exit(_EXIT_FAILED)
 
 
-def _configure_logging() -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
-
-
-# The actors' work is in functions, because an actor with a coroutine as a method has all its methods run by Ray in one
+# The actor's work is in functions, because an actor with a coroutine as a method has all its methods run by Ray in one
 # event loop, where a method that blocks delays the others.
-
-
-async def _coordinate(actor: CoordinatorActor, setup: JobSetup) -> None:
-    coordinator = Coordinator(
-        setup.job,
-        setup.job_store(),
-        setup.history_store(),
-        vocabulary=setup.vocabulary_size,
-        separate_history=bool(setup.history_url),
-        total_rollouts=setup.total_rollouts,
-        engine_errors=actor.fleet.errors,
-    )
-    server = StatusServer(coordinator.board)
-    actor.status_port = await server.start(setup.http_host, setup.http_port)
-    fleet = asyncio.ensure_future(actor.fleet.run())
-    try:
-        await coordinator.run()
-    except StaleCoordinatorError:
-        # A newer coordinator has taken this actor's name, and nobody can reach this process any more.
-        os._exit(0)
-    finally:
-        fleet.cancel()
 
 
 async def _serve(actor: EngineActor, setup: JobSetup, name: str, *, speculative: bool) -> None:
@@ -160,8 +90,8 @@ async def _serve_once(
         engine,
         setup.job_store(),
         setup.history_store(),
-        name=name,
-        worker=os.environ.get(WORKER_ENV, ""),
+        name=setup.engine_name(name),
+        worker=setup.worker,
         max_running=job.spec.engine.max_num_seqs,
         checkpoint_tokens=job.spec.engine.checkpoint_tokens,
         sampling=job.spec.sampling,

@@ -1,0 +1,78 @@
+"""The coordinator and the relay of a job as processes: ``python -m rollout_worker.job.services SERVICE``.
+
+A process reads the job's settings as JSON from stdin, which keeps the password of Redis out of the list of processes.
+Its state is in Redis, so it may be killed at any time and started again. It imports neither Ray nor vLLM, which would
+take longer than all the rest of its start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import sys
+import threading
+from enum import StrEnum
+
+from rollout_api.redis_client.connection import connect, connect_history
+from rollout_worker.history.maintenance.thread import MaintenanceThread
+from rollout_worker.job.coordinator import Coordinator
+from rollout_worker.job.coordinator.status_server import StatusServer
+from rollout_worker.job.job_store import StaleCoordinatorError
+from rollout_worker.job.relay import Relay
+from rollout_worker.job.setup import JobSetup
+
+EXIT_SUPERSEDED = 9
+"""Exit code of a coordinator that another coordinator has replaced."""
+
+
+class Service(StrEnum):
+    """A part of a job that runs once, beside its engines."""
+
+    COORDINATOR = "coordinator"
+    """Runs until the job was closed and all its requests are answered."""
+    RELAY = "relay"
+    """Moves finished rollouts to the history, and maintains it where no history service does, until SIGTERM."""
+
+
+async def coordinate(setup: JobSetup) -> int:
+    """Run the coordinator and its status server, and return the exit code."""
+    coordinator = Coordinator(
+        setup.job,
+        setup.job_store(),
+        setup.history_store(),
+        vocabulary=setup.vocabulary_size,
+        separate_history=bool(setup.history_url),
+        total_rollouts=setup.total_rollouts,
+    )
+    await StatusServer(coordinator.board).start(setup.http_host, setup.http_port)
+    try:
+        await coordinator.run()
+    except StaleCoordinatorError:
+        return EXIT_SUPERSEDED
+    return 0
+
+
+def relay(setup: JobSetup) -> int:
+    """Run the relay and the maintenance of the history, and return the exit code."""
+    terminated = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
+    outbox = Relay(connect(setup.redis_url), setup.keys, setup.history_store())
+    maintenance = MaintenanceThread(connect_history(setup.history_url or setup.redis_url), setup.history_keys)
+    outbox.start()
+    maintenance.start()
+    terminated.wait()
+    outbox.stop()
+    maintenance.stop()
+    return 0
+
+
+def main() -> int:
+    """Run the service that the command line names."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    service, setup = Service(sys.argv[1]), JobSetup.from_json(sys.stdin.read())
+    return asyncio.run(coordinate(setup)) if service is Service.COORDINATOR else relay(setup)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -20,6 +20,7 @@ from rollout_operator.informer import Informer
 from rollout_operator.kopf_watch import wait_until_served, watch_jobs
 from rollout_operator.kubernetes_api import KubernetesApi
 from rollout_operator.leader_election import LeaderElection, LostLeaseError
+from rollout_operator.missing_jobs import remove_missing_jobs
 from rollout_operator.object_cache import ObjectCache
 from rollout_operator.reconciler import Reconciler
 from rollout_operator.resource_kinds import owned_kinds
@@ -121,7 +122,8 @@ async def _lead(
             lambda job: reconciler.queue.discard(cache.remove_job(job)),
             namespaces,
         )
-        tasks += [asyncio.ensure_future(watch), asyncio.ensure_future(reconciler.run())]
+        missing = remove_missing_jobs(api, cache, reconciler.queue.discard, namespaces)
+        tasks += [asyncio.ensure_future(work) for work in (watch, missing, reconciler.run())]
     else:
         synced.cancel()
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -12,6 +12,7 @@ from rollout_operator.observed import PodView
 
 _MANIFEST_INVALID = "ManifestInvalid"
 _INTERRUPTED = "Interrupted"
+_NOT_READY = "NotReady"
 _DISRUPTION_REASONS = frozenset(
     {
         "Evicted",
@@ -76,7 +77,9 @@ def classify_failure(pod: PodView, policy: FailurePolicy) -> FailureDecision:
 
 
 def failure_reason(pod: PodView) -> str:
-    """Return in one word why a pod failed."""
+    """Return in one word why a pod failed. A pod that has not terminated was not ready in time."""
+    if not pod.terminated:
+        return _NOT_READY
     if pod.reason in ("", "Error") and pod.exit_code in _EXIT_CODE_REASONS:
         return _EXIT_CODE_REASONS[pod.exit_code]
     return pod.reason or "Error"

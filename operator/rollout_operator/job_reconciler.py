@@ -192,7 +192,7 @@ class JobReconciler:
             pod
             for pod in self.observed.pods
             if pod.component in (names.HEAD, names.WORKER)
-            and pod.phase == "Failed"
+            and (pod.phase == "Failed" or pod.is_stuck(self.observed.now, lifecycle.ready_timeout_seconds))
             and not pod.deleting
             and pod.uid not in self.recorded_failures
         ]
@@ -302,8 +302,8 @@ class JobReconciler:
         if self.status.start_time is None:
             self._update_status(start_time=format_timestamp(self.observed.now))
         self._form_pod_group()
-        previously_desired = self.status.workers.desired or None
-        desired = desired_workers(self.job.spec.workers, previously_desired, self.observed.head)
+        live = [pod.name for pod in self.observed.component(names.WORKER) if not pod.deleting and not pod.terminated]
+        desired = desired_workers(self.job.spec.workers, self._previously_desired(), self.observed.head, live)
         self._reconcile_objects(desired)
         failure_times = [parse_timestamp(failure.time) or 0.0 for failure in self.status.failures if failure.counted]
         backoff = backoff_delay(failure_times, self.observed.now)
@@ -316,6 +316,15 @@ class JobReconciler:
         self._update_progress()
         RunningConditions(self.observed, self.context, self.builder, self.conditions).update(desired, workers)
         self.builder.requeue(STATUS_PERIOD_S)
+
+    def _previously_desired(self) -> int | None:
+        """Return the number of workers from which autoscaling continues; None for ``replicas``.
+
+        It is the last number, unless somebody has changed ``replicas`` since then, for example by ``kubectl scale``.
+        """
+        workers = self.status.workers
+        is_scaled = workers.requested not in (None, self.job.spec.workers.replicas)
+        return None if is_scaled else workers.desired or None
 
     def _form_pod_group(self) -> None:
         """Form the group of pods that Kueue admits as a whole, when a job starts or resumes.
@@ -351,6 +360,7 @@ class JobReconciler:
         selector = names.selector(self.context.name, names.WORKER)
         return WorkersStatus(
             desired=desired,
+            requested=self.job.spec.workers.replicas if desired else None,
             replicas=len(live),
             ready=ready,
             slots_used=max([self.status.workers.slots_used, *(pod.slot + 1 for pod in pods)]),

@@ -36,6 +36,7 @@ _PLURALS = {
 }
 
 _JSON = "application/json"
+_METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _JSON_MERGE_PATCH = "application/merge-patch+json"
 _APPLY_PATCH = "application/apply-patch+yaml"
 
@@ -93,6 +94,7 @@ class KubernetesApi:
         body: Any = None,
         *,
         content_type: str = _JSON,
+        accept: str = _JSON,
         query: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Send a request and return the parsed response.
@@ -101,7 +103,7 @@ class KubernetesApi:
             ApiError: if the server responds with an error; with status 0 if it does not respond.
         """
         pairs = list((query or {}).items())
-        headers = {"Accept": _JSON, "Content-Type": content_type}
+        headers = {"Accept": accept, "Content-Type": content_type}
         try:
             prepared = await self._client.param_serialize(
                 verb, path, query_params=pairs, header_params=headers, body=body, auth_settings=["BearerToken"]
@@ -225,6 +227,16 @@ class KubernetesApi:
                 response.response.close()
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise ApiError(0, "Unreachable", f"{type(error).__name__}: {error}") from error
+
+    async def job_keys(self, namespace: str) -> set[tuple[str, str]]:
+        """Return namespace and name of all RolloutJobs in a namespace, or in all namespaces if it is empty.
+
+        The list contains the jobs' metadata only.
+        """
+        self._count("list", KIND)
+        scope = f"/namespaces/{namespace}" if namespace else ""
+        found = await self.request("GET", f"/apis/{API_VERSION}{scope}/{PLURAL}", accept=_METADATA_LIST)
+        return {(item["metadata"]["namespace"], item["metadata"]["name"]) for item in found["items"]}
 
     async def is_node_lost(self, name: str) -> bool:
         """Return whether a node does not exist or is not ready. A node that must not be read is assumed to be ready."""

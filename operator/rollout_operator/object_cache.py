@@ -59,6 +59,14 @@ class ObjectCache:
         self._jobs.pop(key, None)
         return key
 
+    def remove_job_key(self, key: JobKey) -> None:
+        """Remove a job by its key."""
+        self._jobs.pop(key, None)
+
+    def job_keys(self) -> set[JobKey]:
+        """Return the keys of all jobs."""
+        return set(self._jobs)
+
     def update(self, body: Manifest, kind: str) -> JobKey | None:
         """Add or replace an object.
 

@@ -49,6 +49,8 @@ class PodView:
     in_pod_group: bool
     """Whether the pod belongs to the group that Kueue admits as a whole."""
     ready: bool
+    unready_since: float | None
+    """When a pod that has a node was last ready, or got its node; None if it is ready or has no node."""
     created: float
     deletion_deadline: float | None
     """When a pod that is being deleted should have terminated; None if it is not being deleted."""
@@ -92,6 +94,7 @@ class PodView:
             ),
             in_pod_group=names.POD_GROUP_LABEL in labels,
             ready=conditions.get("Ready", {}).get("status") == "True",
+            unready_since=_unready_since(metadata, spec, conditions),
             created=parse_timestamp(metadata.get("creationTimestamp")) or 0.0,
             deletion_deadline=parse_timestamp(metadata.get("deletionTimestamp")),
             scheduled=bool(spec.get("nodeName")),
@@ -116,9 +119,23 @@ class PodView:
         """Whether the main container has terminated."""
         return self.phase in _TERMINATED_PHASES
 
+    def is_stuck(self, now: float, timeout: float) -> bool:
+        """Return whether the pod has a node and should run, but has not been ready for more than *timeout* seconds."""
+        if self.deleting or self.terminated or self.unready_since is None:
+            return False
+        return now - self.unready_since > timeout
+
     def is_overdue(self, now: float) -> bool:
         """Return whether the pod should have been removed long ago, but its node has not done so."""
         return self.deletion_deadline is not None and now > self.deletion_deadline + _OVERDUE_AFTER_S
+
+
+def _unready_since(metadata: Manifest, spec: Manifest, conditions: Mapping[str, Manifest]) -> float | None:
+    ready = conditions.get("Ready", {})
+    if not spec.get("nodeName") or ready.get("status") == "True":
+        return None
+    scheduled = conditions.get("PodScheduled", {}).get("lastTransitionTime")
+    return parse_timestamp(ready.get("lastTransitionTime") or scheduled or metadata.get("creationTimestamp"))
 
 
 def _is_removed(metadata: Manifest, spec: Manifest) -> bool:

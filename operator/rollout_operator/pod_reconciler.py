@@ -70,7 +70,7 @@ class PodReconciler:
         return {pod.name for pod in self.observed.pods if pod.retained}
 
     def _remove_terminated(self, pods: list[PodView]) -> tuple[list[PodView], list[PodView]]:
-        """Delete the terminated pods, except those whose failure has yet to be recorded.
+        """Delete the pods that have terminated or are stuck, except those whose failure has yet to be recorded.
 
         Returns:
             The live pods, and the pods that are terminating or terminated and occupy their slot. A pod that a finalizer
@@ -85,7 +85,7 @@ class PodReconciler:
                 delete_pods(self.builder, [pod], self.observed)
                 terminating.append(pod)
                 self.builder.requeue(STATUS_PERIOD_S)
-            elif not pod.terminated:
+            elif not pod.terminated and pod.uid not in self.recorded_failures:
                 live.append(pod)
             else:
                 if pod.phase == "Succeeded" or pod.uid in self.recorded_failures:

@@ -20,6 +20,16 @@ HEAD_GRACE_S = 30
 CLEANUP_DEADLINE_S = 60
 """Seconds that the cleanup pod may run, including its wait for Redis."""
 
+_HEAD_REQUESTS = {"cpu": "500m", "memory": "1Gi"}
+"""What the head requests if the manifest says nothing. Without a request it would be the first pod to be evicted, and
+its start, for which rollouts may wait, would take many times as long beside busy pods."""
+_CLEANUP_RESOURCES = {"cpu": "100m", "memory": "512Mi"}
+"""What the cleanup pod requests and is limited to, so that a quota of the namespace admits it."""
+_DO_NOT_DISRUPT = {
+    "karpenter.sh/do-not-disrupt": "true",
+    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+}
+"""Annotations by which autoscalers of nodes leave a pod where it is, instead of moving it to save a node."""
 _UNREACHABLE_TOLERATION_S = 30
 _USER = 1000
 _MANIFEST_MOUNT = "/etc/rollout"
@@ -40,7 +50,7 @@ def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, A
         ],
         "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
         "readinessProbe": _readiness_probe("/status"),
-        "resources": _resources(head.resources, gpus=0),
+        "resources": _resources(head.resources, gpus=0) or {"requests": dict(_HEAD_REQUESTS)},
     }
     pod = _pod(
         context,
@@ -79,7 +89,7 @@ def worker_pod(context: JobContext, slot: int, *, replacement: bool, taken: Coll
     pod = _pod(context, name, names.WORKER, container, workers.shared_memory, tolerations, workers.node_selector)
     pod["metadata"]["labels"][names.SLOT_LABEL] = str(slot)
     if replacement:
-        pod["metadata"]["annotations"] = {names.REPLACEMENT_ANNOTATION: "true"}
+        pod["metadata"]["annotations"][names.REPLACEMENT_ANNOTATION] = "true"
     pod["spec"] |= {
         "terminationGracePeriodSeconds": WORKER_GRACE_S,
         "topologySpreadConstraints": [
@@ -99,6 +109,9 @@ def worker_pod(context: JobContext, slot: int, *, replacement: bool, taken: Coll
 def cleanup_pod(context: JobContext, *, delete_messages: bool, reason: str) -> dict[str, Any]:
     """Return the pod that marks the job as ended in Redis and moves finished rollouts to the history.
 
+    It runs where the head may run, with what ``head.podTemplate`` adds to the head's container and pod, such as the
+    certificates of an authority. Further containers of the template are left out.
+
     Args:
         context: the job.
         delete_messages: whether to delete the job's messages immediately.
@@ -113,11 +126,28 @@ def cleanup_pod(context: JobContext, *, delete_messages: bool, reason: str) -> d
             f"--reason={reason}",
             *(["--delete"] if delete_messages else []),
         ],
-        "resources": {},
+        "resources": {"requests": dict(_CLEANUP_RESOURCES), "limits": dict(_CLEANUP_RESOURCES)},
     }
-    pod = _pod(context, names.cleanup_pod(context.name), names.CLEANUP, container, "64Mi", [], {})
+    head = context.job.spec.head
+    name = names.cleanup_pod(context.name)
+    pod = _pod(context, name, names.CLEANUP, container, "64Mi", head.tolerations, head.node_selector)
     pod["spec"] |= {"terminationGracePeriodSeconds": 5, "activeDeadlineSeconds": CLEANUP_DEADLINE_S}
-    return pod
+    return _with_template(context, pod, _cleanup_template(head.pod_template))
+
+
+def _cleanup_template(head_template: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of the head's template that also fits the cleanup pod."""
+    spec = dict(head_template.get("spec") or {})
+    containers = [
+        {**container, "name": names.CLEANUP}
+        for container in spec.get("containers") or ()
+        if container.get("name") == names.HEAD
+    ]
+    # Resources and probes are the head's own.
+    for container in containers:
+        for name in ("resources", "readinessProbe", "livenessProbe", "startupProbe", "lifecycle", "ports"):
+            container.pop(name, None)
+    return {**head_template, "spec": {**spec, "containers": containers}} if head_template else {}
 
 
 def _readiness_probe(path: str) -> dict[str, Any]:
@@ -202,6 +232,7 @@ def _pod(
             "name": name,
             "namespace": context.job.metadata.namespace,
             "labels": names.labels(context.name, component),
+            "annotations": dict(_DO_NOT_DISRUPT),
             "ownerReferences": [context.owner_reference],
         },
         "spec": pod_spec,
@@ -261,14 +292,13 @@ def _claim(name: str | None) -> dict[str, Any] | None:
 
 
 def _with_template(context: JobContext, pod: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the user's template into the pod, but keep the labels and owners by which the operator finds the pod."""
+    """Merge the user's template into the pod, but keep the metadata by which the operator finds the pod."""
     result = strategic_merge(pod, template)
-    required = pod["metadata"]
-    labels = {**result["metadata"].get("labels", {}), **required["labels"]}
-    annotations = {**result["metadata"].get("annotations", {}), **required.get("annotations", {})}
-    result["metadata"] = {**result["metadata"], **required, "labels": labels}
-    if annotations:
-        result["metadata"]["annotations"] = annotations
+    required, metadata = pod["metadata"], result["metadata"]
+    labels = {**metadata.get("labels", {}), **required["labels"]}
+    own = {name: value for name, value in required["annotations"].items() if name == names.REPLACEMENT_ANNOTATION}
+    annotations = {**metadata.get("annotations", {}), **own}
+    result["metadata"] = {**metadata, **required, "labels": labels, "annotations": annotations}
     return result
 
 

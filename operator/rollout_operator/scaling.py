@@ -14,7 +14,7 @@ _WORKER_START_S = 60.0
 """Assumed time until a new worker has loaded its model. Work that ends sooner does not justify another worker."""
 
 
-def desired_workers(workers: Workers, previous: int | None, head: HeadStatus | None) -> int:
+def desired_workers(workers: Workers, previous: int | None, head: HeadStatus | None, live: Collection[str] = ()) -> int:
     """Return the desired number of workers.
 
     Without autoscaling it is ``replicas``. With autoscaling it grows while rollouts wait, up to the number of workers
@@ -26,6 +26,7 @@ def desired_workers(workers: Workers, previous: int | None, head: HeadStatus | N
         workers: the manifest's section.
         previous: the desired number until now.
         head: the head's last status; None if it does not answer.
+        live: names of the worker pods that are not being deleted. The head's status may still contain others.
     """
     if not workers.autoscale:
         return workers.replicas
@@ -42,7 +43,7 @@ def desired_workers(workers: Workers, previous: int | None, head: HeadStatus | N
         if work_seconds is not None and head.tail_seconds is not None:
             needed = min(needed, math.ceil(running * work_seconds / max(head.tail_seconds, _WORKER_START_S)))
         return _clamp(workers, max(current, needed))
-    return _clamp(workers, current - len(idle_workers(workers, head)))
+    return _clamp(workers, current - len(idle_workers(workers, head) & set(live)))
 
 
 def idle_workers(workers: Workers, head: HeadStatus) -> set[str]:

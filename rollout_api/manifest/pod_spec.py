@@ -254,6 +254,13 @@ class Lifecycle(ManifestModel):
         description="Seconds after which a failed pod no longer counts towards backoffLimit, so that rare failures do "
         "not end a job that runs for weeks.",
     )
+    ready_timeout_seconds: int = Field(
+        default=3600,
+        ge=60,
+        le=2**31 - 1,
+        description="Seconds for which a pod with a node may not be ready, while its image is pulled, the model is "
+        "downloaded and loaded, or later. Then it is considered failed, with the reason NotReady, and replaced.",
+    )
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
     active_deadline_seconds: int | None = Field(
         default=None,

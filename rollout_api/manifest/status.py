@@ -70,6 +70,9 @@ class WorkersStatus(ManifestModel):
     """The worker pods."""
 
     desired: int = Field(default=0, ge=0, description="Number of workers that there should be.")
+    requested: int | None = Field(
+        default=None, ge=1, description="Value of spec.workers.replicas from which desired was derived."
+    )
     replicas: int = Field(default=0, ge=0, description="Number of worker pods.")
     ready: int = Field(default=0, ge=0, description="Number of ready worker pods.")
     slots_used: int = Field(

@@ -516,3 +516,48 @@ def test_a_job_whose_pods_are_gated_by_a_queue_is_queued() -> None:
     cluster.reconcile()
     assert "Queued" == cluster.status["state"]
     assert ("False", "Pending") == cluster.condition("QuotaReserved")
+
+
+def test_scaling_a_job_with_autoscaling_sets_the_number_from_which_it_continues() -> None:
+    cluster = running_job(workers={"replicas": 2, "autoscale": True, "minReplicas": 1, "maxReplicas": 6})
+    cluster.change(workers={"replicas": 4})
+    cluster.reconcile()
+    assert 4 == len(cluster.workers()) == cluster.status["workers"]["desired"]
+    for name in cluster.workers():
+        cluster.run(name)
+    idle = tuple(
+        EngineStatus(worker=name, max_running=16, assigned=0, idle_seconds=1000.0) for name in cluster.workers()[2:]
+    )
+    cluster.head = HeadStatus(engines=idle)
+    cluster.reconcile()
+    assert 2 == cluster.status["workers"]["desired"]
+    cluster.reconcile()
+    assert 2 == cluster.status["workers"]["desired"]
+
+
+@pytest.mark.parametrize("pod", ["math-worker-1", "math-head"])
+def test_a_pod_that_is_not_ready_in_time_counts_as_failed_and_is_replaced(pod: str) -> None:
+    cluster = SimulatedCluster(spec(lifecycle={"readyTimeoutSeconds": 600}))
+    cluster.reconcile()
+    for name in list(cluster.pods):
+        cluster.run(name, ready=name != pod)
+    stuck = cluster.pods[pod]["metadata"]["uid"]
+    cluster.now += 590
+    cluster.reconcile()
+    assert stuck == cluster.pods[pod]["metadata"]["uid"]
+    cluster.now += 20
+    cluster.reconcile()
+    assert 1 == cluster.status["failedPods"]
+    assert "NotReady" == cluster.status["failures"][0]["reason"]
+    cluster.finish_deletion(pod)
+    cluster.now += 10
+    cluster.reconcile()
+    assert stuck != cluster.pods[pod]["metadata"]["uid"]
+
+
+def test_a_pod_without_a_node_is_never_stuck() -> None:
+    cluster = SimulatedCluster(spec())
+    cluster.reconcile()
+    cluster.now += 10_000
+    cluster.reconcile()
+    assert 0 == cluster.status["failedPods"]

@@ -119,7 +119,10 @@ def test_a_history_in_the_message_store_needs_no_separate_url() -> None:
 
 def test_a_pod_template_adds_fields_but_cannot_change_the_identifying_labels() -> None:
     template = {
-        "metadata": {"labels": {"team": "rl", "app.kubernetes.io/managed-by": "me"}, "annotations": {"note": "x"}},
+        "metadata": {
+            "labels": {"team": "rl", "app.kubernetes.io/managed-by": "me"},
+            "annotations": {"note": "x", "karpenter.sh/do-not-disrupt": "false"},
+        },
         "spec": {
             "hostIPC": False,
             "containers": [{"name": "worker", "env": [{"name": "NCCL_DEBUG", "value": "INFO"}]}],
@@ -128,11 +131,51 @@ def test_a_pod_template_adds_fields_but_cannot_change_the_identifying_labels() -
     pod = worker_pod(job_context(workers={"podTemplate": template}), 3, replacement=True)
     assert "rl" == pod["metadata"]["labels"]["team"]
     assert "das-rollout" == pod["metadata"]["labels"]["app.kubernetes.io/managed-by"]
-    assert {"note": "x", "das.rollout.dev/replacement": "true"} == pod["metadata"]["annotations"]
+    assert {
+        "note": "x",
+        "karpenter.sh/do-not-disrupt": "false",
+        "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
+        "das.rollout.dev/replacement": "true",
+    } == pod["metadata"]["annotations"]
     assert "math-worker-3" == pod["metadata"]["name"]
     (container,) = pod["spec"]["containers"]
     assert "INFO" == next(variable["value"] for variable in container["env"] if variable["name"] == "NCCL_DEBUG")
     assert "worker:1" == container["image"]
+
+
+def test_the_head_has_requests_and_is_not_moved_by_autoscalers_of_nodes() -> None:
+    head = head_pod(job_context())
+    (container,) = head["spec"]["containers"]
+    assert {"requests": {"cpu": "500m", "memory": "1Gi"}} == container["resources"]
+    assert "true" == head["metadata"]["annotations"]["karpenter.sh/do-not-disrupt"]
+    (container,) = head_pod(job_context(head={"resources": {"cpu": "2"}}))["spec"]["containers"]
+    assert {"requests": {"cpu": "2"}, "limits": {"cpu": "2"}} == container["resources"]
+
+
+def test_the_cleanup_pod_takes_over_what_the_head_needs() -> None:
+    template = {
+        "spec": {
+            "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+            "containers": [
+                {
+                    "name": "head",
+                    "resources": {"limits": {"memory": "8Gi"}},
+                    "volumeMounts": [{"name": "ca", "mountPath": "/ca"}],
+                },
+                {"name": "sidecar", "image": "mesh"},
+            ],
+        }
+    }
+    toleration = {"key": "dedicated", "operator": "Exists"}
+    head = {"podTemplate": template, "tolerations": [toleration], "nodeSelector": {"pool": "cpu"}}
+    spec = cleanup_pod(job_context(head=head), delete_messages=False, reason="x")["spec"]
+    (container,) = spec["containers"]
+    assert "cleanup" == container["name"]
+    assert {"name": "ca", "mountPath": "/ca"} in container["volumeMounts"]
+    assert {"name": "ca", "configMap": {"name": "ca"}} in spec["volumes"]
+    assert {"cpu": "100m", "memory": "512Mi"} == container["resources"]["limits"]
+    assert toleration in spec["tolerations"]
+    assert {"pool": "cpu"} == spec["nodeSelector"]
 
 
 def test_the_manifest_in_the_pods_is_accepted_by_rollout_head() -> None:

@@ -3,7 +3,8 @@
     python -m benchmarks.recovery --json FILE
 
 A job with three workers, one engine each, decodes 12 rollouts of a tiny model all the time, on this machine's CPUs. The
-processes are those that pods run, and a supervisor restarts them as Kubernetes would.
+processes are those that pods run, and a supervisor restarts them as Kubernetes would. The workers have a lower CPU weight
+than the head (autogroup nice 10), because the head's pod requests CPU time and the workers' pods here request none.
 
 - **Engines** are killed with SIGKILL. Measured is the time until each rollout that a killed engine had is assigned to
   another engine, and how many tokens the job samples less per kill than without kills.
@@ -104,10 +105,11 @@ class Job:
         file.write_text(yaml.safe_dump(manifest))
         common = ["-f", str(file), "--redis", self.url, "--uid", UID]
         rollout = [sys.executable, "-m", "rollout_worker.cli"]
+        with_low_weight = ["sh", "-c", 'echo 10 > /proc/self/autogroup; exec "$0" "$@"']
         self._supervisor.start("head", [*rollout, "head", *common, "--http-port", str(free_port())])
         for number in range(WORKERS):
             name = f"worker-{number}"
-            self._supervisor.start(name, [*rollout, "worker", *common, "--name", name])
+            self._supervisor.start(name, [*with_low_weight, *rollout, "worker", *common, "--name", name])
 
     def close(self) -> None:
         """Kill everything."""

@@ -84,6 +84,41 @@ def is_true(conditions: Iterable[Mapping[str, Any]], kind: ConditionType) -> boo
     return any(condition["type"] == kind and condition["status"] == "True" for condition in conditions)
 
 
+_READY_STATES = frozenset({State.RUNNING, State.SUSPENDED, State.SUCCEEDED})
+_EXPLANATIONS = (
+    ConditionType.ACCEPTED,
+    ConditionType.QUOTA_RESERVED,
+    ConditionType.WORKERS_READY,
+    ConditionType.ENGINE_READY,
+)
+"""Conditions of which the first that is not True explains why a job is not ready."""
+
+
+def set_summary(conditions: Conditions, state: State) -> None:
+    """Set the conditions Ready and Stalled, which summarize the others.
+
+    They follow kstatus (sigs.k8s.io/cli-utils): a job that has failed, or whose manifest is invalid, is stalled; one
+    that has reached the state which its spec asks for is ready.
+    """
+    failed = conditions.current.get(ConditionType.FAILED)
+    if state in _READY_STATES:
+        conditions.set(ConditionType.READY, "True", state)
+    elif failed is not None and failed.status == "True":
+        conditions.set(ConditionType.READY, "False", failed.reason, failed.message)
+    else:
+        found = (conditions.current.get(kind) for kind in _EXPLANATIONS)
+        cause = next((condition for condition in found if condition is not None and condition.status != "True"), None)
+        if state is State.SUSPENDING or cause is None:
+            conditions.set(ConditionType.READY, "False", state)
+        else:
+            conditions.set(ConditionType.READY, "False", cause.reason, cause.message)
+    ready = conditions.current[ConditionType.READY]
+    if state is State.FAILED or conditions.is_false(ConditionType.ACCEPTED):
+        conditions.set(ConditionType.STALLED, "True", ready.reason, ready.message)
+    else:
+        conditions.set(ConditionType.STALLED, "False", state)
+
+
 def derive_state(conditions: Conditions, *, suspending: bool) -> State:
     """Return the one-word state that summarizes the conditions."""
     for kind, state in (

@@ -16,7 +16,7 @@ from rollout_api.manifest.status import (
 )
 from rollout_operator import names
 from rollout_operator.actions import Apply, Create, DeleteJob, Event, Plan, PlanBuilder, SetFinalizer
-from rollout_operator.conditions import Conditions, derive_state, format_timestamp, is_true
+from rollout_operator.conditions import Conditions, derive_state, format_timestamp, is_true, set_summary
 from rollout_operator.failures import FailureAction, backoff_delay, classify_failure
 from rollout_operator.head_status import STATUS_PERIOD_S, HeadStatus
 from rollout_operator.job_context import JobContext
@@ -62,11 +62,9 @@ class JobReconciler:
         else:
             self._reconcile_active()
         suspending = self.job.spec.lifecycle.suspend and not self.conditions.is_true(ConditionType.SUSPENDED)
-        self._update_status(
-            observed_generation=self.generation,
-            state=derive_state(self.conditions, suspending=suspending),
-            connection=connection(self.context),
-        )
+        state = derive_state(self.conditions, suspending=suspending)
+        set_summary(self.conditions, state)
+        self._update_status(observed_generation=self.generation, state=state, connection=connection(self.context))
         status = self.status.model_dump(mode="json", by_alias=True, exclude_none=True)
         status["conditions"] = self.conditions.dump()
         changed = status != self.observed.status
@@ -363,6 +361,7 @@ class JobReconciler:
             requested=self.job.spec.workers.replicas if desired else None,
             replicas=len(live),
             ready=ready,
+            gpus=len(live) * self.job.spec.workers.gpus_per_worker,
             slots_used=max([self.status.workers.slots_used, *(pod.slot + 1 for pod in pods)]),
             summary=f"{ready}/{desired}",
             selector=",".join(f"{name}={value}" for name, value in sorted(selector.items())),

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from rollout_api.manifest.rollout_job import OPERATOR, FieldError, ManifestError
 from rollout_api.manifest.status import ConditionType
 from rollout_operator.actions import Event, Plan
-from rollout_operator.conditions import Conditions, derive_state
+from rollout_operator.conditions import Conditions, derive_state, set_summary
 from rollout_operator.job_context import JobContext
 from rollout_operator.job_reconciler import JobReconciler
 from rollout_operator.observed import Observed
@@ -66,10 +66,12 @@ def _plan_invalid(observed: Observed, error: ManifestError) -> Plan:
     conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, generation)
     message = "; ".join(f"{field_error.path}: {field_error.message}" for field_error in error.errors)
     conditions.set(ConditionType.ACCEPTED, "False", "Invalid", message)
+    state = derive_state(conditions, suspending=False)
+    set_summary(conditions, state)
     status = {
         **observed.status,
         "observedGeneration": generation,
-        "state": derive_state(conditions, suspending=False),
+        "state": state,
         "conditions": conditions.dump(),
     }
     if status == observed.status:

@@ -35,6 +35,10 @@ class ConditionType(StrEnum):
     """The job was closed, or its dataset is finished, and all requests are answered."""
     FAILED = "Failed"
     """The job has ended without success."""
+    READY = "Ready"
+    """The job is in the state that its spec asks for. Tools such as ``kubectl wait``, Argo CD and Flux read this."""
+    STALLED = "Stalled"
+    """The job will not become ready without a change of its spec; a convention of kstatus."""
 
 
 class State(StrEnum):
@@ -75,6 +79,7 @@ class WorkersStatus(ManifestModel):
     )
     replicas: int = Field(default=0, ge=0, description="Number of worker pods.")
     ready: int = Field(default=0, ge=0, description="Number of ready worker pods.")
+    gpus: int = Field(default=0, ge=0, description="Number of GPUs of the worker pods.")
     slots_used: int = Field(
         default=0,
         ge=0,

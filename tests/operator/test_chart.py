@@ -82,6 +82,21 @@ def test_an_operator_of_some_namespaces_may_read_nodes_on_request() -> None:
     assert [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}] == rules
 
 
+def test_people_get_access_through_the_aggregated_roles_on_request() -> None:
+    roles = {
+        manifest["metadata"]["name"]: manifest
+        for manifest in render(rbac={"aggregateRoles": True})
+        if manifest["kind"] == "ClusterRole"
+    }
+    view, edit = roles["das-rolloutjobs-view"], roles["das-rolloutjobs-edit"]
+    assert "true" == view["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-view"]
+    assert "true" == edit["metadata"]["labels"]["rbac.authorization.k8s.io/aggregate-to-edit"]
+    assert {"get", "list", "watch"} == {verb for rule in view["rules"] for verb in rule["verbs"]}
+    assert not {"das-rolloutjobs-view", "das-rolloutjobs-edit"} & {
+        manifest["metadata"]["name"] for manifest in render()
+    }
+
+
 def test_the_crd_is_kept_on_uninstall_and_can_be_omitted() -> None:
     (crd,) = [resource for resource in render() if resource["kind"] == "CustomResourceDefinition"]
     assert "keep" == crd["metadata"]["annotations"]["helm.sh/resource-policy"]

@@ -561,3 +561,32 @@ def test_a_pod_without_a_node_is_never_stuck() -> None:
     cluster.now += 10_000
     cluster.reconcile()
     assert 0 == cluster.status["failedPods"]
+
+
+def test_the_conditions_for_other_tools_summarize_the_job() -> None:
+    cluster = SimulatedCluster(spec())
+    cluster.reconcile()
+    assert ("False", "Starting") == cluster.condition("Ready")
+    assert ("False", "Starting") == cluster.condition("Stalled")
+
+    cluster = running_job()
+    assert ("True", "Running") == cluster.condition("Ready")
+    cluster.change(lifecycle={"suspend": True})
+    cluster.execute(cluster.plan())
+    assert ("False", "Suspending") == cluster.condition("Ready")
+    for _ in range(2):
+        for name in list(cluster.pods):
+            cluster.finish_deletion(name)
+        cluster.reconcile()
+    assert ("True", "Suspended") == cluster.condition("Ready")
+
+    cluster = running_job(lifecycle={"backoffLimit": 0})
+    cluster.terminate("math-worker-0", 1)
+    cluster.reconcile()
+    assert ("False", "BackoffLimitExceeded") == cluster.condition("Ready")
+    assert ("True", "BackoffLimitExceeded") == cluster.condition("Stalled")
+
+    cluster = SimulatedCluster(spec(redis={"url": "unix:///redis"}))
+    cluster.reconcile()
+    assert ("False", "Invalid") == cluster.condition("Ready")
+    assert ("True", "Invalid") == cluster.condition("Stalled")

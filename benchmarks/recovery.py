@@ -3,8 +3,9 @@
     python -m benchmarks.recovery --json FILE
 
 A job with three workers, one engine each, decodes 12 rollouts of a tiny model all the time, on this machine's CPUs. The
-processes are those that pods run, and a supervisor restarts them as Kubernetes would. The workers have a lower CPU weight
-than the head (autogroup nice 10), because the head's pod requests CPU time and the workers' pods here request none.
+processes are those that pods run, and a supervisor restarts them as Kubernetes would. The workers have a lower CPU
+weight than the head (autogroup nice 10), because the head's pod requests CPU time and the workers' pods here request
+none.
 
 - **Engines** are killed with SIGKILL. Measured is the time until each rollout that a killed engine had is assigned to
   another engine, and how many tokens the job samples less per kill than without kills.

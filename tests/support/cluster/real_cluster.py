@@ -95,9 +95,20 @@ class RealCluster:
         values = {"redis.storage": "", "crds.install": str(crd_is_missing).lower(), **self._values}
         settings = [f"--set={name}={value}" for name, value in values.items()]
         self.helm(
-            "upgrade", "--install", RELEASE, str(CHART), "--create-namespace", "--wait", "--timeout=5m", *settings
+            "upgrade",
+            "--install",
+            RELEASE,
+            str(self.chart()),
+            "--create-namespace",
+            "--wait",
+            "--timeout=5m",
+            *settings,
         )
         self._installed_crd = crd_is_missing
+
+    def chart(self) -> Path:
+        """Return the directory of the chart."""
+        return CHART
 
     def _serves_jobs(self) -> bool:
         # Unlike "kubectl get rolloutjobs", this does not use kubectl's cache of the discovery.
@@ -298,6 +309,15 @@ class OwnCluster(RealCluster):
         values = {"redis.image": f"das-rollout-base:{VERSION}"}
         super().__init__(control_plane.kubeconfig, control_plane.binaries / "bin/kubectl", values)
         self.control_plane, self.node = control_plane, node
+
+    def chart(self) -> Path:
+        """Return a copy of the chart for this cluster, on which a current server checks the rules of the CRD."""
+        copy = self.control_plane.directory / CHART.name
+        shutil.copytree(CHART, copy, dirs_exist_ok=True)
+        description = yaml.safe_load((CHART / "Chart.yaml").read_text())
+        del description["kubeVersion"]
+        (copy / "Chart.yaml").write_text(yaml.safe_dump(description))
+        return copy
 
     @contextmanager
     def redis_address(self) -> Iterator[str]:

@@ -1,0 +1,92 @@
+"""Every manifest that the chart renders and the operator creates fits the API schemas of all supported releases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+from rollout_operator import names
+from rollout_operator.cluster_info import ClusterInfo
+from rollout_operator.job_context import JobContext
+from rollout_operator.owned_objects import owned_objects
+from rollout_operator.pods import cleanup_pod, head_pod, worker_pod
+
+from rollout_api import parse_job
+from rollout_api.manifest.status import PodGroup
+from tests.support.cluster.chart import render_chart
+
+RELEASES = [f"1.{minor}" for minor in range(29, 38)]
+"""The releases of which kubernetes-validate has the schemas, from the first that the CRD's rules need."""
+VALUES: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": {
+        "redis": {"users": True, "storageClassName": "fast"},
+        "monitoring": {"podMonitor": True, "dashboard": True, "labels": {"release": "prometheus"}},
+        "rbac": {"aggregateRoles": True},
+        "operator": {"nodeSelector": {"pool": "system"}, "tolerations": [{"operator": "Exists"}], "replicas": 3},
+        "image": {"pullSecrets": [{"name": "registry"}]},
+    },
+    "some namespaces": {"operator": {"namespaces": ["a", "b"], "readNodes": True}},
+    "own Redis": {"redis": {"bundled": False}, "history": {"redis": {"existingSecret": "redis"}}},
+    "minimum": {"redis": {"bundled": False}, "history": {"enabled": False}, "networkPolicies": False},
+}
+SPEC: dict[str, Any] = {
+    "source": {"trainer": {}},
+    "model": {"uri": "Qwen/Qwen3-32B", "tokenSecretRef": {"name": "hf", "key": "token"}},
+    "engine": {"tensorParallelSize": 4},
+    "workers": {
+        "replicas": 4,
+        "gpusPerWorker": 8,
+        "accelerator": "nvidia-h100",
+        "resources": {"cpu": "32", "memory": "512Gi"},
+        "tolerations": [{"key": "gpu", "operator": "Exists", "effect": "NoSchedule"}],
+        "nodeSelector": {"pool": "gpu"},
+    },
+    "weights": {"persistentVolumeClaim": "weights"},
+    "image": {"pullPolicy": "Always", "pullSecrets": [{"name": "registry"}]},
+    "priorityClassName": "high",
+}
+NOT_BUILT_IN = ("CustomResourceDefinition", "PodMonitor")
+"""Kinds that kubernetes-validate does not know. The API server checks the CRD when a test installs it."""
+
+
+def created_objects() -> list[dict[str, Any]]:
+    """Return everything that the operator creates for a job in a queue."""
+    metadata = {"name": "math", "namespace": "rl"}
+    manifest = {"apiVersion": "das.rollout.dev/v1alpha1", "kind": "RolloutJob", "metadata": metadata, "spec": SPEC}
+    group = PodGroup(name="math-1", queue="research", total_count=2)
+    context = JobContext(parse_job(manifest), "uid", {names.QUEUE_LABEL: "research"}, "worker:1", group)
+    return [
+        head_pod(context),
+        worker_pod(context, 0, replacement=True),
+        worker_pod(context, 3, replacement=False),
+        cleanup_pod(context, delete_messages=True, reason="deleted"),
+        *owned_objects(context, ClusterInfo(), workers=4),
+    ]
+
+
+def check(manifests: list[dict[str, Any]], release: str) -> None:
+    """Raise ValidationError for the first manifest that does not fit the schemas of a release."""
+    for manifest in manifests:
+        if manifest["kind"] not in NOT_BUILT_IN:
+            kubernetes_validate.validate(manifest, release, strict=True)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_objects_of_a_job_fit_the_schemas(release: str) -> None:
+    check(created_objects(), release)
+
+
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_the_chart_fits_the_schemas(values: dict[str, Any]) -> None:
+    manifests = render_chart("rl", **values)
+    for release in RELEASES:
+        check(manifests, release)
+
+
+def test_a_misspelt_field_does_not_fit() -> None:
+    pod, *_ = created_objects()
+    pod["spec"]["restartPolicies"] = "Never"
+    with pytest.raises(kubernetes_validate.ValidationError, match="restartPolicies"):
+        check([pod], RELEASES[-1])

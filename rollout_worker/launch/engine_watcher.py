@@ -50,6 +50,10 @@ class EngineWatcher:
         self._thread.join()
         self._forget(list(self._descriptors))
 
+    def watched(self) -> set[str]:
+        """Return the ids of the engines whose processes are watched."""
+        return set(self._descriptors)
+
     def _run(self) -> None:
         scanned_at = float("-inf")
         while not self._stopping.is_set():

@@ -1,0 +1,94 @@
+"""The processes of a job's coordinator and relay: restarts, the end of the job, and a second head."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import redis
+
+from rollout_api import RolloutClient
+from rollout_worker.engine.errors import EngineError
+from rollout_worker.job.services import Service
+from rollout_worker.job.setup import JobSetup
+from rollout_worker.launch.services import JobServices
+from tests.support.ports import free_port
+from tests.support.waiting import wait_for
+
+MANIFEST = {
+    "apiVersion": "das.rollout.dev/v1alpha1",
+    "kind": "RolloutJob",
+    "metadata": {"name": "services"},
+    "spec": {"source": {"trainer": {}}, "model": {"uri": "any/model"}, "workers": {"gpusPerWorker": 0}},
+}
+START_S = 30.0
+"""Seconds until a process has started and published its first state, on a busy machine."""
+
+
+@pytest.fixture
+def setup(redis_url: str) -> JobSetup:
+    return JobSetup(MANIFEST, "services", redis_url, 100, "fingerprint", http_port=free_port())
+
+
+@pytest.fixture
+def services(setup: JobSetup) -> Iterator[JobServices]:
+    running = JobServices(setup)
+    running.start()
+    yield running
+    running.stop()
+    assert not processes()
+
+
+def processes() -> dict[str, psutil.Process]:
+    """Return the running services of this process by name."""
+    found = {}
+    for child in psutil.Process().children():
+        try:
+            line = child.cmdline()
+        except psutil.Error:
+            continue
+        if "rollout_worker.job.services" in line and child.status() != psutil.STATUS_ZOMBIE:
+            found[line[-1]] = child
+    return found
+
+
+def coordinator_number(setup: JobSetup) -> int:
+    """Return the number of the last coordinator that took over."""
+    server: Any = redis.Redis.from_url(setup.redis_url)
+    return int(server.get(setup.keys.fencing_token) or 0)
+
+
+def test_both_processes_are_restarted(setup: JobSetup, services: JobServices) -> None:
+    wait_for(lambda: coordinator_number(setup) == 1, START_S)
+    first = wait_for(lambda: len(found := processes()) == 2 and found, START_S)
+    for process in first.values():
+        process.kill()
+    wait_for(lambda: coordinator_number(setup) == 2, START_S)
+    second = wait_for(lambda: len(found := processes()) == 2 and found, START_S)
+    assert set(Service) == set(second)
+    assert not {process.pid for process in first.values()} & {process.pid for process in second.values()}
+    assert not services.ended()
+
+
+def test_the_services_end_with_the_job(setup: JobSetup, services: JobServices) -> None:
+    wait_for(lambda: coordinator_number(setup) == 1, START_S)
+    with RolloutClient.connect(setup.redis_url, uid=setup.uid, name="trainer") as client:
+        client.close_job()
+    wait_for(services.ended, START_S)
+
+
+def test_a_head_ends_when_another_one_has_taken_over(setup: JobSetup, services: JobServices) -> None:
+    wait_for(lambda: coordinator_number(setup) == 1, START_S)
+    redis.Redis.from_url(setup.redis_url).incr(setup.keys.fencing_token)
+
+    def is_superseded() -> bool:
+        try:
+            services.ended()
+        except EngineError as error:
+            return "another head" in str(error)
+        return False
+
+    wait_for(is_superseded, START_S)
+    assert [Service.RELAY] == list(processes())

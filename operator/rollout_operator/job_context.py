@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from rollout_api.manifest.field_types import SecretKey
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, RolloutJob, parse_job
-from rollout_api.manifest.status import PodGroup
+from rollout_api.manifest.status import PodGroup, Revision
 from rollout_operator import names
 from rollout_operator.observed import Manifest, Observed
+from rollout_operator.revisions import with_revision
 
 DEFAULT_REDIS_SECRET = SecretKey(name="rollout-redis", key="url")
 
@@ -35,12 +36,14 @@ class JobContext:
     """Labels of the RolloutJob itself."""
     default_image: str
     """Image of the job's pods if the manifest names none."""
+    revision: Revision | None = None
+    """The settings of new pods, which ``job`` has; None before the first pod is created."""
     pod_group: PodGroup | None = None
     """The pods that Kueue admits as a whole; None if the job is in no queue, or was running when it was put in one."""
 
     @classmethod
-    def from_observed(cls, observed: Observed) -> Self:
-        """Validate the observed job.
+    def from_spec(cls, observed: Observed) -> Self:
+        """Validate the observed job, and return a context for pods of its current spec.
 
         Raises:
             ManifestError: if the manifest is invalid.
@@ -52,8 +55,23 @@ class JobContext:
             metadata["uid"],
             metadata.get("labels") or {},
             observed.default_image,
-            None if pod_group is None else PodGroup.model_validate(pod_group),
+            pod_group=None if pod_group is None else PodGroup.model_validate(pod_group),
         )
+
+    @classmethod
+    def from_observed(cls, observed: Observed) -> Self:
+        """Validate the observed job, and return a context for new pods.
+
+        Raises:
+            ManifestError: if the manifest is invalid.
+        """
+        context = cls.from_spec(observed)
+        revision = observed.status.get("revision")
+        return context if revision is None else context.pinned_to(Revision.model_validate(revision))
+
+    def pinned_to(self, revision: Revision) -> Self:
+        """Return a context for pods of a revision."""
+        return replace(self, job=with_revision(self.job, revision), default_image=revision.image, revision=revision)
 
     @property
     def name(self) -> str:

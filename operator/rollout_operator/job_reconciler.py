@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_api.manifest.status import (
     ConditionType,
     Failure,
     PodGroup,
     ProgressStatus,
+    Revision,
     RolloutJobStatus,
     WorkersStatus,
 )
@@ -23,7 +24,9 @@ from rollout_operator.job_context import JobContext
 from rollout_operator.object_diff import needs_apply
 from rollout_operator.observed import Observed, PodView, parse_timestamp
 from rollout_operator.owned_objects import connection, owned_objects
+from rollout_operator.pod_checks import check_pods_can_run
 from rollout_operator.pod_reconciler import PodReconciler
+from rollout_operator.revisions import changed_settings, revision_of
 from rollout_operator.running_conditions import RunningConditions
 from rollout_operator.scaling import desired_workers
 from rollout_operator.teardown import delete_pods, release_quota, run_cleanup
@@ -51,6 +54,7 @@ class JobReconciler:
         self.status = RolloutJobStatus.model_validate(status_fields)
         self.conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, self.generation)
         self.recorded_failures = {failure.uid for failure in self.status.failures}
+        self.wanted_context = JobContext.from_spec(observed)
 
     def plan(self) -> Plan:
         """Return what to do about the job."""
@@ -285,7 +289,7 @@ class JobReconciler:
             "Suspended",
             "The job has no pods. Its unfinished rollouts are in Redis and continue from there when it resumes.",
         )
-        self._update_status(pod_group=None)
+        self._update_status(pod_group=None, revision=None)
         if self.status.start_time is not None:
             self._update_status(active_seconds=int(self._active_seconds()), start_time=None)
         if self.conditions.transition(ConditionType.SUSPENDED):
@@ -299,6 +303,7 @@ class JobReconciler:
             self.builder.actions.append(SetFinalizer(True))
         if self.status.start_time is None:
             self._update_status(start_time=format_timestamp(self.observed.now))
+        self._pin_revision()
         self._form_pod_group()
         live = [pod.name for pod in self.observed.component(names.WORKER) if not pod.deleting and not pod.terminated]
         desired = desired_workers(self.job.spec.workers, self._previously_desired(), self.observed.head, live)
@@ -310,10 +315,59 @@ class JobReconciler:
         pods = PodReconciler(self.observed, self.context, self.builder, self.recorded_failures, backoff)
         pods.reconcile_head()
         workers = pods.reconcile_workers(desired, self.status.workers.slots_used)
+        self._update_pods(pods, desired)
         self._update_status(workers=self._workers_status(desired, workers))
         self._update_progress()
         RunningConditions(self.observed, self.context, self.builder, self.conditions).update(desired, workers)
         self.builder.requeue(STATUS_PERIOD_S)
+
+    def _pin_revision(self) -> None:
+        """Let new pods have the settings of the current spec, if all pods may have them."""
+        has_pods = bool(self.observed.component(names.HEAD) or self.observed.component(names.WORKER))
+        wanted = self._wanted_revision
+        rolls = self._can_roll and not self._invalid_update()
+        if self.status.revision is None or not has_pods or (rolls and self.status.revision != wanted):
+            self._update_status(revision=wanted)
+            self.context = self.wanted_context.pinned_to(wanted)
+            self.job = self.context.job
+
+    @property
+    def _wanted_revision(self) -> Revision:
+        return revision_of(self.wanted_context.job, self.observed.default_image)
+
+    @property
+    def _can_roll(self) -> bool:
+        """Whether pods are replaced one by one. Kueue would take a group with different pods for another one."""
+        return self.job.spec.lifecycle.update_strategy == "RollingUpdate" and self.context.pod_group is None
+
+    def _invalid_update(self) -> str:
+        """Return why pods cannot be created from the current spec; empty if they can."""
+        try:
+            check_pods_can_run(self.wanted_context)
+        except ManifestError as error:
+            return "; ".join(f"{one.path}: {one.message}" for one in error.errors)
+        return ""
+
+    def _update_pods(self, pods: PodReconciler, desired: int) -> None:
+        """Replace pods of an earlier revision, or report that they exist."""
+        kind, revision, wanted = ConditionType.UP_TO_DATE, self.status.revision, self._wanted_revision
+        if revision is not None and revision != wanted:
+            changes = ", ".join(changed_settings(revision, wanted))
+            invalid = self._invalid_update()
+            if invalid:
+                self.conditions.set(kind, "False", "InvalidUpdate", f"The pods keep their settings. {invalid}"[:1000])
+            else:
+                self.conditions.set(
+                    kind,
+                    "False",
+                    "ChangesPending",
+                    f"These settings have changed and reach the pods when the job is suspended and resumed: {changes}. "
+                    "lifecycle.updateStrategy: RollingUpdate replaces the pods of a job that is in no queue.",
+                )
+        elif self._can_roll and pods.replace_outdated(desired):
+            self.conditions.set(kind, "False", "Updating", "Pods are being replaced one by one.")
+        else:
+            self.conditions.set(kind, "True", "UpToDate", "The pods have the settings of the spec.")
 
     def _previously_desired(self) -> int | None:
         """Return the number of workers from which autoscaling continues; None for ``replicas``.

@@ -46,6 +46,8 @@ class PodView:
 
     Kueue retains a pod of a group in this way until the group has another pod in its place.
     """
+    revision: str
+    """Hash of the settings with which the pod was created; empty if an earlier operator version has created it."""
     in_pod_group: bool
     """Whether the pod belongs to the group that Kueue admits as a whole."""
     ready: bool
@@ -92,6 +94,7 @@ class PodView:
             retained=bool(
                 metadata.get("deletionTimestamp") and metadata.get("finalizers") and not has_running_containers
             ),
+            revision=labels.get(names.REVISION_LABEL, ""),
             in_pod_group=names.POD_GROUP_LABEL in labels,
             ready=conditions.get("Ready", {}).get("status") == "True",
             unready_since=_unready_since(metadata, spec, conditions),

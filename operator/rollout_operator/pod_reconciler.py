@@ -69,6 +69,23 @@ class PodReconciler:
     def _retained_names(self) -> set[str]:
         return {pod.name for pod in self.observed.pods if pod.retained}
 
+    def replace_outdated(self, desired: int) -> bool:
+        """Delete one pod of an earlier revision, if all pods are ready: a worker, or the head once no worker is left.
+
+        Args:
+            desired: the desired number of workers.
+
+        Returns:
+            Whether there is a pod of an earlier revision.
+        """
+        revision = self.context.revision
+        workers, heads = self.observed.component(names.WORKER), self.observed.component(names.HEAD)
+        pods = [pod for pod in (*workers, *heads) if not pod.retained]
+        outdated = [pod for pod in pods if revision is not None and pod.revision != revision.hash and not pod.deleting]
+        if outdated and len(pods) == desired + 1 and all(pod.ready and not pod.deleting for pod in pods):
+            self.builder.actions.append(DeletePod(outdated[0].name, outdated[0].uid))
+        return bool(outdated)
+
     def _remove_terminated(self, pods: list[PodView]) -> tuple[list[PodView], list[PodView]]:
         """Delete the pods that have terminated or are stuck, except those whose failure has yet to be recorded.
 

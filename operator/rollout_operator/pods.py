@@ -219,6 +219,9 @@ def _pod(
         "containers": [container],
         "volumes": volumes,
     }
+    labels = names.labels(context.name, component)
+    if context.revision is not None:
+        labels[names.REVISION_LABEL] = context.revision.hash
     if node_selector:
         pod_spec["nodeSelector"] = dict(node_selector)
     if spec.image.pull_secrets:
@@ -231,7 +234,7 @@ def _pod(
         "metadata": {
             "name": name,
             "namespace": context.job.metadata.namespace,
-            "labels": names.labels(context.name, component),
+            "labels": labels,
             "annotations": dict(_DO_NOT_DISRUPT),
             "ownerReferences": [context.owner_reference],
         },

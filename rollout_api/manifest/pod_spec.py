@@ -261,6 +261,12 @@ class Lifecycle(ManifestModel):
         description="Seconds for which a pod with a node may not be ready, while its image is pulled, the model is "
         "downloaded and loaded, or later. Then it is considered failed, with the reason NotReady, and replaced.",
     )
+    update_strategy: Literal["OnResume", "RollingUpdate"] = Field(
+        default="OnResume",
+        description="When changes of image, head, workers and priorityClassName reach the pods, except for the number "
+        "of workers: when the job is resumed after a suspension, or at once, one worker after the other and then the "
+        "head. The same holds for another default image of the operator.",
+    )
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy)
     active_deadline_seconds: int | None = Field(
         default=None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from rollout_api.manifest.field_types import ManifestModel
 
@@ -35,6 +35,8 @@ class ConditionType(StrEnum):
     """The job was closed, or its dataset is finished, and all requests are answered."""
     FAILED = "Failed"
     """The job has ended without success."""
+    UP_TO_DATE = "UpToDate"
+    """All pods have the settings of the spec."""
     READY = "Ready"
     """The job is in the state that its spec asks for. Tools such as ``kubectl wait``, Argo CD and Flux read this."""
     STALLED = "Stalled"
@@ -116,6 +118,16 @@ class PodGroup(ManifestModel):
     total_count: int = Field(ge=1, description="Number of pods of the group.")
 
 
+class Revision(ManifestModel):
+    """The settings with which new pods are created, while the spec may have changed."""
+
+    hash: str = Field(description="Hash of the settings; each pod has it as a label.")
+    image: str = Field(description="Image of the pods.")
+    settings: dict[str, JsonValue] = Field(
+        default_factory=dict, description="The sections of the spec that determine the pods, without default values."
+    )
+
+
 class Failure(ManifestModel):
     """A failed pod. The latest are kept in the status, because the pods themselves are deleted."""
 
@@ -170,6 +182,9 @@ class RolloutJobStatus(ManifestModel):
         list[str], Field(json_schema_extra={"items": {"type": "string", "format": "date-time"}})
     ] = Field(default_factory=list, description="When the pods that failedPods counts have failed.")
     failures: list[Failure] = Field(default_factory=list, description="The latest failures.")
+    revision: Revision | None = Field(
+        default=None, description="The settings with which new pods are created; none while the job is suspended."
+    )
     pod_group: PodGroup | None = Field(default=None, description="The pods that Kueue admits as a whole.")
     connection: Connection | None = None
     start_time: str | None = Field(

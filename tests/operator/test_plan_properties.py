@@ -26,12 +26,26 @@ class JobLifecycle(RuleBasedStateMachine):
         limit=st.integers(0, 3),
         ttl=st.none() | st.integers(0, 100),
         queued=st.booleans(),
+        rolls=st.booleans(),
         data=st.data(),
     )
     def create_job(
-        self, replicas: int, autoscale: bool, limit: int, ttl: int | None, queued: bool, data: st.DataObject
+        self,
+        replicas: int,
+        autoscale: bool,
+        limit: int,
+        ttl: int | None,
+        queued: bool,
+        rolls: bool,
+        data: st.DataObject,
     ) -> None:
-        lifecycle: dict[str, Any] = {"backoffLimit": limit, "backoffWindowSeconds": 10**9}
+        lifecycle: dict[str, Any] = {
+            "backoffLimit": limit,
+            "backoffWindowSeconds": 10**9,
+            "readyTimeoutSeconds": 10**9,
+        }
+        if rolls:
+            lifecycle["updateStrategy"] = "RollingUpdate"
         if ttl is not None:
             lifecycle["ttlSecondsAfterFinished"] = ttl
         self.max_workers = replicas + 2 if autoscale else replicas
@@ -147,6 +161,11 @@ class JobLifecycle(RuleBasedStateMachine):
         if workers.get("minReplicas", 1) <= replicas <= workers.get("maxReplicas", replicas):
             self.cluster.change(workers={"replicas": replicas})
             self.max_workers = max(self.max_workers, replicas)
+
+    @precondition(lambda self: self.cluster.job is not None)
+    @rule(image=st.sampled_from(["worker:1", "worker:2"]))
+    def change_image(self, image: str) -> None:
+        self.cluster.change(image={"name": image})
 
     @precondition(lambda self: self.cluster.job is not None)
     @rule(confirmed=st.sampled_from([False] * 9 + [True]))

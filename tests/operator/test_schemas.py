@@ -56,7 +56,7 @@ def created_objects() -> list[dict[str, Any]]:
     metadata = {"name": "math", "namespace": "rl"}
     manifest = {"apiVersion": "das.rollout.dev/v1alpha1", "kind": "RolloutJob", "metadata": metadata, "spec": SPEC}
     group = PodGroup(name="math-1", queue="research", total_count=2)
-    context = JobContext(parse_job(manifest), "uid", {names.QUEUE_LABEL: "research"}, "worker:1", group)
+    context = JobContext(parse_job(manifest), "uid", {names.QUEUE_LABEL: "research"}, "worker:1", pod_group=group)
     return [
         head_pod(context),
         worker_pod(context, 0, replacement=True),

@@ -45,6 +45,7 @@ class SimulatedCluster:
     objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     rejections: tuple[Rejection, ...] = ()
+    default_image: str = "worker:1"
     lost_nodes: set[str] = field(default_factory=set)
     queued: bool = False
     """Whether the job is in a queue of Kueue."""
@@ -75,7 +76,7 @@ class SimulatedCluster:
             objects=copy.deepcopy(self.objects),
             now=self.now,
             cluster=ClusterInfo(),
-            default_image="worker:1",
+            default_image=self.default_image,
             last_head_status=self.head,
             lost_nodes=frozenset(self.lost_nodes),
             rejections=self.rejections,

@@ -91,6 +91,9 @@ class RealCluster:
 
     def install(self) -> None:
         """Install the chart with a Redis that needs no storage class, and the CRD unless it is installed already."""
+        labels = {"pod-security.kubernetes.io/enforce": "restricted"}  # Kubernetes 1.20 ignores it
+        namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE, "labels": labels}}
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(namespace))
         crd_is_missing = not self._serves_jobs()
         values = {"redis.storage": "", "crds.install": str(crd_is_missing).lower(), **self._values}
         settings = [f"--set={name}={value}" for name, value in values.items()]
@@ -99,7 +102,6 @@ class RealCluster:
             "--install",
             RELEASE,
             str(self.chart()),
-            "--create-namespace",
             "--wait",
             "--timeout=5m",
             *settings,

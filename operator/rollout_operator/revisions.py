@@ -1,0 +1,57 @@
+"""The settings with which a job's pods are created, which stay the same while the spec changes. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+from rollout_api.manifest.rollout_job import RolloutJob, parse_job
+from rollout_api.manifest.status import Revision
+
+_SECTIONS = ("image", "head", "priority_class_name")
+_SCALING = frozenset(
+    {"replicas", "min_replicas", "max_replicas", "autoscale", "idle_seconds", "max_pending_replacements"}
+)
+"""Fields of ``workers`` that concern the number of workers, not their pods. They take effect at once."""
+
+
+def revision_of(job: RolloutJob, default_image: str) -> Revision:
+    """Return the revision of pods that are created from the current spec of a job."""
+    spec = job.spec
+    settings = spec.model_dump(
+        mode="json",
+        by_alias=True,
+        exclude_none=True,
+        exclude_defaults=True,
+        include={**dict.fromkeys(_SECTIONS, True), "workers": set(type(spec.workers).model_fields) - _SCALING},
+    )
+    image = spec.image.name or default_image
+    text = json.dumps([image, settings], sort_keys=True)
+    return Revision(hash=hashlib.sha256(text.encode()).hexdigest()[:10], image=image, settings=settings)
+
+
+def with_revision(job: RolloutJob, revision: Revision) -> RolloutJob:
+    """Return a job whose pods are those of an earlier revision."""
+    manifest = job.model_dump(mode="json", by_alias=True, exclude_none=True)
+    pinned: dict[str, Any] = dict(revision.settings)
+    workers = job.spec.workers.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(_SCALING))
+    spec = {name: section for name, section in manifest["spec"].items() if name not in ("image", "head")}
+    spec.pop("priorityClassName", None)
+    spec |= {**pinned, "workers": {**pinned.get("workers", {}), **workers}}
+    return parse_job({**manifest, "spec": spec})
+
+
+def changed_settings(old: Revision, new: Revision) -> list[str]:
+    """Return the paths of the settings in which two revisions differ, below ``spec``."""
+    paths = []
+    for section in sorted({*old.settings, *new.settings}):
+        one, other = old.settings.get(section), new.settings.get(section)
+        if not isinstance(one, dict | None) or not isinstance(other, dict | None):
+            paths += [section] if one != other else []
+            continue
+        fields = sorted({*(one or {}), *(other or {})})
+        paths += [f"{section}.{name}" for name in fields if (one or {}).get(name) != (other or {}).get(name)]
+    if not paths and old.image != new.image:
+        paths.append("the operator's default image")
+    return paths

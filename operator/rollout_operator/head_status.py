@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 STATUS_PERIOD_S = 10.0
 """Seconds between two reads of the status of a running job's head."""
+STARTING_PERIOD_S = 2.0
+"""The same for a head that reports no engine yet, although a worker is ready."""
 
 
 class EngineStatus(BaseModel):

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_operator import names
-from rollout_operator.head_status import STATUS_PERIOD_S, HeadStatus
+from rollout_operator.head_status import STARTING_PERIOD_S, STATUS_PERIOD_S, HeadStatus
 from rollout_operator.observed import PodView
 
 _TIMEOUT = aiohttp.ClientTimeout(total=3.0)
@@ -83,7 +83,11 @@ class HeadStatusReader:
         return None if known is None else known.status
 
     def _is_outdated(self, known: _CachedStatus) -> bool:
-        return time.monotonic() - known.asked_at >= (_RETRY_AFTER_S if known.status is None else self._lifetime_s)
+        if known.status is None:
+            lifetime = _RETRY_AFTER_S
+        else:
+            lifetime = self._lifetime_s if known.status.engines else min(self._lifetime_s, 0.9 * STARTING_PERIOD_S)
+        return time.monotonic() - known.asked_at >= lifetime
 
     async def _refresh(self, head: PodView, *, is_retry: bool) -> None:
         try:

@@ -19,7 +19,7 @@ from rollout_operator import names
 from rollout_operator.actions import Apply, Create, DeleteJob, Event, Plan, PlanBuilder, SetFinalizer
 from rollout_operator.conditions import Conditions, derive_state, format_timestamp, is_true, set_summary
 from rollout_operator.failures import FailureAction, backoff_delay, classify_failure
-from rollout_operator.head_status import STATUS_PERIOD_S, HeadStatus
+from rollout_operator.head_status import STARTING_PERIOD_S, STATUS_PERIOD_S, HeadStatus
 from rollout_operator.job_context import JobContext
 from rollout_operator.object_diff import needs_apply
 from rollout_operator.observed import Observed, PodView, parse_timestamp
@@ -319,7 +319,9 @@ class JobReconciler:
         self._update_status(workers=self._workers_status(desired, workers))
         self._update_progress()
         RunningConditions(self.observed, self.context, self.builder, self.conditions).update(desired, workers)
-        self.builder.requeue(STATUS_PERIOD_S)
+        head = self.observed.head
+        is_starting = head is not None and not head.engines and any(pod.ready for pod in workers)
+        self.builder.requeue(STARTING_PERIOD_S if is_starting else STATUS_PERIOD_S)
 
     def _pin_revision(self) -> None:
         """Let new pods have the settings of the current spec, if all pods may have them."""

@@ -691,3 +691,13 @@ def test_an_invalid_template_of_a_running_job_is_reported_and_the_job_continues(
     assert "math-worker-0" in cluster.workers()
     assert ("False", "InvalidUpdate") == cluster.condition("UpToDate")
     assert ("True", "Valid") == cluster.condition("Accepted")
+
+
+def test_a_job_whose_first_worker_is_ready_is_soon_reconciled_again() -> None:
+    cluster = running_job()
+    cluster.head = HeadStatus()  # read a moment before the engines registered
+    planned = cluster.plan()
+    assert planned.requeue_after is not None
+    assert planned.requeue_after <= 2.0
+    cluster.head = head_status(cluster.workers())
+    assert (cluster.plan().requeue_after or 0.0) > 2.0

@@ -217,13 +217,13 @@ async def measure_engine_kills(job: Job, count: int, rng: random.Random) -> tupl
     """Kill engines; return how soon their rollouts continued, and the seconds until each engine served again."""
     recovery, restarts = Recovery(), []
     waiting: dict[str, float] = {}
-    while len(recovery.gaps) < count:
+    while len(recovery.gaps) < count or waiting:
         engines = await job.live_engines()
         back = waiting.keys() & {known.name for known in engines.values()}
         restarts += [time.monotonic() - waiting.pop(name) for name in back]
         loaded = {engine: await job.assigned(engine) for engine in engines}
         candidates = sorted(engine for engine, rollouts in loaded.items() if rollouts)
-        if len(engines) < WORKERS - 1 or not candidates:
+        if len(recovery.gaps) == count or len(engines) < WORKERS - 1 or not candidates:
             await asyncio.sleep(0.1)
             continue
         victim = rng.choice(candidates)

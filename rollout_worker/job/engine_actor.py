@@ -20,6 +20,7 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.model_source import ModelError
 from rollout_worker.job.engine_worker import EngineWorker
+from rollout_worker.job.fleet import EngineState
 from rollout_worker.job.setup import JobSetup
 
 logger = logging.getLogger(__name__)
@@ -39,9 +40,9 @@ class EngineActor:
         self._work = _EventLoopThread("engine").start(_serve(self, setup, name, speculative=speculative))
         self._work.add_done_callback(_exit_on_failure)
 
-    def state(self) -> tuple[str, bool, str]:
-        """Return the id of this process, whether its engine has started or cannot start, and why it cannot."""
-        return self._process_id, self.started, self.error
+    def state(self) -> EngineState:
+        """Return the state of this process and its engine."""
+        return EngineState(self._process_id, os.getpid(), self.started, self.error)
 
 
 class _EventLoopThread:

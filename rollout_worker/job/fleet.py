@@ -6,7 +6,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import ray
 import redis
@@ -31,6 +32,19 @@ _SPECULATIVE, _NON_SPECULATIVE = "engine-", "non-speculative-"
 """Prefixes of the engines' names."""
 
 
+class EngineState(NamedTuple):
+    """What an engine's actor answers to the fleet."""
+
+    process: str
+    """Id of the actor's process, which no other process has."""
+    pid: int
+    """Its process id on this machine."""
+    started: bool
+    """Whether the engine serves, or is known not to be able to start."""
+    error: str
+    """Why it cannot start; empty if it can."""
+
+
 class Fleet:
     """Starts the engine actors that are missing. Every pass compares the available slots with the existing actors.
 
@@ -38,11 +52,17 @@ class Fleet:
     restarts an actor that has died. An engine that cannot start is retried later.
     """
 
-    def __init__(self, setup: JobSetup, actor: type) -> None:
-        """Manage the engines of a job, which are actors of class *actor*."""
+    def __init__(self, setup: JobSetup, actor: type, on_process: Callable[[int], None] = lambda pid: None) -> None:
+        """Manage the engines of a worker.
+
+        Args:
+            setup: the job.
+            actor: class of the engines' actors.
+            on_process: called with the process id of an engine, more than once.
+        """
         self.errors: dict[str, str] = {}
         """Engines that cannot start, with the reasons."""
-        self._setup, self._actor = setup, actor
+        self._setup, self._actor, self._on_process = setup, actor, on_process
         self._store = LauncherStore(connect(setup.redis_url), setup.keys)
         self._failing_since: float | None = None
         self._reported = False
@@ -76,7 +96,8 @@ class Fleet:
             return
         errors = {self._setup.engine_name(name): error for name, error in self.errors.items()}
         try:
-            self._store.report_failed_engines(self._setup.worker, errors)
+            # By name, so that the report of an earlier process of this worker is replaced.
+            self._store.report_failed_engines(self._setup.worker.partition("/")[0], errors)
         except redis.RedisError as error:
             logger.debug("Engines that cannot start are not reported: %s", error)
         else:
@@ -137,14 +158,16 @@ class Fleet:
     def _handle_state(self, name: str, actor: Any, call: Any) -> None:
         """Record an engine's state; kill an actor whose engine cannot start, so that a later pass replaces it."""
         try:
-            process, started, error = ray.get(call)
+            state: EngineState = ray.get(call)
         except ray.exceptions.RayError as unavailable:
             # The process was killed or its node is gone. Ray restarts the actor, and its new process answers then.
             logger.debug("Engine %s does not answer: %s", name, unavailable)
             return
-        if not started:
-            self._start_failures[name] += self._starting.get(name, process) != process
-            self._starting[name] = process
+        self._on_process(state.pid)
+        error = state.error
+        if not state.started:
+            self._start_failures[name] += self._starting.get(name, state.process) != state.process
+            self._starting[name] = state.process
             if self._start_failures[name] < MAX_START_FAILURES:
                 return
             error = (

@@ -38,6 +38,7 @@ def local_ray(engines: int, terminated: threading.Event | None = None) -> Iterat
 
     Raises:
         EngineError: if Ray does not start.
+        KeyboardInterrupt: if SIGTERM was received meanwhile, unless it has set *terminated*.
     """
     terminated = terminated or threading.Event()
     reaper = Reaper()
@@ -46,9 +47,11 @@ def local_ray(engines: int, terminated: threading.Event | None = None) -> Iterat
             try:
                 start_local_ray(engines)
                 break
+            except KeyboardInterrupt:
+                if not terminated.is_set():
+                    raise
+                break
             except EngineError as error:
-                if terminated.is_set():
-                    break
                 if attempt == RAY_START_ATTEMPTS - 1:
                     raise
                 logger.warning("Starting Ray again: %s", error)
@@ -68,14 +71,14 @@ def managed_engines(setup: JobSetup) -> Iterator[Fleet]:
     from rollout_worker.job.engine_actor import EngineActor
     from rollout_worker.job.fleet import Fleet
 
-    fleet, stopping = Fleet(setup, EngineActor), threading.Event()
-    thread = threading.Thread(target=fleet.run, args=(stopping,), name="fleet", daemon=True)
     watcher = EngineWatcher(LauncherStore(connect(setup.redis_url), setup.keys), setup.worker)
+    fleet, stopping = Fleet(setup, EngineActor, on_process=watcher.watch), threading.Event()
+    thread = threading.Thread(target=fleet.run, args=(stopping,), name="fleet", daemon=True)
     thread.start()
     watcher.start()
     try:
         yield fleet
     finally:
-        watcher.stop()
         stopping.set()
         thread.join()
+        watcher.stop()

@@ -17,8 +17,8 @@ SERVICE_STOP_TIMEOUT_S = 20.0
 
 # Workers
 
-ENGINE_SCAN_INTERVAL_S = 1.0
-"""Seconds between two reads of which engines a worker has, in order to watch their processes."""
+ENGINE_POLL_INTERVAL_S = 0.25
+"""Seconds after which the watcher of the engines' processes also watches new ones."""
 RAY_START_ATTEMPTS = 5
 """Number of attempts to start Ray."""
 RAY_RETRY_DELAY_S = 2.0

@@ -142,13 +142,19 @@ async def _run_on_ray(
     job = setup.job
     notify(f"Starting vLLM with {job.spec.model.uri} …")
     engines = job.spec.workers.replicas * job.spec.engines_per_worker + setup.non_speculative_engines
+    baselines = _baselines(job, options)
     services = JobServices(setup)
     services.start()
     try:
         with local_ray(engines) as reaper, managed_engines(setup) as fleet:
             await _wait_engines_ready(setup.job_store(), fleet, engines)
             reaper.track_descendants()
-            return await _work(setup, dataset, options, services, server, finished, notify, watch)
+            work: Coroutine[Any, Any, JobReport | None] = (
+                _serve(setup, services, notify)
+                if dataset is None
+                else run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
+            )
+            return await _until_deadline(work, job.spec.lifecycle.active_deadline_seconds)
     finally:
         services.stop()
 
@@ -169,35 +175,23 @@ async def _wait_engines_ready(job_store: JobStore, fleet: Fleet, count: int) -> 
         await asyncio.sleep(ENGINES_READY_POLL_INTERVAL_S)
 
 
-async def _work(
-    setup: JobSetup,
-    dataset: Dataset | None,
-    options: RunOptions,
-    services: JobServices,
-    server: redis.Redis,
-    finished: int,
-    notify: Callable[[str], None],
-    watch: Callable[[DatasetTrainer], Awaitable[None]],
-) -> JobReport | None:
-    """Sample the dataset, or serve trainers, until the job is closed or has exceeded its deadline."""
-    job = setup.job
-    deadline = job.spec.lifecycle.active_deadline_seconds
-    baselines = _baselines(job, options)
-    work: asyncio.Future[JobReport | None] = asyncio.ensure_future(
-        _serve(setup, services, notify)
-        if dataset is None
-        else run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
-    )
+async def _until_deadline(work: Coroutine[Any, Any, _Result], deadline: int | None) -> _Result:
+    """Await *work* for at most *deadline* seconds; None means without a limit.
+
+    Raises:
+        DeadlineError: if it takes longer.
+    """
+    task = asyncio.ensure_future(work)
     try:
         # asyncio.timeout would cancel the work only once, and a library may swallow that cancellation.
-        await asyncio.wait({work}, timeout=deadline)
-        if work.done():
-            return work.result()
+        await asyncio.wait({task}, timeout=deadline)
+        if task.done():
+            return task.result()
         raise DeadlineError(
             f"the job was stopped after {deadline} s (spec.lifecycle.activeDeadlineSeconds); finished rollouts are kept"
         )
     finally:
-        await cancel_and_wait(work)
+        await cancel_and_wait(task)
 
 
 async def _serve(setup: JobSetup, services: JobServices, notify: Callable[[str], None]) -> JobReport | None:

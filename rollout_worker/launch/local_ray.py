@@ -15,6 +15,7 @@ def start_local_ray(engines: int) -> None:
 
     Raises:
         EngineError: if Ray does not start.
+        KeyboardInterrupt: if SIGTERM was received meanwhile; its handler has been called.
     """
     # Ray reads these settings from the environment alone.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -43,7 +44,7 @@ def start_local_ray(engines: int) -> None:
         if not callable(sigterm_handler):
             raise
         sigterm_handler(signal.SIGTERM, None)
-        raise EngineError("Ray was interrupted by SIGTERM") from None
+        raise KeyboardInterrupt from None
     finally:
         # Ray's core installs a handler that treats SIGTERM as a crash.
         signal.signal(signal.SIGTERM, sigterm_handler)

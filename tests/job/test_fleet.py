@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from rollout_worker.job.fleet import Fleet, ray_namespace
+from rollout_worker.job.fleet import EngineState, Fleet, ray_namespace
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.local_ray import start_local_ray, stop_local_ray
@@ -36,8 +36,8 @@ class SlowEngine:
         time.sleep(2)
         self._process = secrets.token_hex(4)
 
-    def state(self) -> tuple[str, bool, str]:
-        return self._process, True, ""
+    def state(self) -> EngineState:
+        return EngineState(self._process, os.getpid(), True, "")
 
     def pid(self) -> int:
         return os.getpid()
@@ -49,17 +49,17 @@ class CrashingEngine:
     def __init__(self, *_: object) -> None:
         self._process = secrets.token_hex(4)
 
-    def state(self) -> tuple[str, bool, str]:
+    def state(self) -> EngineState:
         threading.Timer(0.5, os._exit, [1]).start()
-        return self._process, False, ""
+        return EngineState(self._process, os.getpid(), False, "")
 
 
 class FailingEngine:
     def __init__(self, *_: object) -> None:
         self._process = secrets.token_hex(4)
 
-    def state(self) -> tuple[str, bool, str]:
-        return self._process, True, "no such model"
+    def state(self) -> EngineState:
+        return EngineState(self._process, os.getpid(), True, "no such model")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -118,10 +118,13 @@ def wait_for_pid(fleet: Fleet, setup: JobSetup, *, other_than: int | None = None
 
 
 def test_an_engine_that_was_killed_restarts_without_an_error(setup: JobSetup) -> None:
-    fleet = Fleet(setup, SlowEngine)
+    reported: set[int] = set()
+    fleet = Fleet(setup, SlowEngine, on_process=reported.add)
     first = wait_for_pid(fleet, setup)
     os.kill(first, signal.SIGKILL)
-    assert first != wait_for_pid(fleet, setup, other_than=first)
+    second = wait_for_pid(fleet, setup, other_than=first)
+    assert first != second
+    wait_for(lambda: fleet.run_once() or {first, second} == reported, 60)
 
 
 def test_an_engine_whose_process_dies_repeatedly_during_its_start_is_an_error(setup: JobSetup) -> None:

@@ -111,9 +111,6 @@ class HistoryService:
         while not self._stopping.is_set():
             try:
                 self._maintain_all()
-                if not self.state.redis_up:
-                    logger.info("Redis is available; maintaining %d histories.", len(self._histories))
-                self.state.redis_up, self.state.failure = True, ""
             except Exception as error:  # the service must survive any failure
                 self._handle_redis_failure(error)
             self.state.last_activity = time.monotonic()
@@ -129,6 +126,10 @@ class HistoryService:
         if self._client is None:
             self._client = self._reconnect()
         self._update_histories(self._client)
+        # Not only after the histories are maintained, which may take minutes.
+        if not self.state.redis_up:
+            logger.info("Redis is available; maintaining %d histories.", len(self._histories))
+        self.state.redis_up, self.state.failure = True, ""
         for name, entry in list(self._histories.items()):
             if self._stopping.is_set():
                 return

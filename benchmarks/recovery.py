@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -27,8 +28,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +65,6 @@ POLL_S = 0.01
 MAX_WAIT_S = 300.0
 KILLED_PER_HOUR = 0.1
 """Share of the engines that is killed per hour, at which the effective time is calculated."""
-
-
-@dataclass
-class Recovery:
-    """What was measured about one kind of kill."""
-
-    seconds: list[float] = field(default_factory=list)
-    """Seconds until each rollout of a killed engine was assigned elsewhere, or until each new head coordinates."""
-    gaps: list[float] = field(default_factory=list)
-    """Longest time without new tokens around each kill, in seconds."""
 
 
 class Job:
@@ -153,7 +143,7 @@ class Job:
     def coordinator(self) -> int:
         """Return the number of the coordinator that publishes the job's status."""
         status = self.redis.get(KEYS.status)
-        return 0 if status is None else int(yaml.safe_load(status)["coordinator"])
+        return 0 if status is None else int(json.loads(status)["coordinator"])
 
 
 async def keep_sampling(job: Job, number: int) -> None:
@@ -170,7 +160,7 @@ async def keep_sampling(job: Job, number: int) -> None:
             step += 1
 
 
-async def wait_until(condition: Callable[[], Any], what: str) -> None:
+async def wait_until(condition: Callable[[], Awaitable[bool]], what: str) -> None:
     """Wait for an asynchronous condition.
 
     Raises:
@@ -213,44 +203,62 @@ class TokenWatch:
             await asyncio.sleep(0.05)
 
 
-async def measure_engine_kills(job: Job, count: int, rng: random.Random) -> tuple[Recovery, list[float]]:
-    """Kill engines; return how soon their rollouts continued, and the seconds until each engine served again."""
-    recovery, restarts = Recovery(), []
+async def measure_engine_kills(job: Job, count: int, rng: random.Random) -> tuple[list[float], list[float]]:
+    """Kill engines one after the other, at least two of which must serve.
+
+    Returns:
+        Seconds until each rollout of a killed engine was assigned to another one, and until each killed engine served
+        again.
+    """
+    moved, restarts = list[float](), list[float]()
+    killed = 0
     waiting: dict[str, float] = {}
-    while len(recovery.gaps) < count or waiting:
+    while killed < count or waiting:
         engines = await job.live_engines()
         back = waiting.keys() & {known.name for known in engines.values()}
         restarts += [time.monotonic() - waiting.pop(name) for name in back]
         loaded = {engine: await job.assigned(engine) for engine in engines}
         candidates = sorted(engine for engine, rollouts in loaded.items() if rollouts)
-        if len(recovery.gaps) == count or len(engines) < WORKERS - 1 or not candidates:
+        if killed == count or len(engines) < WORKERS - 1 or not candidates:
             await asyncio.sleep(0.1)
             continue
         victim = rng.choice(candidates)
         os.kill(engines[victim].pid, signal.SIGKILL)
-        killed_at = time.monotonic()
-        waiting[engines[victim].name] = killed_at
-        missing = await job.assigned(victim)
-        while missing:
-            others = [await job.assigned(engine) for engine in await job.live_engines() if engine != victim]
-            continued = missing & set().union(*others) | await job.finished(missing)
-            recovery.seconds += [time.monotonic() - killed_at] * len(continued)
-            missing -= continued
-            if time.monotonic() - killed_at > MAX_WAIT_S:
-                raise TimeoutError(f"rollouts of {victim} are not continued: {missing}")
-            await asyncio.sleep(POLL_S)
-        recovery.gaps.append(recovery.seconds[-1] if recovery.seconds else 0.0)
-        if len(recovery.gaps) % 10 == 0:
-            print(
-                f"{len(recovery.gaps)} engines killed; the last one's rollouts took {recovery.gaps[-1]:.2f} s",
-                flush=True,
-            )
-    return recovery, restarts
+        killed_at = waiting[engines[victim].name] = time.monotonic()
+        moved += await seconds_until_continued(job, victim, killed_at)
+        killed += 1
+        if killed % 10 == 0:
+            print(f"{killed} engines killed; the last rollout of the last one took {moved[-1]:.2f} s", flush=True)
+    return moved, restarts
 
 
-async def measure_head_kills(job: Job, count: int) -> Recovery:
-    """Kill the head; return how soon its successors coordinated, and the longest times without a token."""
-    recovery, watch = Recovery(), TokenWatch(job)
+async def seconds_until_continued(job: Job, victim: str, killed_at: float) -> list[float]:
+    """Return after how many seconds each rollout of a killed engine is assigned to another engine, or has finished.
+
+    Raises:
+        TimeoutError: if a rollout is not continued.
+    """
+    seconds = list[float]()
+    missing = await job.assigned(victim)
+    while missing:
+        others = [await job.assigned(engine) for engine in await job.live_engines() if engine != victim]
+        continued = missing & set().union(*others) | await job.finished(missing)
+        seconds += [time.monotonic() - killed_at] * len(continued)
+        missing -= continued
+        if time.monotonic() - killed_at > MAX_WAIT_S:
+            raise TimeoutError(f"rollouts of {victim} are not continued: {missing}")
+        await asyncio.sleep(POLL_S)
+    return seconds
+
+
+async def measure_head_kills(job: Job, count: int) -> tuple[list[float], list[float]]:
+    """Kill the head again and again.
+
+    Returns:
+        Seconds from each successor's start until it coordinates, and the longest time without new tokens around each
+        kill.
+    """
+    starts, gaps, watch = list[float](), list[float](), TokenWatch(job)
     for _ in range(count):
         async with watch.watch():
             await asyncio.sleep(3.0)
@@ -261,13 +269,13 @@ async def measure_head_kills(job: Job, count: int) -> Recovery:
                 return job.coordinator() > before
 
             await wait_until(has_successor, "no other head coordinates")
-            recovery.seconds.append(time.time() - job.head_started_at())
+            starts.append(time.time() - job.head_started_at())
             await asyncio.sleep(3.0)
-        recovery.gaps.append(watch.longest)
-        print(f"a new head coordinates {recovery.seconds[-1]:.2f} s after its start", flush=True)
+        gaps.append(watch.longest)
+        print(f"a new head coordinates {starts[-1]:.2f} s after its start", flush=True)
         if engines != set(await job.live_engines()):
             raise RuntimeError("an engine has not survived the head")
-    return recovery
+    return starts, gaps
 
 
 async def measure(job: Job, engine_kills: int, head_kills: int, rng: random.Random) -> tuple[list[Figure], Any]:
@@ -285,34 +293,34 @@ async def measure(job: Job, engine_kills: int, head_kills: int, rng: random.Rand
             await asyncio.sleep(UNDISTURBED_S)
             speed = (job.tokens() - tokens) / (time.monotonic() - begun)
         usual_gap = watch.longest
-        heads = await measure_head_kills(job, head_kills)
+        starts, gaps = await measure_head_kills(job, head_kills)
         begun, tokens = time.monotonic(), job.tokens()
-        engines, restarts = await measure_engine_kills(job, engine_kills, rng)
+        moved, restarts = await measure_engine_kills(job, engine_kills, rng)
         elapsed = time.monotonic() - begun
         lost = speed * elapsed - (job.tokens() - tokens)
     finally:
         await cancel_and_wait(*clients)
     loss_per_kill = lost / (speed / WORKERS) / engine_kills
     effective = 1.0 - KILLED_PER_HOUR * loss_per_kill / 3600.0
-    moved, token_gap = "rollouts continue elsewhere after an engine's death", "longest time without reported tokens"
+    continues, token_gap = "rollouts continue elsewhere after an engine's death", "longest time without reported tokens"
     figures = [
-        Figure(f"{moved}, p50", quantile(engines.seconds, 0.5), "s", "", "<=", 1.0),
-        Figure(f"{moved}, p99", quantile(engines.seconds, 0.99), "s", "", "<=", 1.0),
-        Figure("a new head coordinates after its start, maximum", max(heads.seconds), "s", "", "<=", 3.0),
-        Figure(f"{token_gap} while the head is replaced, maximum", max(heads.gaps), "s", "", "<=", None),
+        Figure(f"{continues}, p50", quantile(moved, 0.5), "s", "", "<=", 1.0),
+        Figure(f"{continues}, p99", quantile(moved, 0.99), "s", "", "<=", 1.0),
+        Figure("a new head coordinates after its start, maximum", max(starts), "s", "", "<=", 3.0),
+        Figure(f"{token_gap} while the head is replaced, maximum", max(gaps), "s", "", "<=", None),
         Figure(f"{token_gap} without a kill", usual_gap, "s", "", "<=", None),
         Figure("effective time with 10 % of the engines killed per hour", 100 * effective, "%", "", ">=", 95.0),
     ]
     details = {
         "engine kills": engine_kills,
-        "rollouts that lost their engine": len(engines.seconds),
-        "seconds until they continued": spread(engines.seconds),
+        "rollouts that lost their engine": len(moved),
+        "seconds until they continued": spread(moved),
         "seconds until a killed engine served again": spread(restarts),
         "engine-seconds of sampling lost per kill": loss_per_kill,
         "tokens per second without kills": speed,
         "head kills": head_kills,
-        "seconds until a new head coordinated": spread(heads.seconds),
-        "median seconds without reported tokens while the head was replaced": statistics.median(heads.gaps),
+        "seconds until a new head coordinated": spread(starts),
+        "median seconds without reported tokens while the head was replaced": statistics.median(gaps),
     }
     return figures, details
 

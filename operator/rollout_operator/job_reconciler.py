@@ -11,7 +11,6 @@ from rollout_api.manifest.status import (
     Failure,
     PodGroup,
     ProgressStatus,
-    Revision,
     RolloutJobStatus,
     WorkersStatus,
 )
@@ -55,6 +54,7 @@ class JobReconciler:
         self.conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, self.generation)
         self.recorded_failures = {failure.uid for failure in self.status.failures}
         self.wanted_context = JobContext.from_spec(observed)
+        self.wanted_revision = revision_of(self.wanted_context.job, observed.default_image)
 
     def plan(self) -> Plan:
         """Return what to do about the job."""
@@ -324,18 +324,19 @@ class JobReconciler:
         self.builder.requeue(STARTING_PERIOD_S if is_starting else STATUS_PERIOD_S)
 
     def _pin_revision(self) -> None:
-        """Let new pods have the settings of the current spec, if all pods may have them."""
+        """Pin the settings of the current spec for new pods, if all pods may have them."""
         has_pods = bool(self.observed.component(names.HEAD) or self.observed.component(names.WORKER))
-        wanted = self._wanted_revision
-        rolls = self._can_roll and not self._invalid_update()
-        if self.status.revision is None or not has_pods or (rolls and self.status.revision != wanted):
-            self._update_status(revision=wanted)
-            self.context = self.wanted_context.pinned_to(wanted)
+        revision = self.status.revision
+        rolls = self._can_roll and self._pending_changes() and not self._invalid_update()
+        if revision is None or not has_pods or rolls:
+            self._update_status(revision=self.wanted_revision)
+            self.context = self.wanted_context.pinned_to(self.wanted_revision)
             self.job = self.context.job
 
-    @property
-    def _wanted_revision(self) -> Revision:
-        return revision_of(self.wanted_context.job, self.observed.default_image)
+    def _pending_changes(self) -> list[str]:
+        """Return the settings in which new pods differ from the current spec."""
+        revision = self.status.revision
+        return [] if revision is None else changed_settings(revision, self.wanted_revision)
 
     @property
     def _can_roll(self) -> bool:
@@ -352,24 +353,27 @@ class JobReconciler:
 
     def _update_pods(self, pods: PodReconciler, desired: int) -> None:
         """Replace pods of an earlier revision, or report that they exist."""
-        kind, revision, wanted = ConditionType.UP_TO_DATE, self.status.revision, self._wanted_revision
-        if revision is not None and revision != wanted:
-            changes = ", ".join(changed_settings(revision, wanted))
-            invalid = self._invalid_update()
-            if invalid:
+        kind = ConditionType.UP_TO_DATE
+        if changes := self._pending_changes():
+            if invalid := self._invalid_update():
                 self.conditions.set(kind, "False", "InvalidUpdate", f"The pods keep their settings. {invalid}"[:1000])
             else:
                 self.conditions.set(
                     kind,
                     "False",
                     "ChangesPending",
-                    f"These settings have changed and reach the pods when the job is suspended and resumed: {changes}. "
-                    "lifecycle.updateStrategy: RollingUpdate replaces the pods of a job that is in no queue.",
+                    f"Suspend and resume the job to apply these changes: {', '.join(changes)}. If the job is in no "
+                    "queue, lifecycle.updateStrategy: RollingUpdate applies them without a suspension.",
                 )
-        elif self._can_roll and pods.replace_outdated(desired):
+        elif not pods.outdated():
+            self.conditions.set(kind, "True", "UpToDate", "The pods have the settings of the spec.")
+        elif self._can_roll:
+            pods.replace_outdated(desired)
             self.conditions.set(kind, "False", "Updating", "Pods are being replaced one by one.")
         else:
-            self.conditions.set(kind, "True", "UpToDate", "The pods have the settings of the spec.")
+            self.conditions.set(
+                kind, "False", "ChangesPending", "Suspend and resume the job to replace pods with earlier settings."
+            )
 
     def _previously_desired(self) -> int | None:
         """Return the number of workers from which autoscaling continues; None for ``replicas``.

@@ -69,22 +69,18 @@ class PodReconciler:
     def _retained_names(self) -> set[str]:
         return {pod.name for pod in self.observed.pods if pod.retained}
 
-    def replace_outdated(self, desired: int) -> bool:
-        """Delete one pod of an earlier revision, if all pods are ready: a worker, or the head once no worker is left.
-
-        Args:
-            desired: the desired number of workers.
-
-        Returns:
-            Whether there is a pod of an earlier revision.
-        """
+    def outdated(self) -> list[PodView]:
+        """Return the pods that have the settings of an earlier revision: the workers, and then the head."""
         revision = self.context.revision
-        workers, heads = self.observed.component(names.WORKER), self.observed.component(names.HEAD)
-        pods = [pod for pod in (*workers, *heads) if not pod.retained]
-        outdated = [pod for pod in pods if revision is not None and pod.revision != revision.hash and not pod.deleting]
-        if outdated and len(pods) == desired + 1 and all(pod.ready and not pod.deleting for pod in pods):
-            self.builder.actions.append(DeletePod(outdated[0].name, outdated[0].uid))
-        return bool(outdated)
+        pods = (*self.observed.component(names.WORKER), *self.observed.component(names.HEAD))
+        return [pod for pod in pods if revision is not None and pod.revision != revision.hash and not pod.deleting]
+
+    def replace_outdated(self, desired: int) -> None:
+        """Delete the first outdated pod, if *desired* workers and the head exist and are ready."""
+        existing = (*self.observed.component(names.WORKER), *self.observed.component(names.HEAD))
+        pods = [pod for pod in existing if not pod.retained]
+        if len(pods) == desired + 1 and all(pod.ready and not pod.deleting for pod in pods):
+            self.builder.actions.extend(DeletePod(pod.name, pod.uid) for pod in self.outdated()[:1])
 
     def _remove_terminated(self, pods: list[PodView]) -> tuple[list[PodView], list[PodView]]:
         """Delete the pods that have terminated or are stuck, except those whose failure has yet to be recorded.

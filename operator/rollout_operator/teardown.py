@@ -56,9 +56,9 @@ def delete_pods(builder: PlanBuilder, pods: list[PodView], observed: Observed) -
             else:
                 builder.warn(
                     "PodNotTerminating",
-                    f"Pod {pod.name} should have terminated, but node {pod.node} is ready and has not removed it. Its "
-                    "resources may still be in use, so it is not replaced. Repair the node, or delete the pod with "
-                    "--force once its processes have ended.",
+                    f"Pod {pod.name} should have terminated, but node {pod.node} has not removed it and is not known "
+                    "to be lost. The pod's GPUs may still be in use, so it is not replaced. Repair the node, or run "
+                    f"kubectl delete pod {pod.name} --force once its processes have ended.",
                 )
 
 

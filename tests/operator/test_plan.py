@@ -372,7 +372,8 @@ def test_a_worker_that_does_not_terminate_on_a_node_that_is_ready_keeps_its_gpus
     cluster.now += 45 + 1000
     cluster.execute(cluster.plan())
     assert stuck == cluster.pods["math-worker-1"]["metadata"]["uid"]
-    assert "node-of-math-worker-1 is ready" in cluster.events[-1].message
+    assert "PodNotTerminating" == cluster.events[-1].reason
+    assert "node-of-math-worker-1" in cluster.events[-1].message
     cluster.finish_deletion("math-worker-1")
     cluster.reconcile()
     assert stuck != cluster.pods["math-worker-1"]["metadata"]["uid"]
@@ -701,3 +702,13 @@ def test_a_job_whose_first_worker_is_ready_is_soon_reconciled_again() -> None:
     assert planned.requeue_after <= 2.0
     cluster.head = head_status(cluster.workers())
     assert (cluster.plan().requeue_after or 0.0) > 2.0
+
+
+def test_a_rolling_update_that_is_called_off_halfway_is_reported() -> None:
+    cluster = running_job(lifecycle={"updateStrategy": "RollingUpdate"})
+    cluster.change(image={"name": "worker:2"})
+    cluster.reconcile()
+    assert ("False", "Updating") == cluster.condition("UpToDate")
+    cluster.change(lifecycle={"updateStrategy": "OnResume"})
+    cluster.reconcile()
+    assert ("False", "ChangesPending") == cluster.condition("UpToDate")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.cluster.control_plane import CRD, START_TIMEOUT_S, ControlPlane
+from tests.support.cluster.controller import Controller
 from tests.support.cluster.garbage_collector import GarbageCollector
 from tests.support.cluster.scheduler import Scheduler
 from tests.support.waiting import wait_for
@@ -20,7 +21,7 @@ class CurrentControlPlane(ControlPlane):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        self._controllers: list[Scheduler | GarbageCollector] = []
+        self._controllers: list[Controller] = []
 
     def start(self) -> None:
         """Start everything, and wait until RolloutJobs can be created."""

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
-from kubernetes import client
-
 from rollout_api.manifest.rollout_job import GROUP, KIND, PLURAL, VERSION
-from tests.support.cluster.raw_api import RawApi
+from tests.support.cluster.controller import Controller
 
-_PERIOD_S = 0.5
 _COLLECTIONS = (
     "/api/v1/pods",
     "/api/v1/configmaps",
@@ -21,37 +15,19 @@ _COLLECTIONS = (
 )
 
 
-class GarbageCollector:
+class GarbageCollector(Controller):
     """Deletes the dependents of deleted RolloutJobs."""
 
-    def __init__(self, api: client.ApiClient) -> None:
-        self._api = RawApi(api)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+    period_s = 0.5
 
-    def start(self) -> None:
-        """Start to collect in a thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread and wait for its end."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(_PERIOD_S):
-            try:
-                self._collect()
-            except Exception:  # A test may have killed the API server.
-                time.sleep(0.2)
-
-    def _collect(self) -> None:
-        dependents = [(path, item) for path in _COLLECTIONS for item in self._api.list_objects(path)]
+    def reconcile(self) -> None:
+        """Delete the objects whose jobs do not exist any more."""
+        dependents = [(path, item) for path in _COLLECTIONS for item in self.api.list_objects(path)]
         # Listed after the dependents, so that the owner of each one that is not listed here was deleted.
-        existing = {job["metadata"]["uid"] for job in self._api.list_objects(f"/apis/{GROUP}/{VERSION}/{PLURAL}")}
+        existing = {job["metadata"]["uid"] for job in self.api.list_objects(f"/apis/{GROUP}/{VERSION}/{PLURAL}")}
         for path, item in dependents:
             metadata = item["metadata"]
             owners = [owner["uid"] for owner in metadata.get("ownerReferences", ()) if owner["kind"] == KIND]
             if owners and not existing.intersection(owners) and not metadata.get("deletionTimestamp"):
                 root, plural = path.rsplit("/", 1)
-                self._api.request("DELETE", f"{root}/namespaces/{metadata['namespace']}/{plural}/{metadata['name']}")
+                self.api.request("DELETE", f"{root}/namespaces/{metadata['namespace']}/{plural}/{metadata['name']}")

@@ -6,8 +6,6 @@ An admission policy adds Kueue's scheduling gate, finalizer and label to pods, a
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections import defaultdict
 from typing import Any
 
@@ -16,10 +14,9 @@ from rollout_operator import names
 
 from tests.support import kueue
 from tests.support.cluster.control_plane import ControlPlane
-from tests.support.cluster.raw_api import RawApi
+from tests.support.cluster.controller import Controller
 from tests.support.waiting import wait_for
 
-_PERIOD_S = 0.05
 _VERSION = "v1beta2"
 _TIMEOUT_S = 30.0
 _WORKLOAD_FINALIZER = "kueue.x-k8s.io/resource-in-use"
@@ -91,45 +88,36 @@ def install_kueue(cluster: ControlPlane) -> None:
     wait_for(lambda: kueue.GATE in cluster.kubectl(*command, stdin=json.dumps(pod)).stdout, _TIMEOUT_S)
 
 
-class KueueController:
+class KueueController(Controller):
     """The stand-in's controller for one namespace."""
 
+    period_s = 0.05
+
     def __init__(self, api: client.ApiClient, namespace: str) -> None:
+        super().__init__(api)
         self.quota = 1000
         """Number of pods that may be admitted."""
         self.errors: dict[str, str] = {}
         """Why groups have no Workload."""
-        self._api = RawApi(api)
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
         self._objects = f"/apis/{names.KUEUE_GROUP}/{_VERSION}/namespaces/{namespace}/{names.WORKLOAD_PLURAL}"
         self._namespace = namespace
         self._workloads: dict[str, kueue.Workload] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def start(self) -> None:
-        """Start to reconcile in a thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread and wait for its end."""
-        self._stopping.set()
-        self._thread.join()
 
     def workloads(self) -> set[str]:
         """Return the names of the Workloads of groups in the API server."""
-        return {item["metadata"]["name"] for item in self._api.list_objects(self._objects)}
+        return {item["metadata"]["name"] for item in self.api.list_objects(self._objects)}
 
     def pods(self) -> list[kueue.Pod]:
         """Return the pods that Kueue manages."""
         return [
-            pod for pod in self._api.list_objects(self._pods) if kueue.FINALIZER in pod["metadata"].get("labels", {})
+            pod for pod in self.api.list_objects(self._pods) if kueue.FINALIZER in pod["metadata"].get("labels", {})
         ]
 
     def remove_finalizers(self) -> None:
         """Remove the finalizers of everything that is left at the end of a test."""
         for pod in self.pods():
-            self._api.patch(f"{self._pods}/{pod['metadata']['name']}", {"metadata": {"finalizers": None}})
+            self.api.patch(f"{self._pods}/{pod['metadata']['name']}", {"metadata": {"finalizers": None}})
         for name in self.workloads():
             self._remove_object(name)
 
@@ -138,18 +126,11 @@ class KueueController:
         for workload in self._workloads.values():
             workload.evicted = workload.evicted or workload.admitted
 
-    def _run(self) -> None:
-        while not self._stopping.wait(_PERIOD_S):
-            try:
-                self._reconcile()
-            except client.ApiException as error:  # A pod has changed or gone meanwhile, or the API server restarts.
-                if error.status not in (404, 409):
-                    time.sleep(0.2)
-
-    def _reconcile(self) -> None:
+    def reconcile(self) -> None:
+        """Make Kueue's decisions about all pods and groups, and execute them."""
         deleted = {
             item["metadata"]["name"]
-            for item in self._api.list_objects(self._objects)
+            for item in self.api.list_objects(self._objects)
             if item["metadata"].get("deletionTimestamp")
         }
         members: defaultdict[str, list[kueue.Pod]] = defaultdict(list)
@@ -187,11 +168,11 @@ class KueueController:
 
     def _execute(self, name: str, decision: kueue.Decision) -> None:
         for pod in decision.ungate:
-            self._api.patch(f"{self._pods}/{pod}", {"spec": {"schedulingGates": None}})
+            self.api.patch(f"{self._pods}/{pod}", {"spec": {"schedulingGates": None}})
         for pod in decision.delete:
-            self._api.request("DELETE", f"{self._pods}/{pod}")
+            self.api.request("DELETE", f"{self._pods}/{pod}")
         for pod in decision.finalize:
-            self._api.patch(f"{self._pods}/{pod}", {"metadata": {"finalizers": None}})
+            self.api.patch(f"{self._pods}/{pod}", {"metadata": {"finalizers": None}})
         if decision.workload is None:
             self._workloads.pop(name, None)
         else:
@@ -203,11 +184,11 @@ class KueueController:
             "kind": names.WORKLOAD_KIND,
             "metadata": {"name": name, "namespace": self._namespace, "finalizers": [_WORKLOAD_FINALIZER]},
         }
-        self._api.request("POST", self._objects, body)
+        self.api.request("POST", self._objects, body)
 
     def _remove_object(self, name: str) -> None:
         if name.startswith("pod/"):
             return
-        self._api.patch(f"{self._objects}/{name}", {"metadata": {"finalizers": None}})
+        self.api.patch(f"{self._objects}/{name}", {"metadata": {"finalizers": None}})
         if name in self.workloads():
-            self._api.request("DELETE", f"{self._objects}/{name}")
+            self.api.request("DELETE", f"{self._objects}/{name}")

@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
-from kubernetes import client
+from tests.support.cluster.controller import Controller
 
-from tests.support.cluster.raw_api import RawApi
-
-_PERIOD_S = 0.1
 _GPU = "nvidia.com/gpu"
 
 
-class Scheduler:
+class Scheduler(Controller):
     """Binds each pod that is not gated to the first node with the right labels, enough GPUs and room for a pod."""
 
-    def __init__(self, api: client.ApiClient) -> None:
-        self._api = RawApi(api)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def start(self) -> None:
-        """Start to bind pods in a thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Stop the thread and wait for its end."""
-        self._stopping.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stopping.wait(_PERIOD_S):
-            try:
-                self._schedule()
-            except Exception:  # A test may have killed the API server.
-                time.sleep(0.2)
-
-    def _schedule(self) -> None:
-        nodes = self._api.list_objects("/api/v1/nodes")
-        pods = self._api.list_objects("/api/v1/pods")
+    def reconcile(self) -> None:
+        """Bind the pods that can be bound, and report the others."""
+        nodes = self.api.list_objects("/api/v1/nodes")
+        pods = self.api.list_objects("/api/v1/pods")
         gpus: Counter[str] = Counter()
         count: Counter[str] = Counter()
         for pod in pods:
@@ -73,7 +48,7 @@ class Scheduler:
             "metadata": {"name": metadata["name"], "namespace": metadata["namespace"]},
             "target": {"kind": "Node", "name": node},
         }
-        self._api.request("POST", f"{_path(pod)}/binding", binding)
+        self.api.request("POST", f"{_path(pod)}/binding", binding)
 
     def _report_unschedulable(self, pod: dict[str, Any], num_nodes: int, num_suitable: int) -> None:
         lacking = f"{num_suitable} Insufficient {_GPU}" if num_suitable else "none has the labels of the pod"
@@ -86,7 +61,7 @@ class Scheduler:
         }
         reported = pod["status"].get("conditions") or ()
         if not any(known["type"] == "PodScheduled" and known["message"] == condition["message"] for known in reported):
-            self._api.patch(f"{_path(pod)}/status", {"status": {"conditions": [condition]}})
+            self.api.patch(f"{_path(pod)}/status", {"status": {"conditions": [condition]}})
 
 
 def _path(pod: dict[str, Any]) -> str:
@@ -119,4 +94,4 @@ def _accepts(requirement: dict[str, Any], labels: dict[str, str]) -> bool:
         case "Exists":
             return value is not None
         case other:
-            raise NotImplementedError(f"The stand-in for the scheduler does not know the operator {other}.")
+            raise NotImplementedError(f"Add the operator {other} to this stand-in for the scheduler.")

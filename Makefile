@@ -39,7 +39,7 @@ test-fast: env  ## Run the tests that need no engine: client, policy, operator, 
 test-v2: tiny-model  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
 	$(V2) $(VENV)/pytest $(PARALLEL) 2 $(V2_TESTS)
 
-test-chaos: env  ## Kill parts of a job on several Ray nodes (CHAOS_SEED, CHAOS_SECONDS).
+test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_SECONDS).
 	$(VENV)/pytest tests/chaos -s
 
 kubernetes:  ## Build the Kubernetes that test-cluster uses, if it is not cached.

@@ -21,7 +21,7 @@ from rollout_operator.kopf_watch import wait_until_served, watch_jobs
 from rollout_operator.kubernetes_api import KubernetesApi
 from rollout_operator.leader_election import LeaderElection, LostLeaseError
 from rollout_operator.missing_jobs import remove_missing_jobs
-from rollout_operator.object_cache import ObjectCache
+from rollout_operator.object_cache import JobKey, ObjectCache, job_key
 from rollout_operator.reconciler import Reconciler
 from rollout_operator.resource_kinds import owned_kinds
 
@@ -112,6 +112,11 @@ async def _lead(
     tasks.append(asyncio.ensure_future(_wait_for_signal()))
     if election is not None:
         tasks.append(asyncio.ensure_future(election.keep()))
+
+    def forget(job: JobKey) -> None:
+        cache.remove_job(job)
+        reconciler.queue.discard(job)
+
     # Jobs are reconciled only once the cache is complete; otherwise existing objects would appear to be missing.
     synced = asyncio.ensure_future(_wait_until_synced(informers))
     done, _ = await asyncio.wait([*tasks, synced], return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +124,7 @@ async def _lead(
         watch = watch_jobs(
             api,
             lambda job: reconciler.queue.add(cache.update_job(job)),
-            lambda job: reconciler.queue.discard(cache.remove_job(job)),
+            lambda job: forget(job_key(job)),
             namespaces,
         )
         missing = remove_missing_jobs(api, cache, reconciler.queue.discard, namespaces)

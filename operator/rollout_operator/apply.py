@@ -21,7 +21,7 @@ from rollout_operator.actions import (
 )
 from rollout_operator.conditions import format_timestamp
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi, job_reference, pod_reference, workload_reference
-from rollout_operator.object_cache import ObjectCache
+from rollout_operator.object_cache import ObjectCache, job_key
 from rollout_operator.observed import Manifest, Observed, Rejection, Target
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ async def _write_status(api: KubernetesApi, cache: ObjectCache, job: Manifest, p
     except ApiError as error:
         if error.not_found:
             # kopf does not report what was deleted while its watch was interrupted.
-            cache.remove_job(job)
+            cache.remove_job(job_key(job))
         if error.conflict or error.not_found:
             raise OutdatedError from error
         raise

@@ -28,7 +28,7 @@ _DISRUPTION_REASONS = frozenset(
     }
 )
 """Reasons with which the kubelet, the node lifecycle controller or the scheduler ends a pod, independently of the job
-(Kubernetes 1.20 to 1.36), and that of a pod that was told to terminate."""
+(Kubernetes 1.29 to 1.37), and that of a pod that was told to terminate."""
 
 _EXIT_CODE_REASONS = {
     EXIT_MANIFEST: _MANIFEST_INVALID,
@@ -63,14 +63,15 @@ class FailureDecision:
 def classify_failure(pod: PodView, policy: FailurePolicy) -> FailureDecision:
     """Decide what to do about a failed pod.
 
-    The first matching rule of the job's failure policy decides. Without one, a pod that the cluster disrupted is
-    ignored, an invalid manifest fails the job, and any other failure is counted and the pod replaced.
+    The first matching rule of the job's failure policy decides. Without one, a pod that the cluster disrupted or that
+    was not ready in time is replaced and not counted, an invalid manifest fails the job, and any other failure is
+    counted and the pod replaced.
     """
     reason = failure_reason(pod)
     for rule in policy.rules:
         if _matches(rule, pod, reason):
             return FailureDecision(reason, FailureAction(rule.action))
-    if pod.disrupted or reason in _DISRUPTION_REASONS:
+    if pod.disrupted or reason in _DISRUPTION_REASONS or reason == _NOT_READY:
         return FailureDecision(reason, FailureAction.IGNORE)
     # A replacement would read the same manifest and fail in the same way.
     return FailureDecision(reason, FailureAction.FAIL_JOB if reason == _MANIFEST_INVALID else FailureAction.REPLACE)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from pydantic import ValidationError
+
 from rollout_api.manifest.field_types import SecretKey
-from rollout_api.manifest.rollout_job import API_VERSION, KIND, RolloutJob, parse_job
+from rollout_api.manifest.rollout_job import API_VERSION, KIND, ManifestError, RolloutJob, parse_job
 from rollout_api.manifest.status import PodGroup, Revision
 from rollout_operator import names
 from rollout_operator.observed import Manifest, Observed
@@ -65,9 +67,20 @@ class JobContext:
         Raises:
             ManifestError: if the manifest is invalid.
         """
-        context = cls.from_spec(observed)
-        revision = observed.status.get("revision")
-        return context if revision is None else context.pinned_to(Revision.model_validate(revision))
+        return cls.from_spec(observed).pinned_as_in(observed.status)
+
+    def pinned_as_in(self, status: Manifest) -> Self:
+        """Return a context for pods of the revision in a job's status.
+
+        If there is none, or if this version of the operator does not accept its settings any more, it is this context.
+        """
+        revision = status.get("revision")
+        if revision is None:
+            return self
+        try:
+            return self.pinned_to(Revision.model_validate(revision))
+        except (ManifestError, ValidationError):
+            return self
 
     def pinned_to(self, revision: Revision) -> Self:
         """Return a context for pods of a revision."""

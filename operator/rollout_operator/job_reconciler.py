@@ -28,7 +28,14 @@ from rollout_operator.pod_reconciler import PodReconciler
 from rollout_operator.revisions import changed_settings, revision_of
 from rollout_operator.running_conditions import RunningConditions
 from rollout_operator.scaling import desired_workers
-from rollout_operator.teardown import delete_pods, release_quota, run_cleanup
+from rollout_operator.teardown import (
+    POD_NOT_TERMINATING,
+    delete_pods,
+    describe_overdue,
+    release_quota,
+    remove_pods,
+    run_cleanup,
+)
 
 _MAX_RECORDED_FAILURES = 10
 _MAX_NEW_FAILURES = 64
@@ -43,6 +50,9 @@ class JobReconciler:
 
     observed: Observed
     context: JobContext
+    """For pods of the pinned revision."""
+    wanted_context: JobContext
+    """For pods of the current spec."""
     builder: PlanBuilder = field(default_factory=PlanBuilder)
 
     def __post_init__(self) -> None:
@@ -53,7 +63,6 @@ class JobReconciler:
         self.status = RolloutJobStatus.model_validate(status_fields)
         self.conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, self.generation)
         self.recorded_failures = {failure.uid for failure in self.status.failures}
-        self.wanted_context = JobContext.from_spec(observed)
         self.wanted_revision = revision_of(self.wanted_context.job, observed.default_image)
 
     def plan(self) -> Plan:
@@ -96,8 +105,10 @@ class JobReconciler:
         """
         self._carry_over_conditions()
         running = [pod for pod in self.observed.pods if pod.has_running_containers]
-        delete_pods(self.builder, running, self.observed)
-        if not running and any(pod.retained and pod.phase != "Succeeded" for pod in self.observed.pods):
+        if running:
+            delete_pods(self.builder, running, self.observed)
+            self.builder.requeue(STATUS_PERIOD_S)
+        elif any(pod.retained and pod.phase != "Succeeded" for pod in self.observed.pods):
             release_quota(self.builder, self.observed, self.context)
         if self._has_finalizer:
             self.builder.actions.append(SetFinalizer(False))
@@ -106,10 +117,7 @@ class JobReconciler:
     def _reconcile_failed(self) -> None:
         """Delete the head and the workers, then run the cleanup pod."""
         self._carry_over_conditions()
-        pods = [pod for pod in self.observed.pods if pod.component != names.CLEANUP and not pod.retained]
-        if pods:
-            delete_pods(self.builder, pods, self.observed)
-            self.builder.requeue(STATUS_PERIOD_S)
+        if remove_pods(self.builder, self.observed):
             return
         release_quota(self.builder, self.observed, self.context)
         if self._has_finalizer:
@@ -263,9 +271,12 @@ class JobReconciler:
     def _suspend(self) -> None:
         """Delete the workers, which hand over their rollouts, and then the head."""
         workers, heads = self.observed.component(names.WORKER), self.observed.component(names.HEAD)
-        pods = [pod for pod in workers if not pod.retained] or [pod for pod in heads if not pod.retained]
-        delete_pods(self.builder, pods, self.observed)
-        if not pods:
+        existing = [pod for pod in (*workers, *heads) if not pod.retained]
+        hands_over = any(pod.component == names.WORKER and not pod.is_overdue(self.observed.now) for pod in existing)
+        delete_pods(
+            self.builder, [pod for pod in existing if pod.component == names.WORKER or not hands_over], self.observed
+        )
+        if not existing:
             release_quota(self.builder, self.observed, self.context)
         for kind in (ConditionType.WORKERS_READY, ConditionType.ENGINE_READY, ConditionType.PROGRESSING):
             self.conditions.set(kind, "False", "Suspended", "spec.lifecycle.suspend is true.")
@@ -275,11 +286,14 @@ class JobReconciler:
         self._update_progress()
         self._update_status(workers=self._workers_status(0, workers))
         if num_pods := len(workers) + len(heads):
+            overdue = next((pod for pod in existing if pod.is_overdue(self.observed.now)), None)
             self.conditions.set(
                 ConditionType.SUSPENDED,
                 "False",
-                "Draining",
-                f"Pods are handing over their rollouts and terminating; {num_pods} remain.",
+                "Draining" if overdue is None else POD_NOT_TERMINATING,
+                f"Pods are handing over their rollouts and terminating; {num_pods} remain."
+                if overdue is None
+                else describe_overdue(overdue),
             )
             self.builder.requeue(STATUS_PERIOD_S)
             return
@@ -305,8 +319,8 @@ class JobReconciler:
             self._update_status(start_time=format_timestamp(self.observed.now))
         self._pin_revision()
         self._form_pod_group()
-        live = [pod.name for pod in self.observed.component(names.WORKER) if not pod.deleting and not pod.terminated]
-        desired = desired_workers(self.job.spec.workers, self._previously_desired(), self.observed.head, live)
+        removable = [pod.name for pod in self.observed.component(names.WORKER) if pod.live and not pod.in_pod_group]
+        desired = desired_workers(self.job.spec.workers, self._previously_desired(), self.observed.head, removable)
         self._reconcile_objects(desired)
         failure_times = [parse_timestamp(failure.time) or 0.0 for failure in self.status.failures if failure.counted]
         backoff = backoff_delay(failure_times, self.observed.now)
@@ -324,11 +338,12 @@ class JobReconciler:
         self.builder.requeue(STARTING_PERIOD_S if is_starting else STATUS_PERIOD_S)
 
     def _pin_revision(self) -> None:
-        """Pin the settings of the current spec for new pods, if all pods may have them."""
-        has_pods = bool(self.observed.component(names.HEAD) or self.observed.component(names.WORKER))
-        revision = self.status.revision
-        rolls = self._can_roll and self._pending_changes() and not self._invalid_update()
-        if revision is None or not has_pods or rolls:
+        """Pin the settings of the current spec for new pods, if all pods may have them.
+
+        Without a pinned revision, the context is that of the current spec, and its pods have been checked.
+        """
+        may_change = self._can_roll or not self.observed.has_pods
+        if self.context.revision is None or (may_change and self._pending_changes() and not self._invalid_update()):
             self._update_status(revision=self.wanted_revision)
             self.context = self.wanted_context.pinned_to(self.wanted_revision)
             self.job = self.context.job
@@ -390,8 +405,7 @@ class JobReconciler:
         The group keeps its size and its queue until the job is suspended, because all its pods have to agree on them.
         """
         queue = self.context.queue
-        has_pods = bool(self.observed.component(names.HEAD) or self.observed.component(names.WORKER))
-        if queue is None or self.status.pod_group is not None or has_pods:
+        if queue is None or self.status.pod_group is not None or self.observed.has_pods:
             return
         group = PodGroup(
             name=names.pod_group(self.context.name, self.context.uid, self.status.start_time or ""),
@@ -413,7 +427,7 @@ class JobReconciler:
     # Status
 
     def _workers_status(self, desired: int, pods: list[PodView]) -> WorkersStatus:
-        live = [pod for pod in pods if not pod.deleting and not pod.terminated]
+        live = [pod for pod in pods if pod.live]
         ready = sum(pod.ready for pod in live)
         selector = names.selector(self.context.name, names.WORKER)
         return WorkersStatus(

@@ -43,5 +43,5 @@ async def remove_missing_jobs(
             logger.warning("Jobs that do not exist any more cannot be found: %s", error)
             continue
         for key in sorted(known - existing):
-            cache.remove_job_key(key)
+            cache.remove_job(key)
             on_removed(key)

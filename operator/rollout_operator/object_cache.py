@@ -16,6 +16,11 @@ _DROPPED_METADATA = ("managedFields", "selfLink")
 _MAX_TOMBSTONES = 10_000
 
 
+def job_key(body: Manifest) -> JobKey:
+    """Return the key of a RolloutJob."""
+    return body["metadata"]["namespace"], body["metadata"]["name"]
+
+
 def owner_of(body: Manifest) -> tuple[JobKey, str] | None:
     """Return key and uid of the job that owns an object, or None if no job owns it."""
     metadata = body["metadata"]
@@ -49,18 +54,12 @@ class ObjectCache:
 
     def update_job(self, body: Manifest) -> JobKey:
         """Add or replace a job."""
-        key = (body["metadata"]["namespace"], body["metadata"]["name"])
+        key = job_key(body)
         self._jobs[key] = _serialize(body)
         return key
 
-    def remove_job(self, body: Manifest) -> JobKey:
+    def remove_job(self, key: JobKey) -> None:
         """Remove a job."""
-        key = (body["metadata"]["namespace"], body["metadata"]["name"])
-        self._jobs.pop(key, None)
-        return key
-
-    def remove_job_key(self, key: JobKey) -> None:
-        """Remove a job by its key."""
         self._jobs.pop(key, None)
 
     def job_keys(self) -> set[JobKey]:
@@ -150,7 +149,7 @@ class ObjectCache:
 
     def update_job_from_response(self, body: Manifest) -> None:
         """Update a job from the response to a write, unless the watch has already delivered a later version."""
-        key = (body["metadata"]["namespace"], body["metadata"]["name"])
+        key = job_key(body)
         data = self._jobs.get(key)
         if data is not None and _resource_version(json.loads(data)) < _resource_version(body):
             self._jobs[key] = _serialize(body)

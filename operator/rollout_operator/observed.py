@@ -122,9 +122,14 @@ class PodView:
         """Whether the main container has terminated."""
         return self.phase in _TERMINATED_PHASES
 
+    @property
+    def live(self) -> bool:
+        """Whether the pod runs or will run: it has not terminated, and its deletion was not requested."""
+        return not self.deleting and not self.terminated
+
     def is_stuck(self, now: float, timeout: float) -> bool:
         """Return whether the pod has a node and should run, but has not been ready for more than *timeout* seconds."""
-        if self.deleting or self.terminated or self.unready_since is None:
+        if not self.live or self.unready_since is None:
             return False
         return now - self.unready_since > timeout
 
@@ -269,6 +274,11 @@ class Observed:
         """The status of the head that is running now, if it answers; the status of an earlier head is outdated."""
         running = any(not pod.deleting and pod.phase == "Running" for pod in self.component(names.HEAD))
         return self.last_head_status if running else None
+
+    @property
+    def has_pods(self) -> bool:
+        """Whether a head or a worker exists."""
+        return any(pod.component in (names.HEAD, names.WORKER) for pod in self.pods)
 
     def component(self, component: str) -> list[PodView]:
         """Return the pods of a component, oldest first."""

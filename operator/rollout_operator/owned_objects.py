@@ -86,11 +86,10 @@ def _manifest(context: JobContext) -> dict[str, Any]:
         },
     )
     spec.pop("lifecycle", None)
-    # The number of workers changes while the job runs. The head only needs to know how many it must wait for.
-    workers = spec.setdefault("workers", {})
-    for name in ("maxReplicas", "autoscale", "podTemplate"):
+    # The number of workers, which changes while the job runs, is not the pods' concern.
+    workers = spec.get("workers", {})
+    for name in ("replicas", "minReplicas", "maxReplicas", "autoscale", "podTemplate"):
         workers.pop(name, None)
-    workers["replicas"] = workers["minReplicas"] = job.spec.workers.effective_min
     if job.spec.weights.persistent_volume_claim is not None:
         weights = spec.setdefault("weights", {})
         weights["allowedRoots"] = [*weights.get("allowedRoots", []), WEIGHTS_MOUNT]

@@ -27,11 +27,12 @@ def plan(observed: Observed) -> Plan:
     if observed.metadata.get("deletionTimestamp"):
         return plan_deletion(observed)
     try:
-        context = JobContext.from_observed(observed)
+        wanted = JobContext.from_spec(observed)
+        context = wanted.pinned_as_in(observed.status)
         check_pods_can_run(context)
     except ManifestError as error:
         return _plan_invalid(observed, error)
-    return JobReconciler(observed, context).plan()
+    return JobReconciler(observed, context, wanted).plan()
 
 
 def _plan_invalid(observed: Observed, error: ManifestError) -> Plan:

@@ -29,8 +29,11 @@ class PodReconciler:
     def reconcile_head(self) -> None:
         """Create the head pod if there is none."""
         live, terminating = self._remove_terminated(self.observed.component(names.HEAD))
-        if not live and not terminating and not self.backoff:
-            self.builder.actions.append(Create(head_pod(self.context, taken=self._retained_names)))
+        # A head that does not terminate in time is not waited for: it has no GPUs, and Redis admits one coordinator.
+        # Kueue, however, would delete a second head as a pod in excess of the group's.
+        waits = any(pod.in_pod_group or not pod.is_overdue(self.observed.now) for pod in terminating)
+        if not live and not waits and not self.backoff:
+            self.builder.actions.append(Create(head_pod(self.context, taken=self._taken_names)))
 
     def reconcile_workers(self, desired: int, slots_used: int) -> list[PodView]:
         """Create or delete workers until there are *desired* ones, at most one per slot.
@@ -61,13 +64,14 @@ class PodReconciler:
                 if self.backoff or (is_limited and pending >= workers.max_pending_replacements):
                     continue
                 pending += is_limited
-            manifest = worker_pod(self.context, slot, replacement=replacement, taken=self._retained_names)
+            manifest = worker_pod(self.context, slot, replacement=replacement, taken=self._taken_names)
             self.builder.actions.append(Create(manifest))
         return live
 
     @property
-    def _retained_names(self) -> set[str]:
-        return {pod.name for pod in self.observed.pods if pod.retained}
+    def _taken_names(self) -> set[str]:
+        """Names of pods that exist but are not waited for."""
+        return {pod.name for pod in self.observed.pods if pod.retained or pod.is_overdue(self.observed.now)}
 
     def outdated(self) -> list[PodView]:
         """Return the pods that have the settings of an earlier revision: the workers, and then the head."""
@@ -76,11 +80,20 @@ class PodReconciler:
         return [pod for pod in pods if revision is not None and pod.revision != revision.hash and not pod.deleting]
 
     def replace_outdated(self, desired: int) -> None:
-        """Delete the first outdated pod, if *desired* workers and the head exist and are ready."""
+        """Delete one outdated pod, unless a pod is being deleted.
+
+        It is one that is not ready, if there is any: an update may be what makes the pods start. Otherwise *desired*
+        workers and the head must exist and be ready.
+        """
         existing = (*self.observed.component(names.WORKER), *self.observed.component(names.HEAD))
         pods = [pod for pod in existing if not pod.retained]
-        if len(pods) == desired + 1 and all(pod.ready and not pod.deleting for pod in pods):
-            self.builder.actions.extend(DeletePod(pod.name, pod.uid) for pod in self.outdated()[:1])
+        if any(pod.deleting for pod in pods):
+            return
+        outdated = self.outdated()
+        candidates = [pod for pod in outdated if not pod.ready]
+        if not candidates and len(pods) == desired + 1 and all(pod.ready for pod in pods):
+            candidates = outdated
+        self.builder.actions.extend(DeletePod(pod.name, pod.uid) for pod in candidates[:1])
 
     def _remove_terminated(self, pods: list[PodView]) -> tuple[list[PodView], list[PodView]]:
         """Delete the pods that have terminated or are stuck, except those whose failure has yet to be recorded.

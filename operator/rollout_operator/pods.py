@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rollout_api.manifest.field_types import SecretKey
@@ -10,7 +11,7 @@ from rollout_api.manifest.pod_spec import Resources, Toleration
 from rollout_operator import names
 from rollout_operator.accelerators import GPU_RESOURCE, node_affinity
 from rollout_operator.job_context import JobContext
-from rollout_operator.strategic_merge import strategic_merge
+from rollout_operator.strategic_merge import PatchError, strategic_merge
 
 MANIFEST_FILE = "job.yaml"
 WORKER_GRACE_S = 45
@@ -20,6 +21,10 @@ HEAD_GRACE_S = 30
 CLEANUP_DEADLINE_S = 60
 """Seconds that the cleanup pod may run, including its wait for Redis."""
 
+_OWN_FIELDS = frozenset(
+    {"args", "command", "lifecycle", "livenessProbe", "ports", "readinessProbe", "resources", "startupProbe"}
+)
+"""Fields of the head's container that the cleanup pod does not take over."""
 _HEAD_REQUESTS = {"cpu": "500m", "memory": "1Gi"}
 """What the head requests if the manifest says nothing. Without a request it would be the first pod to be evicted, and
 its start, for which rollouts may wait, would take many times as long beside busy pods."""
@@ -110,7 +115,7 @@ def cleanup_pod(context: JobContext, *, delete_messages: bool, reason: str) -> d
     """Return the pod that marks the job as ended in Redis and moves finished rollouts to the history.
 
     It runs where the head may run, with what ``head.podTemplate`` adds to the head's container and pod, such as the
-    certificates of an authority. Further containers of the template are left out.
+    certificates of an authority. Its commands and further containers of the template are left out.
 
     Args:
         context: the job.
@@ -131,22 +136,22 @@ def cleanup_pod(context: JobContext, *, delete_messages: bool, reason: str) -> d
     head = context.job.spec.head
     name = names.cleanup_pod(context.name)
     pod = _pod(context, name, names.CLEANUP, container, "64Mi", head.tolerations, head.node_selector)
+    # The template of a job that never ran may be invalid, and the job must nevertheless be deletable.
+    with suppress(PatchError):
+        pod = _with_template(context, pod, _cleanup_template(head.pod_template))
     pod["spec"] |= {"terminationGracePeriodSeconds": 5, "activeDeadlineSeconds": CLEANUP_DEADLINE_S}
-    return _with_template(context, pod, _cleanup_template(head.pod_template))
+    return pod
 
 
 def _cleanup_template(head_template: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of the head's template that also fits the cleanup pod."""
     spec = dict(head_template.get("spec") or {})
+    spec.pop("initContainers", None)
     containers = [
-        {**container, "name": names.CLEANUP}
+        {**{name: value for name, value in container.items() if name not in _OWN_FIELDS}, "name": names.CLEANUP}
         for container in spec.get("containers") or ()
         if container.get("name") == names.HEAD
     ]
-    # Resources and probes are the head's own.
-    for container in containers:
-        for name in ("resources", "readinessProbe", "livenessProbe", "startupProbe", "lifecycle", "ports"):
-            container.pop(name, None)
     return {**head_template, "spec": {**spec, "containers": containers}} if head_template else {}
 
 

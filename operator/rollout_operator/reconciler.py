@@ -138,7 +138,9 @@ class Reconciler:
             cluster=self.cluster,
             default_image=self._default_image,
             last_head_status=status,
-            lost_nodes=await self._lost_nodes({pod.node for pod in pods if pod.is_overdue(now)}),
+            lost_nodes=await self._lost_nodes(
+                {pod.node for pod in pods if pod.node and not pod.retained and pod.is_overdue(now)}
+            ),
             rejections=self._rejections.get(key, ()),
         )
 

@@ -11,6 +11,7 @@ from rollout_operator.conditions import Conditions
 from rollout_operator.head_status import HeadStatus
 from rollout_operator.job_context import JobContext
 from rollout_operator.observed import Observed, PodView
+from rollout_operator.teardown import POD_NOT_TERMINATING, describe_overdue
 
 _MAX_MESSAGE = 1000
 _MIN_CANARIES = 20
@@ -131,7 +132,7 @@ class RunningConditions:
         if self.observed.rejections:
             rejection = self.observed.rejections[0]
             return rejection.reason, str(rejection)
-        problem = _pod_problem(workers)
+        problem = _pod_problem(workers) or self._overdue(names.WORKER)
         if problem is not None:
             return problem
         if any(pod.gated for pod in workers):
@@ -144,9 +145,16 @@ class RunningConditions:
     def _why_no_head(self) -> tuple[str, str]:
         """Return reason and message of what keeps the head from answering."""
         for pod in self.observed.component(names.HEAD):
-            if not pod.deleting and not pod.terminated and (problem := _pod_problem([pod])) is not None:
+            if pod.live and (problem := _pod_problem([pod])) is not None:
                 return problem
-        return "HeadNotReady", "The head does not answer yet."
+        return self._overdue(names.HEAD) or ("HeadNotReady", "The head does not answer yet.")
+
+    def _overdue(self, component: str) -> tuple[str, str] | None:
+        """Return reason and message if a pod of a component should have terminated long ago."""
+        for pod in self.observed.component(component):
+            if pod.is_overdue(self.observed.now) and not pod.retained:
+                return POD_NOT_TERMINATING, describe_overdue(pod)
+        return None
 
 
 def _pod_problem(pods: list[PodView]) -> tuple[str, str] | None:

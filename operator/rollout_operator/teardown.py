@@ -11,6 +11,8 @@ from rollout_operator.observed import Observed, PodView, Target
 from rollout_operator.owned_objects import connection
 from rollout_operator.pods import cleanup_pod
 
+POD_NOT_TERMINATING = "PodNotTerminating"
+"""Reason of Events and conditions about a pod that should have terminated long ago."""
 _CLEANUP_TIMEOUT_S = 120.0
 """Seconds after which the finalizer is removed even if the cleanup pod has not terminated."""
 _BLOCKED_CLEANUP_TIMEOUT_S = 20.0
@@ -27,18 +29,35 @@ def plan_deletion(observed: Observed) -> Plan:
     if names.FINALIZER not in observed.metadata.get("finalizers", ()):
         return Plan()
     builder = PlanBuilder()
-    pods = [pod for pod in observed.pods if pod.component != names.CLEANUP and not pod.retained]
     try:
         context = JobContext.from_observed(observed)
     except ManifestError:
         return Plan(actions=(SetFinalizer(False),))
-    if pods:
-        delete_pods(builder, pods, observed)
-        builder.requeue(STATUS_PERIOD_S)
-    else:
+    if not remove_pods(builder, observed):
         release_quota(builder, observed, context)
         run_cleanup(builder, observed, context, "the job was deleted", delete_messages=True)
     return Plan(events=tuple(builder.events), actions=tuple(builder.actions), requeue_after=builder.requeue_after)
+
+
+def remove_pods(builder: PlanBuilder, observed: Observed) -> bool:
+    """Delete the head and the workers, and return whether any of them must be waited for.
+
+    A pod that does not terminate in time is reported, but delays the cleanup no longer.
+    """
+    pods = [pod for pod in observed.pods if pod.component != names.CLEANUP and not pod.retained]
+    delete_pods(builder, pods, observed)
+    if pods:
+        builder.requeue(STATUS_PERIOD_S)
+    return not all(pod.is_overdue(observed.now) for pod in pods)
+
+
+def describe_overdue(pod: PodView) -> str:
+    """Return what is known about a pod that should have terminated long ago, and what to do about it."""
+    return (
+        f"Pod {pod.name} should have terminated, but node {pod.node} has not removed it and is not known to be lost. "
+        "The pod's GPUs may still be in use. Repair the node, or run "
+        f"kubectl delete pod {pod.name} --force once its processes have ended."
+    )
 
 
 def delete_pods(builder: PlanBuilder, pods: list[PodView], observed: Observed) -> None:
@@ -54,12 +73,7 @@ def delete_pods(builder: PlanBuilder, pods: list[PodView], observed: Observed) -
             if not pod.has_running_containers or pod.node in observed.lost_nodes:
                 builder.actions.append(DeletePod(pod.name, pod.uid, force=True))
             else:
-                builder.warn(
-                    "PodNotTerminating",
-                    f"Pod {pod.name} should have terminated, but node {pod.node} has not removed it and is not known "
-                    "to be lost. The pod's GPUs may still be in use, so it is not replaced. Repair the node, or run "
-                    f"kubectl delete pod {pod.name} --force once its processes have ended.",
-                )
+                builder.warn(POD_NOT_TERMINATING, describe_overdue(pod))
 
 
 def release_quota(builder: PlanBuilder, observed: Observed, context: JobContext) -> None:

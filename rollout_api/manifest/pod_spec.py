@@ -76,8 +76,8 @@ class Workers(ManifestModel):
         default=None,
         ge=1,
         le=1024,
-        description="The job starts once this many workers are ready, and autoscaling keeps at least this many. "
-        "Default: 1.",
+        description="Number of workers that autoscaling keeps, and with which a queue must admit the job. The job "
+        "samples as soon as one engine is ready. Default: 1.",
     )
     max_replicas: int | None = Field(
         default=None, ge=1, le=1024, description="Maximum number of workers with autoscaling. Default: replicas."
@@ -123,7 +123,7 @@ class Workers(ManifestModel):
 
     @property
     def effective_min(self) -> int:
-        """Number of workers with which the job starts and that autoscaling keeps."""
+        """Number of workers that autoscaling keeps, and with which a queue must admit the job."""
         return self.min_replicas if self.min_replicas is not None else 1
 
     @property
@@ -259,7 +259,8 @@ class Lifecycle(ManifestModel):
         ge=60,
         le=2**31 - 1,
         description="Seconds for which a pod with a node may not be ready, while its image is pulled, the model is "
-        "downloaded and loaded, or later. Then it is considered failed, with the reason NotReady, and replaced.",
+        "downloaded and loaded, or later. Then it is replaced. This does not count towards backoffLimit, but a rule of "
+        "failurePolicy may match its reason, NotReady. The time must be longer than the model's download takes.",
     )
     update_strategy: Literal["OnResume", "RollingUpdate"] = Field(
         default="OnResume",

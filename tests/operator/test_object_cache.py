@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout_operator import names
-from rollout_operator.object_cache import ObjectCache
+from rollout_operator.object_cache import ObjectCache, job_key
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
 
@@ -101,6 +101,6 @@ def test_a_response_about_a_job_is_used_if_it_is_newer() -> None:
     assert ["Running"] == cache.states()
     cache.update_job_from_response(job(9, "Suspended"))
     assert ["Suspended"] == cache.states()
-    cache.remove_job(job(9, "Suspended"))
+    cache.remove_job(job_key(job(9, "Suspended")))
     cache.update_job_from_response(job(10, "Failed"))
     assert [] == cache.states()

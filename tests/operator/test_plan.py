@@ -374,6 +374,7 @@ def test_a_worker_that_does_not_terminate_on_a_node_that_is_ready_keeps_its_gpus
     assert stuck == cluster.pods["math-worker-1"]["metadata"]["uid"]
     assert "PodNotTerminating" == cluster.events[-1].reason
     assert "node-of-math-worker-1" in cluster.events[-1].message
+    assert ("False", "PodNotTerminating") == cluster.condition("WorkersReady")
     cluster.finish_deletion("math-worker-1")
     cluster.reconcile()
     assert stuck != cluster.pods["math-worker-1"]["metadata"]["uid"]
@@ -429,6 +430,20 @@ def test_autoscaling_removes_no_worker_with_rollouts() -> None:
     cluster.change(workers={"replicas": 1, "minReplicas": 1, "maxReplicas": 1})
     cluster.reconcile()
     assert all("deletionTimestamp" not in pod["metadata"] for pod in cluster.pods.values())
+
+
+def test_autoscaling_does_not_shrink_by_workers_that_kueue_has_admitted_as_a_group() -> None:
+    workers = {"replicas": 3, "minReplicas": 3, "autoscale": True, "idleSeconds": 60}
+    cluster = SimulatedCluster(spec(workers=workers), queued=True)
+    cluster.reconcile()
+    for _ in range(3):
+        cluster.reconcile_queue()
+    for name in list(cluster.pods):
+        cluster.run(name)
+    cluster.change(workers={"minReplicas": 1})
+    cluster.head = head_status(cluster.workers(), assigned=0, idle=61.0)
+    cluster.reconcile()
+    assert "3/3" == cluster.status["workers"]["summary"]
 
 
 def test_the_errors_of_engines_that_cannot_start_are_reported() -> None:
@@ -537,7 +552,7 @@ def test_scaling_a_job_with_autoscaling_sets_the_number_from_which_it_continues(
 
 
 @pytest.mark.parametrize("pod", ["math-worker-1", "math-head"])
-def test_a_pod_that_is_not_ready_in_time_counts_as_failed_and_is_replaced(pod: str) -> None:
+def test_a_pod_that_is_not_ready_in_time_is_replaced_and_not_counted(pod: str) -> None:
     cluster = SimulatedCluster(spec(lifecycle={"readyTimeoutSeconds": 600}))
     cluster.reconcile()
     for name in list(cluster.pods):
@@ -548,12 +563,22 @@ def test_a_pod_that_is_not_ready_in_time_counts_as_failed_and_is_replaced(pod: s
     assert stuck == cluster.pods[pod]["metadata"]["uid"]
     cluster.now += 20
     cluster.reconcile()
-    assert 1 == cluster.status["failedPods"]
+    assert 0 == cluster.status["failedPods"]
     assert "NotReady" == cluster.status["failures"][0]["reason"]
     cluster.finish_deletion(pod)
     cluster.now += 10
     cluster.reconcile()
     assert stuck != cluster.pods[pod]["metadata"]["uid"]
+
+
+def test_a_rule_may_fail_a_job_whose_pods_are_not_ready_in_time() -> None:
+    rule = {"action": "FailJob", "onReasons": ["NotReady"]}
+    cluster = SimulatedCluster(spec(lifecycle={"readyTimeoutSeconds": 600, "failurePolicy": {"rules": [rule]}}))
+    cluster.reconcile()
+    cluster.run("math-worker-0", ready=False)
+    cluster.now += 601
+    cluster.reconcile()
+    assert ("True", "NotReady") == cluster.condition("Failed")
 
 
 def test_a_pod_without_a_node_is_never_stuck() -> None:
@@ -661,13 +686,32 @@ def test_a_rolling_update_replaces_one_worker_after_the_other_and_then_the_head(
     assert 0 == cluster.status["failedPods"]
 
 
-def test_a_rolling_update_waits_while_a_pod_is_not_ready() -> None:
+def test_a_rolling_update_waits_while_a_new_pod_is_not_ready() -> None:
     cluster = running_job(workers={"replicas": 3}, lifecycle={"updateStrategy": "RollingUpdate"})
-    cluster.pods["math-worker-2"]["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
     cluster.change(image={"name": "worker:2"})
+    cluster.reconcile()
+    cluster.finish_deletion("math-worker-0")
+    cluster.reconcile()
+    cluster.run("math-worker-0", ready=False)
     cluster.reconcile()
     assert not any(pod["metadata"].get("deletionTimestamp") for pod in cluster.pods.values())
     assert ("False", "Updating") == cluster.condition("UpToDate")
+
+
+def test_a_rolling_update_repairs_pods_that_cannot_become_ready() -> None:
+    cluster = SimulatedCluster(spec(image={"name": "mistyped"}, lifecycle={"updateStrategy": "RollingUpdate"}))
+    cluster.reconcile()
+    for name in cluster.pods:
+        cluster.bind(name)
+    cluster.change(image={"name": "worker:2"})
+    for _ in range(4):
+        cluster.reconcile()
+        for name in list(cluster.pods):
+            cluster.finish_deletion(name)
+    cluster.reconcile()
+    assert {"worker:2"} == {image_of(cluster, pod) for pod in cluster.pods}
+    assert 4 == len(cluster.pods)
+    assert ("True", "UpToDate") == cluster.condition("UpToDate")
 
 
 def test_pods_of_a_queue_are_not_replaced_one_by_one() -> None:
@@ -692,6 +736,104 @@ def test_an_invalid_template_of_a_running_job_is_reported_and_the_job_continues(
     assert "math-worker-0" in cluster.workers()
     assert ("False", "InvalidUpdate") == cluster.condition("UpToDate")
     assert ("True", "Valid") == cluster.condition("Accepted")
+
+
+def test_an_invalid_template_is_not_applied_when_all_pods_are_gone() -> None:
+    cluster = running_job()
+    cluster.change(workers={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}})
+    for name in list(cluster.pods):
+        cluster.delete_pod(name)
+        cluster.finish_deletion(name)
+    cluster.reconcile()
+    assert ["math-head"] == cluster.heads()
+    assert 3 == len(cluster.workers())
+    assert ("False", "InvalidUpdate") == cluster.condition("UpToDate")
+
+
+def test_a_revision_that_a_newer_operator_does_not_accept_is_replaced() -> None:
+    cluster = running_job()
+    cluster.job["status"]["revision"]["settings"]["workers"] = {"fieldOfThePast": 1}
+    cluster.reconcile()
+    assert ("True", "Valid") == cluster.condition("Accepted")
+    assert "fieldOfThePast" not in json.dumps(cluster.status["revision"])
+
+
+def test_a_job_with_an_invalid_template_of_the_head_can_be_deleted() -> None:
+    cluster = running_job()
+    # An earlier version of the operator accepted this template.
+    template = {"spec": {"volumes": [{"emptyDir": {}}]}}
+    cluster.job["status"].pop("revision")
+    cluster.change(head={"podTemplate": template})
+    cluster.delete_job()
+    cluster.reconcile()
+    for name in list(cluster.pods):
+        cluster.finish_deletion(name)
+    cluster.reconcile()
+    cluster.terminate("math-cleanup", 0)
+    cluster.reconcile()
+    assert cluster.job is None
+
+
+@pytest.mark.parametrize("end", ["delete", "fail"])
+def test_a_pod_that_does_not_terminate_does_not_keep_a_job_from_ending(end: str) -> None:
+    cluster = running_job(lifecycle={"backoffLimit": 0})
+    if end == "delete":
+        cluster.delete_job()
+    else:
+        cluster.terminate("math-worker-0", 1)
+    cluster.reconcile()
+    for name in set(cluster.pods) - {"math-worker-1"}:
+        cluster.finish_deletion(name)
+    cluster.reconcile()
+    assert ["math-worker-1"] == list(cluster.pods)
+    cluster.now += 45 + 31
+    cluster.reconcile()
+    assert ["math-cleanup", "math-worker-1"] == sorted(cluster.pods)
+    assert "PodNotTerminating" in {event.reason for event in cluster.events}
+    cluster.terminate("math-cleanup", 0)
+    cluster.reconcile()
+    assert (cluster.job is None) == (end == "delete")
+
+
+def test_a_head_that_does_not_terminate_has_a_successor() -> None:
+    cluster = running_job()
+    cluster.delete_pod("math-head")
+    cluster.reconcile()
+    assert ["math-head"] == cluster.heads()
+    cluster.head = None
+    cluster.now += 45 + 31
+    cluster.reconcile()
+    assert ["math-head", "math-head-r2"] == cluster.heads()
+    assert ("Unknown", "PodNotTerminating") == cluster.condition("EngineReady")
+    cluster.run("math-head-r2")
+    cluster.finish_deletion("math-head")
+    cluster.reconcile()
+    assert ["math-head-r2"] == cluster.heads()
+
+
+def test_a_job_that_suspends_reports_a_pod_that_does_not_terminate() -> None:
+    cluster = running_job()
+    cluster.change(lifecycle={"suspend": True})
+    cluster.reconcile()
+    assert ("False", "Draining") == cluster.condition("Suspended")
+    cluster.finish_deletion("math-worker-0")
+    cluster.finish_deletion("math-worker-1")
+    cluster.now += 45 + 31
+    cluster.reconcile()
+    assert ("False", "PodNotTerminating") == cluster.condition("Suspended")
+    cluster.finish_deletion("math-head")
+    assert ["math-worker-2"] == list(cluster.pods)
+
+
+def test_a_job_that_has_succeeded_is_reconciled_while_its_workers_run() -> None:
+    cluster = running_job()
+    cluster.terminate("math-head", 0, message="{}")
+    cluster.reconcile()
+    assert cluster.plan().requeue_after is not None
+    cluster.now += 45 + 31
+    cluster.lost_nodes.add("node-of-math-worker-0")
+    cluster.reconcile()
+    assert "math-worker-0" not in cluster.pods
 
 
 def test_a_job_whose_first_worker_is_ready_is_soon_reconciled_again() -> None:

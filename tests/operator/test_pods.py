@@ -155,10 +155,14 @@ def test_the_head_has_requests_and_is_not_moved_by_autoscalers_of_nodes() -> Non
 def test_the_cleanup_pod_takes_over_what_the_head_needs() -> None:
     template = {
         "spec": {
+            "activeDeadlineSeconds": 86400,
+            "initContainers": [{"name": "download", "image": "downloader"}],
             "volumes": [{"name": "ca", "configMap": {"name": "ca"}}],
             "containers": [
                 {
                     "name": "head",
+                    "command": ["debug"],
+                    "args": ["--verbose"],
                     "resources": {"limits": {"memory": "8Gi"}},
                     "volumeMounts": [{"name": "ca", "mountPath": "/ca"}],
                 },
@@ -174,6 +178,10 @@ def test_the_cleanup_pod_takes_over_what_the_head_needs() -> None:
     assert {"name": "ca", "mountPath": "/ca"} in container["volumeMounts"]
     assert {"name": "ca", "configMap": {"name": "ca"}} in spec["volumes"]
     assert {"cpu": "100m", "memory": "512Mi"} == container["resources"]["limits"]
+    assert ["rollout", "end"] == container["command"]
+    assert "--uid=" in container["args"][1]
+    assert "initContainers" not in spec
+    assert 60 == spec["activeDeadlineSeconds"]
     assert toleration in spec["tolerations"]
     assert {"pool": "cpu"} == spec["nodeSelector"]
 

@@ -43,8 +43,8 @@ from rollout_api.errors import RolloutClientError
 from rollout_api.protocol.keys import MessageKeys
 from rollout_worker.job.job_store import EngineReport, JobStore
 from rollout_worker.job.job_store.assignments import RolloutKey
+from rollout_worker.runtime.ports import free_port
 from tests.support.manifests import SMALL_CPU_ENGINE
-from tests.support.ports import free_port
 from tests.support.process_supervisor import ProcessSupervisor
 from tests.support.redis_servers import Server
 from tests.support.reference_model import EOS, make_model

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 _FIRST_TIMEOUT_S = 0.5
+_Result = TypeVar("_Result")
 
 
 async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
@@ -35,3 +39,32 @@ async def cancel_and_wait(*tasks: asyncio.Future[Any]) -> None:
             task.exception()  # marks the exception as retrieved, so that asyncio does not log it
     if own_cancellation is not None:
         raise own_cancellation
+
+
+async def run_in_daemon_thread(function: Callable[[], _Result]) -> _Result:
+    """Return the result of *function*, which runs in a thread.
+
+    Unlike with ``asyncio.to_thread``, neither a cancellation nor the end of the process waits for the thread.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[_Result] = loop.create_future()
+
+    def set_outcome(result: _Result | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(cast("_Result", result))
+
+    def run() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except BaseException as error:
+            failure = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(set_outcome, result, failure)
+
+    threading.Thread(target=run, name=getattr(function, "__name__", "worker"), daemon=True).start()
+    return await future

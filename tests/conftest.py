@@ -13,12 +13,15 @@ import redis
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 
+from rollout_worker.launch.local_ray import configure_ray
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 
 # Four processes run tests on machines with two cores, so an example may be delayed for longer than Hypothesis's default
 # of 0.2 s. Examples that take seconds are still found.
 settings.register_profile("shared machine", deadline=2000, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared machine")
+
+configure_ray()  # before a test module imports Ray
 
 SHARED_ENGINES = {"tests/engine/": "engine", "tests/job/test_with_engines": "job"}
 """How the paths of test files that share engines begin."""

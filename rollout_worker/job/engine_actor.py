@@ -36,13 +36,16 @@ class EngineActor:
         self.started = False
         """Whether the engine serves, or is known not to be able to start."""
         self.error = ""
+        self.worker: EngineWorker | None = None
+        """Connects the engine to the job while it serves."""
         self._process_id = secrets.token_hex(8)
         self._work = _EventLoopThread("engine").start(_serve(self, setup, name, speculative=speculative))
         self._work.add_done_callback(_exit_on_failure)
 
     def state(self) -> EngineState:
         """Return the state of this process and its engine."""
-        return EngineState(self._process_id, os.getpid(), self.started, self.error)
+        engine = "" if self.worker is None else self.worker.engine_id
+        return EngineState(self._process_id, os.getpid(), self.started, engine, self.error)
 
 
 class _EventLoopThread:
@@ -107,8 +110,10 @@ async def _serve_once(
     def mark_started() -> None:
         actor.started = True
 
+    actor.worker = worker
     try:
         await worker.run(mark_started)
     finally:
+        actor.worker = None
         engine.close()
     return worker

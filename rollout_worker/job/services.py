@@ -62,8 +62,10 @@ def relay(setup: JobSetup) -> int:
     outbox.start()
     maintenance.start()
     terminated.wait()
+    stopping = threading.Thread(target=maintenance.stop)
+    stopping.start()  # both may take some seconds
     outbox.stop()
-    maintenance.stop()
+    stopping.join()
     return 0
 
 

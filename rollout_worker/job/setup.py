@@ -37,7 +37,7 @@ class JobSetup:
     tokenizer: str
     """Fingerprint of the tokenizer's vocabulary, to which a history belongs."""
     engines_per_machine: int = 1
-    """Number of engines that share a machine's CPU cores."""
+    """Number of engines that share a machine's CPU cores, without additional ones."""
     total_rollouts: int | None = None
     """Number of rollouts in all epochs of a dataset source; None for a job that serves a trainer."""
     non_speculative_engines: int = 0
@@ -63,6 +63,11 @@ class JobSetup:
     def to_json(self) -> str:
         """Return the settings as JSON."""
         return json.dumps(asdict(self))
+
+    @property
+    def num_engines(self) -> int:
+        """Number of engines on one machine."""
+        return self.engines_per_machine + self.non_speculative_engines
 
     def engine_name(self, name: str) -> str:
         """Return the name by which the job knows an engine of this worker."""

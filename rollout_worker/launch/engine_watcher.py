@@ -16,25 +16,22 @@ logger = logging.getLogger(__name__)
 
 
 class EngineWatcher:
-    """A thread that ends the lease of each engine of a worker as soon as its process has ended.
+    """A thread that ends the lease of an engine as soon as the engine's process has ended.
 
     Its rollouts then continue on other engines within a fraction of a second. Without the watcher, they would continue
-    when the lease expires. Redis is read only when a process has ended.
+    when the lease expires.
     """
 
-    def __init__(self, store: LauncherStore, worker: str) -> None:
-        """Watch no process yet.
-
-        Args:
-            store: the job's state in Redis.
-            worker: id of the worker; empty for the engines of ``rollout run``.
-        """
-        self._store, self._worker = store, worker
+    def __init__(self, store: LauncherStore) -> None:
+        """Watch no process yet; *store* is the job's state in Redis."""
+        self._store = store
         self._lock = threading.Lock()
         self._descriptors: dict[int, int] = {}
         """Process id → file descriptor, which becomes readable when the process ends."""
-        self._ended: set[int] = set()
-        """Processes that have ended, until the leases of their engines are."""
+        self._engines: dict[int, str] = {}
+        """Process id → id of its engine."""
+        self._ended: set[str] = set()
+        """Engines whose processes have ended, until their leases are ended."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-watcher", daemon=True)
 
@@ -49,46 +46,47 @@ class EngineWatcher:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
-    def watch(self, pid: int) -> None:
-        """Watch the process of an engine, unless it is watched already."""
+    def watch(self, pid: int, engine: str) -> None:
+        """Watch the process of an engine. A later call replaces the engine's id, which changes with its registration.
+
+        Where processes cannot be watched, the lease expires.
+        """
         with self._lock:
+            self._engines[pid] = engine
             if pid in self._descriptors:
                 return
             try:
                 self._descriptors[pid] = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._ended.add(pid)
+                self._ended.add(self._engines.pop(pid))
+            except OSError as error:
+                logger.debug("Process %d cannot be watched: %s", pid, error)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._wait()
             with self._lock:
                 ended = set(self._ended)
-            if not ended:
-                continue
             try:
-                self._end_leases(ended)
+                for engine in ended:
+                    self._store.end_lease(engine)
+                    logger.warning("The process of engine %s has ended; its rollouts continue elsewhere.", engine)
+                    with self._lock:
+                        self._ended.discard(engine)
             except redis.RedisError as error:
                 logger.debug("The leases of engines that have ended cannot be ended; trying again: %s", error)
                 self._stopping.wait(REDIS_RETRY_DELAY_S)
 
     def _wait(self) -> None:
-        """Wait for a moment, and note which processes have ended meanwhile."""
+        """Wait for a moment, and note which engines' processes have ended meanwhile."""
         poll = select.poll()
         with self._lock:
             processes = {descriptor: pid for pid, descriptor in self._descriptors.items()}
         for descriptor in processes:
             poll.register(descriptor, select.POLLIN)
         for descriptor, _ in poll.poll(ENGINE_POLL_INTERVAL_S * 1000):
+            pid = processes[descriptor]
             with self._lock:
-                del self._descriptors[processes[descriptor]]
-                self._ended.add(processes[descriptor])
+                del self._descriptors[pid]
+                self._ended.add(self._engines.pop(pid))
             os.close(descriptor)
-
-    def _end_leases(self, pids: set[int]) -> None:
-        for engine, report in self._store.engines_of(self._worker).items():
-            if report.pid in pids:
-                self._store.end_lease(engine)
-                logger.warning("The process of engine %s has ended; its rollouts continue on other engines.", engine)
-        with self._lock:
-            self._ended -= pids

@@ -13,66 +13,100 @@ from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.engine_watcher import EngineWatcher
-from rollout_worker.launch.limits import RAY_RETRY_DELAY_S, RAY_START_ATTEMPTS
+from rollout_worker.launch.limits import (
+    FLEET_FAILURE_TIMEOUT_S,
+    FLEET_STOP_TIMEOUT_S,
+    RAY_RETRY_DELAY_S,
+    RAY_START_ATTEMPTS,
+)
 from rollout_worker.launch.local_ray import start_local_ray, stop_local_ray
 from rollout_worker.runtime.child_process import Reaper
 
 if TYPE_CHECKING:
-    from rollout_worker.job.fleet import Fleet
+    from rollout_worker.job.fleet import EngineState, Fleet
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def local_ray(engines: int, terminated: threading.Event | None = None) -> Iterator[Reaper]:
-    """Run Ray with room for *engines* engines on this machine.
-
-    Ray gives its processes 30 s to start, which is too short on an overloaded machine, so a failed start is repeated.
+def running_engines(setup: JobSetup, terminated: threading.Event | None = None) -> Iterator[Fleet]:
+    """Run Ray and the engines of this machine, and restart engines that die.
 
     Args:
-        engines: number of engines.
-        terminated: set by SIGTERM, after which Ray is not started any more.
-
-    Yields:
-        What kills the processes of Ray that are left at the end.
+        setup: the job.
+        terminated: set by SIGTERM. Ray is not started any more then.
 
     Raises:
         EngineError: if Ray does not start.
-        KeyboardInterrupt: if SIGTERM was received meanwhile, unless it has set *terminated*.
+        KeyboardInterrupt: if SIGTERM was received before Ray had started.
     """
-    terminated = terminated or threading.Event()
-    reaper = Reaper()
+    reaper = _start_ray(setup.num_engines, terminated or threading.Event())
     try:
-        for attempt in range(RAY_START_ATTEMPTS):
-            try:
-                start_local_ray(engines)
-                break
-            except KeyboardInterrupt:
-                if not terminated.is_set():
-                    raise
-                break
-            except EngineError as error:
-                if attempt == RAY_START_ATTEMPTS - 1:
-                    raise
-                logger.warning("Starting Ray again: %s", error)
-                terminated.wait(RAY_RETRY_DELAY_S)
-        reaper.track_descendants()
-        yield reaper
+        with _fleet(setup, reaper) as fleet:
+            yield fleet
     finally:
         # These calls block on purpose: with threads, a second cancellation could end Redis before the engines.
+        reaper.track_descendants()
         stop_local_ray()
         reaper.close()
 
 
+def check_ray(fleet: Fleet) -> None:
+    """Check that Ray answers.
+
+    Raises:
+        EngineError: if it has not answered for long.
+    """
+    if fleet.failing_seconds > FLEET_FAILURE_TIMEOUT_S:
+        raise EngineError(
+            f"Ray has not answered for {FLEET_FAILURE_TIMEOUT_S:.0f} s; its logs are in /tmp/ray/session_latest/logs"
+        )
+
+
+def _start_ray(engines: int, terminated: threading.Event) -> Reaper:
+    """Start Ray, and return what kills those of its processes that are left at the end.
+
+    Ray gives its processes 30 s to start, which is too short on an overloaded machine, so a failed start is repeated.
+    """
+    failures = 0
+    while not terminated.is_set():
+        reaper = Reaper()
+        try:
+            start_local_ray(engines)
+        except BaseException as error:
+            # Ray forgets the processes of a failed start.
+            reaper.track_descendants()
+            reaper.close()
+            failures += 1
+            if not isinstance(error, EngineError) or failures == RAY_START_ATTEMPTS:
+                raise
+            logger.warning("Starting Ray again: %s", error)
+            terminated.wait(RAY_RETRY_DELAY_S)
+        else:
+            reaper.track_descendants()
+            return reaper
+    raise KeyboardInterrupt
+
+
 @contextlib.contextmanager
-def managed_engines(setup: JobSetup) -> Iterator[Fleet]:
-    """Keep the engines of this machine running, and watch their processes."""
+def _fleet(setup: JobSetup, reaper: Reaper) -> Iterator[Fleet]:
+    """Keep the engines running in a thread, and watch their processes."""
     # Ray reads settings when it is imported, which these imports do.
     from rollout_worker.job.engine_actor import EngineActor
     from rollout_worker.job.fleet import Fleet
 
-    watcher = EngineWatcher(LauncherStore(connect(setup.redis_url), setup.keys), setup.worker)
-    fleet, stopping = Fleet(setup, EngineActor, on_process=watcher.watch), threading.Event()
+    watcher = EngineWatcher(LauncherStore(connect(setup.redis_url), setup.keys))
+    known: set[tuple[int, bool]] = set()
+
+    def handle_state(state: EngineState) -> None:
+        if state.engine:
+            watcher.watch(state.pid, state.engine)
+        # The processes of an engine are its actor's and, later, vLLM's.
+        if (seen := (state.pid, state.started)) not in known:
+            known.add(seen)
+            reaper.track_descendants()
+
+    fleet, stopping = Fleet(setup, EngineActor, on_state=handle_state), threading.Event()
     thread = threading.Thread(target=fleet.run, args=(stopping,), name="fleet", daemon=True)
     thread.start()
     watcher.start()
@@ -80,5 +114,5 @@ def managed_engines(setup: JobSetup) -> Iterator[Fleet]:
         yield fleet
     finally:
         stopping.set()
-        thread.join()
+        thread.join(FLEET_STOP_TIMEOUT_S)  # a call of Ray may hang
         watcher.stop()

@@ -15,7 +15,7 @@ from typing import Any
 
 import redis
 
-from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.asyncio_tasks import cancel_and_wait, run_in_daemon_thread
 from rollout_api.errors import JobNotFoundError, RedisUnreachableError
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.redis_client.checks import explain_error
@@ -90,19 +90,15 @@ async def run_head(setup: JobSetup, load_dataset: Callable[[], Dataset | None]) 
     server = connect(setup.redis_url)
     services = JobServices(setup)
     services.start()
-    sampling: list[asyncio.Future[None]] = []
+    sampling = asyncio.ensure_future(_sample_dataset(setup, load_dataset, server))
     try:
-        dataset = await asyncio.to_thread(load_dataset)
-        if dataset is not None:
-            sampling.append(asyncio.ensure_future(_sample_dataset(setup, dataset, server)))
         while not services.ended():
-            for task in sampling:
-                if task.done():
-                    task.result()
+            if sampling.done():
+                sampling.result()
             await asyncio.sleep(POLL_INTERVAL_S)
         await asyncio.to_thread(_write_termination_message, LauncherStore(server, setup.keys))
     finally:
-        await cancel_and_wait(*sampling)
+        await cancel_and_wait(sampling)
         services.stop()
 
 
@@ -119,8 +115,11 @@ def _write_termination_message(job_store: LauncherStore) -> None:
         logger.warning("Cannot leave the final figures for the operator: %s", error)
 
 
-async def _sample_dataset(setup: JobSetup, dataset: Dataset, server: redis.Redis) -> None:
-    """Sample the dataset's rollouts; retry for as long as Redis or the coordinator is unavailable."""
+async def _sample_dataset(setup: JobSetup, load_dataset: Callable[[], Dataset | None], server: redis.Redis) -> None:
+    """Sample the rollouts of the dataset, if there is one; retry while Redis or the coordinator is unavailable."""
+    dataset = await run_in_daemon_thread(load_dataset)
+    if dataset is None:
+        return
     while True:
         try:
             finished = await asyncio.to_thread(count_finished, server, setup.keys)

@@ -13,7 +13,7 @@ MAX_SERVICE_RESTART_DELAY_S = 10.0
 STABLE_SERVICE_S = 60.0
 """Seconds after which a process that ends is no longer considered to fail again."""
 SERVICE_STOP_TIMEOUT_S = 20.0
-"""Seconds that the relay has to complete its batch; longer than ``RELAY_STOP_TIMEOUT_S``."""
+"""Seconds that the relay has to complete its batch and the maintenance of the history; each takes 15 s at most."""
 
 # Workers
 
@@ -27,19 +27,19 @@ RAY_RETRY_DELAY_S = 2.0
 # Head and workers
 
 POLL_INTERVAL_S = 0.5
-"""Seconds between two checks of the job, of signals or of Ray's processes."""
+"""Seconds between two checks of the job or of Ray."""
 REDIS_RETRY_DELAY_S = 2.0
 """Seconds after which something is repeated that failed because of Redis."""
 ENGINES_READY_POLL_INTERVAL_S = 0.2
 """Seconds between two checks whether the engines serve."""
-READINESS_REDIS_TIMEOUT_S = 0.6
-"""Redis timeout of ``/readyz``. Several may add up, and kubelets wait 3 s for the answer."""
 SHUTDOWN_GRACE_S = 25.0
 """Seconds that rollouts have to finish after SIGTERM; Kubernetes usually sends SIGKILL after 30 s."""
 HANDOVER_MARGIN_S = 10.0
 """Seconds, in addition to the grace period, that engines have to hand over their rollouts."""
 FLEET_FAILURE_TIMEOUT_S = 60.0
 """Seconds for which Ray may fail to answer before the worker ends, to be replaced."""
+FLEET_STOP_TIMEOUT_S = 5.0
+"""Seconds to wait for the fleet's call of Ray at the end."""
 SHUTDOWN_POLL_INTERVAL_S = 0.25
 """Seconds between two checks whether a worker's engines have left the job."""
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import redis
 
@@ -28,7 +27,7 @@ from rollout_worker.job.dataset.trainer import DatasetTrainer
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.engines import local_ray, managed_engines
+from rollout_worker.launch.engines import check_ray, running_engines
 from rollout_worker.launch.job_state import JobState, lock_state_directory
 from rollout_worker.launch.limits import (
     END_POLL_INTERVAL_S,
@@ -38,6 +37,7 @@ from rollout_worker.launch.limits import (
 )
 from rollout_worker.launch.services import JobServices
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_worker.runtime.ports import free_port
 
 if TYPE_CHECKING:
     from rollout_worker.job.fleet import Fleet
@@ -113,7 +113,7 @@ async def run_local(
                 total_rollouts=None if dataset is None else dataset.total_rollouts(job),
                 non_speculative_engines=int(dataset is not None and EpochMode.NON_SPECULATIVE in options.baselines),
                 overrides=_engine_overrides(job, options),
-                http_port=_free_port(),
+                http_port=free_port(),
             )
             try:
                 state.clean_up_previous_jobs(server, history, job)
@@ -123,7 +123,7 @@ async def run_local(
                     notify(f"Continuing job {state.uid}: {finished} rollouts are finished.")
                 setup.open_history()
                 work = _run_on_ray(setup, dataset, options, server, finished, notify, watch)
-                report = await _stop_if_redis_fails(work, LauncherStore(server, setup.keys), url, notify)
+                report = await _while_checked(work, _check_redis(LauncherStore(server, setup.keys), url, notify))
                 state.mark_finished()
             except redis.RedisError as error:
                 raise explain_error(error, url) from error
@@ -141,20 +141,22 @@ async def _run_on_ray(
 ) -> JobReport | None:
     job = setup.job
     notify(f"Starting vLLM with {job.spec.model.uri} …")
-    engines = job.spec.workers.replicas * job.spec.engines_per_worker + setup.non_speculative_engines
     baselines = _baselines(job, options)
     services = JobServices(setup)
     services.start()
     try:
-        with local_ray(engines) as reaper, managed_engines(setup) as fleet:
-            await _wait_engines_ready(setup.job_store(), fleet, engines)
-            reaper.track_descendants()
-            work: Coroutine[Any, Any, JobReport | None] = (
-                _serve(setup, services, notify)
-                if dataset is None
-                else run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
-            )
-            return await _until_deadline(work, job.spec.lifecycle.active_deadline_seconds)
+        with running_engines(setup) as fleet:
+            try:
+                await _wait_engines_ready(setup.job_store(), fleet, setup.num_engines)
+                work: Coroutine[Any, Any, JobReport | None] = (
+                    _serve(setup, services, notify)
+                    if dataset is None
+                    else run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
+                )
+                limited = _until_deadline(work, job.spec.lifecycle.active_deadline_seconds)
+                return await _while_checked(limited, _check_processes(services, fleet))
+            finally:
+                services.stop()  # before the processes that Ray has left behind are killed
     finally:
         services.stop()
 
@@ -169,10 +171,22 @@ async def _wait_engines_ready(job_store: JobStore, fleet: Fleet, count: int) -> 
         engines = await job_store.engines.engines()
         if sum(alive for _, alive in engines.values()) >= count:
             return
-        if fleet.errors:
-            name, error = next(iter(fleet.errors.items()))
+        for name, error in fleet.errors.items():
             raise EngineError(f"{name} cannot start: {error}")
+        check_ray(fleet)
         await asyncio.sleep(ENGINES_READY_POLL_INTERVAL_S)
+
+
+async def _check_processes(services: JobServices, fleet: Fleet) -> NoReturn:
+    """Check the job's processes until one of them cannot continue.
+
+    Raises:
+        EngineError: if Ray does not answer any more, or another process coordinates the job.
+    """
+    while True:
+        services.ended()
+        check_ray(fleet)
+        await asyncio.sleep(END_POLL_INTERVAL_S)
 
 
 async def _until_deadline(work: Coroutine[Any, Any, _Result], deadline: int | None) -> _Result:
@@ -204,30 +218,29 @@ async def _serve(setup: JobSetup, services: JobServices, notify: Callable[[str],
     return None
 
 
-async def _stop_if_redis_fails(
-    work: Coroutine[Any, Any, _Result], job_store: LauncherStore, url: str, notify: Callable[[str], None]
-) -> _Result:
-    """Await *work*, but stop it when Redis rejects a write or is unavailable for more than a moment.
-
-    A job waits for Redis forever, which is right for a cluster. Here it is better to tell the user at once.
-    """
-    task, checks = asyncio.ensure_future(work), asyncio.ensure_future(_check_redis(job_store))
+async def _while_checked(work: Coroutine[Any, Any, _Result], check: Coroutine[Any, Any, NoReturn]) -> _Result:
+    """Await *work*, but stop it and raise the error of *check* if that fails first."""
+    task, checks = asyncio.ensure_future(work), asyncio.ensure_future(check)
     try:
         await asyncio.wait({task, checks}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            try:
-                await checks
-            except redis.RedisError as error:
-                notify(f"Stopping the job: {explain_error(error, url)}")
-                raise
+            await checks
         return await task
     finally:
         await cancel_and_wait(task, checks)
 
 
-async def _check_redis(job_store: LauncherStore) -> None:
+async def _check_redis(job_store: LauncherStore, url: str, notify: Callable[[str], None]) -> NoReturn:
+    """Check Redis until it rejects a write or is unavailable for more than a moment.
+
+    A job waits for Redis forever, which is right for a cluster. Here it is better to tell the user at once.
+    """
     while True:
-        await asyncio.to_thread(retry, job_store.check_writable)
+        try:
+            await asyncio.to_thread(retry, job_store.check_writable)
+        except redis.RedisError as error:
+            notify(f"Stopping the job: {explain_error(error, url)}")
+            raise
         await asyncio.sleep(REDIS_CHECK_INTERVAL_S)
 
 
@@ -281,10 +294,3 @@ def _redis_url(
         yield server.start()
     finally:
         server.stop()
-
-
-def _free_port() -> int:
-    """Return a port on which nothing listens, so that a coordinator that is restarted listens on the same one."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from dataclasses import dataclass
 
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.services import EXIT_SUPERSEDED, Service
@@ -25,6 +26,18 @@ from rollout_worker.runtime.child_process import spawn_with_parent
 logger = logging.getLogger(__name__)
 
 
+@dataclass
+class _Supervised:
+    """The process of one service, and when it is started again."""
+
+    process: subprocess.Popen[bytes] | None = None
+    """None while it waits for its next start, and after its end for good."""
+    start_at: float = 0.0
+    started_at: float = 0.0
+    failures: int = 0
+    """Number of consecutive failures."""
+
+
 class JobServices:
     """The processes of one job's coordinator and relay. They end with this process, however it ends."""
 
@@ -33,12 +46,14 @@ class JobServices:
         self._stopping = threading.Event()
         self._coordinator_code: int | None = None
         """Exit code with which the coordinator has ended for good."""
+        self._started = threading.Event()
         # Linux ends the children together with the thread that has started them.
         self._thread = threading.Thread(target=self._run, name="services", daemon=True)
 
     def start(self) -> None:
         """Start both processes."""
         self._thread.start()
+        self._started.wait()
 
     def stop(self) -> None:
         """End both processes; the relay completes its batch."""
@@ -56,42 +71,55 @@ class JobServices:
         return self._coordinator_code == 0
 
     def _run(self) -> None:
-        processes = {service: self._spawn(service) for service in Service}
-        started_at = dict.fromkeys(Service, time.monotonic())
-        failures: Counter[Service] = Counter()
-        restart_at: dict[Service, float] = {}
-        while not self._stopping.wait(SERVICE_POLL_INTERVAL_S):
-            now = time.monotonic()
-            for service, process in processes.items():
-                if service in restart_at:
-                    if now >= restart_at[service]:
-                        del restart_at[service]
-                        processes[service], started_at[service] = self._spawn(service), now
-                    continue
-                if (code := process.poll()) is None:
-                    continue
-                if service is Service.COORDINATOR and code in (0, EXIT_SUPERSEDED):
-                    self._coordinator_code = code
-                    continue
-                failures[service] = 0 if now - started_at[service] > STABLE_SERVICE_S else failures[service]
-                delay = min(FIRST_SERVICE_RESTART_DELAY_S * 2 ** failures[service], MAX_SERVICE_RESTART_DELAY_S)
-                failures[service] += 1
-                restart_at[service] = now + delay
-                logger.warning("The %s has ended with status %s and is restarted.", service, code)
-        for process in processes.values():
+        services = {service: _Supervised() for service in Service}
+        while not self._stopping.is_set():
+            for service, supervised in services.items():
+                if supervised.process is not None:
+                    self._check(service, supervised)
+                elif time.monotonic() >= supervised.start_at:
+                    self._start(service, supervised)
+            self._started.set()
+            self._stopping.wait(SERVICE_POLL_INTERVAL_S)
+        running = [supervised.process for supervised in services.values() if supervised.process is not None]
+        for process in running:
             process.terminate()
-        for process in processes.values():
+        for process in running:
             try:
                 process.wait(SERVICE_STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
 
-    def _spawn(self, service: Service) -> subprocess.Popen[bytes]:
+    def _check(self, service: Service, supervised: _Supervised) -> None:
+        """Notice that a process has ended."""
+        if supervised.process is None or (code := supervised.process.poll()) is None:
+            return
+        if service is Service.COORDINATOR and code in (0, EXIT_SUPERSEDED):
+            self._coordinator_code = code
+            supervised.process, supervised.start_at = None, math.inf
+            return
+        if time.monotonic() - supervised.started_at > STABLE_SERVICE_S:
+            supervised.failures = 0
+        self._postpone(supervised)
+        logger.warning("The %s has ended with status %s and is restarted.", service, code)
+
+    def _postpone(self, supervised: _Supervised) -> None:
+        delay = min(FIRST_SERVICE_RESTART_DELAY_S * 2**supervised.failures, MAX_SERVICE_RESTART_DELAY_S)
+        supervised.process, supervised.start_at = None, time.monotonic() + delay
+        supervised.failures += 1
+
+    def _start(self, service: Service, supervised: _Supervised) -> None:
         command = [sys.executable, "-m", "rollout_worker.job.services", service]
-        process = spawn_with_parent(command, stdin=subprocess.PIPE)
+        supervised.started_at = time.monotonic()
+        try:
+            # A process group of its own shields it from Ctrl-C, after which the relay still has to complete its batch.
+            process = spawn_with_parent(command, stdin=subprocess.PIPE, process_group=0)
+        except (OSError, subprocess.SubprocessError) as error:
+            self._postpone(supervised)
+            logger.warning("The %s cannot be started; trying again: %s", service, error)
+            return
+        supervised.process = process
         if process.stdin is not None:
             # A process that was killed meanwhile does not read its settings, and is restarted.
             with contextlib.suppress(BrokenPipeError), process.stdin as settings:
                 settings.write(self._settings)
-        return process

@@ -14,24 +14,25 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import redis
 
 from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error, wait_until_usable
 from rollout_api.redis_client.connection import connect, connect_history
-from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch.engines import local_ray, managed_engines
+from rollout_worker.launch.engines import check_ray, running_engines
 from rollout_worker.launch.limits import (
-    FLEET_FAILURE_TIMEOUT_S,
     HANDOVER_MARGIN_S,
     POLL_INTERVAL_S,
-    READINESS_REDIS_TIMEOUT_S,
     SHUTDOWN_GRACE_S,
     SHUTDOWN_POLL_INTERVAL_S,
 )
 from rollout_worker.runtime.readiness import ReadinessServer
+
+if TYPE_CHECKING:
+    from rollout_worker.job.fleet import Fleet
 
 logger = logging.getLogger(__name__)
 
@@ -48,26 +49,27 @@ def run_worker(setup: JobSetup, *, name: str, http_port: int) -> bool:
         Whether the job has ended.
 
     Raises:
-        EngineError: if Ray fails. The process has to be restarted then.
+        EngineError: if Ray does not start, or does not answer any more. The process has to be restarted then.
     """
     setup = replace(setup, worker=f"{name}/{secrets.token_hex(4)}")
-    server, engines = connect(setup.redis_url), setup.engines_per_machine
+    server = connect(setup.redis_url)
     job_store = LauncherStore(server, setup.keys)
     terminated = threading.Event()
-    probed_store = LauncherStore(connect(setup.redis_url, timeout=READINESS_REDIS_TIMEOUT_S), setup.keys)
-    readiness = WorkerReadiness(probed_store, setup.worker, engines)
+    readiness = WorkerReadiness(setup.num_engines)
     with _readiness_server(http_port, readiness):
         wait_until_usable(server, setup.redis_url)
         if setup.history_url:
             warn_if_unusable(setup.history_url)
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-        with local_ray(engines, terminated):
-            if not terminated.is_set():
-                with managed_engines(setup) as fleet:
-                    while not terminated.wait(POLL_INTERVAL_S):
-                        if fleet.failing_seconds() > FLEET_FAILURE_TIMEOUT_S:
-                            raise EngineError("Ray does not answer any more; see its log")
-                    shut_down_engines(job_store, setup.worker, SHUTDOWN_GRACE_S)
+        try:
+            with running_engines(setup, terminated) as fleet:
+                readiness.fleet = fleet
+                while not terminated.wait(POLL_INTERVAL_S):
+                    check_ray(fleet)
+                shut_down_engines(job_store, setup.worker, fleet, SHUTDOWN_GRACE_S)
+        except KeyboardInterrupt:
+            if not terminated.is_set():  # else SIGTERM has interrupted the start of Ray
+                raise
         return _has_ended(job_store)
 
 
@@ -91,36 +93,35 @@ def warn_if_unusable(history_url: str) -> None:
         logger.warning("Drafting without the job's history until it can be reached: %s", reason)
 
 
-def shut_down_engines(job_store: LauncherStore, worker: str, grace: float) -> None:
+def shut_down_engines(job_store: LauncherStore, worker: str, fleet: Fleet, grace: float) -> None:
     """Tell a worker's engines to leave the job within *grace* seconds, and wait until they have."""
     deadline = time.monotonic() + grace + HANDOVER_MARGIN_S
     try:
         if job_store.has_ended():
-            return  # the engines have no work, and there is no coordinator that would notice their leaving
+            return  # the engines have no work
         job_store.request_shutdown(worker, grace)
-        while time.monotonic() < deadline and job_store.engines_of(worker):
-            time.sleep(SHUTDOWN_POLL_INTERVAL_S)
     except redis.RedisError as error:
         logger.warning("Cannot tell the engines through Redis to leave (%s); their leases will expire.", error)
+        return
+    while time.monotonic() < deadline and fleet.num_serving:
+        time.sleep(SHUTDOWN_POLL_INTERVAL_S)
 
 
 @dataclass
 class WorkerReadiness:
     """Reports whether all of this worker's engines serve."""
 
-    job_store: LauncherStore
-    worker: str
-    """Id of the worker."""
     engines: int
     """Number of engines that belong on this worker."""
-    _last_answer: str = "the worker is starting"
+    fleet: Fleet | None = None
+    """The engines; None while Ray starts."""
 
     def why_not_ready(self) -> str:
-        """Return why not all engines serve, or '' if they do; repeat the last answer while Redis does not answer."""
-        with contextlib.suppress(redis.RedisError):
-            serving = len(self.job_store.engines_of(self.worker))
-            self._last_answer = "" if serving >= self.engines else f"{serving} of {self.engines} engines serve"
-        return self._last_answer
+        """Return why not all engines serve, or '' if they do."""
+        if self.fleet is None:
+            return "the worker is starting"
+        serving = self.fleet.num_serving
+        return "" if serving >= self.engines else f"{serving} of {self.engines} engines serve"
 
 
 def _has_ended(job_store: LauncherStore) -> bool:

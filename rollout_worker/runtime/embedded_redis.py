@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import shutil
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import redis
 
 from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_worker.runtime.child_process import spawn_with_parent
+from rollout_worker.runtime.ports import free_port
 
 _START_TIMEOUT_S = 10.0
 """Seconds to wait for an answer of a server that is not loading its data."""
@@ -61,7 +61,7 @@ class EmbeddedRedis:
             )
         self._directory.mkdir(parents=True, exist_ok=True)
         for _ in range(_MAX_PORT_ATTEMPTS):
-            port, password = _free_port(), secrets.token_urlsafe(24)
+            port, password = free_port(), secrets.token_urlsafe(24)
             self._process = self._launch(program, port, password)
             self.url = f"redis://:{password}@127.0.0.1:{port}/0"
             if self._wait_ready(self._process):
@@ -123,9 +123,3 @@ class EmbeddedRedis:
                 return True
         self.stop()
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -44,10 +44,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def restored_process_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Undo what the command changes in its process: environment variables and the handler of SIGTERM."""
-    monkeypatch.setenv("RAY_AUTH_TOKEN", "")
-    monkeypatch.setenv("RAY_AUTH_MODE", "")
+def restored_handler() -> Iterator[None]:
+    """Restore the handler of SIGTERM, which the command replaces."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, handler)

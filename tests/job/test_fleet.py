@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import os
 import secrets
 import signal
@@ -12,10 +13,11 @@ import threading
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import ray
 
-from rollout_worker.job.fleet import EngineState, Fleet, ray_namespace
+from rollout_worker.job.fleet import EngineState, Fleet
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.local_ray import start_local_ray, stop_local_ray
@@ -37,10 +39,7 @@ class SlowEngine:
         self._process = secrets.token_hex(4)
 
     def state(self) -> EngineState:
-        return EngineState(self._process, os.getpid(), True, "")
-
-    def pid(self) -> int:
-        return os.getpid()
+        return EngineState(self._process, os.getpid(), True, "engine-0-5e6f", "")
 
 
 class CrashingEngine:
@@ -51,7 +50,7 @@ class CrashingEngine:
 
     def state(self) -> EngineState:
         threading.Timer(0.5, os._exit, [1]).start()
-        return EngineState(self._process, os.getpid(), False, "")
+        return EngineState(self._process, os.getpid(), False, "", "")
 
 
 class FailingEngine:
@@ -59,7 +58,7 @@ class FailingEngine:
         self._process = secrets.token_hex(4)
 
     def state(self) -> EngineState:
-        return EngineState(self._process, os.getpid(), True, "no such model")
+        return EngineState(self._process, os.getpid(), True, "", "no such model")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,18 +71,23 @@ def local_ray() -> Iterator[None]:
 
 
 @pytest.fixture
-def setup(redis_url: str) -> Iterator[JobSetup]:
-    """The setup of a new job, whose engines are killed after the test."""
-    job = JobSetup(MANIFEST, f"fleet-{secrets.token_hex(4)}", redis_url, 100, "fingerprint", worker="machine-7/1a2b")
-    yield job
-    with contextlib.suppress(ValueError):  # it does not exist, or the fleet has killed it
-        ray.kill(engine_of(job), no_restart=True)
-    with contextlib.suppress(ValueError):
-        ray.util.remove_placement_group(ray.util.get_placement_group(f"{ray_namespace(job.uid)}-engine-0"))
+def setup(redis_url: str) -> JobSetup:
+    """The setup of a new job with one engine, whose worker is called machine-7."""
+    return JobSetup(MANIFEST, f"fleet-{secrets.token_hex(4)}", redis_url, 100, "fingerprint", worker="machine-7/1a2b")
 
 
-def engine_of(setup: JobSetup) -> ray.actor.ActorHandle:
-    return ray.get_actor("engine-0", namespace=ray_namespace(setup.uid))
+@pytest.fixture
+def states() -> list[EngineState]:
+    """The states that the engines have answered."""
+    return []
+
+
+@pytest.fixture
+def fleet(request: pytest.FixtureRequest, setup: JobSetup, states: list[EngineState]) -> Iterator[Fleet]:
+    """The fleet of a job, whose engines are of the class that the test names."""
+    fleet = Fleet(setup, request.param, on_state=states.append)
+    yield fleet
+    fleet.kill()
 
 
 def wait_for_error(fleet: Fleet, seconds: float) -> None:
@@ -96,58 +100,83 @@ def wait_for_error(fleet: Fleet, seconds: float) -> None:
     wait_for(has_error, seconds)
 
 
-def wait_for_pid(fleet: Fleet, setup: JobSetup, *, other_than: int | None = None) -> int:
-    """Run passes of the fleet, none of which may find an error, until an engine has started; return its process id.
+def wait_for_process(fleet: Fleet, states: list[EngineState], *, other_than: int = 0) -> int:
+    """Run passes of the fleet, none of which may find an error, until an engine serves; return its process id."""
 
-    Args:
-        fleet: the fleet.
-        setup: the job.
-        other_than: process id of the engine before it was killed.
-    """
-
-    def new_pid() -> int | None:
+    def process() -> int:
         fleet.run_once()
         assert {} == fleet.errors
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it restarts, or does not exist yet
-            pid = int(ray.get(engine_of(setup).pid.remote(), timeout=0.5))
-            return pid if pid != other_than else None
-        return None
+        serving = [state.pid for state in states if state.engine and state.pid != other_than]
+        return serving[-1] if serving else 0
 
-    found: int = wait_for(new_pid, 60, "The engine has not started.")
+    found: int = wait_for(process, 60, "The engine has not started.")
     return found
 
 
-def test_an_engine_that_was_killed_restarts_without_an_error(setup: JobSetup) -> None:
-    reported: set[int] = set()
-    fleet = Fleet(setup, SlowEngine, on_process=reported.add)
-    first = wait_for_pid(fleet, setup)
+@pytest.mark.parametrize("fleet", [SlowEngine], indirect=True)
+def test_an_engine_that_was_killed_restarts_without_an_error(fleet: Fleet, states: list[EngineState]) -> None:
+    first = wait_for_process(fleet, states)
+    assert 1 == fleet.num_serving
     os.kill(first, signal.SIGKILL)
-    second = wait_for_pid(fleet, setup, other_than=first)
-    assert first != second
-    wait_for(lambda: fleet.run_once() or {first, second} == reported, 60)
+    wait_for(lambda: fleet.run_once() or not fleet.num_serving, 30)
+    assert first != wait_for_process(fleet, states, other_than=first)
+    assert 1 == fleet.num_serving
 
 
-def test_an_engine_whose_process_dies_repeatedly_during_its_start_is_an_error(setup: JobSetup) -> None:
-    fleet = Fleet(setup, CrashingEngine)
+@pytest.mark.parametrize("fleet", [CrashingEngine], indirect=True)
+def test_an_engine_whose_process_dies_repeatedly_during_its_start_is_an_error(fleet: Fleet) -> None:
     wait_for_error(fleet, 240)
     assert "died 3 times while it started" in fleet.errors["engine-0"]
 
 
-def test_an_engine_that_reports_that_it_cannot_start_is_an_error(setup: JobSetup) -> None:
-    fleet = Fleet(setup, FailingEngine)
+@pytest.mark.parametrize("fleet", [FailingEngine], indirect=True)
+def test_an_engine_that_reports_that_it_cannot_start_is_an_error(fleet: Fleet) -> None:
     wait_for_error(fleet, 60)
     assert {"engine-0": "no such model"} == fleet.errors
+    assert 0 == fleet.num_serving
 
 
-def test_the_coordinator_learns_which_engines_cannot_start(setup: JobSetup) -> None:
+@pytest.mark.parametrize("fleet", [FailingEngine], indirect=True)
+def test_the_coordinator_learns_which_engines_cannot_start(fleet: Fleet, setup: JobSetup) -> None:
     async def failed() -> dict[str, str]:
-        store = JobStore.connect(setup.redis_url, setup.keys)
-        return await store.engines.failed()
+        return await JobStore.connect(setup.redis_url, setup.keys).engines.failed()
 
-    fleet, stopping = Fleet(setup, FailingEngine), threading.Event()
+    with running(fleet):
+        wait_for(lambda: {"machine-7/engine-0": "no such model"} == asyncio.run(failed()), 60)
+        assert fleet.failing_seconds < 60
+
+
+@pytest.mark.parametrize("fleet", [SlowEngine], indirect=True)
+def test_a_fleet_tells_for_how_long_ray_has_not_answered(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(fleet):
+        wait_for(lambda: fleet.num_serving == 1, 60)
+        monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": False}])
+        wait_for(lambda: fleet.failing_seconds > 3, 30)
+        monkeypatch.undo()
+        wait_for(lambda: fleet.failing_seconds < 2, 30)
+
+
+def test_ray_listens_on_the_loopback_interface_only() -> None:
+    processes = {os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))}
+    listening = [
+        connection
+        for connection in psutil.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN and connection.pid in processes
+    ]
+    assert len({connection.pid for connection in listening}) >= 2  # at least the raylet and the control store
+    assert all(
+        ipaddress.ip_address(connection.laddr.ip.removeprefix("::ffff:")).is_loopback for connection in listening
+    )
+
+
+@contextlib.contextmanager
+def running(fleet: Fleet) -> Iterator[None]:
+    """Run a fleet in a thread."""
+    stopping = threading.Event()
     thread = threading.Thread(target=fleet.run, args=(stopping,))
     thread.start()
-    wait_for(lambda: {"machine-7/engine-0": "no such model"} == asyncio.run(failed()), 60)
-    stopping.set()
-    thread.join()
-    assert 0.0 == fleet.failing_seconds()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()

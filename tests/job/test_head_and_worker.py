@@ -21,9 +21,9 @@ import yaml
 from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_worker.runtime.ports import free_port
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE
-from tests.support.ports import free_port
 from tests.support.random_policies import TASKS, make_policies
 from tests.support.waiting import wait_for
 

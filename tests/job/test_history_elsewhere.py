@@ -21,8 +21,8 @@ from rollout_worker.history.blocks import START
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.launch.worker import warn_if_unusable
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_worker.runtime.ports import free_port
 from tests.support.job_messages import JOB, request, rollout
-from tests.support.ports import free_port
 
 HISTORY = HistoryKeys("default", "shared")
 

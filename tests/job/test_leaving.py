@@ -11,6 +11,8 @@ import pytest
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.connection import connect
+from rollout_worker.job.engine_actor import EngineActor
+from rollout_worker.job.fleet import Fleet
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.worker import run_worker, shut_down_engines
@@ -29,7 +31,8 @@ def test_engines_are_told_unless_the_job_has_ended(redis_url: str, state: str | 
     server = connect(redis_url)
     if state is not None:  # None means that Redis has lost its data; the engines still have rollouts
         server.hset(JOB.job, "state", state)
-    shut_down_engines(LauncherStore(server, JOB), "worker-0/1", 25.0)
+    fleet = Fleet(JobSetup(MANIFEST, "leaving", redis_url, 100, "fingerprint"), EngineActor)  # without engines
+    shut_down_engines(LauncherStore(server, JOB), "worker-0/1", fleet, 25.0)
     assert told == (b"25.0" == server.get(JOB.shutdown_grace("worker-0/1")))
 
 
@@ -46,7 +49,17 @@ def restored_handler() -> Iterator[None]:
 def test_a_worker_tells_whether_the_job_had_ended_when_it_was_terminated(redis_url: str, state: str) -> None:
     connect(redis_url).hset(JOB.job, "state", state)
     setup = JobSetup(MANIFEST, "leaving", redis_url, vocabulary_size=100, tokenizer="fingerprint")
-    terminate = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM))
     signal.signal(signal.SIGTERM, lambda *_: None)
-    terminate.start()
-    assert (state == "closed") == run_worker(setup, name="worker-0", http_port=0)
+    ended = threading.Event()
+
+    def terminate() -> None:
+        while not ended.wait(0.5):  # the first signals may come before the worker handles them
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=terminate)
+    thread.start()
+    try:
+        assert (state == "closed") == run_worker(setup, name="worker-0", http_port=0)
+    finally:
+        ended.set()
+        thread.join()

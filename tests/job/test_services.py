@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +16,7 @@ from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.services import Service
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.services import JobServices
-from tests.support.ports import free_port
+from rollout_worker.runtime.ports import free_port
 from tests.support.waiting import wait_for
 
 MANIFEST = {
@@ -92,3 +94,21 @@ def test_a_head_ends_when_another_one_has_taken_over(setup: JobSetup, services: 
 
     wait_for(is_superseded, START_S)
     assert [Service.RELAY] == list(processes())
+
+
+def test_a_service_that_cannot_be_started_is_started_later(setup: JobSetup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/missing")
+    services = JobServices(setup)
+    services.start()
+    try:
+        assert not processes()
+        monkeypatch.undo()
+        wait_for(lambda: coordinator_number(setup) == 1, START_S)
+    finally:
+        services.stop()
+
+
+def test_the_services_survive_ctrl_c(setup: JobSetup, services: JobServices) -> None:
+    wait_for(lambda: coordinator_number(setup) == 1, START_S)
+    groups = {os.getpgid(process.pid) for process in processes().values()}
+    assert os.getpgid(0) not in groups

@@ -17,9 +17,9 @@ from rollout_api.protocol.messages import Broadcast, TensorSpec, WeightUpdate
 from rollout_api.weights.broadcast import JOIN_TIMEOUT_S
 from rollout_api.weights.in_memory import ModelInMemory
 from rollout_worker.engine.errors import EngineError
+from rollout_worker.runtime.ports import free_port
 from tests.support.in_process_job import LiveJob, manifest, start_engine
 from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompt_index, prompts
-from tests.support.ports import free_port
 from tests.support.reference_model import (
     LoopThread,
     ReferenceDistribution,

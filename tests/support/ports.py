@@ -1,15 +1,8 @@
-"""TCP ports for test servers."""
+"""TCP ports of test servers."""
 
 from __future__ import annotations
 
 import socket
-
-
-def free_port() -> int:
-    """Return a port on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def accepts(port: int) -> bool:

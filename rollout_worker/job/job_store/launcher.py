@@ -10,7 +10,6 @@ import redis
 
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_worker.job.job_store.encoding import as_text
-from rollout_worker.job.job_store.engines import EngineReport
 from rollout_worker.job.job_store.job_keys import add_expiry, key_batches
 from rollout_worker.job.ledger import META_FIELDS, LedgerEntry
 from rollout_worker.job.limits import (
@@ -54,12 +53,6 @@ class LauncherStore:
         self._client.hset(self._keys.head_facts, mapping=fields)
 
     # Workers
-
-    def engines_of(self, worker: str) -> dict[str, EngineReport]:
-        """Return the last reports of a worker's engines by engine id."""
-        found: Any = self._client.hgetall(self._keys.engines)
-        reports = {as_text(engine): EngineReport.read(data) for engine, data in found.items()}
-        return {engine: report for engine, report in reports.items() if report.worker == worker}
 
     def end_lease(self, engine: str) -> None:
         """End the lease of an engine whose process has ended, so that its rollouts continue elsewhere at once."""

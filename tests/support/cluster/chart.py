@@ -11,6 +11,55 @@ import yaml
 
 CHART = Path(__file__).parents[3] / "charts" / "das-rollout"
 HELM = Path(sys.executable).with_name("helm")
+_POD_SETTINGS: dict[str, Any] = {
+    "nodeSelector": {"pool": "system"},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "topologySpreadConstraints": [
+        {"maxSkew": 1, "topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+    ],
+    "priorityClassName": "system-cluster-critical",
+    "podLabels": {"team": "rl"},
+    "podAnnotations": {"note": "x"},
+    "extraEnv": [{"name": "HTTPS_PROXY", "value": "http://proxy:3128"}],
+    "extraVolumes": [{"name": "extra", "emptyDir": {}}],
+    "extraVolumeMounts": [{"name": "extra", "mountPath": "/extra"}],
+}
+VALUE_SETS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "everything": {
+        "nameOverride": "rollouts",
+        "commonLabels": {"cost-center": "17"},
+        "image": {"operator": f"registry.example/operator@sha256:{'0' * 64}", "pullSecrets": [{"name": "registry"}]},
+        "operator": {**_POD_SETTINGS, "replicas": 3, "image": "registry.example/operator:1"},
+        "redis": {**_POD_SETTINGS, "storageClassName": "fast", "namespaces": ["team-a"]},
+        "redisUsers": {**_POD_SETTINGS, "byDefault": False},
+        "history": {**_POD_SETTINGS, "replicas": 2},
+        "monitoring": {"podMonitor": True, "alerts": True, "dashboard": True, "labels": {"release": "prometheus"}},
+        "rbac": {"aggregateRoles": True},
+    },
+    "ServiceMonitors": {"monitoring": {"serviceMonitor": True}, "fullnameOverride": "rollouts"},
+    "some namespaces": {"operator": {"namespaces": ["a", "b"], "readNodes": True}},
+    "the release's namespace": {"operator": {"namespaces": ["rl"]}, "redis": {"storage": ""}},
+    "own password": {
+        "redis": {"adminSecret": {"name": "redis", "keys": {"url": "u", "password": "p", "userKey": "k"}}},
+        "redisUsers": {"enabled": False},
+    },
+    "external Redis with users": {
+        "redis": {"bundled": False, "adminSecret": {"name": "redis"}, "ca": {"configMap": "ca", "key": "root.pem"}}
+    },
+    "external Redis without users": {
+        "redis": {"bundled": False, "ca": {"secret": "redis-ca"}},
+        "history": {"redis": {"existingSecret": "redis"}},
+    },
+    "minimum": {
+        "redis": {"bundled": False},
+        "history": {"enabled": False},
+        "networkPolicies": False,
+        "operator": {"replicas": 1, "podDisruptionBudget": False},
+    },
+}
+"""Values that together use all parts of the templates."""
 
 
 def render_chart(namespace: str, **values: Any) -> list[dict[str, Any]]:

@@ -17,8 +17,8 @@ import yaml
 from kubernetes import client
 
 from rollout_api.manifest.rollout_job import GROUP, VERSION
+from rollout_worker.runtime.ports import free_port
 from tests.support.cluster.control_plane import CRD, START_TIMEOUT_S, ControlPlane
-from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
 GARBAGE_COLLECTION_TIMEOUT_S = 120.0

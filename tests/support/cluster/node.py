@@ -19,9 +19,9 @@ from pathlib import Path
 import yaml
 from kubernetes import client
 
+from rollout_worker.runtime.ports import free_port
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.control_plane import START_TIMEOUT_S
-from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
 NAME = "node1"

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from rollout_worker.runtime.ports import free_port
 from tests.support.cluster.control_plane import ControlPlane
-from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
 READY_TIMEOUT_S = 60.0

@@ -24,12 +24,13 @@ from kubernetes import client, config
 from rollout_api.manifest.rollout_job import GROUP, PLURAL
 from rollout_api.manifest.rollout_job import VERSION as API_VERSION
 from rollout_api.protocol.keys import HistoryKeys
+from rollout_worker.runtime.ports import free_port
 from tests.support.cluster.chart import CHART, HELM
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.node import ADDRESS, Node, create_bridge
 from tests.support.cluster.raw_api import RawApi
 from tests.support.history_contents import rollout_ids_in
-from tests.support.ports import accepts, free_port
+from tests.support.ports import accepts
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[3]
@@ -308,7 +309,8 @@ class OwnCluster(RealCluster):
     """A cluster that was created for the tests, so that they may kill its parts."""
 
     def __init__(self, control_plane: CompleteControlPlane, node: Node) -> None:
-        values = {"redis.image": f"das-rollout-base:{VERSION}"}
+        # Kubernetes 1.20 does not serve policy/v1, which the chart's PodDisruptionBudget needs.
+        values = {"redis.image": f"das-rollout-base:{VERSION}", "operator.podDisruptionBudget": "false"}
         super().__init__(control_plane.kubeconfig, control_plane.binaries / "bin/kubectl", values)
         self.control_plane, self.node = control_plane, node
 

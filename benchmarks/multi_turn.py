@@ -190,7 +190,7 @@ def main() -> None:
     trace = fitting_trajectories(read_trace(options.trace, load_tokenizer(options.tokenizer)), options.trajectories)
     model = random_model(hidden=256, layers=4, positions=CONTEXT + 64)
     manifest = {
-        "apiVersion": "das.rollout.dev/v1alpha1",
+        "apiVersion": "das.rollout.dev/v1beta1",
         "kind": "RolloutJob",
         "metadata": {"name": JOB_NAME},
         "spec": {

@@ -67,7 +67,7 @@ class MixedProblems:
 def manifest(weights: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Return the RolloutJob of the run."""
     return {
-        "apiVersion": "das.rollout.dev/v1alpha1",
+        "apiVersion": "das.rollout.dev/v1beta1",
         "kind": "RolloutJob",
         "metadata": {"name": JOB},
         "spec": {

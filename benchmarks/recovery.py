@@ -81,7 +81,7 @@ class Job:
     def start(self) -> None:
         """Start the head and the workers."""
         manifest = {
-            "apiVersion": "das.rollout.dev/v1alpha1",
+            "apiVersion": "das.rollout.dev/v1beta1",
             "kind": "RolloutJob",
             "metadata": {"name": "recovery"},
             "spec": {

@@ -61,7 +61,7 @@ MODEL = "das/tiny-qwen3/step-0360"
 def manifest(arm: str, seed: int, weights: Path) -> dict[str, Any]:
     """Return the RolloutJob of one training run."""
     return {
-        "apiVersion": "das.rollout.dev/v1alpha1",
+        "apiVersion": "das.rollout.dev/v1beta1",
         "kind": "RolloutJob",
         "metadata": {"name": "training-curves"},
         "spec": {

@@ -45,7 +45,7 @@ PROMPT = 64
 """Tokens of each prompt."""
 JOB = parse_job(
     {
-        "apiVersion": "das.rollout.dev/v1alpha1",
+        "apiVersion": "das.rollout.dev/v1beta1",
         "kind": "RolloutJob",
         "metadata": {"name": "transport"},
         "spec": {

@@ -23,7 +23,7 @@ This page lists all fields of a RolloutJob. The shortest manifest names a model 
 default:
 
 ```yaml
-apiVersion: das.rollout.dev/v1alpha1
+apiVersion: das.rollout.dev/v1beta1
 kind: RolloutJob
 metadata: {name: math-grpo}
 spec:
@@ -136,8 +136,11 @@ def document() -> str:
         if model is None:
             other_rows.append(row(field, field.alias or name))
             continue
-        parts += [f"\n## spec.{name}\n", f"{(model.__doc__ or '').strip()}\n"]
-        parts += ["| Field | Type | Default | Meaning |", "|---|---|---|---|", *rows(model, f".{name}")]
+        section = field.alias or name
+        parts += [f"\n## spec.{section}\n", f"{(model.__doc__ or '').strip()}\n"]
+        is_optional = not field.is_required() and field.default_factory is None
+        parts += ["| Field | Type | Default | Meaning |", "|---|---|---|---|"]
+        parts += rows(model, f".{section}", section if is_optional else "")
     parts += ["\n## Other fields of spec\n", "| Field | Type | Default | Meaning |", "|---|---|---|---|", *other_rows]
     return "\n".join(parts) + "\n"
 

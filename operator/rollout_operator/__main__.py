@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -11,19 +12,23 @@ import socket
 import sys
 import uuid
 from collections.abc import Sequence
+from typing import Any
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.status_token import StatusToken
 from rollout_operator import logs
 from rollout_operator.cluster_info import ClusterInfo
+from rollout_operator.gang import GANG_APIS, GANG_PLURAL
 from rollout_operator.http_server import HttpServer, MetricsCollector
 from rollout_operator.informer import Informer
 from rollout_operator.kopf_watch import wait_until_served, watch_jobs
 from rollout_operator.kubernetes_api import KubernetesApi
 from rollout_operator.leader_election import LeaderElection, LostLeaseError
 from rollout_operator.missing_jobs import remove_missing_jobs
+from rollout_operator.namespaces import NAMESPACES, SelectedNamespaces
 from rollout_operator.object_cache import JobKey, ObjectCache, job_key
 from rollout_operator.reconciler import Reconciler
-from rollout_operator.resource_kinds import owned_kinds
+from rollout_operator.resource_kinds import CLUSTER_RUNTIMES, RUNTIMES, owned_kinds
 
 logger = logging.getLogger("rollout_operator")
 
@@ -31,7 +36,23 @@ _DISRUPTION_BUDGET_APIS = ("policy/v1", "policy/v1beta1")
 _UNHEALTHY_POD_EVICTION_POLICY_VERSION = (1, 27)
 
 
-def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+def _egress_rules(text: str) -> tuple[dict[str, Any], ...]:
+    """Parse the rules of ``--egress-rules``.
+
+    Raises:
+        argparse.ArgumentTypeError: if the text is not a JSON list of objects.
+    """
+    try:
+        rules = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise argparse.ArgumentTypeError(f"this is not JSON: {error}") from error
+    if not isinstance(rules, list) or not all(isinstance(rule, dict) for rule in rules):
+        raise argparse.ArgumentTypeError("this must be a JSON list of objects with the fields to and ports")
+    return tuple(rules)
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; None stands for that of the process."""
     parser = argparse.ArgumentParser(
         prog="rollout-operator",
         description="Run the operator for RolloutJobs. It connects to the cluster of KUBECONFIG, else to the cluster "
@@ -42,19 +63,40 @@ def _parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespa
         "--namespace", action="append", default=[], help="namespace to watch; may be repeated; default: all namespaces"
     )
     parser.add_argument(
+        "--namespace-selector",
+        default="",
+        metavar="LABEL=VALUE,…",
+        help="labels of the namespaces whose jobs the operator runs, instead of --namespace",
+    )
+    parser.add_argument(
         "--status-reader-namespace",
         action="append",
         default=[],
         help="namespace whose pods may read /status and /metrics of heads; may be repeated; default: all namespaces",
     )
+    parser.add_argument(
+        "--egress-rules",
+        type=_egress_rules,
+        help="limit the connections that pods of jobs may open to their own namespace and to these rules of a "
+        "NetworkPolicy, a JSON list; default: connections are not limited",
+    )
+    parser.add_argument(
+        "--redis-users",
+        action="store_true",
+        help="rollout-redis-users is running: a job whose manifest names no Redis server has its own Redis user; "
+        "default: it uses the Secret rollout-redis of its namespace",
+    )
     parser.add_argument("--lease", help="NAMESPACE/NAME of the Lease for leader election; default: no leader election")
     parser.add_argument("--port", type=int, default=8081, help="port of /healthz, /readyz and /metrics")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="json", choices=["json", "text"])
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.namespace and options.namespace_selector:
+        parser.error("--namespace and --namespace-selector exclude each other")
+    return options
 
 
-async def _discover_cluster(api: KubernetesApi, status_reader_namespaces: Sequence[str]) -> ClusterInfo:
+async def _discover_cluster(api: KubernetesApi, options: argparse.Namespace, token: StatusToken) -> ClusterInfo:
     """Wait until the API server serves RolloutJobs, and discover which optional APIs it has."""
     await wait_until_served(api)
     budget_api = None
@@ -64,14 +106,19 @@ async def _discover_cluster(api: KubernetesApi, status_reader_namespaces: Sequen
             break
     if budget_api is None:
         logger.warning("The cluster serves no PodDisruptionBudgets; jobs are created without one.")
+    gang_apis = [version for version in GANG_APIS if await api.serves(version, GANG_PLURAL)]
     return ClusterInfo(
         disruption_budget_api=budget_api,
+        gang_api=next(iter(gang_apis), None),
         has_unhealthy_pod_eviction_policy=await api.version() >= _UNHEALTHY_POD_EVICTION_POLICY_VERSION,
-        status_reader_namespaces=tuple(status_reader_namespaces),
+        status_reader_namespaces=tuple(options.status_reader_namespace),
+        egress_rules=options.egress_rules,
+        status_token_hash=token.sha256,
+        creates_redis_users=options.redis_users,
     )
 
 
-async def _run(options: argparse.Namespace) -> int:
+async def _run(options: argparse.Namespace, token: StatusToken) -> int:
     """Run the operator until it is terminated, and return the exit code."""
     api = await KubernetesApi.connect()
     cache = ObjectCache()
@@ -79,15 +126,15 @@ async def _run(options: argparse.Namespace) -> int:
     if options.lease:
         namespace, _, name = options.lease.rpartition("/")
         election = LeaderElection(api, namespace, name, f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
-    reconciler = Reconciler(api, cache, options.worker_image)
-    server = HttpServer(MetricsCollector(api, cache, reconciler, election))
+    reconciler = Reconciler(api, cache, options.worker_image, token)
+    server = HttpServer(MetricsCollector(api, cache, reconciler, election), token)
     await server.start(options.port)
     try:
-        reconciler.cluster = await _discover_cluster(api, options.status_reader_namespace)
+        reconciler.cluster = await _discover_cluster(api, options, token)
         server.ready = True
         if election is not None:
             await election.acquire()
-        return await _lead(api, cache, reconciler, election, options.namespace)
+        return await _lead(api, cache, reconciler, election, options.namespace, options.namespace_selector)
     finally:
         if election is not None:
             await election.release()
@@ -101,13 +148,23 @@ async def _lead(
     reconciler: Reconciler,
     election: LeaderElection | None,
     namespaces: list[str],
+    namespace_selector: str,
 ) -> int:
     """Watch and reconcile until the process is terminated or a task fails, and return the exit code."""
     informers = [
         Informer(api, cache, reconciler.queue, kind, namespace)
-        for kind in owned_kinds(reconciler.cluster.disruption_budget_api)
+        for kind in owned_kinds(reconciler.cluster.disruption_budget_api, reconciler.cluster.gang_api)
         for namespace in namespaces or [""]
     ]
+    runtimes = [(CLUSTER_RUNTIMES, ""), *((RUNTIMES, namespace) for namespace in namespaces or [""])]
+    informers += [
+        Informer(api, reconciler.runtimes, reconciler.queue, kind, namespace, selector="", optional=True)
+        for kind, namespace in runtimes
+    ]
+    if namespace_selector:
+        selected = SelectedNamespaces(reconciler.reconcile_namespace)
+        reconciler.namespaces = selected
+        informers.append(Informer(api, selected, reconciler.queue, NAMESPACES, "", selector=namespace_selector))
     tasks: list[asyncio.Future[None]] = [asyncio.ensure_future(informer.run()) for informer in informers]
     tasks.append(asyncio.ensure_future(_wait_for_signal()))
     if election is not None:
@@ -160,9 +217,14 @@ async def _wait_until_synced(informers: Sequence[Informer]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the operator until SIGINT or SIGTERM."""
-    options = _parse_arguments(arguments)
+    options = parse_arguments(arguments)
     logs.configure(as_json=options.log_format == "json", level=options.log_level)
-    sys.exit(asyncio.run(_run(options)))
+    try:
+        token = StatusToken.from_environment()
+    except ValueError as error:
+        logger.error("The operator ends: %s", error)
+        sys.exit(1)
+    sys.exit(asyncio.run(_run(options, token)))
 
 
 if __name__ == "__main__":

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_api.manifest.pod_spec import Accelerator
 from rollout_api.manifest.rollout_job import GROUP
-
-GPU_RESOURCE = "nvidia.com/gpu"
 
 _FEATURE_DISCOVERY = "nvidia.com/gpu.product"
 _GKE = "cloud.google.com/gke-accelerator"
 _KARPENTER = "karpenter.k8s.aws/instance-gpu-name"
 _OWN = f"{GROUP}/accelerator"
 
-_LABELS: dict[Accelerator, dict[str, list[str]]] = {
+_LABELS: dict[str, dict[str, list[str]]] = {
     "nvidia-a100": {
         _FEATURE_DISCOVERY: [
             "NVIDIA-A100-SXM4-40GB",
@@ -43,8 +40,11 @@ _LABELS: dict[Accelerator, dict[str, list[str]]] = {
 }
 
 
-def node_affinity(kind: Accelerator) -> dict[str, Any]:
-    """Return a ``nodeAffinity`` that accepts nodes on which any of the known labels names this kind of GPU."""
-    labels = {**_LABELS[kind], _OWN: [kind]}
+def node_affinity(kind: str) -> dict[str, Any]:
+    """Return a ``nodeAffinity`` that accepts nodes on which any label names this kind of GPU.
+
+    The administrator may label nodes of any kind. For some kinds, the labels that other software sets are known, too.
+    """
+    labels = {**_LABELS.get(kind, {}), _OWN: [kind]}
     terms = [{"matchExpressions": [{"key": key, "operator": "In", "values": values}]} for key, values in labels.items()]
     return {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": terms}}

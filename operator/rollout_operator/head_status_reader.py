@@ -12,6 +12,7 @@ import aiohttp
 from pydantic import ValidationError
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.status_token import StatusToken
 from rollout_operator import names
 from rollout_operator.head_status import STARTING_PERIOD_S, STATUS_PERIOD_S, HeadStatus
 from rollout_operator.observed import PodView
@@ -44,14 +45,15 @@ class HeadStatusReader:
     another reconcile.
     """
 
-    def __init__(self, *, lifetime_s: float = 0.9 * STATUS_PERIOD_S) -> None:
+    def __init__(self, token: StatusToken | None = None, *, lifetime_s: float = 0.9 * STATUS_PERIOD_S) -> None:
         """Create a reader without statuses.
 
         Args:
+            token: the token that heads require; None if they require none.
             lifetime_s: seconds for which a status is used. It is slightly shorter than the interval of a job's
                 reconciles, so that one that runs a moment early still reads the status again.
         """
-        self._lifetime_s = lifetime_s
+        self._lifetime_s, self._token = lifetime_s, token or StatusToken()
         self._session: aiohttp.ClientSession | None = None
         self._cache: dict[str, _CachedStatus] = {}
         """By uid of the head's pod."""
@@ -101,10 +103,11 @@ class HeadStatusReader:
 
     async def _fetch(self, ip: str) -> HeadStatus | None:
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=aiohttp.TCPConnector(limit=0))
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(timeout=_TIMEOUT, connector=connector, headers=self._token.headers())
         host = f"[{ip}]" if ":" in ip else ip
         try:
-            async with self._session.get(f"http://{host}:{names.HTTP_PORT}/status") as response:
+            async with self._session.get(f"http://{host}:{names.HTTP_PORT}/status", allow_redirects=False) as response:
                 if response.status != 200:
                     return None
                 return HeadStatus.model_validate_json(await response.content.read(_MAX_RESPONSE_BYTES))

@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
+from rollout_api.status_token import UNAUTHORIZED_HEADERS, StatusToken
 from rollout_operator.kubernetes_api import KubernetesApi
 from rollout_operator.leader_election import LeaderElection
 from rollout_operator.object_cache import ObjectCache
@@ -29,7 +30,7 @@ class MetricsCollector:
         leading = self._election is None or self._election.leading
         yield GaugeMetricFamily("rollout_operator_leading", "1 if this operator is the leader.", value=float(leading))
         jobs = GaugeMetricFamily("rollout_operator_jobs", "RolloutJobs by state.", labels=["state"])
-        for state, count in Counter(self._cache.states()).items():
+        for state, count in Counter(self._cache.states(self._reconciler.namespaces)).items():
             jobs.add_metric([state], count)
         yield jobs
         yield GaugeMetricFamily(
@@ -54,9 +55,16 @@ class MetricsCollector:
 class HttpServer:
     """Serves the endpoints from the running event loop."""
 
-    def __init__(self, collector: MetricsCollector) -> None:
+    def __init__(self, collector: MetricsCollector, token: StatusToken | None = None) -> None:
+        """Create a server; :meth:`start` makes it listen.
+
+        Args:
+            collector: the operator's metrics.
+            token: what ``/metrics`` needs; None for nothing.
+        """
         self.ready = False
         """Whether the API server was reached. An operator that waits to become the leader is ready, too."""
+        self._token = token or StatusToken()
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(collector)
         ProcessCollector(registry=self._registry)
@@ -91,5 +99,7 @@ class HttpServer:
     async def _readiness(self, _: web.Request) -> web.Response:
         return web.Response(text="ok\n" if self.ready else "starting\n", status=200 if self.ready else 503)
 
-    async def _metrics(self, _: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if not self._token.permits(request.path, request.headers.get("Authorization")):
+            return web.Response(text="This page needs a token.\n", status=401, headers=UNAUTHORIZED_HEADERS)
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -1,4 +1,4 @@
-"""Keeps the object cache consistent with the cluster, for one kind of object that jobs own.
+"""Keeps a cache consistent with the cluster, for one kind of object that jobs own or name.
 
 These objects are not watched with kopf, because they are far more numerous than jobs and kopf keeps a task and a memory
 for each. Moreover, after a watch has been interrupted for too long (410 Gone), kopf does not report what was deleted
@@ -10,28 +10,69 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from typing import Protocol
 
 from rollout_operator.kubernetes_api import OWN_OBJECTS, ApiError, KubernetesApi
-from rollout_operator.object_cache import JobKey, ObjectCache
+from rollout_operator.object_cache import JobKey
+from rollout_operator.observed import Manifest
 from rollout_operator.resource_kinds import ResourceKind
 from rollout_operator.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
 
 _RETRY_DELAY_S = 1.0
+_UNAVAILABLE_RETRY_DELAY_S = 60.0
+"""Seconds after which an optional kind is listed again that does not exist or must not be read."""
 _HTTP_GONE = 410
+_HTTP_UNAVAILABLE = (403, 404)
+
+
+class InformerCache(Protocol):
+    """What an informer keeps up to date. Changes return the job to reconcile, if there is exactly one."""
+
+    def uids(self, kind: str, namespace: str) -> set[str]:
+        """Return the uids of all objects of a kind in a namespace, or in all namespaces if it is empty."""
+
+    def update(self, body: Manifest, kind: str) -> JobKey | None:
+        """Add or replace an object."""
+
+    def remove(self, body: Manifest, kind: str) -> JobKey | None:
+        """Remove an object."""
+
+    def remove_uid(self, kind: str, uid: str) -> JobKey | None:
+        """Remove the object with this uid."""
 
 
 class Informer:
     """Watches one kind in one namespace, or in all namespaces if *namespace* is empty."""
 
     def __init__(
-        self, api: KubernetesApi, cache: ObjectCache, queue: WorkQueue[JobKey], kind: ResourceKind, namespace: str
+        self,
+        api: KubernetesApi,
+        cache: InformerCache,
+        queue: WorkQueue[JobKey],
+        kind: ResourceKind,
+        namespace: str,
+        *,
+        selector: str = OWN_OBJECTS,
+        optional: bool = False,
     ) -> None:
+        """Prepare an informer.
+
+        Args:
+            api: the client of the API server.
+            cache: the cache to keep up to date.
+            queue: receives the jobs to reconcile.
+            kind: the kind to watch.
+            namespace: the namespace to watch.
+            selector: label selector of the objects.
+            optional: whether the operator can do without this kind if it does not exist or must not be read.
+        """
         self.synced = asyncio.Event()
         """Set once the cache has received a complete list."""
         self._api, self._cache, self._queue = api, cache, queue
         self._kind, self._namespace = kind, namespace
+        self._selector, self._optional = selector, optional
 
     async def run(self) -> None:
         """List the objects and watch for changes until cancelled; list again whenever the watch cannot be continued."""
@@ -44,6 +85,12 @@ class Informer:
                 if error.status == _HTTP_GONE:
                     logger.info("The watch of %s was interrupted for too long; listing them again.", self._kind.plural)
                     continue
+                if self._optional and error.status in _HTTP_UNAVAILABLE:
+                    if not self.synced.is_set():
+                        logger.warning("%s are not available: %s", self._kind.plural, error)
+                    self.synced.set()
+                    await asyncio.sleep(_UNAVAILABLE_RETRY_DELAY_S)
+                    continue
                 logger.warning("%s cannot be watched at the moment: %s", self._kind.plural, error)
                 await _pause()
 
@@ -53,7 +100,7 @@ class Informer:
         known = self._cache.uids(self._kind.kind, self._namespace)
         listed: set[str] = set()
         version = ""
-        async for page in self._api.list_pages(self._kind, self._namespace, selector=OWN_OBJECTS):
+        async for page in self._api.list_pages(self._kind, self._namespace, selector=self._selector):
             version = page["metadata"]["resourceVersion"]
             for item in page["items"]:
                 listed.add(item["metadata"]["uid"])
@@ -67,7 +114,7 @@ class Informer:
     async def _watch(self, version: str) -> None:
         while True:
             try:
-                async for event in self._api.watch(self._kind, self._namespace, version):
+                async for event in self._api.watch(self._kind, self._namespace, version, selector=self._selector):
                     body = event["object"]
                     if event["type"] == "ERROR":
                         raise ApiError(body.get("code", 0), body.get("reason", "Error"), body.get("message", ""))

@@ -9,10 +9,12 @@ from pydantic import ValidationError
 
 from rollout_api.manifest.field_types import SecretKey
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, ManifestError, RolloutJob, parse_job
+from rollout_api.manifest.spec import Redis
 from rollout_api.manifest.status import PodGroup, Revision
 from rollout_operator import names
 from rollout_operator.observed import Manifest, Observed
 from rollout_operator.revisions import with_revision
+from rollout_operator.runtimes import RuntimeKey, RuntimeNotFoundError, job_with_runtime, name_runtime_in
 
 DEFAULT_REDIS_SECRET = SecretKey(name="rollout-redis", key="url")
 
@@ -26,6 +28,16 @@ def parse_body(body: Manifest) -> RolloutJob:
     metadata = body["metadata"]
     identity = {"name": metadata["name"], "namespace": metadata["namespace"]}
     return parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": identity, "spec": body.get("spec")})
+
+
+def has_managed_user(redis: Redis, *, by_default: bool) -> bool:
+    """Return whether rollout-redis-users creates a Redis user for a job.
+
+    Args:
+        redis: the section of the job's spec.
+        by_default: whether it does so for a job whose manifest names no Redis server.
+    """
+    return redis.managed or (by_default and redis.url is None and redis.url_from is None)
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,16 @@ class JobContext:
     """The settings of new pods, which ``job`` has; None before the first pod is created."""
     pod_group: PodGroup | None = None
     """The pods that Kueue admits as a whole; None if the job is in no queue, or was running when it was put in one."""
+    cluster_gang_api: str | None = None
+    """API version of the cluster's PodGroups, if it has any."""
+    status_token_hash: str = ""
+    """Hash of the token that the head requires for /status and /metrics; empty if it requires none."""
+    has_redis_user_by_default: bool = False
+    """Whether the job has its own Redis user if its manifest names no Redis server."""
+    has_runtime: bool = False
+    """Whether the job names a runtime. ``job`` has the settings of both then."""
+    runtime_error: ManifestError | None = None
+    """Why the settings of the runtime cannot be used. ``job`` has those of the pinned revision instead."""
 
     @classmethod
     def from_spec(cls, observed: Observed) -> Self:
@@ -50,14 +72,23 @@ class JobContext:
         Raises:
             ManifestError: if the manifest is invalid.
         """
+        job, error = _job_and_error(observed)
+        return replace(cls._of(observed, job), runtime_error=error)
+
+    @classmethod
+    def _of(cls, observed: Observed, job: RolloutJob) -> Self:
         metadata = observed.metadata
         pod_group = observed.status.get("podGroup")
         return cls(
-            parse_body(observed.job),
+            job,
             metadata["uid"],
             metadata.get("labels") or {},
             observed.default_image,
             pod_group=None if pod_group is None else PodGroup.model_validate(pod_group),
+            cluster_gang_api=observed.cluster.gang_api,
+            status_token_hash=observed.cluster.status_token_hash,
+            has_redis_user_by_default=observed.cluster.creates_redis_users,
+            has_runtime=RuntimeKey.of_job(observed.job) is not None,
         )
 
     @classmethod
@@ -68,6 +99,22 @@ class JobContext:
             ManifestError: if the manifest is invalid.
         """
         return cls.from_spec(observed).pinned_as_in(observed.status)
+
+    @classmethod
+    def for_cleanup(cls, observed: Observed) -> Self:
+        """Validate the observed job, and return a context for its cleanup pod.
+
+        This pod can do without the settings of a runtime that cannot be used any more.
+
+        Raises:
+            ManifestError: if the manifest is invalid.
+        """
+        try:
+            return cls.from_observed(observed)
+        except ManifestError:
+            if RuntimeKey.of_job(observed.job) is None:
+                raise
+            return cls._of(observed, parse_body(observed.job))
 
     def pinned_as_in(self, status: Manifest) -> Self:
         """Return a context for pods of the revision in a job's status.
@@ -101,16 +148,54 @@ class JobContext:
         """The Kueue queue of the job's pods, or None if they are in none."""
         return self.labels.get(names.QUEUE_LABEL) if self.pod_group is None else self.pod_group.queue
 
+    @property
+    def gang_api(self) -> str | None:
+        """API version of the PodGroups of the job's workers; None if they have none."""
+        return self.cluster_gang_api if self.pods_per_worker > 1 and self.queue is None else None
+
     def is_in_pod_group(self, slot: int) -> bool:
         """Return whether the worker of a slot belongs to the group that Kueue admits as a whole."""
-        return self.pod_group is not None and slot < self.pod_group.total_count - 1
+        return slot < self.num_grouped_workers
+
+    @property
+    def num_grouped_workers(self) -> int:
+        """Number of workers in the group that Kueue admits as a whole."""
+        return 0 if self.pod_group is None else (self.pod_group.total_count - 1) // self.pods_per_worker
+
+    @property
+    def pods_per_worker(self) -> int:
+        """Number of pods of each worker."""
+        return self.job.spec.workers.pods_per_worker
 
     @property
     def redis_secret(self) -> SecretKey | None:
         """The Secret with the URL of the job's Redis, or None if the manifest contains the URL."""
         redis = self.job.spec.redis
-        if redis.managed:
+        if has_managed_user(redis, by_default=self.has_redis_user_by_default):
             return SecretKey(name=names.redis_secret(self.name), key="url")
         if redis.url_from is not None:
             return redis.url_from.secret_key_ref
         return None if redis.url is not None else DEFAULT_REDIS_SECRET
+
+
+def _job_and_error(observed: Observed) -> tuple[RolloutJob, ManifestError | None]:
+    """Return the observed job with the settings of its runtime.
+
+    If these cannot be used any more while the job is running, it has those of its pinned revision instead, and the
+    reason is returned, too.
+    """
+    key = RuntimeKey.of_job(observed.job)
+    if key is None:
+        return parse_body(observed.job), None
+    try:
+        if observed.runtime is None:
+            raise RuntimeNotFoundError(key)
+        try:
+            return parse_body(job_with_runtime(observed.job, observed.runtime)), None
+        except ManifestError as error:
+            raise name_runtime_in(error, observed.job, observed.runtime, key) from None
+    except ManifestError as error:
+        revision = observed.status.get("revision")
+        if revision is None:
+            raise
+        return parse_body(job_with_runtime(observed.job, revision["settings"])), error

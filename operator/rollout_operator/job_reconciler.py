@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_api.manifest.status import (
     ConditionType,
     Failure,
+    ModelPrefetch,
     PodGroup,
     ProgressStatus,
     RolloutJobStatus,
@@ -27,6 +28,7 @@ from rollout_operator.pod_checks import check_pods_can_run
 from rollout_operator.pod_reconciler import PodReconciler
 from rollout_operator.revisions import changed_settings, revision_of
 from rollout_operator.running_conditions import RunningConditions
+from rollout_operator.runtimes import RUNTIME_NOT_FOUND, RuntimeNotFoundError
 from rollout_operator.scaling import desired_workers
 from rollout_operator.teardown import (
     POD_NOT_TERMINATING,
@@ -37,6 +39,14 @@ from rollout_operator.teardown import (
     run_cleanup,
 )
 
+_COMPONENTS: dict[str, Literal["head", "worker", "prefetch"]] = {
+    names.HEAD: "head",
+    names.WORKER: "worker",
+    names.PREFETCH: "prefetch",
+}
+"""The components whose pods run the job, and whose failures are therefore recorded."""
+_MODEL_CACHE = "model.cache"
+"""Path of the settings of the model cache, which change only together with those of a runtime."""
 _MAX_RECORDED_FAILURES = 10
 _MAX_NEW_FAILURES = 64
 """Number of failed pods that one reconcile records, because the status has a limited size; the next one continues."""
@@ -63,7 +73,8 @@ class JobReconciler:
         self.status = RolloutJobStatus.model_validate(status_fields)
         self.conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, self.generation)
         self.recorded_failures = {failure.uid for failure in self.status.failures}
-        self.wanted_revision = revision_of(self.wanted_context.job, observed.default_image)
+        wanted = self.wanted_context
+        self.wanted_revision = revision_of(wanted.job, observed.default_image, has_runtime=wanted.has_runtime)
 
     def plan(self) -> Plan:
         """Return what to do about the job."""
@@ -109,7 +120,7 @@ class JobReconciler:
             delete_pods(self.builder, running, self.observed)
             self.builder.requeue(STATUS_PERIOD_S)
         elif any(pod.retained and pod.phase != "Succeeded" for pod in self.observed.pods):
-            release_quota(self.builder, self.observed, self.context)
+            release_quota(self.builder, self.observed)
         if self._has_finalizer:
             self.builder.actions.append(SetFinalizer(False))
         self._delete_after_ttl()
@@ -119,7 +130,7 @@ class JobReconciler:
         self._carry_over_conditions()
         if remove_pods(self.builder, self.observed):
             return
-        release_quota(self.builder, self.observed, self.context)
+        release_quota(self.builder, self.observed)
         if self._has_finalizer:
             conditions = self.observed.status["conditions"]
             failed = next(condition for condition in conditions if condition["type"] == ConditionType.FAILED)
@@ -144,6 +155,7 @@ class JobReconciler:
     def _reconcile_active(self) -> None:
         """Record failures, then complete, suspend or run the job."""
         self._set_accepted()
+        self._record_prefetch()
         failure = self._record_failures() or self._check_deadline()
         if failure is not None:
             self._complete(ConditionType.FAILED, *failure)
@@ -201,7 +213,7 @@ class JobReconciler:
         new = [
             pod
             for pod in self.observed.pods
-            if pod.component in (names.HEAD, names.WORKER)
+            if pod.component in _COMPONENTS
             and (pod.phase == "Failed" or pod.is_stuck(self.observed.now, lifecycle.ready_timeout_seconds))
             and not pod.deleting
             and pod.uid not in self.recorded_failures
@@ -217,7 +229,7 @@ class JobReconciler:
                 Failure(
                     pod=pod.name,
                     uid=pod.uid,
-                    component="head" if pod.component == names.HEAD else "worker",
+                    component=_COMPONENTS[pod.component],
                     reason=decision.reason,
                     exit_code=pod.exit_code,
                     message=pod.message[-1000:],
@@ -249,6 +261,26 @@ class JobReconciler:
             fatal = ("BackoffLimitExceeded", message)
         return fatal
 
+    def _record_prefetch(self) -> None:
+        """Note in the status that the model has been downloaded, so that the pod which has done it can be deleted."""
+        claim = self.job.spec.model.cache.persistent_volume_claim
+        has_succeeded = any(pod.phase == "Succeeded" for pod in self.observed.component(names.PREFETCH))
+        if has_succeeded and claim is not None and not self._has_model:
+            now = format_timestamp(self.observed.now)
+            self._update_status(model_prefetch=ModelPrefetch(persistent_volume_claim=claim, completion_time=now))
+
+    @property
+    def _has_model(self) -> bool:
+        """Whether the model has been downloaded into the claim of the model cache."""
+        prefetch = self.status.model_prefetch
+        claim = self.job.spec.model.cache.persistent_volume_claim
+        return prefetch is not None and prefetch.persistent_volume_claim == claim
+
+    @property
+    def _waits_for_model(self) -> bool:
+        """Whether the head and the workers are created only after the model has been downloaded."""
+        return self.job.spec.model.cache.prefetch and not self.observed.has_pods and not self._has_model
+
     def _active_seconds(self) -> float:
         """Return for how long the job has run, without the time during which it was suspended."""
         started = parse_timestamp(self.status.start_time)
@@ -269,23 +301,23 @@ class JobReconciler:
         return None
 
     def _suspend(self) -> None:
-        """Delete the workers, which hand over their rollouts, and then the head."""
-        workers, heads = self.observed.component(names.WORKER), self.observed.component(names.HEAD)
-        existing = [pod for pod in (*workers, *heads) if not pod.retained]
+        """Delete the workers, which hand over their rollouts, and then the other pods."""
+        pods = [pod for pod in self.observed.pods if pod.component in _COMPONENTS]
+        existing = [pod for pod in pods if not pod.retained]
         hands_over = any(pod.component == names.WORKER and not pod.is_overdue(self.observed.now) for pod in existing)
         delete_pods(
             self.builder, [pod for pod in existing if pod.component == names.WORKER or not hands_over], self.observed
         )
         if not existing:
-            release_quota(self.builder, self.observed, self.context)
+            release_quota(self.builder, self.observed)
         for kind in (ConditionType.WORKERS_READY, ConditionType.ENGINE_READY, ConditionType.PROGRESSING):
             self.conditions.set(kind, "False", "Suspended", "spec.lifecycle.suspend is true.")
         self.conditions.carry_over(ConditionType.QUOTA_RESERVED)
         for kind in (ConditionType.SUCCEEDED, ConditionType.FAILED):
             self.conditions.set(kind, "False", "Suspended", "The job is suspended.")
         self._update_progress()
-        self._update_status(workers=self._workers_status(0, workers))
-        if num_pods := len(workers) + len(heads):
+        self._update_status(workers=self._workers_status(0, self.observed.leaders))
+        if num_pods := len(pods):
             overdue = next((pod for pod in existing if pod.is_overdue(self.observed.now)), None)
             self.conditions.set(
                 ConditionType.SUSPENDED,
@@ -318,21 +350,35 @@ class JobReconciler:
         if self.status.start_time is None:
             self._update_status(start_time=format_timestamp(self.observed.now))
         self._pin_revision()
-        self._form_pod_group()
-        removable = [pod.name for pod in self.observed.component(names.WORKER) if pod.live and not pod.in_pod_group]
+        if not self._waits_for_model:
+            self._form_pod_group()
+        removable = [pod.name for pod in self.observed.leaders if pod.live and not pod.in_pod_group]
         desired = desired_workers(self.job.spec.workers, self._previously_desired(), self.observed.head, removable)
+        if self.context.pod_group is not None and self.context.pods_per_worker > 1:
+            # Kueue would admit the pods of a further worker one by one, and the first ones would hold their GPUs idly.
+            # It would never admit a smaller group again after a preemption.
+            desired = self.context.num_grouped_workers
         self._reconcile_objects(desired)
         failure_times = [parse_timestamp(failure.time) or 0.0 for failure in self.status.failures if failure.counted]
         backoff = backoff_delay(failure_times, self.observed.now)
         if backoff:
             self.builder.requeue(backoff)
         pods = PodReconciler(self.observed, self.context, self.builder, self.recorded_failures, backoff)
-        pods.reconcile_head()
-        workers = pods.reconcile_workers(desired, self.status.workers.slots_used)
+        conditions = RunningConditions(self.observed, self.context, self.builder, self.conditions)
+        workers: list[PodView] = []
+        if self._waits_for_model:
+            pods.reconcile_prefetch()
+            self._update_status(workers=self._workers_status(desired, workers))
+            conditions.update_before_prefetch_ends()
+        else:
+            if "modelPrefetch" in self.observed.status:
+                pods.remove_prefetch()
+            pods.reconcile_head()
+            workers = pods.reconcile_workers(desired, self.status.workers.slots_used)
+            self._update_status(workers=self._workers_status(desired, workers))
+            conditions.update(desired, workers)
         self._update_pods(pods, desired)
-        self._update_status(workers=self._workers_status(desired, workers))
         self._update_progress()
-        RunningConditions(self.observed, self.context, self.builder, self.conditions).update(desired, workers)
         head = self.observed.head
         is_starting = head is not None and not head.engines and any(pod.ready for pod in workers)
         self.builder.requeue(STARTING_PERIOD_S if is_starting else STATUS_PERIOD_S)
@@ -342,7 +388,9 @@ class JobReconciler:
 
         Without a pinned revision, the context is that of the current spec, and its pods have been checked.
         """
-        may_change = self._can_roll or not self.observed.has_pods
+        # All pods of a job have the same model cache, which may have to be filled first.
+        can_roll = self._can_roll and _MODEL_CACHE not in self._pending_changes()
+        may_change = can_roll or not self.observed.has_pods
         if self.context.revision is None or (may_change and self._pending_changes() and not self._invalid_update()):
             self._update_status(revision=self.wanted_revision)
             self.context = self.wanted_context.pinned_to(self.wanted_revision)
@@ -369,17 +417,20 @@ class JobReconciler:
     def _update_pods(self, pods: PodReconciler, desired: int) -> None:
         """Replace pods of an earlier revision, or report that they exist."""
         kind = ConditionType.UP_TO_DATE
-        if changes := self._pending_changes():
+        if (error := self.wanted_context.runtime_error) is not None:
+            reason = RUNTIME_NOT_FOUND if isinstance(error, RuntimeNotFoundError) else "InvalidUpdate"
+            self.conditions.set(kind, "False", reason, f"The pods keep their settings. {error}"[:1000])
+        elif changes := self._pending_changes():
             if invalid := self._invalid_update():
                 self.conditions.set(kind, "False", "InvalidUpdate", f"The pods keep their settings. {invalid}"[:1000])
             else:
-                self.conditions.set(
-                    kind,
-                    "False",
-                    "ChangesPending",
-                    f"Suspend and resume the job to apply these changes: {', '.join(changes)}. If the job is in no "
-                    "queue, lifecycle.updateStrategy: RollingUpdate applies them without a suspension.",
-                )
+                message = f"Suspend and resume the job to apply these changes: {', '.join(changes)}."
+                if _MODEL_CACHE not in changes:
+                    message += (
+                        " If the job is in no queue, lifecycle.updateStrategy: RollingUpdate applies them without a "
+                        "suspension."
+                    )
+                self.conditions.set(kind, "False", "ChangesPending", message)
         elif not pods.outdated():
             self.conditions.set(kind, "True", "UpToDate", "The pods have the settings of the spec.")
         elif self._can_roll:
@@ -399,6 +450,12 @@ class JobReconciler:
         is_scaled = workers.requested not in (None, self.job.spec.workers.replicas)
         return None if is_scaled else workers.desired or None
 
+    @property
+    def _group_workers(self) -> int:
+        """Number of workers that Kueue admits as a whole: all of them if they have several pods."""
+        workers = self.job.spec.workers
+        return workers.effective_min if self.context.pods_per_worker == 1 else workers.replicas
+
     def _form_pod_group(self) -> None:
         """Form the group of pods that Kueue admits as a whole, when a job starts or resumes.
 
@@ -410,7 +467,7 @@ class JobReconciler:
         group = PodGroup(
             name=names.pod_group(self.context.name, self.context.uid, self.status.start_time or ""),
             queue=queue,
-            total_count=self.job.spec.workers.effective_min + 1,
+            total_count=self._group_workers * self.context.pods_per_worker + 1,
         )
         self._update_status(pod_group=group)
         self.context = replace(self.context, pod_group=group)

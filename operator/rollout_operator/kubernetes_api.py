@@ -15,6 +15,7 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, PLURAL
 from rollout_operator import names
+from rollout_operator.gang import COSCHEDULING_API
 from rollout_operator.observed import Manifest
 from rollout_operator.resource_kinds import ResourceKind, owned_kinds
 
@@ -32,7 +33,7 @@ _PLURALS = {
     "Lease": "leases",
     "Secret": "secrets",
     names.WORKLOAD_KIND: names.WORKLOAD_PLURAL,
-    **{kind.kind: kind.plural for kind in owned_kinds("policy/v1")},
+    **{kind.kind: kind.plural for kind in owned_kinds("policy/v1", COSCHEDULING_API)},
 }
 
 _JSON = "application/json"
@@ -188,15 +189,23 @@ class KubernetesApi:
             if not query["continue"]:
                 return
 
-    async def watch(self, kind: ResourceKind, namespace: str, version: str) -> AsyncIterator[dict[str, Any]]:
-        """Yield changes to the operator's objects of a kind since a version, until the API server ends the stream.
+    async def watch(
+        self, kind: ResourceKind, namespace: str, version: str, *, selector: str = ""
+    ) -> AsyncIterator[dict[str, Any]]:
+        """Yield changes to the objects of a kind since a version, until the API server ends the stream.
+
+        Args:
+            kind: kind of the objects.
+            namespace: namespace of the objects; empty for all namespaces.
+            version: resource version.
+            selector: label selector of the objects; by default, all objects are watched.
 
         Raises:
             ApiError: if the watch cannot be started, or breaks.
         """
         self._count("watch", kind.kind)
         query = [
-            ("labelSelector", OWN_OBJECTS),
+            *([("labelSelector", selector)] if selector else []),
             ("watch", "true"),
             ("allowWatchBookmarks", "true"),
             ("resourceVersion", version),

@@ -17,14 +17,19 @@ MANAGED_BY = "app.kubernetes.io/managed-by"
 JOB_LABEL = f"{GROUP}/job"
 COMPONENT_LABEL = "app.kubernetes.io/component"
 SLOT_LABEL = f"{GROUP}/slot"
+RANK_LABEL = f"{GROUP}/rank"
+"""Label of a worker's pods: 0 for its first one, the leader, and 1, 2, … for the followers."""
 REVISION_LABEL = f"{GROUP}/revision"
 REPLACEMENT_ANNOTATION = f"{GROUP}/replacement"
 """Annotation of a worker pod whose slot was occupied by another worker before."""
 FINALIZER = f"{GROUP}/cleanup"
+FOREGROUND_FINALIZER = "foregroundDeletion"
+"""Finalizer of an object whose dependents Kubernetes deletes first (``kubectl delete --cascade=foreground``)."""
 FIELD_MANAGER = "das-rollout-operator"
 
-HEAD, WORKER, CLEANUP = "head", "worker", "cleanup"
-"""Components. The cleanup pod tells a job's Redis that the job failed or was deleted."""
+HEAD, WORKER, PREFETCH, CLEANUP = "head", "worker", "prefetch", "cleanup"
+"""Components. The prefetch pod downloads the model before the head and the workers start. The cleanup pod tells a job's
+Redis that the job failed or was deleted."""
 
 HTTP_PORT = 8080
 
@@ -51,8 +56,13 @@ def labels(job: str, component: str) -> dict[str, str]:
     }
 
 
-def pod_name(job: str, component: str, slot: int | None = None, *, taken: Collection[str] = ()) -> str:
-    """Return the name of a new head or worker pod.
+def worker(job: str, slot: int) -> str:
+    """Return the name of the worker in a slot, by which its pods find each other."""
+    return f"{job}-{WORKER}-{slot}"
+
+
+def pod_name(job: str, component: str, slot: int | None = None, *, rank: int = 0, taken: Collection[str] = ()) -> str:
+    """Return the name of a new head, worker or prefetch pod.
 
     The same name is used again as soon as it is free, so that two operators at once cannot create two pods for one
     slot. Only a pod that a finalizer retains makes its successor have a suffix.
@@ -61,9 +71,12 @@ def pod_name(job: str, component: str, slot: int | None = None, *, taken: Collec
         job: name of the job.
         component: the component.
         slot: slot of a worker.
+        rank: number of the pod in its worker.
         taken: names of existing pods.
     """
     name = f"{job}-{component}" if slot is None else f"{job}-{component}-{slot}"
+    if rank:
+        name += f"-{rank}"
     return next(candidate for candidate in _with_suffixes(name) if candidate not in taken)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, defaultdict
+from collections.abc import Container
 from typing import Any
 
 from rollout_api.manifest.rollout_job import GROUP, KIND
 from rollout_operator.observed import Manifest, PodView
+from rollout_operator.runtimes import RuntimeKey
 
 JobKey = tuple[str, str]
 """Namespace and name of a job."""
@@ -39,6 +41,8 @@ class ObjectCache:
 
     def __init__(self) -> None:
         self._jobs: dict[JobKey, bytes] = {}
+        self._runtimes: dict[JobKey, RuntimeKey] = {}
+        """The runtimes that jobs name."""
         self._pods: defaultdict[JobKey, dict[str, tuple[str, PodView]]] = defaultdict(dict)
         """Job → name of the pod → uid of the owning job, and the pod."""
         self._objects: defaultdict[JobKey, dict[tuple[str, str], tuple[str, bytes]]] = defaultdict(dict)
@@ -48,19 +52,32 @@ class ObjectCache:
         self._tombstones: OrderedDict[str, None] = OrderedDict()
         """Uids of recently deleted objects. The response to a write may arrive after the deletion of its object."""
 
-    def states(self) -> list[str]:
-        """Return the states of all jobs, from their status."""
-        return [(json.loads(data).get("status") or {}).get("state", "Pending") for data in self._jobs.values()]
+    def states(self, namespaces: Container[str] | None = None) -> list[str]:
+        """Return the states of the jobs in some namespaces, or of all jobs, from their status."""
+        return [
+            (json.loads(data).get("status") or {}).get("state", "Pending")
+            for (namespace, _), data in self._jobs.items()
+            if namespaces is None or namespace in namespaces
+        ]
 
     def update_job(self, body: Manifest) -> JobKey:
         """Add or replace a job."""
         key = job_key(body)
         self._jobs[key] = _serialize(body)
+        if (runtime := RuntimeKey.of_job(body)) is not None:
+            self._runtimes[key] = runtime
+        else:
+            self._runtimes.pop(key, None)
         return key
 
     def remove_job(self, key: JobKey) -> None:
         """Remove a job."""
         self._jobs.pop(key, None)
+        self._runtimes.pop(key, None)
+
+    def jobs_with_runtime(self, runtime: RuntimeKey) -> list[JobKey]:
+        """Return the keys of the jobs that name a runtime."""
+        return [job for job, named in self._runtimes.items() if named == runtime]
 
     def job_keys(self) -> set[JobKey]:
         """Return the keys of all jobs."""

@@ -37,6 +37,8 @@ class PodView:
     component: str
     slot: int
     """Slot of a worker; -1 for other components."""
+    rank: int
+    """Number of the pod in its worker: 0 for the leader, which is also the only pod of most workers."""
     phase: str
     """The phase of the pod, as if it had only its main container."""
     has_running_containers: bool
@@ -48,8 +50,8 @@ class PodView:
     """
     revision: str
     """Hash of the settings with which the pod was created; empty if an earlier operator version has created it."""
-    in_pod_group: bool
-    """Whether the pod belongs to the group that Kueue admits as a whole."""
+    pod_group: str
+    """Name of the pod's group, which Kueue admits as a whole; empty if it is in none."""
     ready: bool
     unready_since: float | None
     """When a pod that has a node was last ready, or got its node; None if it is ready or has no node."""
@@ -82,20 +84,21 @@ class PodView:
         component = labels.get(names.COMPONENT_LABEL, "")
         phase = _phase(status, component)
         reason, message, exit_code = _outcome(status, phase, component)
-        slot = labels.get(names.SLOT_LABEL, "")
+        slot, rank = labels.get(names.SLOT_LABEL, ""), labels.get(names.RANK_LABEL, "")
         has_running_containers = status.get("phase") not in _TERMINATED_PHASES and not _is_removed(metadata, spec)
         return cls(
             name=metadata["name"],
             uid=metadata["uid"],
             component=component,
             slot=int(slot) if slot.isdigit() else -1,
+            rank=int(rank) if rank.isdigit() else 0,
             phase=phase,
             has_running_containers=has_running_containers,
             retained=bool(
                 metadata.get("deletionTimestamp") and metadata.get("finalizers") and not has_running_containers
             ),
             revision=labels.get(names.REVISION_LABEL, ""),
-            in_pod_group=names.POD_GROUP_LABEL in labels,
+            pod_group=labels.get(names.POD_GROUP_LABEL, ""),
             ready=conditions.get("Ready", {}).get("status") == "True",
             unready_since=_unready_since(metadata, spec, conditions),
             created=parse_timestamp(metadata.get("creationTimestamp")) or 0.0,
@@ -111,6 +114,11 @@ class PodView:
             ip=status.get("podIP", ""),
             node=spec.get("nodeName", ""),
         )
+
+    @property
+    def in_pod_group(self) -> bool:
+        """Whether the pod belongs to a group that Kueue admits as a whole."""
+        return bool(self.pod_group)
 
     @property
     def deleting(self) -> bool:
@@ -256,6 +264,8 @@ class Observed:
     lost_nodes: frozenset[str] = frozenset()
     """Nodes of overdue pods that do not exist any more, or are not ready."""
     rejections: tuple[Rejection, ...] = field(default=())
+    runtime: Mapping[str, Any] | None = None
+    """The ``spec`` of the runtime that the job names; None if it names none, or if there is no such runtime."""
 
     @property
     def metadata(self) -> Manifest:
@@ -279,6 +289,16 @@ class Observed:
     def has_pods(self) -> bool:
         """Whether a head or a worker exists."""
         return any(pod.component in (names.HEAD, names.WORKER) for pod in self.pods)
+
+    @property
+    def leaders(self) -> list[PodView]:
+        """The first pods of all workers, oldest first."""
+        return [pod for pod in self.component(names.WORKER) if not pod.rank]
+
+    @property
+    def followers(self) -> list[PodView]:
+        """The further pods of workers that have several, oldest first."""
+        return [pod for pod in self.component(names.WORKER) if pod.rank]
 
     def component(self, component: str) -> list[PodView]:
         """Return the pods of a component, oldest first."""

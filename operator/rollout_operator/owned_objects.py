@@ -10,6 +10,7 @@ from rollout_api.manifest.status import Connection
 from rollout_api.protocol.keys import MessageKeys
 from rollout_operator import names
 from rollout_operator.cluster_info import ClusterInfo
+from rollout_operator.gang import gang
 from rollout_operator.job_context import JobContext
 from rollout_operator.pods import MANIFEST_FILE, WEIGHTS_MOUNT
 
@@ -48,7 +49,17 @@ def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) ->
     ]
     if cluster.disruption_budget_api is not None:
         objects.append(_disruption_budget(context, cluster, cluster.disruption_budget_api, workers))
+    if context.gang_api is not None:
+        namespace, owner, size = context.job.metadata.namespace, context.owner_reference, context.pods_per_worker
+        objects += [
+            gang(context.gang_api, context.name, namespace, owner, slot=slot, size=size) for slot in range(workers)
+        ]
     return objects
+
+
+def cleanup_objects(context: JobContext, cluster: ClusterInfo) -> list[dict[str, Any]]:
+    """Return the objects without which the cleanup pod cannot be created, start or connect to Redis."""
+    return [_service_account(context), _manifest(context), _network_policy(context, cluster)]
 
 
 def _object(context: JobContext, api_version: str, kind: str, name: str, component: str) -> dict[str, Any]:
@@ -134,7 +145,8 @@ def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: s
             {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.HEAD, names.WORKER]},
         ],
     }
-    spec: dict[str, Any] = {"minAvailable": workers, "selector": selector}  # of these workers and the head
+    # Of these pods and the head.
+    spec: dict[str, Any] = {"minAvailable": workers * context.pods_per_worker, "selector": selector}
     if cluster.has_unhealthy_pod_eviction_policy:
         spec["unhealthyPodEvictionPolicy"] = "AlwaysAllow"
     return {**budget, "spec": spec}
@@ -144,7 +156,8 @@ def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]
     """Return a policy that admits the job's own pods on all ports, and readers of /status and /metrics on one port.
 
     The job's own pods need it when weights are broadcast: the engines' collective operations choose their ports freely.
-    Egress is not limited, because the addresses of Redis, the model hub and the trainer are not known here.
+    Egress is limited only if the operator was told where Redis and the model hub are. Trainers are usually in the job's
+    namespace.
     """
     policy = _object(context, "networking.k8s.io/v1", "NetworkPolicy", names.network_policy(context.name), "pods")
     readers: dict[str, Any] = {"ports": [{"port": names.HTTP_PORT, "protocol": "TCP"}]}
@@ -155,4 +168,8 @@ def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]
         ]
     pods = {"matchLabels": names.selector(context.name)}
     ingress = [{"from": [{"podSelector": pods}]}, readers]
-    return {**policy, "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}}
+    if cluster.egress_rules is None:
+        return {**policy, "spec": {"podSelector": pods, "policyTypes": ["Ingress"], "ingress": ingress}}
+    egress = [{"to": [{"podSelector": {}}]}, *cluster.egress_rules]
+    spec = {"podSelector": pods, "policyTypes": ["Ingress", "Egress"], "ingress": ingress, "egress": egress}
+    return {**policy, "spec": spec}

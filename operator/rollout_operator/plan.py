@@ -16,6 +16,7 @@ from rollout_operator.job_context import JobContext
 from rollout_operator.job_reconciler import JobReconciler
 from rollout_operator.observed import Observed
 from rollout_operator.pod_checks import check_pods_can_run
+from rollout_operator.runtimes import RUNTIME_NOT_FOUND, RuntimeNotFoundError
 from rollout_operator.teardown import plan_deletion
 
 
@@ -40,7 +41,8 @@ def _plan_invalid(observed: Observed, error: ManifestError) -> Plan:
     generation = observed.metadata.get("generation", 0)
     conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, generation)
     message = "; ".join(f"{field_error.path}: {field_error.message}" for field_error in error.errors)
-    conditions.set(ConditionType.ACCEPTED, "False", "Invalid", message)
+    reason = RUNTIME_NOT_FOUND if isinstance(error, RuntimeNotFoundError) else "Invalid"
+    conditions.set(ConditionType.ACCEPTED, "False", reason, message)
     state = derive_state(conditions, suspending=False)
     set_summary(conditions, state)
     status = {
@@ -51,4 +53,4 @@ def _plan_invalid(observed: Observed, error: ManifestError) -> Plan:
     }
     if status == observed.status:
         return Plan()
-    return Plan(status, (Event("Warning", "Invalid", message),))
+    return Plan(status, (Event("Warning", reason, message),))

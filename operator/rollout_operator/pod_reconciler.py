@@ -1,4 +1,4 @@
-"""Decides which head and worker pods to create and delete, for a job that is running. Pure."""
+"""Decides which pods to create and delete, for a job that is running. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rollout_operator.actions import Create, DeletePod, PlanBuilder
 from rollout_operator.head_status import STATUS_PERIOD_S
 from rollout_operator.job_context import JobContext
 from rollout_operator.observed import Observed, PodView
-from rollout_operator.pods import head_pod, worker_pod
+from rollout_operator.pods import head_pod, prefetch_pod, worker_pod
 from rollout_operator.scaling import workers_to_remove
 from rollout_operator.teardown import delete_pods
 
@@ -26,6 +26,23 @@ class PodReconciler:
     backoff: float
     """Seconds until pods may be replaced again after failures; 0 if they may be replaced now."""
 
+    def reconcile_prefetch(self) -> None:
+        """Create the pod that downloads the model if there is none, and replace one that has other settings."""
+        live, terminating = self._remove_terminated(self.observed.component(names.PREFETCH))
+        revision = self.context.revision
+        delete_pods(
+            self.builder,
+            [pod for pod in live if revision is not None and pod.revision != revision.hash],
+            self.observed,
+        )
+        if not live and all(pod.is_overdue(self.observed.now) for pod in terminating) and not self.backoff:
+            self.builder.actions.append(Create(prefetch_pod(self.context, taken=self._taken_names)))
+
+    def remove_prefetch(self) -> None:
+        """Delete the pods that have downloaded the model, and those that another operator has created since."""
+        live, _ = self._remove_terminated(self.observed.component(names.PREFETCH))
+        delete_pods(self.builder, live, self.observed)
+
     def reconcile_head(self) -> None:
         """Create the head pod if there is none."""
         live, terminating = self._remove_terminated(self.observed.component(names.HEAD))
@@ -36,24 +53,39 @@ class PodReconciler:
             self.builder.actions.append(Create(head_pod(self.context, taken=self._taken_names)))
 
     def reconcile_workers(self, desired: int, slots_used: int) -> list[PodView]:
-        """Create or delete workers until there are *desired* ones, at most one per slot.
+        """Create or delete workers, and the pods of each, until there are *desired* ones, at most one per slot.
 
         Args:
             desired: the desired number of workers.
             slots_used: number of slots that ever had a worker; a new pod in one of these is a replacement.
 
         Returns:
-            The workers that exist now and are neither terminated nor being deleted.
+            The leaders that exist now and are neither terminated nor being deleted.
         """
         workers = self.context.job.spec.workers
-        live, terminating = self._remove_terminated(self.observed.component(names.WORKER))
-        if len(live) > desired:
-            for pod in workers_to_remove(live, len(live) - desired, workers, self.observed.head):
+        live, terminating = self._remove_terminated(self.observed.leaders)
+        created: set[int] = set()
+        # Kueue admits the head only with all workers of its group, which must not be missing because others exist.
+        grouped = set(range(min(desired, self.context.num_grouped_workers)))
+        missing = grouped - {pod.slot for pod in (*live, *terminating)}
+        if (surplus := len(live) + len(missing) - desired) > 0:
+            for pod in workers_to_remove(live, surplus, workers, self.observed.head, spare_busy=not missing):
                 self.builder.actions.append(DeletePod(pod.name, pod.uid))
-            return live
+        else:
+            created = self._create_leaders(live, terminating, desired, slots_used)
+        self._reconcile_followers(live, terminating, created, slots_used)
+        return live
+
+    def _create_leaders(
+        self, live: list[PodView], terminating: list[PodView], desired: int, slots_used: int
+    ) -> set[int]:
+        """Create leaders until there are *desired* ones, and return their slots."""
+        created = set()
         # A pod that is terminating still holds its GPUs. A terminated one does not, but its slot is not free yet.
         missing = desired - len(live) - sum(pod.has_running_containers for pod in terminating)
-        occupied = {pod.slot for pod in (*live, *terminating)}
+        # Nor is one free of which a follower is still terminating: a new leader would have to be deleted with it.
+        leaving = [pod for pod in self.observed.followers if pod.deleting and pod.has_running_containers]
+        occupied = {pod.slot for pod in (*live, *terminating, *leaving)}
         free_slots = [slot for slot in range(desired) if slot not in occupied][: max(0, missing)]
         pending = sum(pod.replacement and pod.phase == "Pending" and not pod.in_pod_group for pod in live)
         for slot in free_slots:
@@ -61,12 +93,43 @@ class PodReconciler:
             if replacement:
                 # Kueue admits a group only when all its pods exist.
                 is_limited = not self.context.is_in_pod_group(slot)
-                if self.backoff or (is_limited and pending >= workers.max_pending_replacements):
+                limit = self.context.job.spec.workers.max_pending_replacements
+                if self.backoff or (is_limited and pending >= limit):
                     continue
                 pending += is_limited
             manifest = worker_pod(self.context, slot, replacement=replacement, taken=self._taken_names)
             self.builder.actions.append(Create(manifest))
-        return live
+            created.add(slot)
+        return created
+
+    def _reconcile_followers(
+        self, leaders: list[PodView], terminating_leaders: list[PodView], created: set[int], slots_used: int
+    ) -> None:
+        """Give each leader its followers, and remove those without a leader.
+
+        A leader that is terminating needs its followers to hand over its rollouts. A follower that is being deleted is
+        about to end its engine, so its leader is deleted, too, and hands over its rollouts in time.
+        """
+        size = self.context.pods_per_worker
+        live, terminating = self._remove_terminated(self.observed.followers)
+        served = {pod.slot for pod in leaders} | created
+        kept = served | {pod.slot for pod in terminating_leaders}
+        unwanted = [pod for pod in live if pod.slot not in kept or pod.rank >= size]
+        leaving = {
+            pod.slot for pod in terminating if pod.deleting and pod.has_running_containers and not pod.terminated
+        }
+        unwanted += [pod for pod in leaders if pod.slot in leaving]
+        self.builder.actions += [DeletePod(pod.name, pod.uid) for pod in unwanted]
+        if self.backoff:
+            return
+        existing = {(pod.slot, pod.rank) for pod in (*live, *terminating)}
+        for slot in sorted(served):
+            for rank in range(1, size):
+                if (slot, rank) not in existing:
+                    manifest = worker_pod(
+                        self.context, slot, rank=rank, replacement=slot < slots_used, taken=self._taken_names
+                    )
+                    self.builder.actions.append(Create(manifest))
 
     @property
     def _taken_names(self) -> set[str]:
@@ -74,13 +137,13 @@ class PodReconciler:
         return {pod.name for pod in self.observed.pods if pod.retained or pod.is_overdue(self.observed.now)}
 
     def outdated(self) -> list[PodView]:
-        """Return the pods that have the settings of an earlier revision: the workers, and then the head."""
+        """Return the pods that have the settings of an earlier revision: the workers', leaders first, then the head."""
         revision = self.context.revision
-        pods = (*self.observed.component(names.WORKER), *self.observed.component(names.HEAD))
+        pods = (*self.observed.leaders, *self.observed.followers, *self.observed.component(names.HEAD))
         return [pod for pod in pods if revision is not None and pod.revision != revision.hash and not pod.deleting]
 
     def replace_outdated(self, desired: int) -> None:
-        """Delete one outdated pod, unless a pod is being deleted.
+        """Delete one outdated pod, with its followers if it has any, unless a pod is being deleted.
 
         It is one that is not ready, if there is any: an update may be what makes the pods start. Otherwise *desired*
         workers and the head must exist and be ready.
@@ -91,9 +154,12 @@ class PodReconciler:
             return
         outdated = self.outdated()
         candidates = [pod for pod in outdated if not pod.ready]
-        if not candidates and len(pods) == desired + 1 and all(pod.ready for pod in pods):
+        num_desired = desired * self.context.pods_per_worker + 1
+        if not candidates and len(pods) == num_desired and all(pod.ready for pod in pods):
             candidates = outdated
-        self.builder.actions.extend(DeletePod(pod.name, pod.uid) for pod in candidates[:1])
+        for pod in candidates[:1]:
+            followers = [one for one in outdated if one.rank and not pod.rank and one.slot == pod.slot]
+            self.builder.actions += [DeletePod(one.name, one.uid) for one in (pod, *followers)]
 
     def _remove_terminated(self, pods: list[PodView]) -> tuple[list[PodView], list[PodView]]:
         """Delete the pods that have terminated or are stuck, except those whose failure has yet to be recorded.

@@ -7,24 +7,28 @@ from contextlib import suppress
 from typing import Any
 
 from rollout_api.manifest.field_types import SecretKey
-from rollout_api.manifest.pod_spec import Resources, Toleration
+from rollout_api.manifest.pod_spec import DEFAULT_GPU_RESOURCE, Resources, Toleration, Workers
+from rollout_api.status_token import HASH_VARIABLE
 from rollout_operator import names
-from rollout_operator.accelerators import GPU_RESOURCE, node_affinity
+from rollout_operator.accelerators import node_affinity
+from rollout_operator.gang import join_gang
 from rollout_operator.job_context import JobContext
 from rollout_operator.strategic_merge import PatchError, strategic_merge
 
 MANIFEST_FILE = "job.yaml"
-WORKER_GRACE_S = 45
-"""Termination grace period of a worker. Its rollouts have 25 s to finish; then the unfinished ones are handed over."""
+HANDOVER_GRACE_S = 20
+"""Seconds that a worker has after ``workers.drainSeconds`` to hand over unfinished rollouts and end its processes."""
 HEAD_GRACE_S = 30
 """Termination grace period of the head."""
+PREFETCH_GRACE_S = 5
+"""Termination grace period of the prefetch pod, which has nothing to hand over."""
 CLEANUP_DEADLINE_S = 60
 """Seconds that the cleanup pod may run, including its wait for Redis."""
 
 _OWN_FIELDS = frozenset(
     {"args", "command", "lifecycle", "livenessProbe", "ports", "readinessProbe", "resources", "startupProbe"}
 )
-"""Fields of the head's container that the cleanup pod does not take over."""
+"""Fields of the head's container that the prefetch pod and the cleanup pod do not take over."""
 _HEAD_REQUESTS = {"cpu": "500m", "memory": "1Gi"}
 """What the head requests if the manifest says nothing. Without a request it would be the first pod to be evicted, and
 its start, for which rollouts may wait, would take many times as long beside busy pods."""
@@ -35,10 +39,14 @@ _DO_NOT_DISRUPT = {
     "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
 }
 """Annotations by which autoscalers of nodes leave a pod where it is, instead of moving it to save a node."""
+_GPU_CLAIM = "gpus"
+"""Name, within a worker pod, of the ResourceClaim that gives it its GPUs."""
 _UNREACHABLE_TOLERATION_S = 30
 _USER = 1000
 _MANIFEST_MOUNT = "/etc/rollout"
 _MODELS_MOUNT = "/models"
+_HUB_HOME = f"{_MODELS_MOUNT}/huggingface"
+"""Directory of the Hugging Face libraries in the model cache; its subdirectory ``hub`` has the models."""
 WEIGHTS_MOUNT = "/weights"
 
 
@@ -54,8 +62,8 @@ def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, A
             f"--http-port={names.HTTP_PORT}",
         ],
         "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
-        "readinessProbe": _readiness_probe("/status"),
-        "resources": _resources(head.resources, gpus=0) or {"requests": dict(_HEAD_REQUESTS)},
+        "readinessProbe": _readiness_probe("/readyz"),
+        "resources": _resources(head.resources) or {"requests": dict(_HEAD_REQUESTS)},
     }
     pod = _pod(
         context,
@@ -67,36 +75,50 @@ def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, A
         head.node_selector,
     )
     pod["spec"]["terminationGracePeriodSeconds"] = HEAD_GRACE_S
+    if context.status_token_hash:
+        # The hash is enough to check the token, so that neither the pod nor its namespace needs a Secret.
+        pod["spec"]["containers"][0]["env"].append({"name": HASH_VARIABLE, "value": context.status_token_hash})
     return _in_queue(context, _with_template(context, pod, head.pod_template), grouped=True)
 
 
-def worker_pod(context: JobContext, slot: int, *, replacement: bool, taken: Collection[str] = ()) -> dict[str, Any]:
-    """Return the worker pod of a slot, which runs engines; *taken* are names of other pods."""
+def worker_pod(
+    context: JobContext, slot: int, *, rank: int = 0, replacement: bool, taken: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return a pod of the worker in a slot, which runs engines, or a part of one.
+
+    Args:
+        context: the job.
+        slot: the slot.
+        rank: number of the pod in its worker.
+        replacement: whether another pod had this slot and rank before.
+        taken: names of other pods.
+    """
     spec = context.job.spec
     workers = spec.workers
-    gpus = workers.gpus_per_worker
     container = {
         "name": names.WORKER,
-        "command": ["rollout", "worker"],
+        "command": ["rollout", "follower" if rank else "worker"],
         "args": [
             f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}",
             f"--uid={context.uid}",
             f"--http-port={names.HTTP_PORT}",
+            *([f"--group={names.worker(context.name, slot)}"] if context.pods_per_worker > 1 else []),
+            *([f"--rank={rank}"] if rank else []),
         ],
         "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
         "readinessProbe": _readiness_probe("/readyz"),
-        "resources": _resources(workers.resources, gpus=gpus),
+        "resources": _worker_resources(workers),
     }
-    tolerations = list(workers.tolerations)
-    if gpus:
-        tolerations.append(Toleration(key=GPU_RESOURCE, operator="Exists", effect="NoSchedule"))
-    name = names.pod_name(context.name, names.WORKER, slot, taken=taken)
+    tolerations = [*workers.tolerations, *_gpu_tolerations(workers)]
+    name = names.pod_name(context.name, names.WORKER, slot, rank=rank, taken=taken)
     pod = _pod(context, name, names.WORKER, container, workers.shared_memory, tolerations, workers.node_selector)
-    pod["metadata"]["labels"][names.SLOT_LABEL] = str(slot)
+    pod["metadata"]["labels"] |= {names.SLOT_LABEL: str(slot), names.RANK_LABEL: str(rank)}
     if replacement:
         pod["metadata"]["annotations"][names.REPLACEMENT_ANNOTATION] = "true"
+    if context.gang_api is not None:
+        join_gang(context.gang_api, pod["metadata"], names.worker(context.name, slot))
     pod["spec"] |= {
-        "terminationGracePeriodSeconds": WORKER_GRACE_S,
+        "terminationGracePeriodSeconds": workers.drain_seconds + HANDOVER_GRACE_S,
         "topologySpreadConstraints": [
             {
                 "maxSkew": 1,
@@ -106,9 +128,41 @@ def worker_pod(context: JobContext, slot: int, *, replacement: bool, taken: Coll
             }
         ],
     }
-    if workers.accelerator is not None and gpus:
+    if workers.runtime_class_name is not None:
+        pod["spec"]["runtimeClassName"] = workers.runtime_class_name
+    if workers.accelerator is not None and workers.gpus_per_worker:
         pod["spec"]["affinity"] = {"nodeAffinity": node_affinity(workers.accelerator)}
+    if _claims_gpus(workers):
+        claim = {"name": _GPU_CLAIM, "resourceClaimTemplateName": workers.device_claim_template}
+        pod["spec"]["resourceClaims"] = [claim]
     return _in_queue(context, _with_template(context, pod, workers.pod_template), grouped=context.is_in_pod_group(slot))
+
+
+def prefetch_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, Any]:
+    """Return the pod that downloads the model into the claim of the model cache; *taken* are names of other pods.
+
+    It runs where the head may run, with what ``head.podTemplate`` adds to the head's container and pod, such as a
+    proxy or the certificates of an authority. It is in no queue, because it has no GPUs, and because Kueue would count
+    it as one of the group.
+    """
+    head = context.job.spec.head
+    container = {
+        "name": names.PREFETCH,
+        "command": ["rollout", "prefetch"],
+        "args": [f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}"],
+        "resources": _resources(head.resources) or {"requests": dict(_HEAD_REQUESTS)},
+    }
+    name = names.pod_name(context.name, names.PREFETCH, taken=taken)
+    pod = _pod(
+        context, name, names.PREFETCH, container, "64Mi", head.tolerations, head.node_selector, writes_models=True
+    )
+    pod = _with_template(context, pod, _template_like_head(head.pod_template, names.PREFETCH))
+    pod["spec"] |= {
+        "terminationGracePeriodSeconds": PREFETCH_GRACE_S,
+        # A running pod is ready, so that the job's timeout for pods that are not ready does not end it.
+        "activeDeadlineSeconds": context.job.spec.lifecycle.ready_timeout_seconds,
+    }
+    return pod
 
 
 def cleanup_pod(context: JobContext, *, delete_messages: bool, reason: str) -> dict[str, Any]:
@@ -138,17 +192,22 @@ def cleanup_pod(context: JobContext, *, delete_messages: bool, reason: str) -> d
     pod = _pod(context, name, names.CLEANUP, container, "64Mi", head.tolerations, head.node_selector)
     # The template of a job that never ran may be invalid, and the job must nevertheless be deletable.
     with suppress(PatchError):
-        pod = _with_template(context, pod, _cleanup_template(head.pod_template))
+        pod = _with_template(context, pod, _template_like_head(head.pod_template, names.CLEANUP))
     pod["spec"] |= {"terminationGracePeriodSeconds": 5, "activeDeadlineSeconds": CLEANUP_DEADLINE_S}
     return pod
 
 
-def _cleanup_template(head_template: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of the head's template that also fits the cleanup pod."""
+def _template_like_head(head_template: Mapping[str, Any], component: str) -> dict[str, Any]:
+    """Return the part of the head's template that also fits the pod of another component.
+
+    Raises:
+        PatchError: if the template cannot be merged into a pod.
+    """
+    strategic_merge({"spec": {"containers": []}}, head_template)
     spec = dict(head_template.get("spec") or {})
     spec.pop("initContainers", None)
     containers = [
-        {**{name: value for name, value in container.items() if name not in _OWN_FIELDS}, "name": names.CLEANUP}
+        {**{name: value for name, value in container.items() if name not in _OWN_FIELDS}, "name": component}
         for container in spec.get("containers") or ()
         if container.get("name") == names.HEAD
     ]
@@ -164,12 +223,38 @@ def _readiness_probe(path: str) -> dict[str, Any]:
     }
 
 
-def _resources(resources: Resources, *, gpus: int) -> dict[str, Any]:
+def _resources(resources: Resources, extended: Mapping[str, int] | None = None) -> dict[str, Any]:
+    """Return the resources of a container; the requests of extended ones default to their limits."""
     amounts = {name: amount for name, amount in (("cpu", resources.cpu), ("memory", resources.memory)) if amount}
-    limits: dict[str, Any] = dict(amounts)
-    if gpus:
-        limits[GPU_RESOURCE] = str(gpus)
+    limits = amounts | {name: str(number) for name, number in (extended or {}).items()}
     return {"requests": amounts, "limits": limits} if limits else {}
+
+
+def _worker_resources(workers: Workers) -> dict[str, Any]:
+    """Return the resources of the container of each pod of a worker."""
+    extended = dict(workers.resources.extended)
+    if _claims_gpus(workers):
+        return {**_resources(workers.resources, extended), "claims": [{"name": _GPU_CLAIM}]}
+    if gpus := workers.gpus_per_worker // workers.pods_per_worker:
+        extended[workers.gpu_resource or DEFAULT_GPU_RESOURCE] = gpus
+    return _resources(workers.resources, extended)
+
+
+def _claims_gpus(workers: Workers) -> bool:
+    """Return whether the GPUs of a worker come from a ResourceClaim."""
+    return workers.device_claim_template is not None and workers.gpus_per_worker > 0
+
+
+def _gpu_tolerations(workers: Workers) -> list[Toleration]:
+    """Return tolerations of the taints by which clusters keep other pods off their GPU nodes.
+
+    Nodes are tainted with the resource's name, or with that of the vendor's whole GPUs even if they offer partitions.
+    """
+    if not workers.gpus_per_worker:
+        return []
+    resource = workers.gpu_resource or DEFAULT_GPU_RESOURCE
+    keys = dict.fromkeys((resource, f"{resource.partition('/')[0]}/gpu"))
+    return [Toleration(key=key, operator="Exists", effect="NoSchedule") for key in keys]
 
 
 def _pod(
@@ -180,8 +265,11 @@ def _pod(
     shared_memory: str,
     tolerations: list[Toleration],
     node_selector: dict[str, str],
+    *,
+    writes_models: bool = False,
 ) -> dict[str, Any]:
     spec = context.job.spec
+    reads_models = spec.model.cache.prefetch and not writes_models
     container |= {
         "image": spec.image.name or context.default_image,
         # Copies the end of the log into the pod's status, which can be read without the permission to read logs.
@@ -191,11 +279,11 @@ def _pod(
             "readOnlyRootFilesystem": True,
             "capabilities": {"drop": ["ALL"]},
         },
-        "env": _environment(context),
+        "env": _environment(context, models_are_read_only=reads_models),
     }
     if spec.image.pull_policy is not None:
         container["imagePullPolicy"] = spec.image.pull_policy
-    container["volumeMounts"], volumes = _volumes(context, shared_memory)
+    container["volumeMounts"], volumes = _volumes(context, shared_memory, models_are_read_only=reads_models)
     pod_spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "serviceAccountName": names.service_account(context.name),
@@ -206,6 +294,8 @@ def _pod(
             "runAsUser": _USER,
             "runAsGroup": _USER,
             "fsGroup": _USER,
+            # Else the kubelet would change the owner of every file of a volume whenever a pod starts.
+            "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "tolerations": [
@@ -247,15 +337,24 @@ def _pod(
     }
 
 
-def _environment(context: JobContext) -> list[dict[str, Any]]:
+def _environment(context: JobContext, *, models_are_read_only: bool) -> list[dict[str, Any]]:
     job = context.job
     variables: list[dict[str, Any]] = [
         {"name": "HOME", "value": "/tmp"},
         {"name": "USER", "value": "rollout"},
         {"name": "ROLLOUT_MODEL_CACHE", "value": _MODELS_MOUNT},
-        {"name": "HF_HOME", "value": f"{_MODELS_MOUNT}/huggingface"},
         {"name": "POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
     ]
+    if models_are_read_only:
+        # The libraries write other files than models, too. Without access to the hub they never want to update a model,
+        # so that all pods load the same commit, even if the branch has moved on.
+        variables += [
+            {"name": "HF_HOME", "value": "/tmp/huggingface"},
+            {"name": "HF_HUB_CACHE", "value": f"{_HUB_HOME}/hub"},
+            {"name": "HF_HUB_OFFLINE", "value": "1"},
+        ]
+    else:
+        variables.append({"name": "HF_HOME", "value": _HUB_HOME})
     secret = context.redis_secret
     if secret is not None:
         variables.append(_from_secret("ROLLOUT_REDIS_URL", secret))
@@ -275,7 +374,9 @@ def _from_secret(name: str, secret: SecretKey) -> dict[str, Any]:
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret.name, "key": secret.key}}}
 
 
-def _volumes(context: JobContext, shared_memory: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def _volumes(
+    context: JobContext, shared_memory: str, *, models_are_read_only: bool
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the volume mounts of the container and the volumes of the pod."""
     spec = context.job.spec
     cache = spec.model.cache
@@ -288,8 +389,9 @@ def _volumes(context: JobContext, shared_memory: str) -> tuple[list[dict[str, An
     }
     if (weights := _claim(spec.weights.persistent_volume_claim)) is not None:
         sources["weights"] = (WEIGHTS_MOUNT, weights)
+    read_only = {"manifest", "models"} if models_are_read_only else {"manifest"}
     mounts = [
-        {"name": name, "mountPath": path, **({"readOnly": True} if name == "manifest" else {})}
+        {"name": name, "mountPath": path, **({"readOnly": True} if name in read_only else {})}
         for name, (path, _) in sources.items()
     ]
     return mounts, [{"name": name, **source} for name, (_, source) in sources.items()]
@@ -302,7 +404,9 @@ def _claim(name: str | None) -> dict[str, Any] | None:
 def _with_template(context: JobContext, pod: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
     """Merge the user's template into the pod, but keep the metadata by which the operator finds the pod."""
     result = strategic_merge(pod, template)
-    required, metadata = pod["metadata"], result["metadata"]
+    if not {"kind", "spec"} <= result.keys():
+        raise PatchError("the template must not remove the pod's kind or spec")
+    required, metadata = pod["metadata"], result.get("metadata") or {}
     labels = {**metadata.get("labels", {}), **required["labels"]}
     own = {name: value for name, value in required["annotations"].items() if name == names.REPLACEMENT_ANNOTATION}
     annotations = {**metadata.get("annotations", {}), **own}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.status import ConditionType
+from rollout_api.status_token import StatusToken
 from rollout_operator import names
 from rollout_operator.actions import Event
 from rollout_operator.apply import OutdatedError, execute, post_event
@@ -20,6 +21,8 @@ from rollout_operator.kubernetes_api import ApiError, KubernetesApi
 from rollout_operator.object_cache import JobKey, ObjectCache
 from rollout_operator.observed import Manifest, Observed, Rejection, Target
 from rollout_operator.plan import plan
+from rollout_operator.runtime_cache import RuntimeCache
+from rollout_operator.runtimes import RuntimeKey
 from rollout_operator.work_queue import WorkQueue
 
 logger = logging.getLogger(__name__)
@@ -48,12 +51,17 @@ class ReconcileCounts:
 class Reconciler:
     """Processes the queue of jobs to reconcile."""
 
-    def __init__(self, api: KubernetesApi, cache: ObjectCache, default_image: str) -> None:
+    def __init__(
+        self, api: KubernetesApi, cache: ObjectCache, default_image: str, status_token: StatusToken | None = None
+    ) -> None:
         self.counts = ReconcileCounts()
         self.cluster = ClusterInfo()
+        self.namespaces: Container[str] | None = None
+        """The namespaces whose jobs are reconciled; None means all namespaces that are watched."""
         self.queue: WorkQueue[JobKey] = WorkQueue()
+        self.runtimes = RuntimeCache(cache, self.queue)
         self._api, self._cache, self._default_image = api, cache, default_image
-        self._head_statuses = HeadStatusReader()
+        self._head_statuses = HeadStatusReader(status_token)
         self._rejections: dict[JobKey, tuple[Rejection, ...]] = {}
         """Actions that the API server rejected recently, by job."""
 
@@ -93,10 +101,18 @@ class Reconciler:
                 self.queue.done(key)
             self.counts.seconds += time.monotonic() - started
 
+    def reconcile_namespace(self, namespace: str) -> None:
+        """Reconcile all jobs of a namespace that was selected."""
+        for key in self._cache.job_keys():
+            if key[0] == namespace:
+                self.queue.add(key)
+
     async def _reconcile(self, key: JobKey) -> None:
         job = self._cache.job(key)
         if job is None:
             self._rejections.pop(key, None)
+            return
+        if self.namespaces is not None and key[0] not in self.namespaces:
             return
         observed = await self._observe(key, job)
         planned = plan(observed)
@@ -142,6 +158,7 @@ class Reconciler:
                 {pod.node for pod in pods if pod.node and not pod.retained and pod.is_overdue(now)}
             ),
             rejections=self._rejections.get(key, ()),
+            runtime=None if (runtime := RuntimeKey.of_job(job)) is None else self.runtimes.settings(runtime),
         )
 
     async def _lost_nodes(self, nodes: set[str]) -> frozenset[str]:

@@ -1,9 +1,10 @@
-"""Creates a Redis user for each job with ``redis.managed``, in a separate process from the operator.
+"""Creates a Redis user for each job that names no other, in a separate process from the operator.
 
 Each such job has a user on the server with the rules of
 :func:`rollout_api.protocol.access_rules.access_rules`, and a Secret ``<job>-redis`` with the URL, which is deleted
-together with the job. Passwords are derived from a key and the job's uid (HMAC-SHA256), so that they never have to be
-read: the only permission on Secrets that this process needs is to create them, and the operator needs no password.
+together with the job. The history service has a user and a Secret, too. Passwords are derived from a key and the job's
+uid (HMAC-SHA256), so that they never have to be read: the only permission on Secrets that this process needs is to
+create them, and the operator needs no password.
 """
 
 from __future__ import annotations
@@ -14,24 +15,32 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote
 
+import redis
 import redis.asyncio
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, ManifestError
-from rollout_api.protocol.access_rules import access_rules
+from rollout_api.protocol.access_rules import access_rules, service_rules
+from rollout_api.redis_client.address import parse_server_address
+from rollout_api.redis_client.connection import connect_async
 from rollout_operator import logs, names
-from rollout_operator.job_context import parse_body
+from rollout_operator.informer import Informer
+from rollout_operator.job_context import has_managed_user, parse_body
 from rollout_operator.kopf_watch import run_kopf
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi
-from rollout_operator.observed import Manifest
+from rollout_operator.namespaces import NAMESPACES, SelectedNamespaces
+from rollout_operator.observed import Manifest, parse_timestamp
 from rollout_operator.resource_kinds import ROLLOUT_JOBS
+from rollout_operator.work_queue import WorkQueue
 
 logger = logging.getLogger("rollout_redis_users")
 
@@ -39,33 +48,57 @@ _CHECK_INTERVAL_S = 5.0
 """Time between two checks for a restarted server and for failed steps to retry."""
 _CLEANUP_INTERVAL_S = 60.0
 """Time between two removals of users whose job no longer exists."""
-_TIMEOUT_S = 5.0
+_HISTORY_SERVICE = "history"
+"""What the history service's user has in place of a job's uid."""
+_MAX_CA_BYTES = 32 * 1024
+"""Maximum size of a CA certificate, which becomes part of URLs in environment variables; Linux limits their size."""
 
 
 @dataclass(frozen=True)
-class JobUser:
-    """The Redis user of one job."""
+class RedisUser:
+    """A Redis user, and the Secret with its URL."""
 
-    namespace: str
-    job: str
     uid: str
-    history: str
+    """Uid of the job that the user belongs to, or another unique name."""
+    rules: tuple[str, ...]
+    """The user's ACL rules."""
+    namespace: str
+    """Namespace of the Secret."""
+    secret: str
+    """Name of the Secret."""
+    job: str | None = None
+    """Name of the job, which owns the Secret; None if no job does."""
+    job_created: float = field(default=0.0, compare=False)
+    """When the job was created, as Unix time."""
 
-    @property
-    def rules(self) -> list[str]:
-        """The user's ACL rules."""
-        return access_rules(self.namespace, self.job, self.uid, self.history)
 
+def job_user(body: Manifest, *, by_default: bool = True) -> RedisUser | None:
+    """Return the user that a RolloutJob needs, or None if it needs none or its manifest is invalid.
 
-def job_user(body: Manifest) -> JobUser | None:
-    """Return the user that a RolloutJob needs, or None if it needs none or its manifest is invalid."""
+    Args:
+        body: the RolloutJob.
+        by_default: whether a job whose manifest names no Redis server has a user.
+    """
     try:
         job = parse_body(body)
     except ManifestError:
         return None
-    if not job.spec.redis.managed:
+    if not has_managed_user(job.spec.redis, by_default=by_default):
         return None
-    return JobUser(job.metadata.namespace, job.metadata.name, body["metadata"]["uid"], job.history_name)
+    namespace, name, uid = job.metadata.namespace, job.metadata.name, body["metadata"]["uid"]
+    return RedisUser(
+        uid,
+        tuple(access_rules(namespace, name, uid, job.history_name)),
+        namespace,
+        names.redis_secret(name),
+        name,
+        parse_timestamp(body["metadata"].get("creationTimestamp")) or 0.0,
+    )
+
+
+def history_service_user(namespace: str, secret: str) -> RedisUser:
+    """Return the history service's user, whose URL is stored in the given Secret."""
+    return RedisUser(_HISTORY_SERVICE, tuple(service_rules()), namespace, secret)
 
 
 def user_prefix(key: bytes) -> str:
@@ -76,26 +109,37 @@ def user_prefix(key: bytes) -> str:
     return f"rollout-{hashlib.sha256(key).hexdigest()[:12]}-"
 
 
-def user_password(key: bytes, user: JobUser) -> str:
+def user_password(key: bytes, user: RedisUser) -> str:
     """Return the password of a user. It is always the same, and cannot be guessed without the key."""
     return hmac.new(key, user.uid.encode(), hashlib.sha256).hexdigest()
 
 
-def user_secret(user: JobUser, admin_url: str, key: bytes) -> dict[str, Any]:
-    """Return the Secret from which the job's pods and its trainers read the URL."""
-    parts = urlsplit(admin_url)
-    host = parts.netloc.rpartition("@")[2]
+def with_ca(url: str, certificate: str) -> str:
+    """Return a URL that contains the certificate of the CA by which its users recognize the server.
+
+    Pods and trainers thus need no file with it.
+    """
+    return f"{url}{'&' if '?' in url else '?'}ssl_ca_data={quote(certificate, safe='')}"
+
+
+def user_secret(user: RedisUser, admin_url: str, key: bytes) -> dict[str, Any]:
+    """Return the Secret from which pods, and the trainers of a job, read the URL."""
     credentials = f"{user_prefix(key)}{user.uid}:{user_password(key, user)}"
-    url = urlunsplit(parts._replace(netloc=f"{credentials}@{host}"))
+    # Not with urllib.parse, because a URL of Sentinels has several hosts.
+    url = re.sub(r"://(?:[^/?#]*@)?", f"://{credentials}@", admin_url, count=1)
+    metadata: dict[str, Any] = {"name": user.secret, "namespace": user.namespace}
+    if user.job is None:
+        # Not with the label app.kubernetes.io/instance: Argo CD would take the Secret for a part of the release that
+        # is no longer in Git, and delete it.
+        metadata["labels"] = {"app.kubernetes.io/part-of": names.APP, "app.kubernetes.io/component": "redis"}
+    else:
+        metadata["labels"] = names.labels(user.job, "redis")
+        owner = {"name": user.job, "uid": user.uid}
+        metadata["ownerReferences"] = [names.owner_reference(owner, API_VERSION, KIND)]
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": {
-            "name": names.redis_secret(user.job),
-            "namespace": user.namespace,
-            "labels": names.labels(user.job, "redis"),
-            "ownerReferences": [names.owner_reference({"name": user.job, "uid": user.uid}, API_VERSION, KIND)],
-        },
+        "metadata": metadata,
         "type": "Opaque",
         "stringData": {"url": url},
     }
@@ -104,7 +148,17 @@ def user_secret(user: JobUser, admin_url: str, key: bytes) -> dict[str, Any]:
 class RedisUserManager:
     """Creates and removes users. It is level-triggered: each pass compares the existing users with the jobs."""
 
-    def __init__(self, api: KubernetesApi, server: redis.asyncio.Redis, url: str, key: bytes) -> None:
+    def __init__(
+        self,
+        api: KubernetesApi,
+        server: redis.asyncio.Redis,
+        url: str,
+        key: bytes,
+        *,
+        by_default: bool = True,
+        history_service: RedisUser | None = None,
+        namespaces: Container[str] | None = None,
+    ) -> None:
         """Create a manager.
 
         Args:
@@ -112,31 +166,71 @@ class RedisUserManager:
             server: a connection of a user that may use ACL commands.
             url: the URL of *server*, from which the users' URLs are derived.
             key: the key from which passwords are derived.
+            by_default: whether jobs whose manifests name no Redis server have users.
+            history_service: the history service's user; None if it needs none.
+            namespaces: the namespaces whose jobs have users; None means all whose jobs are reported.
         """
         self._api, self._server, self._url, self._key = api, server, url, key
+        self._by_default, self._namespaces = by_default, namespaces
         self._prefix = user_prefix(key)
-        self._wanted: dict[str, JobUser] = {}
-        """Users of the existing jobs, by the job's uid."""
-        self._created: set[JobUser] = set()
+        permanent = [] if history_service is None else [history_service]
+        self._permanent = {user.uid for user in permanent}
+        """Users that belong to no job."""
+        self._wanted: dict[str, RedisUser] = {user.uid: user for user in permanent}
+        """All users that should exist, by uid."""
+        self._created: set[RedisUser] = set()
         """Users that exist on the server."""
+        self._without_objects: set[str] = set()
+        """Uids of jobs that are being deleted, and whose objects Kubernetes deletes first (foreground deletion)."""
+        self._cleaned_up: set[str] = set()
+        """Uids of jobs that are being deleted, and whose cleanup pods need the Secrets."""
         self._with_secret: set[str] = set()
-        """Uids of jobs whose Secret exists, or is tried again only after the next cleanup."""
+        """Uids of users whose Secret exists, or is tried again only after the next cleanup."""
         self._run_id = ""
         self._last_cleanup = float("-inf")
         self._changed = asyncio.Event()
 
     def update_job(self, body: Manifest) -> None:
-        """Record a job that was created or changed."""
-        user = job_user(body)
-        if user is not None and user != self._wanted.get(user.uid):
+        """Record a job that was created or changed, or whose deletion was requested."""
+        user = job_user(body, by_default=self._by_default)
+        if user is None:
+            return
+        if user != self._wanted.get(user.uid):
             self._wanted[user.uid] = user
+            self._changed.set()
+        if not body["metadata"].get("deletionTimestamp"):
+            return
+        if names.FOREGROUND_FINALIZER in body["metadata"].get("finalizers", ()):
+            # Kubernetes would delete a new Secret, too.
+            self._without_objects.add(user.uid)
+        elif user.uid not in self._cleaned_up:
+            self._without_objects.discard(user.uid)
+            self._cleaned_up.add(user.uid)
+            # Kubernetes may have deleted the Secret.
+            self._with_secret.discard(user.uid)
             self._changed.set()
 
     def remove_job(self, body: Manifest) -> None:
         """Record that a job was deleted."""
-        if self._wanted.pop(body["metadata"]["uid"], None) is not None:
+        uid = body["metadata"]["uid"]
+        self._without_objects.discard(uid)
+        self._cleaned_up.discard(uid)
+        if self._wanted.pop(uid, None) is not None:
             self._last_cleanup = float("-inf")
             self._changed.set()
+
+    def retry(self) -> None:
+        """Create what is missing soon, because a namespace was selected."""
+        self._changed.set()
+
+    def _selected(self) -> list[RedisUser]:
+        """Return the users that should exist, without those of jobs in other namespaces."""
+        namespaces = self._namespaces
+        return [
+            user
+            for user in self._wanted.values()
+            if user.job is None or namespaces is None or user.namespace in namespaces
+        ]
 
     async def run(self, namespaces: Sequence[str]) -> None:
         """Create and remove users until cancelled; what fails is retried."""
@@ -160,38 +254,40 @@ class RedisUserManager:
         if run_id != self._run_id:
             self._run_id = run_id
             self._created.clear()
-        missing = [user for user in self._wanted.values() if user not in self._created]
+        missing = [user for user in self._selected() if user not in self._created]
         for user in missing:
             digest = hashlib.sha256(user_password(self._key, user).encode()).hexdigest()
             await self._acl("SETUSER", self._prefix + user.uid, "reset", "on", f"#{digest}", *user.rules)
             self._created.add(user)
         if missing:
             await self._save_users()
-        for user in list(self._wanted.values()):
-            if user.uid not in self._with_secret:
+        for user in self._selected():
+            if user.uid not in self._with_secret | self._without_objects:
                 await self._create_secret(user)
 
-    async def _create_secret(self, user: JobUser) -> None:
-        """Create a job's Secret.
+    async def _create_secret(self, user: RedisUser) -> None:
+        """Create a user's Secret.
 
         If a Secret of this name exists, it may belong to an earlier job and be about to be deleted. It is therefore
-        tried again after the next cleanup.
+        tried again after the next cleanup, and for a new job in the next pass.
         """
         try:
             await self._api.create(user_secret(user, self._url, self._key))
-            logger.info("Created a user for job %s/%s.", user.namespace, user.job)
+            logger.info("Created a user and the Secret %s/%s.", user.namespace, user.secret)
         except ApiError as error:
             if error.transient:
                 raise
+            if error.conflict and time.time() - user.job_created < _CLEANUP_INTERVAL_S:
+                return
             # Exceeded quotas and namespaces that are being deleted must not delay other jobs.
             if not (error.conflict or error.not_found):
-                secret = f"{user.namespace}/{names.redis_secret(user.job)}"
-                logger.warning("Secret %s could not be created: %s", secret, error)
+                logger.warning("Secret %s/%s could not be created: %s", user.namespace, user.secret, error)
         self._with_secret.add(user.uid)
 
     async def remove_unused(self, namespaces: Sequence[str]) -> None:
         """Remove the users of jobs that no longer exist, and let the next pass check all Secrets again."""
         existing = {uid for namespace in namespaces or [""] for uid in await self._job_uids(namespace)}
+        existing |= self._permanent
         reply = await self._acl("USERS")
         users = [name.decode() if isinstance(name, bytes) else str(name) for name in reply]
         own = {name.removeprefix(self._prefix) for name in users if name.startswith(self._prefix)}
@@ -219,33 +315,51 @@ class RedisUserManager:
             return
 
 
-async def _run(namespaces: list[str], url: str, key: bytes) -> int:
+async def _run(options: argparse.Namespace, url: str, key: bytes) -> int:
     """Manage users until the process is terminated, and return the exit code."""
+    namespaces: list[str] = options.namespace
+    history_service = None
+    if options.history_secret:
+        namespace, _, name = options.history_secret.rpartition("/")
+        history_service = history_service_user(namespace, name)
     api = await KubernetesApi.connect()
-    server = redis.asyncio.Redis.from_url(url, socket_timeout=_TIMEOUT_S, socket_connect_timeout=_TIMEOUT_S)
-    manager = RedisUserManager(api, server, url, key)
+    server = connect_async(url)
+    selected = SelectedNamespaces(lambda _: manager.retry()) if options.namespace_selector else None
+    manager = RedisUserManager(
+        api,
+        server,
+        url,
+        key,
+        by_default=not options.only_managed,
+        history_service=history_service,
+        namespaces=selected,
+    )
     watch = asyncio.ensure_future(run_kopf(manager.update_job, manager.remove_job, namespaces))
     management = asyncio.ensure_future(manager.run(namespaces))
+    tasks = [watch, management]
+    if selected is not None:
+        selection = Informer(api, selected, WorkQueue(), NAMESPACES, "", selector=options.namespace_selector)
+        tasks.append(asyncio.ensure_future(selection.run()))
     try:
-        await asyncio.wait({watch, management}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (watch, management):
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
             if task.done() and (error := task.exception()) is not None:
                 logger.error("The process ends: %s: %s", type(error).__name__, error)
                 return 1
         return 0
     finally:
-        await cancel_and_wait(watch, management)
+        await cancel_and_wait(*tasks)
         await server.aclose()
         await api.close()
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Manage users until SIGINT or SIGTERM."""
+def _parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, str, bytes]:
+    """Return the options, the server's URL, and the key from which passwords are derived."""
     parser = argparse.ArgumentParser(
         prog="rollout-redis-users",
-        description="Create a Redis user for each RolloutJob with redis.managed. ROLLOUT_REDIS_ADMIN_URL is the URL of "
-        "the server, with a user that may use ACL commands. ROLLOUT_REDIS_USER_KEY is the key from which passwords are "
-        "derived.",
+        description="Create a Redis user for each RolloutJob that names no other. ROLLOUT_REDIS_ADMIN_URL is the URL "
+        "of the server or of its Sentinels, with a user that may use ACL commands. ROLLOUT_REDIS_USER_KEY is the key "
+        "from which passwords are derived.",
     )
     parser.add_argument(
         "--namespace",
@@ -253,15 +367,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=[],
         help="namespace whose jobs get users; may be repeated; default: all namespaces",
     )
+    parser.add_argument(
+        "--namespace-selector",
+        default="",
+        metavar="LABEL=VALUE,…",
+        help="labels of the namespaces whose jobs get users, instead of --namespace",
+    )
+    parser.add_argument(
+        "--only-managed",
+        action="store_true",
+        help="create users only for jobs with redis.managed, and not for those that name no Redis server",
+    )
+    parser.add_argument(
+        "--history-secret",
+        metavar="NAMESPACE/NAME",
+        help="create a user for the history service, and this Secret with its URL",
+    )
+    parser.add_argument(
+        "--ca-file", type=Path, help="certificate of the CA that has signed the server's; it becomes part of all URLs"
+    )
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="json", choices=["json", "text"])
     options = parser.parse_args(arguments)
     missing = [name for name in ("ROLLOUT_REDIS_ADMIN_URL", "ROLLOUT_REDIS_USER_KEY") if not os.environ.get(name)]
     if missing:
         parser.error(f"{' and '.join(missing)} must be set")
-    logs.configure(as_json=options.log_format == "json", level=options.log_level)
     url, key = os.environ["ROLLOUT_REDIS_ADMIN_URL"], os.environ["ROLLOUT_REDIS_USER_KEY"].encode()
-    sys.exit(asyncio.run(_run(options.namespace, url, key)))
+    if options.ca_file is not None:
+        certificate = options.ca_file.read_text()
+        if len(certificate) > _MAX_CA_BYTES:
+            parser.error(f"--ca-file is larger than {_MAX_CA_BYTES} bytes: it must contain only this server's CA")
+        url = with_ca(url, certificate)
+    try:
+        parse_server_address(url)
+    except ValueError as error:
+        parser.error(f"ROLLOUT_REDIS_ADMIN_URL: {error}")
+    return options, url, key
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Manage users until SIGINT or SIGTERM."""
+    options, url, key = _parse_arguments(arguments)
+    logs.configure(as_json=options.log_format == "json", level=options.log_level)
+    sys.exit(asyncio.run(_run(options, url, key)))
 
 
 if __name__ == "__main__":

@@ -7,25 +7,31 @@ import json
 from typing import Any
 
 from rollout_api.manifest.rollout_job import RolloutJob, parse_job
+from rollout_api.manifest.runtime import SCALING_FIELDS
 from rollout_api.manifest.status import Revision
 
 _SECTIONS = ("image", "head", "priority_class_name")
-_SCALING = frozenset(
-    {"replicas", "min_replicas", "max_replicas", "autoscale", "idle_seconds", "max_pending_replacements"}
-)
-"""Fields of ``workers`` that concern the number of workers, not their pods. They take effect at once."""
 
 
-def revision_of(job: RolloutJob, default_image: str) -> Revision:
-    """Return the revision of pods that are created from the current spec of a job."""
+def revision_of(job: RolloutJob, default_image: str, *, has_runtime: bool) -> Revision:
+    """Return the revision of pods that are created from the current spec of a job.
+
+    Args:
+        job: the job.
+        default_image: the image of its pods if it names none.
+        has_runtime: whether a runtime may change the model cache, which is fixed otherwise.
+    """
     spec = job.spec
     settings = spec.model_dump(
         mode="json",
         by_alias=True,
         exclude_none=True,
         exclude_defaults=True,
-        include={**dict.fromkeys(_SECTIONS, True), "workers": set(type(spec.workers).model_fields) - _SCALING},
+        include={**dict.fromkeys(_SECTIONS, True), "workers": set(type(spec.workers).model_fields) - SCALING_FIELDS},
     )
+    if has_runtime:
+        cache = spec.model.cache.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)
+        settings["model"] = {"cache": cache}
     image = spec.image.name or default_image
     text = json.dumps([image, settings], sort_keys=True)
     return Revision(hash=hashlib.sha256(text.encode()).hexdigest()[:10], image=image, settings=settings)
@@ -35,10 +41,11 @@ def with_revision(job: RolloutJob, revision: Revision) -> RolloutJob:
     """Return a job whose pods are those of an earlier revision."""
     manifest = job.model_dump(mode="json", by_alias=True, exclude_none=True)
     pinned: dict[str, Any] = dict(revision.settings)
-    workers = job.spec.workers.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(_SCALING))
+    workers = job.spec.workers.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(SCALING_FIELDS))
     spec = {name: section for name, section in manifest["spec"].items() if name not in ("image", "head")}
     spec.pop("priorityClassName", None)
-    spec |= {**pinned, "workers": {**pinned.get("workers", {}), **workers}}
+    model = {**manifest["spec"]["model"], **pinned.get("model", {})}
+    spec |= {**pinned, "model": model, "workers": {**pinned.get("workers", {}), **workers}}
     return parse_job({**manifest, "spec": spec})
 
 

@@ -13,6 +13,8 @@ from rollout_operator.job_context import JobContext
 from rollout_operator.observed import Observed, PodView
 from rollout_operator.teardown import POD_NOT_TERMINATING, describe_overdue
 
+PREFETCHING_MODEL = "PrefetchingModel"
+"""Reason of the conditions of a job that waits for the download of its model."""
 _MAX_MESSAGE = 1000
 _MIN_CANARIES = 20
 """Number of compared canaries that are needed before DraftsHealthy can become True."""
@@ -42,6 +44,20 @@ class RunningConditions:
         self._set_drafts_healthy(head)
         self._set_progressing(head)
 
+    def update_before_prefetch_ends(self) -> None:
+        """Set the conditions of a job whose head and workers are created once its model has been downloaded."""
+        pods = [pod for pod in self.observed.component(names.PREFETCH) if pod.live]
+        reason, message = self._problem(pods, names.PREFETCH) or (PREFETCHING_MODEL, self._describe_prefetch())
+        if self.context.queue is None:
+            self._set_quota_reserved()
+        else:
+            self.conditions.set(ConditionType.QUOTA_RESERVED, "Unknown", reason, message)
+        for kind in (ConditionType.WORKERS_READY, ConditionType.ENGINE_READY):
+            self.conditions.set(kind, "False", reason, message)
+        self.conditions.set(ConditionType.PROGRESSING, "Unknown", reason, message)
+        if reason != PREFETCHING_MODEL:
+            self._warn_on_transition(ConditionType.WORKERS_READY)
+
     def _set_quota_reserved(self) -> None:
         kind, queue = ConditionType.QUOTA_RESERVED, self.context.queue
         gated = [pod for pod in self.observed.pods if pod.gated and not pod.deleting]
@@ -59,7 +75,7 @@ class RunningConditions:
         if sum(pod.ready for pod in workers) >= desired:
             self.conditions.set(kind, "True", "AllReady", "All desired workers are ready.")
             return
-        reason, message = self._why_not_ready(workers)
+        reason, message = self._why_not_ready()
         self.conditions.set(kind, "False", reason, message)
         if reason not in ("Starting", "Queued"):
             self._warn_on_transition(kind)
@@ -127,20 +143,32 @@ class RunningConditions:
         if condition is not None:
             self.builder.warn(condition.reason, condition.message)
 
-    def _why_not_ready(self, workers: list[PodView]) -> tuple[str, str]:
+    def _why_not_ready(self) -> tuple[str, str]:
         """Return reason and message of the most severe problem that keeps workers from being ready."""
-        if self.observed.rejections:
-            rejection = self.observed.rejections[0]
-            return rejection.reason, str(rejection)
-        problem = _pod_problem(workers) or self._overdue(names.WORKER)
-        if problem is not None:
+        pods = [pod for pod in self.observed.component(names.WORKER) if pod.live]
+        if (problem := self._problem(pods, names.WORKER)) is not None:
             return problem
-        if any(pod.gated for pod in workers):
+        if any(pod.gated for pod in pods):
             return "Queued", "Workers wait until their queue admits them."
         if self.observed.head is not None and self.observed.head.engine_errors:
             engine, error = min(self.observed.head.engine_errors.items())
             return "EngineFailed", f"Engine {engine} cannot start: {error}"[:_MAX_MESSAGE]
         return "Starting", "Workers are starting."
+
+    def _describe_prefetch(self) -> str:
+        claim = self.context.job.spec.model.cache.persistent_volume_claim
+        message = f"The model is being downloaded into the PersistentVolumeClaim {claim} before other pods are created."
+        failures = self.observed.status.get("failures") or [{}]
+        if failures[-1].get("component") == names.PREFETCH:
+            message += f" The last attempt has failed: {failures[-1]['reason']}."
+        return message
+
+    def _problem(self, pods: list[PodView], component: str) -> tuple[str, str] | None:
+        """Return reason and message if something is wrong that pods of a component do not overcome by themselves."""
+        if self.observed.rejections:
+            rejection = self.observed.rejections[0]
+            return rejection.reason, str(rejection)
+        return _pod_problem(pods) or self._overdue(component)
 
     def _why_no_head(self) -> tuple[str, str]:
         """Return reason and message of what keeps the head from answering."""

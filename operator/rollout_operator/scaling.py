@@ -59,12 +59,12 @@ def idle_workers(workers: Workers, head: HeadStatus) -> set[str]:
 
 
 def workers_to_remove(
-    live: Collection[PodView], surplus: int, workers: Workers, head: HeadStatus | None
+    live: Collection[PodView], surplus: int, workers: Workers, head: HeadStatus | None, *, spare_busy: bool = True
 ) -> list[PodView]:
     """Return which workers to delete when there are too many: pending ones first, then idle ones, then the newest.
 
     Workers that Kueue has admitted as a group are deleted last, because it would wait for their replacements. With
-    autoscaling, these and workers that have rollouts are never deleted.
+    autoscaling, these and workers that have rollouts are never deleted, unless *spare_busy* is false.
     """
     idle = idle_workers(workers, head) if head is not None else set()
 
@@ -74,7 +74,7 @@ def workers_to_remove(
         return 1 if pod.name in idle else 2
 
     ordered = sorted(live, key=lambda pod: (pod.in_pod_group, rank(pod), -pod.slot, -pod.created, pod.uid))
-    if workers.autoscale:
+    if workers.autoscale and spare_busy:
         ordered = [pod for pod in ordered if rank(pod) < 2 and not pod.in_pod_group]
     return ordered[:surplus]
 

@@ -8,7 +8,7 @@ from rollout_operator.actions import Create, DeletePod, DeleteWorkload, Plan, Pl
 from rollout_operator.head_status import STATUS_PERIOD_S
 from rollout_operator.job_context import JobContext
 from rollout_operator.observed import Observed, PodView, Target
-from rollout_operator.owned_objects import connection
+from rollout_operator.owned_objects import cleanup_objects, connection
 from rollout_operator.pods import cleanup_pod
 
 POD_NOT_TERMINATING = "PodNotTerminating"
@@ -24,18 +24,22 @@ _BLOCKED_REASONS = frozenset({"CreateContainerConfigError", "ErrImageNeverPull",
 def plan_deletion(observed: Observed) -> Plan:
     """Plan for a job that is being deleted: delete its pods, run the cleanup pod, then remove the finalizer.
 
-    Kubernetes deletes the job's other objects once the finalizer is removed.
+    Kubernetes deletes the job's other objects once the finalizer is removed. In a foreground deletion, which is Argo
+    CD's default, it has deleted them before, and it would delete new ones until it removes its own finalizer. The
+    cleanup therefore waits for this, and then begins by creating what it needs.
     """
-    if names.FINALIZER not in observed.metadata.get("finalizers", ()):
+    finalizers = observed.metadata.get("finalizers", ())
+    if names.FINALIZER not in finalizers:
         return Plan()
     builder = PlanBuilder()
     try:
-        context = JobContext.from_observed(observed)
+        context = JobContext.for_cleanup(observed)
     except ManifestError:
         return Plan(actions=(SetFinalizer(False),))
     if not remove_pods(builder, observed):
-        release_quota(builder, observed, context)
-        run_cleanup(builder, observed, context, "the job was deleted", delete_messages=True)
+        release_quota(builder, observed)
+        if names.FOREGROUND_FINALIZER not in finalizers:
+            run_cleanup(builder, observed, context, "the job was deleted", delete_messages=True)
     return Plan(events=tuple(builder.events), actions=tuple(builder.actions), requeue_after=builder.requeue_after)
 
 
@@ -76,10 +80,13 @@ def delete_pods(builder: PlanBuilder, pods: list[PodView], observed: Observed) -
                 builder.warn(POD_NOT_TERMINATING, describe_overdue(pod))
 
 
-def release_quota(builder: PlanBuilder, observed: Observed, context: JobContext) -> None:
-    """Delete the Workload of a job whose pods have all ended, if Kueue retains any of them."""
-    if context.pod_group is not None and any(pod.retained and pod.in_pod_group for pod in observed.pods):
-        builder.actions.append(DeleteWorkload(context.pod_group.name))
+def release_quota(builder: PlanBuilder, observed: Observed) -> None:
+    """Delete the Workloads of a job whose pods have all ended, if Kueue retains any of them.
+
+    The pods tell which Workloads these are, because an outdated operator may have created some of an earlier group.
+    """
+    groups = {pod.pod_group for pod in observed.pods if pod.retained and pod.in_pod_group}
+    builder.actions += [DeleteWorkload(group) for group in sorted(groups)]
 
 
 def run_cleanup(
@@ -90,13 +97,18 @@ def run_cleanup(
     rejections = [rejection for rejection in observed.rejections if rejection.target == target]
     pods = observed.component(names.CLEANUP)
     if not pods and not rejections:
+        if observed.metadata.get("deletionTimestamp"):
+            # Kubernetes may have deleted these, and the watch may not have reported it yet. Existing ones are kept.
+            builder.actions += [Create(needed) for needed in cleanup_objects(context, observed.cluster)]
         builder.actions.append(Create(cleanup_pod(context, delete_messages=delete_messages, reason=reason)))
         builder.requeue(_CLEANUP_TIMEOUT_S)
         return
     waited = observed.now - min((pod.created for pod in pods), default=observed.now)
     blocked = any(pod.reason in _BLOCKED_REASONS for pod in pods)
     timeout = _BLOCKED_CLEANUP_TIMEOUT_S if blocked else _CLEANUP_TIMEOUT_S
-    if pods and not any(pod.terminated for pod in pods) and waited < timeout:
+    # A cleanup pod that somebody has deleted is created again.
+    ended = any(pod.phase == "Succeeded" or (pod.terminated and not pod.deleting) for pod in pods)
+    if pods and not ended and waited < timeout:
         builder.requeue(timeout - waited)
         return
     if not any(pod.phase == "Succeeded" for pod in pods):

@@ -12,7 +12,8 @@ from pydantic_core import PydanticCustomError
 
 from rollout_api.manifest.field_types import DnsName, ManifestModel, Quantity, Text, cel_rules
 
-Accelerator = Literal["nvidia-a100", "nvidia-h100", "nvidia-h200", "nvidia-b200"]
+DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
+"""Extended resource of one GPU if a manifest names none."""
 
 _LabelKey = Annotated[
     str,
@@ -23,6 +24,23 @@ _LabelKey = Annotated[
     ),
 ]
 _LabelValue = Annotated[str, StringConstraints(max_length=63, pattern=r"^([A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?)?$")]
+_AcceleratorName = Annotated[
+    str, StringConstraints(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$")
+]
+_ExtendedResource = Annotated[
+    str,
+    StringConstraints(
+        min_length=3,
+        max_length=317,
+        pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?/[A-Za-z0-9]([-._A-Za-z0-9]*[A-Za-z0-9])?$",
+    ),
+]
+"""Name of an extended resource, with the domain of its vendor."""
+_ONE_KIND_OF_GPUS = (
+    "deviceClaimTemplate already gives the GPUs, which then are no extended resource; remove gpuResource or "
+    "deviceClaimTemplate"
+)
+_GPUS_ARE_REQUESTED = "gpusPerWorker already requests the GPUs; remove the GPU resource from resources.extended"
 
 _TEMPLATE = (
     "Pod template for settings that have no field of their own. It is merged into the pod by strategic merge, as "
@@ -35,6 +53,16 @@ class Resources(ManifestModel):
 
     cpu: Quantity | None = Field(default=None, description="Number of CPU cores.")
     memory: Quantity | None = Field(default=None, description="Main memory, including /dev/shm.")
+
+
+class WorkerResources(Resources):
+    """Resources of one worker, in addition to its GPUs. Requests and limits are equal."""
+
+    extended: dict[_ExtendedResource, Annotated[int, Field(ge=1, le=1024)]] = Field(
+        default_factory=dict,
+        max_length=16,
+        description="Extended resources other than GPUs and their number, for example rdma/hca: 1.",
+    )
 
 
 class Toleration(ManifestModel):
@@ -68,6 +96,12 @@ class Workers(ManifestModel):
                 "!has(self.maxReplicas) || self.replicas <= self.maxReplicas",
                 "replicas must not be more than maxReplicas",
             ),
+            ("!has(self.gpuResource) || !has(self.deviceClaimTemplate)", _ONE_KIND_OF_GPUS),
+            (
+                "!has(self.resources) || !has(self.resources.extended) || "
+                f"!((has(self.gpuResource) ? self.gpuResource : '{DEFAULT_GPU_RESOURCE}') in self.resources.extended)",
+                _GPUS_ARE_REQUESTED,
+            ),
         )
     )
 
@@ -90,18 +124,40 @@ class Workers(ManifestModel):
     idle_seconds: int = Field(
         default=60, ge=1, le=86_400, description="Autoscaling removes a worker that was idle for this many seconds."
     )
+    pods_per_worker: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Number of pods of each worker. Several pods run one engine together, for a model that does not "
+        "fit into one: tensorParallelSize × pipelineParallelSize must be gpusPerWorker, which are divided equally "
+        "among the pods.",
+    )
     gpus_per_worker: int = Field(
         default=1,
         ge=0,
-        le=16,
+        le=1024,
         description="GPUs of each worker: a multiple of the GPUs of one engine, which are tensorParallelSize × "
         "pipelineParallelSize. The quotient is the number of engines in the worker. 0 means a CPU worker with one "
-        "engine.",
+        "engine, of which each pod runs one process.",
     )
-    accelerator: Accelerator | None = Field(
+    gpu_resource: _ExtendedResource | None = Field(
         default=None,
-        description="Required GPU model. It is recognized by the node labels of NVIDIA's GPU feature discovery, GKE "
-        "and Karpenter, and by the label das.rollout.dev/accelerator. Default: any GPU.",
+        description="Extended resource of one GPU, for example amd.com/gpu or nvidia.com/mig-3g.40gb. Default: "
+        f"{DEFAULT_GPU_RESOURCE}.",
+    )
+    device_claim_template: DnsName | None = Field(
+        default=None,
+        description="ResourceClaimTemplate in the job's namespace from which each pod of a worker claims its share of "
+        "gpusPerWorker, by dynamic resource allocation. The pod then requests no extended resource for its GPUs.",
+    )
+    accelerator: _AcceleratorName | None = Field(
+        default=None,
+        description="Required GPU model. Nodes of any model are recognized by the label das.rollout.dev/accelerator; "
+        "those of nvidia-a100, nvidia-h100, nvidia-h200 and nvidia-b200 also by the labels of NVIDIA's GPU feature "
+        "discovery, GKE and Karpenter. Default: any GPU.",
+    )
+    runtime_class_name: DnsName | None = Field(
+        default=None, description="RuntimeClass of the workers, for example nvidia. Default: that of the cluster."
     )
     node_selector: dict[_LabelKey, _LabelValue] = Field(
         default_factory=dict, max_length=64, description="Labels that the node of a worker must have."
@@ -109,10 +165,18 @@ class Workers(ManifestModel):
     tolerations: list[Toleration] = Field(
         default_factory=list,
         max_length=64,
-        description="Tolerations of the workers. GPU workers always tolerate the taint nvidia.com/gpu, too.",
+        description="Tolerations of the workers. GPU workers always tolerate the taint of their GPU resource, too, "
+        "and that of its vendor, such as nvidia.com/gpu.",
     )
-    resources: Resources = Field(default_factory=Resources)
+    resources: WorkerResources = Field(default_factory=WorkerResources)
     shared_memory: Quantity = Field(default="8Gi", description="Size limit of /dev/shm, which Ray and NCCL use.")
+    drain_seconds: int = Field(
+        default=25,
+        ge=0,
+        le=3600,
+        description="Seconds that running rollouts have to finish when a worker is told to terminate. Then the worker "
+        "hands over the unfinished ones. The grace period of its pod is 20 s longer. rollout run does not wait.",
+    )
     max_pending_replacements: int = Field(
         default=4,
         ge=1,
@@ -130,6 +194,21 @@ class Workers(ManifestModel):
     def effective_max(self) -> int:
         """Maximum number of workers."""
         return self.max_replicas if self.max_replicas is not None and self.autoscale else self.replicas
+
+    @field_validator("device_claim_template")
+    @classmethod
+    def _require_one_kind_of_gpus(cls, template: str | None, info: ValidationInfo) -> str | None:
+        if template is not None and info.data.get("gpu_resource") is not None:
+            raise PydanticCustomError("one_of", _ONE_KIND_OF_GPUS)
+        return template
+
+    @field_validator("resources")
+    @classmethod
+    def _reject_gpus(cls, resources: WorkerResources, info: ValidationInfo) -> WorkerResources:
+        gpus = info.data.get("gpu_resource") or DEFAULT_GPU_RESOURCE
+        if gpus in resources.extended:
+            raise PydanticCustomError("gpus", _GPUS_ARE_REQUESTED)
+        return resources
 
     @field_validator("min_replicas")
     @classmethod
@@ -205,11 +284,11 @@ class FailureRule(ManifestModel):
         description="FailJob: the job fails. Replace: the pod is replaced, and the failure counts towards "
         "backoffLimit. Ignore: the pod is replaced, and the failure does not count."
     )
-    component: Literal["head", "worker"] | None = Field(
-        default=None, description="Pods to which the rule applies. Default: both."
+    component: Literal["head", "worker", "prefetch"] | None = Field(
+        default=None, description="Pods to which the rule applies. Default: all."
     )
     on_exit_codes: ExitCodes | None = Field(
-        default=None, description="Exit codes of the container of the head or the worker."
+        default=None, description="Exit codes of the container that is called like the component."
     )
     on_reasons: list[Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z]+$")]] = Field(
         default_factory=list,

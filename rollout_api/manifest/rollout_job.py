@@ -1,4 +1,4 @@
-"""The ``RolloutJob`` resource, ``das.rollout.dev/v1alpha1``, and the validation of manifests.
+"""The ``RolloutJob`` resource, ``das.rollout.dev/v1beta1``, and the validation of manifests.
 
 ``rollout run`` runs a manifest on one machine, and the operator runs the same manifest on a cluster. The sections of
 ``spec`` are in :mod:`rollout_api.manifest.spec` and :mod:`rollout_api.manifest.pod_spec`; ``status`` is in
@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from rollout_api.manifest.field_types import DnsLabel, DnsName, JobName, ManifestModel, Text, cel_rules
 from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, Workers
 from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.runtime import RuntimeRef
 from rollout_api.manifest.spec import (
     Engine,
     History,
@@ -32,8 +33,10 @@ from rollout_api.manifest.validation_errors import error_text, field_path
 from rollout_api.redis_client.address import without_password
 
 GROUP = "das.rollout.dev"
-VERSION = "v1alpha1"
+VERSION = "v1beta1"
 API_VERSION = f"{GROUP}/{VERSION}"
+DEPRECATED_VERSION = "v1alpha1"
+"""An earlier version of RolloutJobs with the same fields, which is still accepted."""
 KIND = "RolloutJob"
 PLURAL = "rolloutjobs"
 OPERATOR = f"{GROUP}/operator"
@@ -42,6 +45,13 @@ OPERATOR = f"{GROUP}/operator"
 _SectionT = TypeVar("_SectionT", bound=ManifestModel)
 
 _NO_GPU_MEMORY = "a CPU worker (workers.gpusPerWorker: 0) has no GPU; set engine.kvCacheMemory instead"
+_PREFETCH_NEEDS_CLAIM = (
+    "prefetch fills a volume that all pods share; set persistentVolumeClaim to that of the model cache, or remove "
+    "prefetch"
+)
+_GPUS_PER_WORKER = "(has(self.workers.gpusPerWorker) ? self.workers.gpusPerWorker : 1)"
+_PODS_PER_WORKER = "(has(self.workers.podsPerWorker) ? self.workers.podsPerWorker : 1)"
+"""In CEL, fields of ``workers``. They have no defaults in the CRD, because a runtime may set them."""
 _IMMUTABLE = ("source", "model", "weights", "engine", "sampling", "speculation", "queue", "history", "redis")
 """Sections that cannot be changed, because the head, the engines and trainers read them when they start."""
 
@@ -61,17 +71,29 @@ class RolloutJobSpec(ManifestModel):
                 "managedBy cannot be changed; create another job",
             ),
             (
-                "self.workers.gpusPerWorker != 0 || "
-                "(self.engine.tensorParallelSize == 1 && self.engine.pipelineParallelSize == 1)",
-                "engine.tensorParallelSize and engine.pipelineParallelSize must be 1 on a CPU worker "
+                "has(self.runtimeRef) == has(oldSelf.runtimeRef)",
+                "runtimeRef cannot be added or removed, only changed; create another job",
+            ),
+            (
+                f"has(self.runtimeRef) || {_GPUS_PER_WORKER} != 0 || "
+                f"self.engine.tensorParallelSize * self.engine.pipelineParallelSize == {_PODS_PER_WORKER}",
+                "engine.tensorParallelSize × engine.pipelineParallelSize must be workers.podsPerWorker on a CPU worker "
                 "(workers.gpusPerWorker: 0)",
             ),
             (
-                "self.workers.gpusPerWorker % (self.engine.tensorParallelSize * self.engine.pipelineParallelSize) == 0",
+                f"has(self.runtimeRef) || {_GPUS_PER_WORKER} == 0 || {_PODS_PER_WORKER} == 1 || "
+                f"({_GPUS_PER_WORKER} == self.engine.tensorParallelSize * self.engine.pipelineParallelSize && "
+                f"{_GPUS_PER_WORKER} % {_PODS_PER_WORKER} == 0)",
+                "with workers.podsPerWorker, workers.gpusPerWorker must be engine.tensorParallelSize × "
+                "engine.pipelineParallelSize and a multiple of the pods",
+            ),
+            (
+                f"has(self.runtimeRef) || {_GPUS_PER_WORKER} % (self.engine.tensorParallelSize * "
+                "self.engine.pipelineParallelSize) == 0",
                 "workers.gpusPerWorker must be a multiple of engine.tensorParallelSize × engine.pipelineParallelSize",
             ),
             (
-                "self.workers.gpusPerWorker != 0 || !has(self.engine.gpuMemoryUtilizationPercentage)",
+                f"has(self.runtimeRef) || {_GPUS_PER_WORKER} != 0 || !has(self.engine.gpuMemoryUtilizationPercentage)",
                 f"engine.gpuMemoryUtilizationPercentage: {_NO_GPU_MEMORY}",
             ),
             (
@@ -88,16 +110,23 @@ class RolloutJobSpec(ManifestModel):
                 '"off"',
             ),
             (
-                "self.workers.gpusPerWorker != 0 || !has(self.engine.kvCacheMemory) || "
-                "!has(self.workers.resources.memory) || quantity(string(self.engine.kvCacheMemory))"
+                f"has(self.runtimeRef) || {_GPUS_PER_WORKER} != 0 || !has(self.engine.kvCacheMemory) || "
+                "!has(self.workers.resources) || !has(self.workers.resources.memory) || "
+                "quantity(string(self.engine.kvCacheMemory))"
                 ".isLessThan(quantity(string(self.workers.resources.memory)))",
                 "engine.kvCacheMemory does not fit into a CPU worker's workers.resources.memory",
+            ),
+            (
+                "has(self.runtimeRef) || !has(self.model.cache.prefetch) || !self.model.cache.prefetch || "
+                "has(self.model.cache.persistentVolumeClaim)",
+                f"model.cache.prefetch: {_PREFETCH_NEEDS_CLAIM}",
             ),
         )
     )
 
     source: Source
     model: Model
+    runtime_ref: RuntimeRef | None = None
     weights: Weights = Field(default_factory=Weights)
     engine: Engine = Field(default_factory=Engine)
     sampling: Sampling = Field(default_factory=Sampling)
@@ -122,7 +151,12 @@ class RolloutJobSpec(ManifestModel):
 
     @model_validator(mode="after")
     def _validate_across_sections(self) -> Self:
-        if errors := _errors_across_sections(self.sampling, self.speculation, self.workers, self.engine):
+        if self.runtime_ref is None:
+            errors = _errors_across_sections(self.sampling, self.speculation, self.workers, self.engine, self.model)
+        else:
+            # The workers and the model cache are complete only together with the runtime's settings.
+            errors = _errors_across_sections(self.sampling, self.speculation, None, self.engine, None)
+        if errors:
             raise PydanticCustomError("fields", "several fields are wrong", {"errors": errors})
         return self
 
@@ -139,10 +173,22 @@ class Metadata(ManifestModel):
 class RolloutJob(ManifestModel):
     """A complete manifest."""
 
-    api_version: Literal["das.rollout.dev/v1alpha1"]
+    api_version: Literal["das.rollout.dev/v1beta1", "das.rollout.dev/v1alpha1"]
     kind: Literal["RolloutJob"]
     metadata: Metadata
     spec: RolloutJobSpec
+
+    def without_runtime(self) -> RolloutJob:
+        """Return this job with its own settings only.
+
+        Raises:
+            ManifestError: if they are incomplete without those of its runtime.
+        """
+        if self.spec.runtime_ref is None:
+            return self
+        manifest = self.model_dump(mode="json", by_alias=True, exclude_none=True)
+        del manifest["spec"]["runtimeRef"]
+        return parse_job(manifest)
 
     @property
     def history_name(self) -> str:
@@ -168,10 +214,16 @@ class ManifestError(ValueError):
 
 
 def _errors_across_sections(
-    sampling: Sampling | None, speculation: Speculation | None, workers: Workers | None, engine: Engine | None
+    sampling: Sampling | None,
+    speculation: Speculation | None,
+    workers: Workers | None,
+    engine: Engine | None,
+    model: Model | None,
 ) -> list[FieldError]:
     """Check the rules that involve several sections. A section that is itself invalid is passed as None."""
     errors: list[FieldError] = []
+    if model and model.cache.prefetch and model.cache.persistent_volume_claim is None:
+        errors.append(FieldError("model.cache.prefetch", _PREFETCH_NEEDS_CLAIM))
     if sampling and speculation and speculation.policy != "off":
         errors += [
             FieldError(
@@ -182,19 +234,33 @@ def _errors_across_sections(
         ]
     if workers and engine:
         gpus_per_worker, gpus_per_engine = workers.gpus_per_worker, engine.gpus
+        pods = workers.pods_per_worker
         if gpus_per_worker == 0:
-            sizes = {
-                "tensorParallelSize": engine.tensor_parallel_size,
-                "pipelineParallelSize": engine.pipeline_parallel_size,
-            }
-            message = "must be 1 on a CPU worker (workers.gpusPerWorker: 0)"
-            errors += [FieldError(f"engine.{name}", message) for name, size in sizes.items() if size != 1]
+            if pods == 1:
+                sizes = {
+                    "tensorParallelSize": engine.tensor_parallel_size,
+                    "pipelineParallelSize": engine.pipeline_parallel_size,
+                }
+                message = "must be 1 on a CPU worker of one pod (workers.gpusPerWorker: 0, workers.podsPerWorker: 1)"
+                errors += [FieldError(f"engine.{name}", message) for name, size in sizes.items() if size != 1]
+            elif gpus_per_engine != pods:
+                message = (
+                    f"{pods} must be the {gpus_per_engine} processes of one engine (tensorParallelSize × "
+                    "pipelineParallelSize), of which each CPU pod runs one"
+                )
+                errors.append(FieldError("workers.podsPerWorker", message))
             if engine.gpu_memory_utilization_percentage is not None:
                 errors.append(FieldError("engine.gpuMemoryUtilizationPercentage", _NO_GPU_MEMORY))
         elif gpus_per_worker % gpus_per_engine:
             message = (
                 f"{gpus_per_worker} is not a multiple of the {gpus_per_engine} GPUs of one engine "
                 "(tensorParallelSize × pipelineParallelSize)"
+            )
+            errors.append(FieldError("workers.gpusPerWorker", message))
+        elif pods > 1 and (gpus_per_worker != gpus_per_engine or gpus_per_worker % pods):
+            message = (
+                f"{gpus_per_worker} must be the {gpus_per_engine} GPUs of one engine (tensorParallelSize × "
+                f"pipelineParallelSize) and a multiple of workers.podsPerWorker, {pods}"
             )
             errors.append(FieldError("workers.gpusPerWorker", message))
     if workers and engine and workers.resources.memory and engine.kv_cache_memory:
@@ -239,11 +305,13 @@ def parse_job(manifest: object) -> RolloutJob:
         if not any(error.path.startswith("spec.") for error in errors) or not isinstance(manifest.get("spec"), Mapping):
             raise ManifestError(errors) from None
         spec = manifest["spec"]
+        has_runtime = spec.get("runtimeRef") is not None
         across = _errors_across_sections(
             _section(spec, "sampling", Sampling),
             _section(spec, "speculation", Speculation),
-            _section(spec, "workers", Workers),
+            None if has_runtime else _section(spec, "workers", Workers),
             _section(spec, "engine", Engine),
+            None if has_runtime else _section(spec, "model", Model),
         )
         known = {error.path for error in errors}
         errors += [FieldError(f"spec.{e.path}", e.message) for e in across if f"spec.{e.path}" not in known]

@@ -139,6 +139,11 @@ class ModelCache(ManifestModel):
         "volume.",
     )
     size_limit: Quantity | None = Field(default=None, description="Size limit of the volume of a pod that has its own.")
+    prefetch: bool = Field(
+        default=False,
+        description="Download the model into the claim once, by a pod of its own, before the head and the workers are "
+        "created. They mount the claim read-only.",
+    )
 
 
 class Model(ManifestModel):
@@ -518,8 +523,9 @@ class Redis(_RedisServer):
     url: _ServerUrl | None = Field(
         default=None,
         description="URL without credentials: redis://, rediss:// (with TLS), unix://, or "
-        "redis+sentinel://HOST,HOST,…/SERVICE (rediss+sentinel:// with TLS). Default: on Kubernetes, the key url of "
-        "the Secret rollout-redis; with rollout run, a server that the job starts.",
+        "redis+sentinel://HOST,HOST,…/SERVICE (rediss+sentinel:// with TLS). Default: on Kubernetes, a Redis user of "
+        "the job's own (managed) if the chart runs rollout-redis-users, else the key url of the Secret rollout-redis; "
+        "with rollout run, a server that the job starts.",
     )
     url_from: SecretUrl | None = Field(
         default=None,
@@ -528,7 +534,8 @@ class Redis(_RedisServer):
     managed: bool = Field(
         default=False,
         description="Use a Redis user that can access only this job and its history. rollout-redis-users creates it "
-        "and stores its URL in the Secret <job>-redis. Only on Kubernetes, where the chart runs rollout-redis-users.",
+        "and stores its URL in the Secret <job>-redis. Only on Kubernetes, where the chart runs rollout-redis-users; "
+        "there it is the default (redisUsers.byDefault) if neither url nor urlFrom is set.",
     )
 
     @model_validator(mode="after")

@@ -118,6 +118,13 @@ class PodGroup(ManifestModel):
     total_count: int = Field(ge=1, description="Number of pods of the group.")
 
 
+class ModelPrefetch(ManifestModel):
+    """A download of the model before the other pods were created."""
+
+    persistent_volume_claim: str = Field(description="The claim that has the model.")
+    completion_time: str = Field(json_schema_extra={"format": "date-time"})
+
+
 class Revision(ManifestModel):
     """The settings with which new pods are created, while the spec may have changed."""
 
@@ -133,7 +140,7 @@ class Failure(ManifestModel):
 
     pod: str
     uid: str
-    component: Literal["head", "worker"]
+    component: Literal["head", "worker", "prefetch"]
     reason: str = Field(description="For example OOMKilled, Error, Evicted or NodeLost.")
     exit_code: int | None = None
     message: str = Field(default="", description="End of the container's log, or the message of the kubelet.")
@@ -184,6 +191,9 @@ class RolloutJobStatus(ManifestModel):
     failures: list[Failure] = Field(default_factory=list, description="The latest failures.")
     revision: Revision | None = Field(
         default=None, description="The settings with which new pods are created; none while the job is suspended."
+    )
+    model_prefetch: ModelPrefetch | None = Field(
+        default=None, description="The last download of the model into a claim, if model.cache.prefetch is true."
     )
     pod_group: PodGroup | None = Field(default=None, description="The pods that Kueue admits as a whole.")
     connection: Connection | None = None

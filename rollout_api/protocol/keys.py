@@ -148,6 +148,10 @@ class MessageKeys:
         """
         return self._key(f"inbox:{engine}")
 
+    def weight_offer(self, engine: str) -> str:
+        """String with expiry, written by another engine: where *engine* can receive the weights that it has missed."""
+        return self._key(f"weight-offer:{engine}")
+
     @property
     def failed_engines(self) -> str:
         """Hash, written by workers: worker → the engines that it cannot start, with the reasons and the time."""
@@ -169,6 +173,14 @@ class MessageKeys:
         It holds the seconds within which its engines must leave the job.
         """
         return self._key(f"shutdown-grace:{worker}")
+
+    def engine_group(self, group: str) -> str:
+        """String with expiry, written by a worker whose engine spans several machines: how the others take part."""
+        return self._key(f"engine-group:{group}")
+
+    def engine_group_member(self, group: str, rank: int) -> str:
+        """String with expiry, written by a follower of such a worker: the part of the engine that it runs."""
+        return self._key(f"engine-group:{group}:{rank}")
 
     @property
     def fencing_token(self) -> str:

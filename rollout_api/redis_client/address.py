@@ -141,7 +141,7 @@ def parse_server_address(url: str) -> RedisAddress:
 
 
 def without_password(url: str) -> str:
-    """Return *url*, which may be malformed, with ``***`` in place of passwords."""
+    """Return *url*, which may be malformed, with ``***`` in place of passwords and of certificates, which are long."""
     scheme, separator, rest = url.rpartition("://") if url.count("://") == 1 else url.partition("://")
     if not separator:
         scheme, rest = "", url
@@ -153,7 +153,9 @@ def without_password(url: str) -> str:
         user, colon, password = login.partition(":")
         # A user name without a password may be meant as a password.
         rest = f"{user}:***@{rest}" if user and colon and password else f"***@{rest}"
-    return f"{scheme}{separator}" + re.sub(r"([?&][^=&]*password)=[^&]*", r"\1=***", rest, flags=re.IGNORECASE)
+    return f"{scheme}{separator}" + re.sub(
+        r"([?&](?:[^=&]*password|ssl_ca_data))=[^&]*", r"\1=***", rest, flags=re.IGNORECASE
+    )
 
 
 def _parse(url: str) -> RedisAddress:

@@ -35,8 +35,8 @@ class ModelInMemory:
 
     The weights are broadcast with NCCL from a GPU, and with gloo from main memory. The job must allow it
     (``spec.weights.broadcast``). Engines do not decode while they wait for each other, so ``mode="drain"`` is not
-    supported. An engine that joins later serves the weights that the job was started with until
-    the next version is published.
+    supported. An engine that joins later receives the weights from another engine. If there is none, it serves the
+    weights that the job was started with until the next version is published.
 
     If the model is sharded (FSDP), every process creates an instance, and every process except the one that publishes
     calls :meth:`gather`.

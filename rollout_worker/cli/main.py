@@ -33,7 +33,8 @@ from rollout_api.protocol.exit_codes import (
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.checks import RedisUnusableError, explain_error
-from rollout_worker.cli.manifest_file import read_manifest
+from rollout_api.status_token import StatusToken, StatusTokenError
+from rollout_worker.cli.manifest_file import check_manifest, read_manifest
 from rollout_worker.engine.errors import AdmissionError, EngineError
 from rollout_worker.engine.model_source import (
     ModelError,
@@ -167,6 +168,7 @@ def head(
     _exit_on_sigterm()
     with exit_with_message(file, redis):
         job = read_manifest(file)
+        StatusToken.from_environment()  # the coordinator, a child process, could only report an error in its log
         cache = model_cache or default_cache()
         server = connect(redis)
         wait_until_usable(server, redis)
@@ -206,6 +208,10 @@ def worker(
         typer.Option(envvar="POD_NAME", help="Name of this worker in /status.", show_default="the host name"),
     ] = None,
     http_port: Annotated[int, typer.Option(help="Port of /readyz; 0 to disable it.")] = 0,
+    group: Annotated[
+        str | None,
+        typer.Option(help="Name by which followers find this worker (workers.podsPerWorker).", show_default="the name"),
+    ] = None,
     model_cache: ModelCache = None,
 ) -> None:
     """Run a worker of a job on several machines until SIGTERM. Other workers then continue its running rollouts.
@@ -219,6 +225,7 @@ def worker(
     with exit_with_message(file, redis):
         job = read_manifest(file)
         cache = model_cache or default_cache()
+        name = name or socket.gethostname()
         model = resolve_model(job.spec.model, cache)  # downloads it once, before several engines would
         tokenizer = load_tokenizer(model)
         setup = JobSetup(
@@ -230,10 +237,58 @@ def worker(
             tokenizer=tokenizer_fingerprint(tokenizer),
             engines_per_machine=job.spec.engines_per_worker,
             model_cache=str(cache.absolute()),
+            machines_per_engine=job.spec.workers.pods_per_worker,
+            group=group or name,
         )
-        has_ended = run_worker(setup, name=name or socket.gethostname(), http_port=http_port)
+        has_ended = run_worker(setup, name=name, http_port=http_port)
     if not has_ended:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def follower(
+    file: ManifestFile,
+    redis: RedisUrl,
+    uid: JobUid,
+    group: Annotated[str, typer.Option(help="The --group of the worker to whose engine this machine belongs.")],
+    rank: Annotated[int, typer.Option(min=1, help="Number of this machine in the engine. The worker's is 0.")],
+    http_port: Annotated[int, typer.Option(help="Port of /readyz; 0 to disable it.")] = 0,
+    model_cache: ModelCache = None,
+) -> None:
+    """Run a part of a worker's engine on this machine, for a model that does not fit on one (workers.podsPerWorker)."""
+    from rollout_worker.job.setup import JobSetup
+    from rollout_worker.launch.follower import run_follower
+
+    _exit_on_sigterm()
+    with exit_with_message(file, redis):
+        job = read_manifest(file)
+        if rank >= job.spec.workers.pods_per_worker:
+            message = f"{job.spec.workers.pods_per_worker} means that there is no --rank {rank}"
+            raise ManifestError([FieldError("spec.workers.podsPerWorker", message)])
+        cache = model_cache or default_cache()
+        resolve_model(job.spec.model, cache)
+        setup = JobSetup(
+            manifest=job.model_dump(mode="json", by_alias=True),
+            uid=uid,
+            redis_url=redis,
+            vocabulary_size=0,
+            tokenizer="",
+            model_cache=str(cache.absolute()),
+            machines_per_engine=job.spec.workers.pods_per_worker,
+            group=group,
+        )
+        run_follower(setup, rank=rank, http_port=http_port)
+    raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command()
+def prefetch(file: ManifestFile, model_cache: ModelCache = None) -> None:
+    """Download a job's model, as its workers would, unless it is in the model cache already."""
+    _exit_on_sigterm()
+    with exit_with_message(file):
+        job = read_manifest(file)
+        directory = resolve_model(job.spec.model, model_cache or default_cache())
+    console.print(f"Model {job.spec.model.uri} is in {directory}.", soft_wrap=True)
 
 
 @app.command()
@@ -274,9 +329,12 @@ def end(
 
 @app.command()
 def check(file: ManifestFile) -> None:
-    """Check a manifest without running it."""
+    """Check a manifest without running it.
+
+    What a job takes over from its runtime (spec.runtimeRef) is not checked.
+    """
     with exit_with_message(file):
-        job = read_manifest(file)
+        job = check_manifest(file)
     console.print(f"{file}: RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid.")
 
 
@@ -327,7 +385,7 @@ def exit_with_message(file: Path | None = None, redis: str = "") -> Iterator[Non
         exit_with_error(EXIT_REDIS, str(explain_error(error, redis)))
     except (EngineError, AdmissionError, RolloutClientError) as error:
         exit_with_error(EXIT_ENGINE, str(error))
-    except StateError as error:
+    except (StateError, StatusTokenError) as error:
         exit_with_error(EXIT_STATE, str(error))
     except DeadlineError as error:
         exit_with_error(EXIT_DEADLINE, str(error))

@@ -10,7 +10,18 @@ from rollout_api.manifest.rollout_job import KIND, FieldError, ManifestError, Ro
 
 
 def read_manifest(path: Path) -> RolloutJob:
-    """Read the job in a YAML file. Other documents in the file are ignored.
+    """Read the job in a YAML file, and ignore its runtime, which only the operator can read.
+
+    Other documents in the file are ignored.
+
+    Raises:
+        ManifestError: as :func:`check_manifest`, and if the job is not valid without the settings of its runtime.
+    """
+    return check_manifest(path).without_runtime()
+
+
+def check_manifest(path: Path) -> RolloutJob:
+    """Return the job in a YAML file as it is written.
 
     Raises:
         ManifestError: if the file cannot be read, is not YAML, or does not contain exactly one valid RolloutJob.

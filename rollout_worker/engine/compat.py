@@ -10,7 +10,8 @@ import dataclasses
 import difflib
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, get_args
 
@@ -38,6 +39,13 @@ def engine_args(settings: dict[str, Any]) -> Any:
             f"vLLM {__version__} has no engine argument {names}; correct engine.extraArgs, or install vLLM 0.32"
         )
     return AsyncEngineArgs(**settings)
+
+
+def own_address() -> str:
+    """Return the address by which other machines reach this one."""
+    from vllm.utils.network_utils import get_ip
+
+    return str(get_ip())
 
 
 def similar_names(name: str, known: Iterable[str]) -> str:
@@ -317,6 +325,42 @@ def reset_failed_reload(model: Any) -> None:
                 layerwise._place_kernel_tensors(layer, info)
             info.reset()
     layerwise.LOADING_LAYERS.clear()
+
+
+@contextmanager
+def packing_experts(model: Any) -> Iterator[None]:
+    """Pack the weights of experts after a reload within this context if the reload does not.
+
+    On CPU, vLLM (seen in 0.32) packs them for its kernel when the model is loaded, but not in a reload. The kernel then
+    reads unpacked weights as packed ones, so that the logits would silently be wrong.
+
+    Args:
+        model: vLLM's model, on CPU.
+    """
+    packed: set[int] = set()
+    layers: list[tuple[Any, Any]] = []
+    for layer in model.modules():
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if experts is not None and "w13_weight" in layer._parameters:
+            layers.append((layer, experts))
+            experts.process_weights_after_loading = _recorded(experts.process_weights_after_loading, packed)
+    try:
+        yield
+    finally:
+        for _, experts in layers:
+            del experts.process_weights_after_loading
+    for layer, experts in layers:
+        if id(layer) not in packed:
+            experts.process_weights_after_loading(layer)
+
+
+def _recorded(process: Callable[[Any], None], processed: set[int]) -> Callable[[Any], None]:
+    def recorded(layer: Any) -> None:
+        processed.add(id(layer))
+        process(layer)
+
+    return recorded
 
 
 def repack_output_projection(model: Any) -> bool:

@@ -29,6 +29,20 @@ _EXTENSIONS = "rollout_worker.engine.worker_extension"
 
 
 @dataclass(frozen=True)
+class EngineNode:
+    """One of several machines that run an engine together. vLLM calls them nodes."""
+
+    count: int
+    """Number of machines. vLLM's worker processes are divided equally among them, in the order of ranks."""
+    rank: int
+    """0 on the machine with the engine's core."""
+    address: str
+    """Address of the machine of rank 0."""
+    port: int
+    """Port on which this machine listens for the others."""
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """The configuration with which an engine is started."""
 
@@ -44,6 +58,8 @@ class EngineConfig:
     """Number of CPU cores with which a CPU engine computes."""
     drafting: DraftingConfig | None = None
     """None for an engine without speculation."""
+    node: EngineNode | None = None
+    """None for an engine on one machine."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Additional vLLM engine arguments."""
     seed: int = field(default_factory=lambda: secrets.randbelow(2**31))
@@ -113,6 +129,14 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
             settings["max_num_batched_tokens"] = tokens
         if sizes := _cuda_graph_sizes(config, config.drafting.max_draft_tokens):
             settings["cudagraph_capture_sizes"] = sizes
+    if config.node is not None:
+        settings |= {
+            "distributed_executor_backend": "mp",
+            "nnodes": config.node.count,
+            "node_rank": config.node.rank,
+            "master_addr": config.node.address,
+            "master_port": config.node.port,
+        }
     return settings | spec.extra_args | config.overrides
 
 
@@ -189,6 +213,9 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
         # vLLM would bind every engine of a machine to the same cores, the first ones. More threads than free cores
         # make a step many times slower.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.cores)}
+        if config.ranks > 1 and config.spec.enforce_eager:
+            # vLLM compiles the embedding of several ranks nevertheless, for which images without a compiler lack one.
+            defaults["TORCHDYNAMO_DISABLE"] = "1"
         defaults["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         # V2 needs Triton, which runs its kernels on CPUs in its interpreter.
         if ({**defaults, **inherited})["VLLM_USE_V2_MODEL_RUNNER"] == "1":

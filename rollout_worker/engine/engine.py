@@ -21,7 +21,7 @@ from rollout_worker.engine.limits import HISTORY_POLL_INTERVAL_S
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.engine.vllm_client import VllmClient
-from rollout_worker.engine.weight_loading import WeightLoader
+from rollout_worker.engine.weight_loading import PassedWeights, WeightLoader
 from rollout_worker.engine.weight_versions import WeightVersionTracker
 
 
@@ -169,6 +169,29 @@ class Engine:
         broadcast as well, it stops.
         """
         return await self._loader.receive(weights, weight_version, mode)
+
+    async def pass_weights(self) -> PassedWeights:
+        """Pass the current full weights on to another engine, in the background, while this one continues to decode.
+
+        Loading other weights ends this, and the other engine then reports an error. On CPUs, the weights are unpacked
+        before this returns, in short pauses between decoding steps.
+
+        Returns:
+            Where the other engine must connect, within :data:`~rollout_worker.engine.limits.STREAM_OFFER_TIMEOUT_S`.
+
+        Raises:
+            EngineError: if the weights are in a form that cannot be passed on, or others are loaded meanwhile.
+        """
+        return await self._loader.pass_on()
+
+    async def receive_passed_weights(self, weights: PassedWeights, mode: UpdateMode) -> float:
+        """Replace the weights by those that another engine passes on; see :meth:`receive_weights`.
+
+        The engines must have the same model and the same settings. Nothing is decoded until all weights have arrived.
+        If this fails half-way, the engine loads the weights of the last directory again. If its current weights are in
+        no directory, all new ones are first received into main memory, so that it keeps the current ones.
+        """
+        return await self._loader.receive_passed(weights, mode)
 
     async def load_adapter(self, directory: Path, weight_version: int) -> float:
         """Generate new responses with a LoRA adapter; running ones keep theirs. Full weights replace the adapter.

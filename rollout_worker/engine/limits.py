@@ -25,3 +25,15 @@ MAX_BATCH_ADAPTERS = 2
 """Adapters that one batch may use: that of the responses which started before an update, and the newest."""
 MAX_CPU_ADAPTERS = 8
 """Adapters that vLLM keeps in main memory. It reads a dropped one again from its directory, and dies if that fails."""
+MAX_READING_PAUSE_S = 0.02
+"""Seconds, between two decoding steps, for which a CPU engine unpacks weights in order to pass them on."""
+STREAM_CHUNK_BYTES = 32 << 20
+"""Bytes of a tensor that are copied to or from the device at once while weights are passed on to another engine."""
+STREAM_CONNECT_TIMEOUT_S = 20.0
+"""Seconds to wait for a connection to the engine that passes its weights on, and for its first answer."""
+STREAM_IDLE_TIMEOUT_S = 60.0
+"""Seconds after which such a connection is given up if no byte could be sent or received."""
+STREAM_OFFER_TIMEOUT_S = 60.0
+"""Seconds for which an engine waits for the engine to which it passes its weights on."""
+STREAM_POLL_INTERVAL_S = 0.2
+"""Seconds after which it notices that it must not pass them on any more."""

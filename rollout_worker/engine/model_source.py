@@ -158,9 +158,12 @@ def _download(model: Model, cache: Path, *, weights: bool) -> Path:
         return Path(snapshot_download(model.uri, revision=model.revision, allow_patterns=wanted))
     except Exception as error:  # the hub raises its own errors, httpx's and OSError; all mean that it is unavailable
         hint = "; 'rollout tiny-model' creates the model of the examples" if model.uri.startswith("das/") else ""
+        reason = type(error).__name__
+        if isinstance(error, OSError) and error.strerror:  # for example, the volume is full
+            reason += f": {error.strerror}"
         raise ModelError(
             f"model {model.uri!r} is neither a directory in the model cache, {cache}, nor available from the "
-            f"Hugging Face hub ({type(error).__name__}){hint}"
+            f"Hugging Face hub ({reason}){hint}"
         ) from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,26 +15,41 @@ from rollout_worker.engine.checkpoint_check import BroadcastWeights, check_broad
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.errors import EngineError, translate_errors
 from rollout_worker.engine.generation import ResponseGenerator
+from rollout_worker.engine.limits import MAX_READING_PAUSE_S
 from rollout_worker.engine.model_source import ModelError
 from rollout_worker.engine.vllm_client import VllmClient
 from rollout_worker.engine.weight_versions import WeightVersionTracker
 
 
 @dataclass(frozen=True)
+class PassedWeights:
+    """Where an engine passes its weights on to another one."""
+
+    version: int
+    """Version of the full weights."""
+    token: str
+    """What the other engine must send."""
+    addresses: list[tuple[str, int]]
+    """Host and port of each of the engine's worker processes, by rank."""
+
+
+@dataclass(frozen=True)
 class _NewWeights:
     method: str
     """Method of :class:`EngineExtension` that loads them."""
-    argument: Any
-    """Its argument."""
+    arguments: tuple[Any, ...]
+    """Its arguments."""
     version: int
     mode: UpdateMode
+    source: str = "a broadcast"
+    """Where they come from, for messages."""
     directory: Path | None = None
-    """Where they are stored; None if they are broadcast."""
+    """Where they are stored; None if they are in the memory of other processes only."""
 
     @property
     def action(self) -> str:
         """Describes the loading in messages."""
-        return f"loading weights from {self.directory or 'a broadcast'}"
+        return f"loading weights from {self.directory or self.source}"
 
 
 class WeightLoader:
@@ -65,7 +81,7 @@ class WeightLoader:
             await asyncio.to_thread(check_checkpoint, directory, self._config.model)
         except ModelError as error:
             raise EngineError(self._still_serving(error)) from None
-        new = _NewWeights("das_load_weights", str(directory), version, mode, directory)
+        new = _NewWeights("das_load_weights", (str(directory),), version, mode, directory=directory)
         return await asyncio.shield(self._replace(new))
 
     async def receive(self, weights: BroadcastWeights, version: int, mode: UpdateMode) -> float:
@@ -82,8 +98,59 @@ class WeightLoader:
             )
         except EngineError as error:
             raise EngineError(self._still_serving(error)) from error
-        new = _NewWeights("das_receive_weights", asdict(weights), version, mode)
+        new = _NewWeights("das_receive_weights", (asdict(weights),), version, mode)
         return await asyncio.shield(self._replace(new))
+
+    async def pass_on(self) -> PassedWeights:
+        """See :meth:`Engine.pass_weights`."""
+        token = secrets.token_hex(16)
+        async with self._loading:
+            # Nothing is being loaded, so these are the weights of this version. If others are loaded from here on, the
+            # worker processes notice.
+            version = self._weight_versions.version
+            is_complete = await self._read_weights(restart=True)
+        while not is_complete:
+            is_complete = await self._read_weights(restart=False)
+        addresses = []
+        for reply in await self._call_for_passing("das_pass_weights", token):
+            host, port = reply
+            addresses.append((str(host), int(port)))
+        return PassedWeights(version, token, addresses)
+
+    async def _read_weights(self, *, restart: bool) -> bool:
+        return all(await self._call_for_passing("das_read_weights", restart, MAX_READING_PAUSE_S))
+
+    async def _call_for_passing(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of :class:`EngineExtension` on all ranks; a reply that is text says why it has failed."""
+        replies: list[Any] = await self._client.collective_rpc(method, *arguments, action="passing the weights on")
+        for reply in replies:
+            if isinstance(reply, str):
+                raise EngineError(f"the weights cannot be passed on: {reply}")
+        return replies
+
+    async def receive_passed(self, weights: PassedWeights, mode: UpdateMode) -> float:
+        """See :meth:`Engine.receive_passed_weights`."""
+        new = _NewWeights("das_receive_from_engine", (), weights.version, mode, source="another engine")
+        if len(weights.addresses) != self._config.ranks:
+            error = f"the other engine has {len(weights.addresses)} ranks, and this one has {self._config.ranks}"
+            raise EngineError(self._still_serving(error))
+        try:
+            await self._call_ranks(
+                "das_connect_to_engine",
+                weights.addresses,
+                weights.token,
+                self._directory is None,  # the current weights could not be restored
+                action="connecting to another engine",
+            )
+        except EngineError as error:
+            raise EngineError(self._still_serving(error)) from error
+        return await asyncio.shield(self._replace(new))
+
+    async def _call_ranks(self, method: str, *arguments: Any, action: str) -> None:
+        """Call a method of :class:`EngineExtension` on all ranks; it may return why it has failed."""
+        for reply in await self._client.collective_rpc(method, *arguments, action=action):
+            if reply:
+                raise EngineError(f"failed while {action}: {reply}")
 
     async def load_adapter(self, directory: Path, version: int) -> float:
         """See :meth:`Engine.load_adapter`."""
@@ -98,7 +165,7 @@ class WeightLoader:
                 raise EngineError(self._still_serving(error)) from error
             return time.monotonic() - started
 
-    def _still_serving(self, error: Exception) -> str:
+    def _still_serving(self, error: Exception | str) -> str:
         return f"{error}; the engine continues with weight version {self.weight_version}"
 
     async def _replace(self, new: _NewWeights) -> float:
@@ -139,7 +206,7 @@ class WeightLoader:
 
     async def _load_or_restore(self, new: _NewWeights) -> None:
         try:
-            await self._client.collective_rpc(new.method, new.argument, action=new.action)
+            await self._call_ranks(new.method, *new.arguments, action=new.action)
         except EngineError as error:
             await self._restore(error)
             raise EngineError(self._still_serving(error)) from error
@@ -149,7 +216,7 @@ class WeightLoader:
         """Load the previous weights again; stop the engine if that is impossible."""
         try:
             if self._directory is None:
-                raise EngineError("the previous weights were broadcast and are not stored in a directory")
+                raise EngineError("the previous weights came from a broadcast and are not stored in a directory")
             await self._client.collective_rpc(
                 "das_load_weights", str(self._directory), action=f"loading weights from {self._directory}"
             )

@@ -8,6 +8,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from rollout_worker.engine.drafting_config import DraftingConfig
 if TYPE_CHECKING:
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
+    from rollout_worker.engine.weight_stream import StagedTensors, StreamTensor, TensorReceiver, TensorSender
     from rollout_worker.history.sync import HistorySync
     from rollout_worker.policy.controller import DraftController
 
@@ -28,6 +30,8 @@ enable_amx()  # vLLM imports this module in the worker process before it runs an
 _MAX_DRAFTING_THREADS = 4
 _CORES_PER_DRAFTING_THREAD = 4
 """On machines with fewer cores, drafts are made by the calling thread only."""
+_WEIGHTS_CHANGED = "the engine has loaded other weights meanwhile"
+"""Why weights that were being read are not passed on."""
 
 
 class EngineExtension:
@@ -40,12 +44,21 @@ class EngineExtension:
     reload_weights: Callable[..., None]
     _das_group: tuple[str, Any] = ("", None)
     """Name of the process group of the last broadcast, and the group."""
+    _das_reading: tuple[Iterator[tuple[StreamTensor, Any] | None], list[tuple[StreamTensor, Any]]] | None = None
+    """The tensors that are being read in order to pass them on, and those that were read."""
+    _das_senders: tuple[TensorSender, ...] = ()
+    """Senders that pass the weights on to other engines."""
+    _das_receiver: TensorReceiver | StagedTensors | None = None
+    """Connection to an engine that passes its weights on, or what was received from it."""
 
     def das_exit_with_host(self, host_pid: int) -> None:
         """Let the engine's processes exit when the host process has ended in any way.
 
-        vLLM's engine core would wait for messages of a killed host forever, and keep its memory and its GPU.
+        vLLM's engine core would wait for messages of a killed host forever, and keep its memory and its GPU. On a
+        machine without the engine's core, the process exits with its parent.
         """
+        if self.parallel_config.node_rank_within_dp:
+            host_pid = os.getppid()
         descriptor = os.pidfd_open(host_pid)
         core_pid = os.getppid()  # the host itself, if it runs the worker in its own process
 
@@ -76,6 +89,7 @@ class EngineExtension:
         """
         from rollout_api.weights.broadcast import join
 
+        self.das_stop_passing()  # the engines that receive these weights take part in the broadcast, too
         name, group = self._das_group
         if name == weights["group"]:
             return
@@ -112,12 +126,134 @@ class EngineExtension:
             raise
         self._das_group = (name, group)
 
+    def das_read_weights(self, restart: bool, seconds: float) -> bool | str:
+        """Read the weights of this rank in order to pass them on to another engine.
+
+        On GPUs, they are only listed. On CPUs, they are unpacked, which takes several calls.
+
+        Args:
+            restart: whether to begin with the first tensor.
+            seconds: after about how many seconds to return.
+
+        Returns:
+            Whether all weights are read, or why they cannot be passed on. An exception on one of several ranks would
+            leave the replies of the others in vLLM's queue.
+        """
+        from rollout_worker.engine.errors import EngineError
+        from rollout_worker.engine.model_tensors import read_tensors
+
+        if restart:
+            self._das_reading = read_tensors(self.model_runner.get_model(), self.vllm_config), []
+        if self._das_reading is None:
+            return _WEIGHTS_CHANGED
+        tensors, read = self._das_reading
+        deadline = time.monotonic() + seconds
+        try:
+            for tensor in tensors:
+                if tensor is not None:
+                    read.append(tensor)
+                if time.monotonic() > deadline:
+                    return False
+        except EngineError as error:
+            self._das_reading = None
+            return str(error)
+        return True
+
+    def das_pass_weights(self, token: str) -> tuple[str, int] | str:
+        """Pass the weights that were read on to the same rank of another engine, in a thread.
+
+        Args:
+            token: what the other engine must send.
+
+        Returns:
+            The host and port to which the other engine must connect, or why the weights cannot be passed on.
+        """
+        from rollout_worker.engine.compat import own_address
+        from rollout_worker.engine.weight_stream import TensorSender
+
+        if self._das_reading is None:
+            return _WEIGHTS_CHANGED
+        (_, tensors), self._das_reading = self._das_reading, None
+        try:
+            sender = TensorSender(token, tensors)
+        except OSError as error:
+            return str(error)
+        self._das_senders = (*(sender for sender in self._das_senders if sender.active), sender)
+        return own_address(), sender.port
+
+    def das_stop_passing(self) -> None:
+        """Stop passing the weights on, because they change."""
+        for sender in self._das_senders:
+            sender.stop()
+        self._das_senders, self._das_reading = (), None
+
+    def das_connect_to_engine(self, addresses: list[tuple[str, int]], token: str, staged: bool) -> str:
+        """Connect to an engine that passes its weights on.
+
+        Args:
+            addresses: hosts and ports of the other engine's ranks.
+            token: what the other engine expects.
+            staged: whether to receive all weights into main memory, so that no weights are lost if the other engine
+                fails meanwhile.
+
+        Returns:
+            Why the weights cannot be received; empty if they can.
+        """
+        from rollout_worker.engine.errors import EngineError
+        from rollout_worker.engine.model_tensors import list_tensors
+        from rollout_worker.engine.weight_stream import StagedTensors, StreamError, TensorReceiver
+
+        self._das_disconnect()
+        host, port = addresses[self.parallel_config.rank]
+        try:
+            tensors = [one.description for one in list_tensors(self.model_runner.get_model(), self.vllm_config)]
+            self._das_receiver = receiver = TensorReceiver(host, port, token, tensors)
+            if staged:
+                self._das_receiver = StagedTensors(receiver, tensors)
+        except (EngineError, StreamError) as error:
+            self._das_disconnect()
+            return str(error)
+        return ""
+
+    def das_receive_from_engine(self) -> str:
+        """Replace the weights by those of the engine to which this one is connected; see :meth:`das_load_weights`.
+
+        Returns:
+            Why not all weights were received; empty if they were.
+        """
+        from rollout_worker.engine.model_tensors import load_tensors
+        from rollout_worker.engine.weight_stream import StreamError
+
+        receiver = self._das_receiver
+        if receiver is None:
+            return "the connection to the other engine was closed"
+        self.das_interrupt_timing()
+        self.das_stop_passing()
+        try:
+            load_tensors(self.model_runner.get_model(), self.vllm_config, receiver.receive)
+        except StreamError as error:
+            return str(error)
+        finally:
+            self._das_disconnect()
+        for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):  # as vLLM's reload does
+            if hasattr(self.model_runner, reset):
+                getattr(self.model_runner, reset)()
+        return ""
+
+    def _das_disconnect(self) -> None:
+        if self._das_receiver is not None:
+            self._das_receiver.close()
+        self._das_receiver = None
+
     def _das_reload(self, **source: Any) -> None:
-        from rollout_worker.engine.compat import repack_output_projection, reset_failed_reload
+        from rollout_worker.engine.compat import packing_experts, repack_output_projection, reset_failed_reload
 
         self.das_interrupt_timing()
+        self.das_stop_passing()
+        is_cpu = self.device.type == "cpu"
         try:
-            self.reload_weights(**source)
+            with packing_experts(self.model_runner.get_model()) if is_cpu else contextlib.nullcontext():
+                self.reload_weights(**source)
         except BaseException:
             reset_failed_reload(self.model_runner.get_model())
             raise

@@ -25,6 +25,7 @@ from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.checks import RedisUnusableError, explain_error
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.server_functions import Redis
+from rollout_api.status_token import StatusToken, StatusTokenError
 from rollout_worker.history.archive import ArchiveError, export_history, import_history
 from rollout_worker.history.catalog import StoredProblem
 from rollout_worker.history.limits import RETENTION_S
@@ -354,7 +355,7 @@ async def _serve(service: HistoryService, port: int) -> None:
     stop_requested = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop_requested.set)
-    server = HistoryServer(service.state)
+    server = HistoryServer(service.state, StatusToken.from_environment())
     bound_port = await server.start(None, port)
     errors.print(f"Serving /healthz, /readyz and /metrics on port {bound_port}.", highlight=False)
     # A daemon thread, so that a Redis that does not answer cannot delay the end of the process.
@@ -476,7 +477,7 @@ def _exit_with_message(url: str) -> Iterator[None]:
         exit_with_error(EXIT_REDIS, str(explain_error(error, url)))
     except UnknownHistoryError as error:
         exit_with_error(_EXIT_FAILED, str(error))
-    except ArchiveError as error:
+    except (ArchiveError, StatusTokenError) as error:
         exit_with_error(EXIT_STATE, str(error))
     except OSError as error:
         exit_with_error(EXIT_STATE, f"{error.filename}: {error.strerror}" if error.filename else str(error))

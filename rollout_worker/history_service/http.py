@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
+from rollout_api.status_token import StatusToken
 from rollout_worker.history_service.service import HistoryState, ServiceState
 from rollout_worker.runtime.http_server import HttpServer
 
@@ -114,12 +115,12 @@ class HistoryCollector:
 class HistoryServer(HttpServer):
     """Serves the service's health and metrics over HTTP."""
 
-    def __init__(self, state: ServiceState) -> None:
+    def __init__(self, state: ServiceState, token: StatusToken | None = None) -> None:
         self._state = state
         registry = CollectorRegistry(auto_describe=False)
         registry.register(HistoryCollector(state))
         ProcessCollector(registry=registry)
-        super().__init__(registry, {"/healthz": self._health, "/readyz": self._readiness})
+        super().__init__(registry, {"/healthz": self._health, "/readyz": self._readiness}, token)
 
     async def _health(self, _: web.Request) -> web.Response:
         idle = time.monotonic() - self._state.last_activity

@@ -7,21 +7,30 @@ starts a new one. Calls to the actor's method may be repeated.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
 import secrets
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import psutil
+
+from rollout_worker.engine.compat import own_address
+from rollout_worker.engine.config import EngineConfig, EngineNode, vllm_settings
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.model_source import ModelError
+from rollout_worker.job.engine_group import EngineGroup
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.fleet import EngineState
 from rollout_worker.job.setup import JobSetup
+from rollout_worker.runtime.ports import free_port
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +76,16 @@ def _exit_on_failure(work: Future[Any]) -> None:
         os._exit(_EXIT_FAILED)
 
 
+def _exit_with_descendants(reason: str) -> None:
+    """End the process and those of vLLM, which may wait for each other for a long time."""
+    logger.error("Exiting, so that Ray restarts this actor: %s", reason)
+    logging.shutdown()
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(_EXIT_FAILED)
+
+
 # The actor's work is in functions, because an actor with a coroutine as a method has all its methods run by Ray in one
 # event loop, where a method that blocks delays the others.
 
@@ -81,15 +100,44 @@ async def _serve_once(
     actor: EngineActor, setup: JobSetup, name: str, *, speculative: bool, speculation_disabled: bool
 ) -> EngineWorker | None:
     """Start an engine and serve with it until it has left the job; None if it does not start."""
-    job = setup.job
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            model = await asyncio.to_thread(setup.model)
+            config = setup.engine_config(model, speculative=speculative)
+            if setup.machines_per_engine > 1:
+                config = await stack.enter_async_context(_gathered(setup, config))
+            engine = await Engine.start(config)
+        except Exception as error:
+            # The fleet reads the error from state() and starts another actor later.
+            is_expected = isinstance(error, EngineError | ModelError)
+            actor.error = str(error) if is_expected else f"{type(error).__name__}: {error}"
+            actor.started = True
+            return None
+        return await _serve_with(engine, actor, setup, name, model, speculation_disabled=speculation_disabled)
+
+
+@contextlib.asynccontextmanager
+async def _gathered(setup: JobSetup, config: EngineConfig) -> AsyncIterator[EngineConfig]:
+    """Gather the other machines of an engine, and return the configuration of this one's part.
+
+    When one of them is lost, this process exits, so that Ray restarts the actor.
+    """
+    node = EngineNode(setup.machines_per_engine, rank=0, address=own_address(), port=free_port())
+    config = replace(config, node=node)
+    store = setup.group_store()
+    group = EngineGroup(store, node.count, vllm_settings(config), _exit_with_descendants)
     try:
-        model = await asyncio.to_thread(setup.model)
-        engine = await Engine.start(setup.engine_config(model, speculative=speculative))
-    except Exception as error:
-        # The fleet reads the error from state() and starts another actor later.
-        actor.error = str(error) if isinstance(error, EngineError | ModelError) else f"{type(error).__name__}: {error}"
-        actor.started = True
-        return None
+        await asyncio.to_thread(group.gather)
+        yield config
+    finally:
+        await asyncio.to_thread(group.close)
+
+
+async def _serve_with(
+    engine: Engine, actor: EngineActor, setup: JobSetup, name: str, model: Path, *, speculation_disabled: bool
+) -> EngineWorker:
+    """Serve with an engine until it has left the job, and close it."""
+    job = setup.job
     worker = EngineWorker(
         engine,
         setup.job_store(),

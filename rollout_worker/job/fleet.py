@@ -123,7 +123,7 @@ class Fleet:
         spec = self._setup.job.spec
         options: dict[str, Any] = {
             "num_cpus": 0,
-            "num_gpus": spec.engine.gpus if spec.workers.gpus_per_worker else 0,
+            "num_gpus": spec.engine.gpus // self._setup.machines_per_engine if spec.workers.gpus_per_worker else 0,
             "resources": {ENGINE_RESOURCE: 1.0},
             "max_restarts": -1,
             "max_task_retries": 0,
@@ -187,7 +187,7 @@ class Fleet:
         try:
             # By the worker's name, so that the report of an earlier process of this worker is replaced.
             self._store.report_failed_engines(
-                self._setup.worker.partition("/")[0],
+                self._setup.worker_name,
                 {self._setup.engine_name(name): error for name, error in errors.items()},
             )
         except redis.RedisError as error:

@@ -24,6 +24,10 @@ SHUTDOWN_REQUEST_EXPIRY_S = 600
 """Seconds after which a worker's request to its engines to leave expires."""
 WRITE_CHECK_EXPIRY_S = 60
 """Seconds after which the key expires that is written to check whether Redis accepts writes."""
+WEIGHT_OFFER_EXPIRY_S = 60
+"""Seconds after which an offer to pass weights on expires; about as long as the offering engine waits."""
+GROUP_EXPIRY_S = 10
+"""Seconds after which the offer of an engine on several machines, and an answer to it, expire without renewal."""
 MAX_EVENTS = 4096
 """Number of latest entries to which the event stream is trimmed."""
 MAX_BLOCKING_READ_S = 1.0
@@ -56,6 +60,8 @@ class CoordinatorLimits:
     """Engines lost with a rollout after which an engine gets at most one such rollout at a time."""
     max_losses: int = 6
     """Engines lost with a rollout, without any progress in between, after which the rollout fails."""
+    passing_timeout_s: float = 30.0
+    """Time that an engine has to begin receiving weights from another one, before a different one is ordered."""
     unserved_version_log_delay_s: float = 30.0
     """Time after which rollouts that wait for a weight version are first logged."""
     unserved_version_log_interval_s: float = 300.0
@@ -88,6 +94,12 @@ INBOX_READ_TIMEOUT_S = 1.0
 """Maximum seconds for which an engine waits for new orders."""
 ORDERS_PER_READ = 256
 """Maximum number of orders in one read."""
+WEIGHT_OFFER_POLL_INTERVAL_S = 0.2
+"""Seconds between two checks whether another engine offers weights that this engine has missed."""
+WEIGHT_SOURCE_CHECK_INTERVAL_S = 1.0
+"""Seconds between two checks whether any engine has these weights."""
+MAX_PASSING_ATTEMPTS = 3
+"""Number of failed attempts to receive missed weights, after which an engine waits for the next version."""
 MAX_CACHED_REQUESTS = 512
 """Number of recently used requests that an engine keeps."""
 HISTORY_WAIT_S = 2.0
@@ -115,6 +127,17 @@ ACTOR_ANSWER_TIMEOUT_S = 0.2
 """Seconds for which a pass waits for the actors' answers."""
 MAX_START_FAILURES = 3
 """Number of consecutive deaths of an engine's process during its start that are reported as an error."""
+
+# Engines on several machines
+
+GROUP_INTERVAL_S = 0.5
+"""Seconds between two renewals of the leader's offer and of a follower's answer."""
+GROUP_LOSS_S = 5.0
+"""Seconds without an offer or an answer, which have expired, after which the leader or a follower is considered lost.
+
+A lost process is usually noticed at once by the others. A false alarm would cost a start of the engine."""
+GROUP_WAIT_LOG_INTERVAL_S = 60.0
+"""Seconds after which it is logged again that a leader waits for its followers."""
 
 # Ray
 

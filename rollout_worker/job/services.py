@@ -15,6 +15,7 @@ import threading
 from enum import StrEnum
 
 from rollout_api.redis_client.connection import connect, connect_history
+from rollout_api.status_token import StatusToken
 from rollout_worker.history.maintenance.thread import MaintenanceThread
 from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.coordinator.status_server import StatusServer
@@ -45,7 +46,7 @@ async def coordinate(setup: JobSetup) -> int:
         separate_history=bool(setup.history_url),
         total_rollouts=setup.total_rollouts,
     )
-    await StatusServer(coordinator.board).start(setup.http_host, setup.http_port)
+    await StatusServer(coordinator.board, StatusToken.from_environment()).start(setup.http_host, setup.http_port)
     try:
         await coordinator.run()
     except StaleCoordinatorError:

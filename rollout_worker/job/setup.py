@@ -11,12 +11,13 @@ from typing import Any, Self
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob, parse_job
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_api.redis_client.connection import connect_history
+from rollout_api.redis_client.connection import connect, connect_history
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
 from rollout_worker.engine.model_source import default_cache, resolve_model
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.job_store import JobStore
+from rollout_worker.job.job_store.engine_groups import EngineGroupStore
 from rollout_worker.job.weight_transport import (
     BroadcastTransport,
     CombinedTransport,
@@ -54,6 +55,10 @@ class JobSetup:
     """Id of the worker process whose engines these are; empty for the engines of ``rollout run``."""
     history_url: str = ""
     """URL of the Redis server or cluster that keeps the history; empty for the job's own server."""
+    machines_per_engine: int = 1
+    """Number of machines on which an engine runs."""
+    group: str = ""
+    """Name by which the machines of an engine find each other."""
 
     @classmethod
     def from_json(cls, text: str) -> Self:
@@ -69,10 +74,14 @@ class JobSetup:
         """Number of engines on one machine."""
         return self.engines_per_machine + self.non_speculative_engines
 
+    @property
+    def worker_name(self) -> str:
+        """Name of the worker, which its next process has, too; empty for the engines of ``rollout run``."""
+        return self.worker.partition("/")[0]
+
     def engine_name(self, name: str) -> str:
         """Return the name by which the job knows an engine of this worker."""
-        worker = self.worker.partition("/")[0]
-        return f"{worker}/{name}" if worker else name
+        return f"{self.worker_name}/{name}" if self.worker_name else name
 
     @property
     def job(self) -> RolloutJob:
@@ -92,6 +101,10 @@ class JobSetup:
     def job_store(self) -> JobStore:
         """Open the job's state in Redis for the caller's asyncio event loop."""
         return JobStore.connect(self.redis_url, self.keys)
+
+    def group_store(self) -> EngineGroupStore:
+        """Return the store by which the machines of an engine find each other."""
+        return EngineGroupStore(connect(self.redis_url), self.keys, self.group)
 
     def history_store(self) -> HistoryStore:
         """Open the job's history."""

@@ -23,6 +23,10 @@ class UnusableWeightsError(RuntimeError):
     """Published weights cannot be used. The text says which ones, and why."""
 
 
+class MissedBroadcastError(UnusableWeightsError):
+    """Published weights were broadcast without this engine. Another engine may pass them on."""
+
+
 class WeightTransport(Protocol):
     """A way to bring weights from a trainer into an engine."""
 
@@ -81,7 +85,7 @@ class DirectoryTransport:
 
 
 class BroadcastTransport:
-    """Receives weights that a trainer broadcasts. An engine that joins after the broadcast cannot receive them."""
+    """Receives weights that a trainer broadcasts to the engines that have joined before."""
 
     async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
         """Check the description of the broadcast; see :class:`WeightTransport`."""
@@ -98,9 +102,8 @@ class BroadcastTransport:
                 "weights and come from nccl://host:port or gloo://host:port"
             )
         if engine_id not in broadcast.ranks:
-            raise UnusableWeightsError(
-                f"weight version {update.weight_version} was broadcast before this engine joined; the engine loads the "
-                "next version, or these weights when they are published from a directory under a later version"
+            raise MissedBroadcastError(
+                f"weight version {update.weight_version} was broadcast before this engine joined"
             )
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in broadcast.tensors]
         incoming = BroadcastWeights(

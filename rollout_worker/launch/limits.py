@@ -24,6 +24,11 @@ RAY_START_ATTEMPTS = 5
 RAY_RETRY_DELAY_S = 2.0
 """Seconds after which Ray is started again."""
 
+# Followers
+
+FOLLOWER_POLL_INTERVAL_S = 0.25
+"""Seconds between two looks at the leader's offer and at the own part of the engine."""
+
 # Head and workers
 
 POLL_INTERVAL_S = 0.5
@@ -32,10 +37,8 @@ REDIS_RETRY_DELAY_S = 2.0
 """Seconds after which something is repeated that failed because of Redis."""
 ENGINES_READY_POLL_INTERVAL_S = 0.2
 """Seconds between two checks whether the engines serve."""
-SHUTDOWN_GRACE_S = 25.0
-"""Seconds that rollouts have to finish after SIGTERM; Kubernetes usually sends SIGKILL after 30 s."""
 HANDOVER_MARGIN_S = 10.0
-"""Seconds, in addition to the grace period, that engines have to hand over their rollouts."""
+"""Seconds after ``workers.drainSeconds`` that engines have to hand over their rollouts."""
 FLEET_FAILURE_TIMEOUT_S = 60.0
 """Seconds for which Ray may fail to answer before the worker ends, to be replaced."""
 FLEET_STOP_TIMEOUT_S = 5.0

@@ -26,7 +26,6 @@ from rollout_worker.launch.engines import check_ray, running_engines
 from rollout_worker.launch.limits import (
     HANDOVER_MARGIN_S,
     POLL_INTERVAL_S,
-    SHUTDOWN_GRACE_S,
     SHUTDOWN_POLL_INTERVAL_S,
 )
 from rollout_worker.runtime.readiness import ReadinessServer
@@ -66,7 +65,7 @@ def run_worker(setup: JobSetup, *, name: str, http_port: int) -> bool:
                 readiness.fleet = fleet
                 while not terminated.wait(POLL_INTERVAL_S):
                     check_ray(fleet)
-                shut_down_engines(job_store, setup.worker, fleet, SHUTDOWN_GRACE_S)
+                shut_down_engines(job_store, setup.worker, fleet, float(setup.job.spec.workers.drain_seconds))
         except KeyboardInterrupt:
             if not terminated.is_set():  # else SIGTERM has interrupted the start of Ray
                 raise

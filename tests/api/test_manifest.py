@@ -10,12 +10,12 @@ import pytest
 import yaml
 
 from rollout_api import ManifestError, parse_job
-from rollout_worker.cli.manifest_file import read_manifest
+from rollout_worker.cli.manifest_file import check_manifest, read_manifest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 SHORTEST: dict[str, Any] = {
-    "apiVersion": "das.rollout.dev/v1alpha1",
+    "apiVersion": "das.rollout.dev/v1beta1",
     "kind": "RolloutJob",
     "metadata": {"name": "math"},
     "spec": {
@@ -57,7 +57,7 @@ def test_every_example_is_valid(example: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "error_path", "message"),
     [
-        ("apiVersion", "das.rollout.dev/v2", "apiVersion", "v1alpha1"),
+        ("apiVersion", "das.rollout.dev/v2", "apiVersion", "v1beta1"),
         ("kind", "Job", "kind", "RolloutJob"),
         ("metadata.name", "Not_A_Label", "metadata.name", "pattern"),
         ("spec.model.uri", "", "spec.model.uri", "at least 1 character"),
@@ -85,7 +85,37 @@ def test_every_example_is_valid(example: Path) -> None:
         ("spec.workers.minReplicas", 2, "spec.workers.minReplicas", "more than replicas"),
         ("spec.workers.maxReplicas", 0, "spec.workers.maxReplicas", "greater than or equal to 1"),
         ("spec.workers", {"replicas": 3, "maxReplicas": 2}, "spec.workers.maxReplicas", "less than replicas"),
-        ("spec.workers.accelerator", "tpu", "spec.workers.accelerator", "nvidia-h100"),
+        ("spec.workers.accelerator", "MI300 X", "spec.workers.accelerator", "pattern"),
+        ("spec.runtimeRef", {"name": "a", "kind": "Runtime"}, "spec.runtimeRef.kind", "'RolloutRuntime'"),
+        ("spec.runtimeRef", {"kind": "RolloutRuntime"}, "spec.runtimeRef.name", "missing"),
+        ("spec.workers.drainSeconds", -1, "spec.workers.drainSeconds", "greater than or equal to 0"),
+        ("spec.workers.gpuResource", "gpu", "spec.workers.gpuResource", "pattern"),
+        (
+            "spec.workers",
+            {"gpuResource": "amd.com/gpu", "deviceClaimTemplate": "gpus"},
+            "spec.workers.deviceClaimTemplate",
+            "remove gpuResource or deviceClaimTemplate",
+        ),
+        (
+            "spec.workers",
+            {"gpuResource": "amd.com/gpu", "resources": {"extended": {"amd.com/gpu": 1}}},
+            "spec.workers.resources",
+            "gpusPerWorker already requests the GPUs",
+        ),
+        (
+            "spec.workers.resources",
+            {"extended": {"nvidia.com/gpu": 1}},
+            "spec.workers.resources",
+            "gpusPerWorker already requests the GPUs",
+        ),
+        ("spec.workers.resources", {"extended": {"hca": 1}}, "spec.workers.resources.extended.hca.[key]", "pattern"),
+        (
+            "spec.workers.resources",
+            {"extended": {"rdma/hca": 0}},
+            "spec.workers.resources.extended.rdma/hca",
+            "greater than or equal to 1",
+        ),
+        ("spec.head.resources", {"extended": {"rdma/hca": 1}}, "spec.head.resources.extended", "unknown field"),
         (
             "spec.redis",
             {"url": "redis://a", "urlFrom": {"secretKeyRef": {"name": "a", "key": "b"}}},
@@ -140,6 +170,7 @@ def test_every_example_is_valid(example: Path) -> None:
         ("spec.engine.extraArgs", {"maxNumBatchedTokens": 1}, "spec.engine.extraArgs", ", max_num_batched_tokens"),
         ("spec.engine.extraArgs", {"additional_config": {"a": "b" * 20_000}}, "spec.engine.extraArgs", "bytes as JSON"),
         ("spec.engine.tensorParallelSize", 4, "spec.workers.gpusPerWorker", "not a multiple of the 4 GPUs"),
+        ("spec.model.cache", {"prefetch": True}, "spec.model.cache.prefetch", "set persistentVolumeClaim"),
         ("spec.weights.allowedRoots", ["models"], "spec.weights.allowedRoots", "absolute"),
         ("spec.source.dataset.epochs", 0, "spec.source.dataset.epochs", "greater than or equal to 1"),
         ("spec.source.dataset.checkpoints", ["a", "b"], "spec.source.dataset.checkpoints", "2 checkpoints for 1"),
@@ -165,6 +196,24 @@ def test_all_extra_args_that_cannot_be_set_are_named() -> None:
 def test_extra_args_are_any_json_values() -> None:
     args = {"block_size": 32, "trust_remote_code": True, "hf_overrides": {"a": [1, 0.5, None, "b"]}}
     assert args == parse_job(manifest_with("spec.engine.extraArgs", args)).spec.engine.extra_args
+
+
+def test_a_job_may_be_incomplete_without_its_runtime() -> None:
+    manifest = manifest_with("spec.runtimeRef", {"name": "h100"})
+    manifest["spec"] |= {"engine": {"tensorParallelSize": 8}}
+    manifest["spec"]["model"]["cache"] = {"prefetch": True}
+    job = parse_job(manifest)
+    assert "ClusterRolloutRuntime" == job.spec.runtime_ref.kind
+    with pytest.raises(ManifestError) as caught:
+        job.without_runtime()
+    assert ["spec.model.cache.prefetch", "spec.workers.gpusPerWorker"] == [one.path for one in caught.value.errors]
+
+
+def test_the_runtime_is_ignored_where_there_is_no_operator(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(manifest_with("spec.runtimeRef", {"name": "h100"})))
+    assert check_manifest(file).spec.runtime_ref is not None
+    assert read_manifest(file).spec.runtime_ref is None
 
 
 def test_a_cpu_worker_has_no_gpu_memory() -> None:

@@ -138,7 +138,7 @@ class ChaosJob:
 
     def start(self) -> None:
         manifest = {
-            "apiVersion": "das.rollout.dev/v1alpha1",
+            "apiVersion": "das.rollout.dev/v1beta1",
             "kind": "RolloutJob",
             "metadata": {"name": "chaos"},
             "spec": {

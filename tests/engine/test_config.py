@@ -43,6 +43,18 @@ def test_variables_of_the_user_are_not_replaced(model: Path) -> None:
     assert "OMP_NUM_THREADS" not in engine_environment(replace(config, cpu=False), {})
 
 
+def test_eager_cpu_engines_need_no_compiler_for_tensor_parallelism(model: Path) -> None:
+    config = engine_config(model)
+
+    def disables_dynamo(ranks: int, *, eager: bool) -> bool:
+        spec = config.spec.model_copy(update={"tensor_parallel_size": ranks, "enforce_eager": eager})
+        return "TORCHDYNAMO_DISABLE" in engine_environment(replace(config, spec=spec), {})
+
+    assert disables_dynamo(2, eager=True)
+    assert not disables_dynamo(2, eager=False)
+    assert not disables_dynamo(1, eager=True)
+
+
 def test_drafting_extends_the_maximum_length_beyond_the_models_positions(
     model: Path, drafting_config: DraftingConfig
 ) -> None:

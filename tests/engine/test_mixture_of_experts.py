@@ -33,6 +33,18 @@ def moe_engine(
     engine.close()
 
 
+def test_reloaded_experts_are_those_of_the_new_weights(
+    moe_engine: EngineHarness, moe_model: Path, tmp_path: Path
+) -> None:
+    other = make_model(tmp_path / "other", seed=9, create=small_qwen3_moe)
+    sampling = Sampling(n=4, max_tokens=40, logprobs=True)
+    for version, directory in ((1, other), (2, other), (0, moe_model)):
+        moe_engine.loop.run(moe_engine.engine.load_weights(directory, version))
+        reference = ReferenceDistribution(directory)
+        for result in moe_engine.sample([PROMPT], sampling, "reloaded"):
+            assert reference.max_error(PROMPT, result.token_ids, result.logprobs or (), sampling) < 1e-3
+
+
 def test_drafted_tokens_are_those_of_the_model_and_the_cost_of_experts_is_fitted(
     moe_engine: EngineHarness, moe_model: Path
 ) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from rollout_worker.engine.model_source import ModelError, resolve_adapter, resolve_checkpoint
+from rollout_api.manifest.spec import Model
+from rollout_worker.engine.model_source import ModelError, resolve_adapter, resolve_checkpoint, resolve_model
 from tests.support.reference_model import make_model
 
 
@@ -59,3 +62,14 @@ def test_an_adapter_outside_the_allowed_roots_or_without_safetensors_is_rejected
             resolve_adapter(str(adapter), cache, cache / "inside", [str(tmp_path)])
         (adapter / name).touch()
     assert adapter == resolve_adapter(str(adapter), cache, cache / "inside", [str(tmp_path)])
+
+
+def test_a_full_volume_is_named_as_the_reason_why_a_model_is_not_available(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fill)
+    with pytest.raises(ModelError, match="No space left on device"):
+        resolve_model(Model(uri="lab/large"), cache)

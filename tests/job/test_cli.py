@@ -17,12 +17,13 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from rollout_api.protocol import exit_codes
-from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_MODEL
+from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_MODEL, EXIT_STATE
+from rollout_api.status_token import TOKEN_VARIABLE
 from rollout_worker.cli.main import app, run_until_terminated
 from tests.support.random_policies import TASKS, make_policies
 
 MANIFEST: dict[str, Any] = {
-    "apiVersion": "das.rollout.dev/v1alpha1",
+    "apiVersion": "das.rollout.dev/v1beta1",
     "kind": "RolloutJob",
     "metadata": {"name": "story"},
     "spec": {
@@ -124,6 +125,13 @@ def test_head_and_worker_report_that_the_model_does_not_exist(command: Command, 
     result = command(name, "--uid", "uid")
     assert EXIT_MODEL == result.exit_code, result.output
     assert "model 'no/such-model' is neither a directory in the model cache" in result.output.replace("\n", " ")
+
+
+def test_a_head_reports_that_its_token_is_too_short(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN_VARIABLE, "short")
+    result = command("head", "--uid", "uid")
+    assert EXIT_STATE == result.exit_code, result.output
+    assert f"{TOKEN_VARIABLE} must have at least 32 characters" in result.output
 
 
 def test_exit_codes_are_those_that_operators_write_into_failure_policies() -> None:

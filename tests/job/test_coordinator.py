@@ -485,6 +485,7 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         port = await starting.start("127.0.0.1", 0)
         code, body = await get(f"http://127.0.0.1:{port}/status")
         assert 503 == code and "still reading" in json.loads(body)["error"]
+        assert 503 == (await get(f"http://127.0.0.1:{port}/readyz"))[0]
         await starting.stop()
 
         timed = {"timed_seconds": 6.0, "timed_seconds_without_drafts": 8.0}
@@ -512,7 +513,7 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
 
             status = await wait_for_async(finished)
             _, body = await get(f"{url}/metrics")
-            assert (200, "ok\n") == await get(f"{url}/healthz")
+            assert (200, "ok\n") == await get(f"{url}/healthz") == await get(f"{url}/readyz")
             await server.stop()
         assert ("default/live", 1, 1) == tuple(status[name] for name in ("job", "requests", "dead_letters"))
         assert (9, 4, 8, 5) == tuple(

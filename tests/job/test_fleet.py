@@ -24,7 +24,7 @@ from rollout_worker.launch.local_ray import start_local_ray, stop_local_ray
 from tests.support.waiting import wait_for
 
 MANIFEST = {
-    "apiVersion": "das.rollout.dev/v1alpha1",
+    "apiVersion": "das.rollout.dev/v1beta1",
     "kind": "RolloutJob",
     "metadata": {"name": "fleet"},
     "spec": {"source": {"trainer": {}}, "model": {"uri": "any/model"}, "workers": {"gpusPerWorker": 0}},

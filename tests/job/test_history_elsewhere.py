@@ -51,7 +51,7 @@ def server(redis_url: str) -> redis.Redis:
 def end(directory: Path, redis_url: str, *options: str, **history: Any) -> subprocess.CompletedProcess[str]:
     """Run ``rollout end`` for a job with *history* in its manifest."""
     manifest = {
-        "apiVersion": "das.rollout.dev/v1alpha1",
+        "apiVersion": "das.rollout.dev/v1beta1",
         "kind": "RolloutJob",
         "metadata": {"name": "math"},
         "spec": {

@@ -43,7 +43,7 @@ class Job:
         history: Mapping[str, Any] | None = None,
     ) -> None:
         manifest = {
-            "apiVersion": "das.rollout.dev/v1alpha1",
+            "apiVersion": "das.rollout.dev/v1beta1",
             "kind": "RolloutJob",
             "metadata": {"name": name, "namespace": namespace},
             "spec": {

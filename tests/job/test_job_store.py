@@ -8,7 +8,7 @@ import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import msgpack
@@ -157,14 +157,15 @@ def test_orders_reach_an_engine_once_and_are_reclaimed_when_its_lease_expires(ha
         assignments, engines = job_store.assignments, job_store.engines
         coordinator = await assignments.take_over()
         await job_store.requests.admit(entry_id, asked)
-        orders = [*map(Order.sample, assigned), Order.cancel("x"), Order.update_weights()]
+        commands = [Order.cancel("x"), Order.send_weights("f", 7), Order.update_weights()]
+        orders = [*map(Order.sample, assigned), *commands]
         assert not await assignments.send(coordinator, "e", orders)  # the engine has not registered
         assert not await engines.heartbeat("e", REPORT)
         assert await engines.heartbeat("e", REPORT, register=True)
         assert await engines.heartbeat("e", REPORT)
         assert await assignments.send(coordinator, "e", orders)
         held = await assignments.inbox("e")
-        assert orders == [Order(order.kind, order.assignment, order.request_id) for order in held]
+        assert orders == [replace(order, order_id="") for order in held]
         assert (held, held[-1].order_id) == await assignments.read_inbox("e", "0", timeout_s=1, max_orders=9)
         assert await job_store.rollouts.finish(asked, rollout(asked, 0), engine="e", order=held[0].order_id)
         assert await assignments.reclaim(coordinator, "e") is None  # the lease is valid

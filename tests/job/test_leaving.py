@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,11 +17,12 @@ from rollout_worker.job.engine_actor import EngineActor
 from rollout_worker.job.fleet import Fleet
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
+from rollout_worker.launch import worker
 from rollout_worker.launch.worker import run_worker, shut_down_engines
 
 JOB = MessageKeys("leaving")
-MANIFEST = {
-    "apiVersion": "das.rollout.dev/v1alpha1",
+MANIFEST: dict[str, Any] = {
+    "apiVersion": "das.rollout.dev/v1beta1",
     "kind": "RolloutJob",
     "metadata": {"name": "leaving"},
     "spec": {"source": {"trainer": {}}, "model": {"uri": "missing/model"}, "workers": {"gpusPerWorker": 0}},
@@ -63,3 +66,18 @@ def test_a_worker_tells_whether_the_job_had_ended_when_it_was_terminated(redis_u
     finally:
         ended.set()
         thread.join()
+
+
+@pytest.mark.usefixtures("restored_handler")
+def test_the_manifest_says_how_long_rollouts_may_continue(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def terminated_worker(setup: JobSetup, terminated: threading.Event) -> Iterator[Fleet]:
+        terminated.set()
+        yield Fleet(setup, EngineActor)  # without engines
+
+    monkeypatch.setattr(worker, "running_engines", terminated_worker)
+    manifest = {**MANIFEST, "spec": {**MANIFEST["spec"], "workers": {"gpusPerWorker": 0, "drainSeconds": 3}}}
+    run_worker(JobSetup(manifest, "leaving", redis_url, 100, "fingerprint"), name="worker-0", http_port=0)
+    server = connect(redis_url)
+    (told,) = server.scan_iter(f"{JOB.shutdown_grace('worker-0')}/*")
+    assert b"3.0" == server.get(told)

@@ -60,7 +60,7 @@ class CommandHarness:
         self.server = EmbeddedRedis(directory / "redis", keep_open=self._lock)
         self.url = ""
         self.manifest: dict[str, Any] = {
-            "apiVersion": "das.rollout.dev/v1alpha1",
+            "apiVersion": "das.rollout.dev/v1beta1",
             "kind": "RolloutJob",
             "metadata": {"name": "story"},
             "spec": {

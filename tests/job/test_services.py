@@ -20,7 +20,7 @@ from rollout_worker.runtime.ports import free_port
 from tests.support.waiting import wait_for
 
 MANIFEST = {
-    "apiVersion": "das.rollout.dev/v1alpha1",
+    "apiVersion": "das.rollout.dev/v1beta1",
     "kind": "RolloutJob",
     "metadata": {"name": "services"},
     "spec": {"source": {"trainer": {}}, "model": {"uri": "any/model"}, "workers": {"gpusPerWorker": 0}},

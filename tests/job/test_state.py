@@ -17,7 +17,7 @@ from rollout_worker.history.store import HistoryStore
 from rollout_worker.launch.job_state import JobState, StateError
 
 MANIFEST: dict[str, Any] = {
-    "apiVersion": "das.rollout.dev/v1alpha1",
+    "apiVersion": "das.rollout.dev/v1beta1",
     "kind": "RolloutJob",
     "metadata": {"name": "story"},
     "spec": {

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,15 +17,21 @@ import redis
 import yaml
 from kubernetes.aio.client import ApiClient
 from prometheus_client.registry import Collector
-from redis.backoff import ConstantBackoff
+from redis.backoff import NoBackoff
 from redis.retry import Retry
+from rollout_operator.__main__ import parse_arguments
+from rollout_operator.admin_secret import admin_secret
+from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.http_server import MetricsCollector
+from rollout_operator.job_context import JobContext
 from rollout_operator.kubernetes_api import KubernetesApi
 from rollout_operator.object_cache import ObjectCache
+from rollout_operator.owned_objects import owned_objects
+from rollout_operator.pods import head_pod
 from rollout_operator.reconciler import Reconciler
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
-from rollout_api.protocol.access_rules import service_rules
+from rollout_api.manifest.status import State
 from rollout_worker.history_service.http import HistoryCollector
 from rollout_worker.history_service.service import ServiceState
 from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, StatusMetrics
@@ -32,11 +39,11 @@ from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
 from rollout_worker.job.job_store import EngineReport
 from rollout_worker.policy.canary import DriftTest
 from rollout_worker.policy.remaining_length import RemainingWork
-from tests.support.ports import free_port
+from rollout_worker.runtime.ports import free_port
+from tests.support.cluster.chart import CHART, HELM, VALUE_SETS, render_chart
+from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
-CHART = ROOT / "charts" / "das-rollout"
-HELM = Path(sys.executable).with_name("helm")
 
 
 def helm(*arguments: str, values: dict[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
@@ -45,9 +52,7 @@ def helm(*arguments: str, values: dict[str, Any] | None = None) -> subprocess.Co
 
 
 def render(**values: Any) -> list[dict[str, Any]]:
-    process = helm("template", "das", str(CHART), "--namespace", "rl", values=values)
-    assert not process.returncode, process.stderr
-    return [resource for resource in yaml.safe_load_all(process.stdout) if resource]
+    return render_chart("rl", **values)
 
 
 def containers(objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
@@ -56,12 +61,31 @@ def containers(objects: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict
         for resource in objects
         if resource["kind"] in ("Pod", "Deployment", "StatefulSet")
     ]
-    return [(spec, container) for spec in specs for container in spec["containers"]]
+    return [(spec, container) for spec in specs for container in (*spec.get("initContainers", ()), *spec["containers"])]
+
+
+def test_the_chart_has_no_defects_that_helm_lint_finds() -> None:
+    process = helm("lint", str(CHART), "--strict")
+    assert not process.returncode, process.stdout
+
+
+@pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
+def test_the_same_values_are_always_rendered_to_the_same_bytes(values: dict[str, Any]) -> None:
+    first, second = (helm("template", "das", str(CHART), "--namespace", "rl", values=values) for _ in range(2))
+    assert not first.returncode, first.stderr
+    assert first.stdout == second.stdout
+
+
+def test_the_templates_depend_on_nothing_but_the_values() -> None:
+    # Argo CD renders the chart without a cluster, and again and again.
+    for template in (CHART / "templates").rglob("*.*"):
+        actions = " ".join(re.findall(r"\{\{.*?\}\}", template.read_text(), re.DOTALL))
+        assert not re.search(r"\b(lookup|rand\w+|gen[A-Z]\w+|now|uuidv4)\b", actions), template
 
 
 def test_all_pods_satisfy_the_restricted_pod_security_standard() -> None:
-    found = containers(render(redis={"users": True}))
-    assert 5 == len(found)
+    found = containers(render())
+    assert 6 == len(found)
     for pod, container in found:
         assert pod["securityContext"]["runAsNonRoot"]
         assert "RuntimeDefault" == pod["securityContext"]["seccompProfile"]["type"]
@@ -70,16 +94,106 @@ def test_all_pods_satisfy_the_restricted_pod_security_standard() -> None:
 
 
 def test_permissions_are_limited_to_the_given_namespaces() -> None:
-    objects = render(operator={"namespaces": ["a", "b"]}, redis={"users": True})
+    objects = render(operator={"namespaces": ["a", "b"]})
     kinds = [(resource["kind"], resource["metadata"].get("namespace")) for resource in objects]
     assert not {"ClusterRole", "ClusterRoleBinding"} & {kind for kind, _ in kinds}
     assert {"a", "b", "rl"} == {namespace for kind, namespace in kinds if kind == "Role"}
+    # In its own namespace, which the operator does not watch, rollout-redis-users may only create Secrets.
+    (role,) = [
+        resource
+        for resource in objects
+        if resource["kind"] == "Role"
+        and (resource["metadata"]["name"], resource["metadata"]["namespace"]) == ("das-redis-users", "rl")
+    ]
+    assert [{"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]}] == role["rules"]
 
 
-def test_an_operator_of_some_namespaces_may_read_nodes_on_request() -> None:
-    objects = render(operator={"namespaces": ["a"], "readNodes": True})
+@pytest.mark.parametrize(
+    ("value", "group", "resource", "verbs"),
+    [
+        ("readNodes", "", "nodes", ["get"]),
+        ("readClusterRuntimes", "das.rollout.dev", "clusterrolloutruntimes", ["list", "watch"]),
+    ],
+)
+def test_an_operator_of_some_namespaces_may_read_resources_of_the_cluster_on_request(
+    value: str, group: str, resource: str, verbs: list[str]
+) -> None:
+    objects = render(operator={"namespaces": ["a"], value: True})
     rules = [rule for manifest in objects if manifest["kind"] == "ClusterRole" for rule in manifest["rules"]]
-    assert [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["get"]}] == rules
+    assert [{"apiGroups": [group], "resources": [resource], "verbs": verbs}] == rules
+    assert not [manifest for manifest in render(operator={"namespaces": ["a"]}) if manifest["kind"] == "ClusterRole"]
+
+
+def test_an_operator_of_selected_namespaces_may_find_them() -> None:
+    values = {"operator": {"namespaceSelector": {"team": "a", "stage": "b"}}}
+    objects = render(**values)
+    for name in ("operator", "redis-users"):
+        assert ["--namespace-selector=stage=b,team=a"] == [
+            argument for argument in arguments(name, **values) if argument.startswith("--namespace")
+        ]
+        role = named(objects, "ClusterRole", f"das-{name}")
+        assert {"apiGroups": [""], "resources": ["namespaces"], "verbs": ["list", "watch"]} in role["rules"]
+    assert "namespaces" not in {
+        resource
+        for made in render()
+        if made["kind"] == "ClusterRole"
+        for rule in made["rules"]
+        for resource in rule["resources"]
+    }
+    (peer,) = [
+        peer
+        for peer in named(objects, "NetworkPolicy", "das-redis")["spec"]["ingress"][0]["from"]
+        if "namespaceSelector" in peer
+    ]
+    assert {"namespaceSelector": {"matchLabels": {"team": "a", "stage": "b"}}} == peer
+
+
+def test_the_policy_for_pod_templates_applies_to_the_namespaces_of_the_operator() -> None:
+    def binding(**values: Any) -> dict[str, Any]:
+        policy, found = [made for made in render(**values) if made["kind"].startswith("ValidatingAdmissionPolicy")]
+        assert policy["metadata"]["name"] == found["spec"]["policyName"] == "das-operator-pod-templates"
+        assert "das" == policy["metadata"]["labels"]["app.kubernetes.io/instance"]
+        spec: dict[str, Any] = found["spec"]
+        return spec
+
+    restricted = {"restrictPodTemplates": True}
+    label = "kubernetes.io/metadata.name"
+    assert "matchResources" not in binding(admissionPolicy=restricted)
+    some = binding(admissionPolicy={**restricted, "exemptNamespaces": ["b"]}, operator={"namespaces": ["a", "b"]})
+    assert [
+        {"key": label, "operator": "In", "values": ["a", "b"]},
+        {"key": label, "operator": "NotIn", "values": ["b"]},
+    ] == some["matchResources"]["namespaceSelector"]["matchExpressions"]
+    selected = binding(admissionPolicy=restricted, operator={"namespaceSelector": {"team": "a"}})
+    assert {"matchLabels": {"team": "a"}} == selected["matchResources"]["namespaceSelector"]
+    assert not [made for made in render() if made["kind"].startswith("ValidatingAdmissionPolicy")]
+
+
+def test_the_policy_for_pod_templates_needs_a_release_that_has_it() -> None:
+    values = {"admissionPolicy": {"restrictPodTemplates": True}}
+    assert not helm("template", "das", str(CHART), "--kube-version=1.30.0", values=values).returncode
+    process = helm("template", "das", str(CHART), "--kube-version=1.29.9", values=values)
+    assert "admissionPolicy.restrictPodTemplates needs Kubernetes 1.30" in process.stderr
+
+
+def paths_of_templates(schema: Any, path: str = "") -> set[str]:
+    """Return the paths of the pod templates in the schema of a custom resource."""
+    found = set()
+    for name, field in schema.get("properties", {}).items():
+        field_path = f"{path}.{name}".lstrip(".")
+        found |= {field_path} if name == "podTemplate" else paths_of_templates(field, field_path)
+    return found
+
+
+@pytest.mark.parametrize("plural", ["rolloutjobs", "rolloutruntimes"])
+def test_the_policy_checks_all_pod_templates(plural: str) -> None:
+    crd = yaml.safe_load((ROOT / "crds" / f"{plural}.das.rollout.dev.yaml").read_text())
+    paths = {
+        path for version in crd["spec"]["versions"] for path in paths_of_templates(version["schema"]["openAPIV3Schema"])
+    }
+    policy = (CHART / "files" / "pod-template-policy.yaml").read_text()
+    assert paths == set(re.findall(r"'path': dyn\('([\w.]+podTemplate)'\)", policy))
+    assert plural in policy
 
 
 def test_people_get_access_through_the_aggregated_roles_on_request() -> None:
@@ -97,47 +211,185 @@ def test_people_get_access_through_the_aggregated_roles_on_request() -> None:
     }
 
 
-def test_the_crd_is_kept_on_uninstall_and_can_be_omitted() -> None:
-    (crd,) = [resource for resource in render() if resource["kind"] == "CustomResourceDefinition"]
-    assert "keep" == crd["metadata"]["annotations"]["helm.sh/resource-policy"]
+def test_the_crds_are_kept_on_uninstall_and_can_be_omitted() -> None:
+    crds = [resource for resource in render() if resource["kind"] == "CustomResourceDefinition"]
+    assert ["keep"] * 3 == [crd["metadata"]["annotations"]["helm.sh/resource-policy"] for crd in crds]
     assert not [
         resource for resource in render(crds={"install": False}) if resource["kind"] == "CustomResourceDefinition"
     ]
 
 
-def test_the_bundled_redis_evicts_nothing_and_only_secrets_contain_its_password() -> None:
-    objects = render(redis={"namespaces": ["team-a", "team-b"]})
-    secrets = {
-        (resource["metadata"]["namespace"], resource["metadata"]["name"]): resource
-        for resource in objects
-        if resource["kind"] == "Secret"
-    }
-    expected = {("rl", "das-redis-admin"), ("rl", "das-redis-history")}
-    assert expected | {("team-a", "rollout-redis"), ("team-b", "rollout-redis")} == set(secrets)
-    password = secrets["rl", "das-redis-admin"]["stringData"]["password"]
-    assert password in secrets["team-a", "rollout-redis"]["stringData"]["url"]
-    assert password not in secrets["rl", "das-redis-history"]["stringData"]["url"]
-    rest = yaml.safe_dump([resource for resource in objects if resource["kind"] != "Secret"])
-    for secret in secrets.values():
-        assert secret["stringData"].get("password", password) not in rest
-    assert "noeviction" in rest
-    assert not [
-        resource for resource in render(redis={"bundled": False}) if resource["kind"] in ("Secret", "StatefulSet")
-    ]
+def test_the_chart_contains_no_secret() -> None:
+    for values in VALUE_SETS.values():
+        assert not [resource for resource in render(**values) if resource["kind"] == "Secret"]
 
 
-def test_only_the_redis_users_process_has_the_admin_secret() -> None:
-    named = {"adminSecret": "redis-admin", "bundled": False, "users": True}
-    for values, secret in (({"users": True}, "das-redis-admin"), (named, "redis-admin")):
+def test_all_references_to_secrets_are_to_existing_ones_or_to_those_that_are_created() -> None:
+    def references(**values: Any) -> dict[str, set[str]]:
+        found: dict[str, set[str]] = {}
+        for _, container in containers(render(**values)):
+            for variable in container.get("env", ()):
+                if "valueFrom" in variable:
+                    reference = variable["valueFrom"]["secretKeyRef"]
+                    found.setdefault(reference["name"], set()).add(reference["key"])
+        return found
+
+    created = admin_secret("rl", "das-redis-admin", "das-redis.rl.svc:6379")
+    expected = {"das-redis-admin": set(created["stringData"]), "das-redis-history-service": {"url"}}
+    assert expected == references()
+    assert {"redis": {"p"}} == references(**VALUE_SETS["own password"])
+    expected = {"redis": {"url", "user-key"}, "das-redis-history-service": {"url"}}
+    assert expected == references(**VALUE_SETS["external Redis with users"])
+    assert {"redis": {"url"}} == references(**VALUE_SETS["external Redis without users"])
+
+
+def test_only_redis_and_the_process_for_its_users_have_the_admin_secret() -> None:
+    external = {"redis": {"adminSecret": {"name": "redis-admin"}, "bundled": False}}
+    for values, secret in (({}, "das-redis-admin"), (external, "redis-admin")):
         holders = {
             container["name"]
-            for _, container in containers(render(redis=values))
+            for _, container in containers(render(**values))
             for variable in container.get("env", ())
             if variable.get("valueFrom", {}).get("secretKeyRef", {}).get("name") == secret
         }
         assert {"redis-users"} == holders - {"redis"}
-    process = helm("template", "das", str(CHART), values={"redis": {"bundled": False, "users": True}})
-    assert "redis.users needs redis.adminSecret" in process.stderr
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"redisUsers": {"enabled": False}}, "redis.bundled needs redisUsers.enabled"),
+        (
+            {"redis": {"bundled": False, "adminSecret": {"name": "a"}, "ca": {"secret": "a", "configMap": "b"}}},
+            "redis.ca",
+        ),
+        ({"monitoring": {"podMonitor": True, "serviceMonitor": True}}, "every metric would be collected twice"),
+        ({"operator": {"namespaces": ["a"], "namespaceSelector": {"a": "b"}}}, "set either operator.namespaces or"),
+        (
+            {
+                "redis": {"bundled": False, "adminSecret": {"name": "a"}},
+                "networkPolicies": {"egress": {"enabled": True}},
+            },
+            "networkPolicies.egress.redis must have a rule",
+        ),
+    ],
+)
+def test_values_that_contradict_each_other_are_rejected(values: dict[str, Any], message: str) -> None:
+    process = helm("template", "das", str(CHART), values=values)
+    assert process.returncode
+    assert message in process.stderr
+
+
+def arguments(name: str, **values: Any) -> list[str]:
+    """Return the arguments of a container, or none if the chart does not render it with these values."""
+    found: list[list[str]] = [one["args"] for _, one in containers(render(**values)) if one["name"] == name]
+    return found[0] if found else []
+
+
+def test_the_operator_knows_whether_jobs_have_users() -> None:
+    def are_announced(**values: Any) -> bool:
+        users = arguments("redis-users", **values)
+        announced = "--redis-users" in arguments("operator", **values)
+        assert announced == bool(users and "--only-managed" not in users)
+        return announced
+
+    assert are_announced()
+    assert are_announced(**VALUE_SETS["external Redis with users"])
+    assert not are_announced(redisUsers={"byDefault": False})
+    assert not are_announced(**VALUE_SETS["own password"])
+    assert not are_announced(redis={"bundled": False})
+
+
+def ca_files(container: dict[str, Any]) -> list[str]:
+    """Return the files from which a container reads the CA of Redis."""
+    options = [argument.partition("=") for argument in container.get("args", ())]
+    variables = [variable for variable in container.get("env", ()) if variable["name"] == "SSL_CERT_FILE"]
+    return [value for name, _, value in options if name == "--ca-file"] + [variable["value"] for variable in variables]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (VALUE_SETS["external Redis with users"], {"history", "redis-users"}),
+        (VALUE_SETS["external Redis without users"], {"history"}),
+        # The bundled server has no certificate, but the history service may use another server.
+        ({"redis": {"ca": {"secret": "ca"}}, "history": {"redis": {"existingSecret": "histories"}}}, {"history"}),
+    ],
+)
+def test_the_ca_of_an_external_redis_is_mounted_where_it_is_read(values: dict[str, Any], expected: set[str]) -> None:
+    readers = set()
+    for pod, container in containers(render(**values)):
+        for file in ca_files(container):
+            readers.add(container["name"])
+            (mount,) = [mount for mount in container["volumeMounts"] if file.startswith(f"{mount['mountPath']}/")]
+            (volume,) = [volume for volume in pod["volumes"] if volume["name"] == mount["name"]]
+            (item,) = (volume.get("secret") or volume["configMap"])["items"]
+            assert {"key": values["redis"]["ca"].get("key", "ca.crt"), "path": Path(file).name} == item
+    assert expected == readers
+
+
+def test_settings_of_a_component_reach_its_pods_and_no_others() -> None:
+    settings = {**VALUE_SETS["everything"]["operator"], "image": "other:1"}
+    del settings["replicas"]
+    names = {"operator": "operator", "redis": "redis", "redisUsers": "redis-users", "history": "history"}
+    for section in names:
+        for resource in render(**{section: settings}):
+            if resource["kind"] not in ("Deployment", "StatefulSet"):
+                continue
+            template = resource["spec"]["template"]
+            own = template["spec"]["containers"][0]["name"] == names[section]
+            assert own == ("team" in template["metadata"]["labels"])
+            assert own == (template["metadata"].get("annotations") == {"note": "x"})
+            assert own == (template["spec"].get("priorityClassName") == "system-cluster-critical")
+            assert own == (template["spec"].get("topologySpreadConstraints") == settings["topologySpreadConstraints"])
+            assert own == any(volume["name"] == "extra" for volume in template["spec"].get("volumes", ()))
+            for container in (*template["spec"].get("initContainers", ()), *template["spec"]["containers"]):
+                assert own == any(variable["name"] == "HTTPS_PROXY" for variable in container["env"])
+                assert own == any(mount["name"] == "extra" for mount in container["volumeMounts"])
+                assert own == (container["image"] == "other:1")
+
+
+def test_several_replicas_are_spread_over_nodes_and_drained_one_at_a_time() -> None:
+    objects = render(history={"replicas": 2})
+    for name in ("das-operator", "das-history"):
+        deployment = named(objects, "Deployment", name)["spec"]
+        (constraint,) = deployment["template"]["spec"]["topologySpreadConstraints"]
+        assert deployment["selector"] == constraint["labelSelector"]
+        assert "ScheduleAnyway" == constraint["whenUnsatisfiable"]
+    budget = named(objects, "PodDisruptionBudget", "das-operator")["spec"]
+    assert named(objects, "Deployment", "das-operator")["spec"]["selector"] == budget["selector"]
+    assert 1 == budget["maxUnavailable"]
+
+
+def test_labels_and_names_can_be_changed() -> None:
+    objects = render(commonLabels={"cost-center": "17"}, nameOverride="rollouts")
+    for resource in objects:
+        if resource["kind"] == "CustomResourceDefinition":
+            continue
+        assert resource["metadata"]["name"].startswith("das-rollouts-")
+        assert "17" == resource["metadata"]["labels"]["cost-center"]
+        if resource["kind"] in ("Deployment", "StatefulSet"):
+            assert "17" == resource["spec"]["template"]["metadata"]["labels"]["cost-center"]
+            assert "cost-center" not in resource["spec"]["selector"]["matchLabels"]
+    names = {resource["metadata"]["name"] for resource in render(fullnameOverride="x")}
+    assert {"x-operator", "x-redis", "x-redis-users", "x-history"} <= names
+
+
+def test_a_selector_matches_the_pods_of_one_component_only() -> None:
+    pods = {}
+    selectors = {}
+    for resource in render():
+        name = resource["metadata"]["name"]
+        if resource["kind"] == "Pod":
+            pods[name] = resource["metadata"]["labels"]
+        elif resource["kind"] in ("Deployment", "StatefulSet"):
+            pods[name] = resource["spec"]["template"]["metadata"]["labels"]
+            selectors[f"{resource['kind']} {name}"] = resource["spec"]["selector"]["matchLabels"]
+        elif resource["kind"] == "Service":
+            selectors[f"Service {name}"] = resource["spec"]["selector"]
+    assert len(pods) > 4
+    for name, selector in selectors.items():
+        assert [name.partition(" ")[2]] == [pod for pod, labels in pods.items() if selector.items() <= labels.items()]
 
 
 def named(objects: list[dict[str, Any]], kind: str, name: str) -> dict[str, Any]:
@@ -156,62 +408,213 @@ def test_the_history_service_runs_if_it_has_a_redis_server() -> None:
         return secret
 
     own_secret = {"redis": {"existingSecret": "histories", "key": "address"}}
-    assert {"name": "das-redis-history", "key": "url"} == secret_of()
+    assert {"name": "das-redis-history-service", "key": "url"} == secret_of()
     assert {"name": "histories", "key": "address"} == secret_of(history=own_secret)
     assert {"name": "histories", "key": "address"} == secret_of(history=own_secret, redis={"bundled": False})
     assert secret_of(redis={"bundled": False}) is None
     assert secret_of(history={"enabled": False}) is None
-    # The bundled server has no user for a service that does not use it.
+    # There is no user for a service that does not use this server.
+    assert "--history-secret=rl/das-redis-history-service" in yaml.safe_dump(render())
     for history in (own_secret, {"enabled": False}):
-        assert "rollout-history on" not in yaml.safe_dump(render(history=history))
+        assert "--history-secret" not in yaml.safe_dump(render(history=history))
 
 
-def test_the_history_service_is_selected_by_its_labels() -> None:
-    objects = render(monitoring={"podMonitor": True})
-    service = named(objects, "Deployment", "das-history")["spec"]
-    labels = service["template"]["metadata"]["labels"]
-    assert service["selector"]["matchLabels"] == labels
-    assert named(objects, "Service", "das-history")["spec"]["selector"] == labels
-    assert named(objects, "PodMonitor", "das-history")["spec"]["selector"]["matchLabels"] == labels
-    assert named(objects, "NetworkPolicy", "das-history")["spec"]["podSelector"]["matchLabels"] == labels
-    (to_redis,) = named(objects, "NetworkPolicy", "das-redis")["spec"]["ingress"]
-    assert {"podSelector": {"matchLabels": labels}} in to_redis["from"]
-    # The labels do not select the operator.
-    assert named(objects, "Deployment", "das-operator")["spec"]["selector"]["matchLabels"] != labels
+@pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
+def test_each_component_is_monitored_under_its_own_labels(kind: str) -> None:
+    objects = render(monitoring={kind[0].lower() + kind[1:]: True})
+    for name in ("das-operator", "das-history"):
+        deployment = named(objects, "Deployment", name)["spec"]
+        pods, service = deployment["template"]["metadata"]["labels"], named(objects, "Service", name)
+        selector = deployment["selector"]["matchLabels"]
+        assert selector == service["spec"]["selector"]
+        assert selector == named(objects, "NetworkPolicy", name)["spec"]["podSelector"]["matchLabels"]
+        monitored = pods if kind == "PodMonitor" else service["metadata"]["labels"]
+        assert named(objects, kind, name)["spec"]["selector"]["matchLabels"].items() <= monitored.items()
+    (from_history,) = [
+        peer
+        for peer in named(objects, "NetworkPolicy", "das-redis")["spec"]["ingress"][0]["from"]
+        if peer.get("podSelector", {}).get("matchLabels", {}).get("app.kubernetes.io/name") == "das-rollout-history"
+    ]
+    assert selector == from_history["podSelector"]["matchLabels"]
 
 
-def test_the_bundled_redis_starts_with_a_user_for_the_history_service(tmp_path: Path) -> None:
-    objects = render(redis={"namespaces": ["team-a"]})
-    (container,) = [container for _, container in containers(objects) if container["name"] == "redis"]
-    secrets = {
-        resource["metadata"]["name"]: resource["stringData"]
-        for resource in objects
-        if resource["kind"] == "Secret" and resource["metadata"]["namespace"] == "rl"
+@pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
+def test_the_labels_of_metrics_keep_their_names(kind: str) -> None:
+    objects = render(monitoring={kind[0].lower() + kind[1:]: True})
+    monitors = [resource for resource in objects if resource["kind"] == kind]
+    assert 3 == len(monitors)
+    endpoints = "podMetricsEndpoints" if kind == "PodMonitor" else "endpoints"
+    for monitor in monitors:
+        (endpoint,) = monitor["spec"][endpoints]
+        # "job", which is the name of a RolloutJob in the dashboard and in alerts, is a label of every target, too.
+        assert endpoint["honorLabels"]
+
+
+@pytest.mark.parametrize("kind", ["PodMonitor", "ServiceMonitor"])
+def test_the_token_reaches_all_that_serve_or_read_metrics(kind: str) -> None:
+    objects = render(
+        statusToken={"existingSecret": "status", "key": "t"}, monitoring={kind[0].lower() + kind[1:]: True}
+    )
+    secret = {"name": "status", "key": "t"}
+    holders = {
+        container["name"]
+        for _, container in containers(objects)
+        for variable in container.get("env", ())
+        if variable["name"] == "ROLLOUT_STATUS_TOKEN" and variable["valueFrom"] == {"secretKeyRef": secret}
     }
-    environment = {
-        variable["name"]: secrets[variable["valueFrom"]["secretKeyRef"]["name"]][
-            variable["valueFrom"]["secretKeyRef"]["key"]
-        ]
-        for variable in container["env"]
-    }
-    (script,) = container["args"]
-    words = shlex.split(script)
-    place = words.index("rollout-history")
-    assert ["on", ">$HISTORY_PASSWORD", *service_rules()] == words[place + 1 :]
+    assert {"operator", "history", "test"} == holders
+    monitors = [resource for resource in objects if resource["kind"] == kind]
+    assert 3 == len(monitors)
+    for monitor in monitors:
+        # The Secret is in the namespace of the monitor.
+        assert "rl" == monitor["metadata"]["namespace"]
+        (endpoint,) = monitor["spec"].get("podMetricsEndpoints") or monitor["spec"]["endpoints"]
+        assert {"type": "Bearer", "credentials": secret} == endpoint["authorization"]
+    assert "authorization" not in yaml.safe_dump(render(monitoring={kind[0].lower() + kind[1:]: True})).split()
 
-    port = free_port()
-    elsewhere = script.replace("--dir /data", f"--dir {tmp_path} --port {port}")
-    command = [*container["command"], elsewhere]
-    with subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.DEVNULL) as server:
-        try:
-            url = secrets["das-redis-history"]["url"].replace("das-redis.rl.svc:6379", f"127.0.0.1:{port}")
-            until_it_listens = Retry(ConstantBackoff(0.1), 100)
-            with redis.Redis.from_url(url, retry=until_it_listens) as client:
-                assert client.set("history:x", 1)
-                with pytest.raises(redis.exceptions.NoPermissionError):
-                    client.get("rollout:{uid}:results")
-        finally:
-            server.terminate()
+
+def test_monitors_select_the_objects_of_jobs() -> None:
+    metadata = {"name": "math", "namespace": "rl"}
+    spec = {"model": {"uri": "policy"}, "source": {"trainer": {}}}
+    context = JobContext(
+        parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}), "uid", {}, "image"
+    )
+    (service,) = [made for made in owned_objects(context, ClusterInfo(), workers=1) if made["kind"] == "Service"]
+    pod = head_pod(context)
+    for kind, monitored, ports in (
+        ("PodMonitor", pod, pod["spec"]["containers"][0]["ports"]),
+        ("ServiceMonitor", service, service["spec"]["ports"]),
+    ):
+        monitor = named(render(monitoring={kind[0].lower() + kind[1:]: True}), kind, "das-operator-jobs")["spec"]
+        assert monitor["selector"]["matchLabels"].items() <= monitored["metadata"]["labels"].items()
+        (endpoint,) = monitor.get("podMetricsEndpoints") or monitor["endpoints"]
+        assert endpoint["port"] in {port["name"] for port in ports}
+
+
+LIMITED = {"enabled": True}
+
+
+def policy(name: str, **values: Any) -> dict[str, Any]:
+    spec: dict[str, Any] = named(render(**values), "NetworkPolicy", name)["spec"]
+    return spec
+
+
+def destinations(rules: list[dict[str, Any]]) -> set[tuple[str, int]]:
+    """Return what egress rules permit: the name of a selected component, a namespace, a CIDR or "any", and the port."""
+    found = set()
+    for rule in rules:
+        for peer in rule.get("to", [{}]):
+            pods = peer.get("podSelector", {}).get("matchLabels", {})
+            of_namespace = peer.get("namespaceSelector", {}).get("matchLabels", {})
+            name = pods.get("app.kubernetes.io/name") or pods.get("app.kubernetes.io/component")
+            name = name or peer.get("ipBlock", {}).get("cidr") or of_namespace.get("kubernetes.io/metadata.name", "any")
+            found |= {(name, port["port"]) for port in rule["ports"]}
+    return found
+
+
+def test_egress_is_not_limited_by_default() -> None:
+    policies = [made for made in render() if made["kind"] == "NetworkPolicy"]
+    assert ["das-redis"] == [made["metadata"]["name"] for made in policies if "Egress" in made["spec"]["policyTypes"]]
+    assert not [argument for argument in arguments("operator") if argument.startswith("--egress-rules")]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("das-operator", {("kube-system", 53), ("any", 443), ("any", 6443), ("head", 8080)}),
+        ("das-redis-users", {("kube-system", 53), ("any", 443), ("any", 6443), ("das-rollout-redis", 6379)}),
+        ("das-history", {("kube-system", 53), ("das-rollout-redis", 6379)}),
+        ("das-redis", set()),
+    ],
+)
+def test_limited_egress_permits_what_each_component_needs(name: str, expected: set[tuple[str, int]]) -> None:
+    limited = policy(name, networkPolicies={"egress": LIMITED})
+    assert ["Ingress", "Egress"] == limited["policyTypes"]
+    assert expected == destinations(limited["egress"])
+    selected = limited["podSelector"]["matchLabels"]
+    pods = [made["spec"]["template"]["metadata"]["labels"] for made in render() if "template" in made.get("spec", {})]
+    assert 1 == len([labels for labels in pods if selected.items() <= labels.items()])
+
+
+def test_the_rules_of_the_values_reach_the_components_that_they_are_for() -> None:
+    def rule(port: int) -> list[dict[str, Any]]:
+        return [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": port}]}]
+
+    rules = {"dns": rule(1), "apiServer": rule(2), "redis": rule(3), "jobs": rule(4)}
+    values = {
+        "redis": {"bundled": False, "adminSecret": {"name": "redis"}},
+        "networkPolicies": {"egress": {**LIMITED, **rules}},
+    }
+    ports = {
+        name: {port for destination, port in destinations(policy(name, **values)["egress"]) if destination != "head"}
+        for name in ("das-operator", "das-redis-users", "das-history")
+    }
+    assert {"das-operator": {1, 2}, "das-redis-users": {1, 2, 3}, "das-history": {1, 3}} == ports
+    assert [*rule(1), *rule(3), *rule(4)] == [*egress_of_jobs(**values)]
+
+
+def egress_of_jobs(**values: Any) -> tuple[dict[str, Any], ...]:
+    """Return the rules that the operator adds to the NetworkPolicies of jobs."""
+    rules: tuple[dict[str, Any], ...] = parse_arguments(arguments("operator", **values)).egress_rules
+    return rules
+
+
+def test_pods_of_jobs_reach_the_name_service_and_the_bundled_redis() -> None:
+    rules = egress_of_jobs(networkPolicies={"egress": LIMITED})
+    assert {("kube-system", 53), ("das-rollout-redis", 6379)} == destinations([*rules])
+    # The limits hold for jobs even if the chart's own pods have no policies.
+    assert rules == egress_of_jobs(networkPolicies={"enabled": False, "egress": LIMITED})
+    without_redis = {"redis": {"bundled": False}, "networkPolicies": {"egress": LIMITED}}
+    assert {("kube-system", 53)} == destinations([*egress_of_jobs(**without_redis)])
+
+
+class BundledRedis:
+    """The bundled server, started as in its pod."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        ((_, self._container),) = [found for found in containers(render()) if found[1]["name"] == "redis"]
+        self._port = free_port()
+
+    @contextmanager
+    def running(self, password: str) -> Iterator[redis.Redis]:
+        """A client of the administrator while the server runs with a password."""
+        (script,) = self._container["args"]
+        assert "/data" in script
+        script = script.replace("/data", str(self._directory)).replace(
+            "--appendonly", f"--port {self._port} --appendonly"
+        )
+        command = [*self._container["command"], script]
+        environment = {**os.environ, "REDIS_PASSWORD": password}
+        with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as server:
+            try:
+                with self.client(f":{password}") as client:
+                    wait_for(client.ping, 20, ignored=redis.ConnectionError)
+                    yield client
+            finally:
+                server.terminate()
+
+    def client(self, login: str) -> redis.Redis:
+        """Return a client with a user name and password."""
+        return redis.Redis.from_url(f"redis://{login}@127.0.0.1:{self._port}", retry=Retry(NoBackoff(), 0))
+
+
+def test_the_bundled_redis_evicts_nothing_and_keeps_its_users_when_it_restarts(tmp_path: Path) -> None:
+    server = BundledRedis(tmp_path)
+    with server.running("first") as admin:
+        assert "noeviction" == admin.config_get("maxmemory-policy")["maxmemory-policy"]
+        assert admin.set("history:x", 1)
+        admin.acl_setuser("job", enabled=True, passwords=["+word"], keys=["history:*"], commands=["+get"])
+        admin.execute_command("ACL", "SAVE")
+        with pytest.raises(redis.AuthenticationError), server.client("") as stranger:
+            stranger.get("history:x")
+    with server.running("second") as admin, server.client("job:word") as job, server.client(":first") as former_admin:
+        assert b"1" == admin.get("history:x") == job.get("history:x")
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            job.set("history:x", 2)
+        with pytest.raises(redis.AuthenticationError):
+            former_admin.get("history:x")
+    assert not (tmp_path / "users.acl").stat().st_mode & 0o077
 
 
 @pytest.mark.parametrize(
@@ -222,8 +625,17 @@ def test_the_bundled_redis_starts_with_a_user_for_the_history_service(tmp_path: 
         {"operator": {"logLevel": "loud"}},
         {"image": {"worker": ""}},
         {"redis": {"maxMemory": "much"}},
+        {"redis": {"users": True}},
+        {"redis": {"adminSecret": "redis"}},
+        {"redisUsers": {"extraEnv": [{"value": "x"}]}},
+        {"history": {"podLabels": {"a": 1}}},
+        {"fullnameOverride": "Das"},
         {"history": {"retention": "a month"}},
         {"history": {"redis": {"url": "redis://h"}}},
+        {"admissionPolicy": {"restrict": True}},
+        {"networkPolicies": True},
+        {"statusToken": {"token": "x"}},
+        {"networkPolicies": {"egress": {"jobs": [{"from": []}]}}},
         {"typo": 1},
     ],
 )
@@ -240,7 +652,7 @@ def leaves(values: Any, path: str = "") -> set[str]:
 
 
 def test_the_readme_lists_every_value() -> None:
-    table = (CHART / "README.md").read_text().partition("## Values")[2]
+    table = (CHART / "README.md").read_text().partition("\n## Values\n")[2].partition("\n## ")[0]
     named = set()
     for cell in re.findall(r"^\| ([^|]+) \|", table, flags=re.M):
         names = re.findall(r"`([^`]+)`", cell)
@@ -249,12 +661,24 @@ def test_the_readme_lists_every_value() -> None:
     assert leaves(yaml.safe_load((CHART / "values.yaml").read_text())) == named
 
 
-def test_the_operator_accepts_the_arguments_of_the_chart() -> None:
-    deployment = named(render(operator={"namespaces": ["a"]}), "Deployment", "das-operator")
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    options = {argument.partition("=")[0] for argument in container["args"]}
-    process = subprocess.run([sys.executable, "-m", "rollout_operator", "--help"], capture_output=True, text=True)
-    assert options <= set(re.findall(r"--[a-z-]+", process.stdout))
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("operator", "rollout_operator"),
+        ("redis-users", "rollout_operator.redis_users"),
+        ("admin-secret", "rollout_operator.admin_secret"),
+    ],
+)
+def test_a_process_of_the_operator_accepts_the_arguments_of_the_chart(name: str, module: str) -> None:
+    process = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True)
+    accepted = set(re.findall(r"--[a-z-]+", process.stdout))
+    used = set()
+    for values in (*VALUE_SETS.values(), {"operator": {"namespaces": ["a"]}}):
+        for _, container in containers(render(**values)):
+            if container["name"] == name:
+                used |= {argument.partition("=")[0] for argument in container["args"] if argument.startswith("--")}
+    assert used
+    assert used <= accepted
 
 
 def exported_names(collector: Collector) -> set[str]:
@@ -325,15 +749,57 @@ def test_the_docs_list_every_metric_of_a_job() -> None:
     assert set() == job_metrics() - documented_metrics("several-machines.md")
 
 
-def test_the_dashboard_queries_only_existing_metrics() -> None:
-    dashboard = json.loads((CHART / "files" / "dashboard.json").read_text())
-    queried = {
-        name
-        for panel in dashboard["panels"]
-        for target in panel["targets"]
-        for name in re.findall(r"\brollout_[a-z_]+", target["expr"])
-    }
-    assert queried
+def all_metrics() -> set[str]:
     # These are exported only while their value is known.
     estimates = {"rollout_saved_ratio", "rollout_remaining_seconds", "rollout_tail_seconds"}
-    assert set() == queried - history_service_metrics() - operator_metrics() - job_metrics() - estimates
+    return history_service_metrics() | operator_metrics() | job_metrics() | estimates
+
+
+def metrics_in(expressions: Iterable[str]) -> set[str]:
+    return {name for expression in expressions for name in re.findall(r"\brollout_[a-z_]+", expression)}
+
+
+def test_the_dashboard_queries_only_existing_metrics() -> None:
+    dashboard = json.loads((CHART / "files" / "dashboard.json").read_text())
+    queried = metrics_in(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
+    assert queried
+    assert set() == queried - all_metrics()
+
+
+def alerts() -> list[dict[str, Any]]:
+    (rule,) = [found for found in render(monitoring={"alerts": True}) if found["kind"] == "PrometheusRule"]
+    (group,) = rule["spec"]["groups"]
+    found: list[dict[str, Any]] = group["rules"]
+    return found
+
+
+def test_each_alert_uses_existing_metrics_and_has_a_section_in_the_runbook() -> None:
+    headings = re.findall(r"^## (.*)$", (ROOT / "docs" / "runbook.md").read_text(), re.MULTILINE)
+    assert headings == [alert["alert"] for alert in alerts()]
+    for alert in alerts():
+        metrics = metrics_in([alert["expr"]])
+        assert metrics
+        assert set() == metrics - all_metrics()
+        assert f"docs/runbook.md#{alert['alert'].lower()}" == alert["annotations"]["runbook_url"]
+        assert {"summary", "description", "runbook_url"} == set(alert["annotations"])
+
+
+def test_alerts_name_only_labels_that_their_expressions_have() -> None:
+    # Labels of the targets: those that Prometheus Operator adds to pods' metrics.
+    of_targets = {"namespace", "pod", "container", "endpoint", "instance"}
+    for alert in alerts():
+        named_labels = set(re.findall(r"\$labels\.(\w+)", "".join(alert["annotations"].values())))
+        aggregated = re.findall(r"sum by \(([^)]*)\)", alert["expr"])
+        if aggregated:
+            assert named_labels <= set(re.split(r", *", aggregated[0]))
+        elif "absent(" in alert["expr"]:
+            assert not named_labels
+        else:
+            is_job = metrics_in([alert["expr"]]) <= job_metrics()
+            assert named_labels <= of_targets | ({"job"} if is_job else set())
+
+
+def test_a_failed_job_is_counted_under_the_state_that_its_alert_looks_for() -> None:
+    states = {state for alert in alerts() for state in re.findall(r'state="(\w+)"', alert["expr"])}
+    assert states
+    assert states <= set(State)

@@ -1,9 +1,12 @@
-"""The CRD in crds/ agrees with the models."""
+"""The CRDs in crds/ agree with the models."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from rollout_api.manifest.runtime import RUNTIME_PLURALS, SCALING_FIELDS
 from scripts import crd, image_requirements
 
 
@@ -16,14 +19,21 @@ def walk(schema: Any, path: str = "") -> Any:
         yield from walk(schema.get("additionalProperties"), f"{path}{{}}")
 
 
-def test_the_crd_is_up_to_date() -> None:
-    assert crd.text() == crd.TARGET.read_text()
+def schema_of(document: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of the objects of a CRD, which all its versions have."""
+    found: dict[str, Any]
+    found, *others = (version["schema"]["openAPIV3Schema"] for version in document["spec"]["versions"])
+    assert all(other == found for other in others), "versions with different schemas need a conversion webhook"
+    return found
+
+
+def test_the_crds_are_up_to_date() -> None:
+    assert crd.texts() == {kind: file.read_text() for kind, file in crd.TARGETS.items()}
     assert crd.chart_text() == crd.CHART_TARGET.read_text()
 
 
 def test_extra_args_keep_any_json_values_up_to_a_number() -> None:
-    (version,) = crd.document()["spec"]["versions"]
-    spec = version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    spec = schema_of(crd.document())["properties"]["spec"]
     schema = spec["properties"]["engine"]["properties"]["extraArgs"]
     assert ("object", 64, True) == (
         schema["type"],
@@ -36,8 +46,7 @@ def test_extra_args_keep_any_json_values_up_to_a_number() -> None:
 
 def test_no_field_has_a_name_that_kubectl_and_helm_read_as_a_boolean() -> None:
     """They read YAML 1.1, and the API server would get a field called "true" or "false" instead."""
-    (version,) = crd.document()["spec"]["versions"]
-    fields = {name for _, schema in walk(version["schema"]["openAPIV3Schema"]) for name in schema.get("properties", {})}
+    fields = {name for _, schema in walk(schema_of(crd.document())) for name in schema.get("properties", {})}
     assert not {name for name in fields if name.lower() in {"y", "n", "yes", "no", "on", "off", "true", "false"}}
 
 
@@ -47,18 +56,49 @@ def test_images_install_the_versions_that_were_tested() -> None:
         assert image_requirements.pinned(wanted) == pinned, "run scripts/image_requirements.py"
 
 
-def test_the_schema_is_structural_and_every_field_has_a_description() -> None:
-    (version,) = crd.document()["spec"]["versions"]
-    root = version["schema"]["openAPIV3Schema"]
+@pytest.mark.parametrize("kind", crd.documents())
+def test_the_schema_is_structural_and_every_field_has_a_description(kind: str) -> None:
+    root = schema_of(crd.documents()[kind])
     for path, schema in walk(root):
         assert "$ref" not in schema, path
         assert "anyOf" not in schema, path
         assert schema.get("type") or schema.get("x-kubernetes-int-or-string"), path
         assert isinstance(schema.get("exclusiveMinimum", True), bool), path
-    assert {"source", "model", "workers", "lifecycle"} <= root["properties"]["spec"]["properties"].keys()
+    assert {"model", "workers", "head"} <= root["properties"]["spec"]["properties"].keys()
     undescribed = [
         path
         for path, schema in walk(root["properties"]["spec"])
         if path and not path.endswith(("]", "}")) and not schema.get("description")
     ]
     assert [] == undescribed
+
+
+@pytest.mark.parametrize(("kind", "scope"), [("ClusterRolloutRuntime", "Cluster"), ("RolloutRuntime", "Namespaced")])
+def test_a_runtime_has_the_settings_of_the_cluster_and_no_defaults(kind: str, scope: str) -> None:
+    document = crd.documents()[kind]
+    assert (scope, f"{RUNTIME_PLURALS[kind]}.das.rollout.dev") == (
+        document["spec"]["scope"],
+        document["metadata"]["name"],
+    )
+    spec = schema_of(document)["properties"]["spec"]
+    assert {"image", "head", "workers", "priorityClassName", "model"} == spec["properties"].keys()
+    assert ["cache"] == list(spec["properties"]["model"]["properties"])
+    assert "replicas" not in spec["properties"]["workers"]["properties"]
+    assert {"gpuResource", "podTemplate"} <= spec["properties"]["workers"]["properties"].keys()
+    assert not [path for path, schema in walk(spec) if "default" in schema]
+    assert "required" not in spec
+    rules = [rule["rule"] for rule in spec["properties"]["workers"]["x-kubernetes-validations"]]
+    assert not [rule for rule in rules if "eplicas" in rule]
+    assert [rule for rule in rules if "deviceClaimTemplate" in rule]
+
+
+def test_the_api_server_fills_in_nothing_of_a_job_that_a_runtime_may_set() -> None:
+    spec = schema_of(crd.document())["properties"]["spec"]["properties"]
+    parts = [spec["image"], spec["head"], spec["model"]["properties"]["cache"]]
+    assert [{}, {}, {}] == [part["default"] for part in parts]
+    workers = spec["workers"]
+    assert {"replicas": 1, "autoscale": False, "idleSeconds": 60, "maxPendingReplacements": 4} == workers["default"]
+    numbers = {crd.to_camel(name) for name in SCALING_FIELDS}
+    fields = [field for name, field in workers["properties"].items() if name not in numbers]
+    assert not [field for field in fields if "default" in field]
+    assert not [path for part in (*parts, *fields) for path, schema in walk(part) if path and "default" in schema]

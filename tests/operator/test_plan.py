@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 
@@ -11,38 +10,11 @@ from rollout_operator import names
 from rollout_operator.head_status import EngineStatus, HeadStatus
 from rollout_operator.observed import Rejection, Target
 
+from tests.support.planned_jobs import head_status, running_job, spec
 from tests.support.simulated_cluster import SimulatedCluster
 
 QUEUE_SCHEDULING_GATE = "kueue.x-k8s.io/admission"
 """Scheduling gate with which Kueue holds pods back."""
-SPEC: dict[str, Any] = {
-    "source": {"trainer": {}},
-    "model": {"uri": "Qwen/Qwen3-8B"},
-    "workers": {"replicas": 3, "minReplicas": 1, "maxReplicas": 6},
-}
-
-
-def spec(**sections: dict[str, Any]) -> dict[str, Any]:
-    merged = copy.deepcopy(SPEC)
-    for name, changes in sections.items():
-        merged[name] = {**merged.get(name, {}), **changes}
-    return merged
-
-
-def running_job(**sections: dict[str, Any]) -> SimulatedCluster:
-    """Return a cluster with a job whose pods all run."""
-    cluster = SimulatedCluster(spec(**sections))
-    cluster.reconcile()
-    for name in list(cluster.pods):
-        cluster.run(name)
-    cluster.head = head_status(cluster.workers())
-    cluster.reconcile()
-    return cluster
-
-
-def head_status(workers: list[str], *, waiting: int = 0, assigned: int = 4, idle: float = 0.0) -> HeadStatus:
-    engines = tuple(EngineStatus(worker=name, max_running=16, assigned=assigned, idle_seconds=idle) for name in workers)
-    return HeadStatus(waiting=waiting, assigned=assigned * len(workers), engines=engines, remaining_seconds=1000.0)
 
 
 def test_a_new_job_gets_a_head_workers_and_their_objects() -> None:
@@ -325,6 +297,78 @@ def test_a_deleted_job_waits_for_its_pods_and_the_cleanup() -> None:
     assert cluster.job is None
 
 
+def test_a_job_that_is_deleted_in_the_foreground_is_cleaned_up_when_its_objects_are_gone() -> None:
+    cluster = running_job()
+    cluster.delete_job(foreground=True)
+    cluster.reconcile()
+    cluster.delete_dependents()
+    assert {*cluster.workers(), *cluster.heads()} == set(cluster.pods)
+    for name in list(cluster.pods):
+        cluster.finish_deletion(name)
+    cluster.reconcile()
+    # Kubernetes would delete whatever is created now.
+    assert not cluster.pods
+    assert not cluster.objects
+    cluster.delete_dependents()
+    cluster.reconcile()
+    assert ["math-cleanup"] == list(cluster.pods)
+    # What the pod mounts, uses and needs to connect.
+    assert {
+        ("ServiceAccount", "math-rollout"),
+        ("ConfigMap", "math-manifest"),
+        ("NetworkPolicy", "math-rollout"),
+    } == set(cluster.objects)
+    cluster.terminate("math-cleanup", 0)
+    cluster.reconcile()
+    assert cluster.job is None
+    assert "CleanupFailed" not in {event.reason for event in cluster.events}
+
+
+def test_the_quota_of_a_job_that_is_deleted_in_the_foreground_is_released() -> None:
+    cluster = SimulatedCluster(spec(), queued=True)
+    cluster.reconcile()
+    cluster.reconcile_queue()
+    for name in list(cluster.pods):
+        cluster.run(name)
+    cluster.delete_job(foreground=True)
+    cluster.delete_dependents()
+    for name in list(cluster.pods):
+        cluster.finish_deletion(name)
+    # Kueue keeps the pods until its Workload is deleted, and Kubernetes waits for the pods.
+    assert cluster.pods
+    cluster.reconcile()
+    cluster.reconcile_queue()
+    cluster.reconcile_queue()
+    assert not cluster.pods
+    cluster.delete_dependents()
+    cluster.reconcile()
+    assert ["math-cleanup"] == list(cluster.pods)
+
+
+def test_a_cleanup_pod_that_somebody_deletes_is_created_again() -> None:
+    cluster = running_job(lifecycle={"backoffLimit": 0})
+    cluster.terminate("math-worker-0", 1)
+    cluster.reconcile()
+    for name in [*cluster.workers(), *cluster.heads()]:
+        if name in cluster.pods:
+            cluster.finish_deletion(name)
+    cluster.reconcile()
+    cluster.run("math-cleanup")
+    cluster.delete_job(foreground=True)
+    cluster.delete_dependents()
+    cluster.reconcile()
+    first = cluster.pods["math-cleanup"]["metadata"]["uid"]
+    cluster.terminate("math-cleanup", 143)
+    # The finalizer of the foreground deletion may be gone before the watch reports that the pod is.
+    cluster._set_finalizer(names.FOREGROUND_FINALIZER, present=False)
+    cluster.reconcile()
+    assert cluster.job is not None
+    cluster.finish_deletion("math-cleanup")
+    cluster.reconcile()
+    assert first != cluster.pods["math-cleanup"]["metadata"]["uid"]
+    assert "CleanupFailed" not in {event.reason for event in cluster.events}
+
+
 @pytest.mark.parametrize("how", ["failed", "hangs", "rejected", "does not start"])
 def test_an_impossible_cleanup_does_not_block_deletion(how: str) -> None:
     cluster = running_job()
@@ -430,6 +474,19 @@ def test_autoscaling_removes_no_worker_with_rollouts() -> None:
     cluster.change(workers={"replicas": 1, "minReplicas": 1, "maxReplicas": 1})
     cluster.reconcile()
     assert all("deletionTimestamp" not in pod["metadata"] for pod in cluster.pods.values())
+
+
+def test_a_worker_that_a_group_needs_replaces_one_that_it_does_not_need() -> None:
+    cluster = SimulatedCluster(spec(workers={"replicas": 3}), queued=True)
+    cluster.reconcile()
+    cluster.delete_pod("math-worker-0")
+    cluster.change(workers={"replicas": 2})
+    for _ in range(4):
+        cluster.reconcile()
+        cluster.reconcile_queue()
+    slots = {cluster.pods[name]["metadata"]["labels"][names.SLOT_LABEL] for name in cluster.workers()}
+    assert {"0", "1"} == slots
+    assert not any(pod["spec"].get("schedulingGates") for pod in cluster.pods.values())
 
 
 def test_autoscaling_does_not_shrink_by_workers_that_kueue_has_admitted_as_a_group() -> None:
@@ -618,162 +675,6 @@ def test_the_conditions_for_other_tools_summarize_the_job() -> None:
     assert ("True", "Invalid") == cluster.condition("Stalled")
 
 
-def image_of(cluster: SimulatedCluster, pod: str) -> str:
-    """Return the image of a pod."""
-    image: str = cluster.pods[pod]["spec"]["containers"][0]["image"]
-    return image
-
-
-def suspend_and_resume(cluster: SimulatedCluster) -> None:
-    """Suspend a job until all its pods are gone, and resume it."""
-    cluster.change(lifecycle={"suspend": True})
-    for _ in range(3):
-        cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.finish_deletion(name)
-    cluster.reconcile()
-    cluster.change(lifecycle={"suspend": False})
-    cluster.reconcile()
-
-
-def test_replacements_have_the_image_with_which_the_job_has_started() -> None:
-    cluster = running_job()
-    cluster.default_image = "worker:2"  # the operator was upgraded
-    cluster.terminate("math-worker-0", 1)
-    cluster.reconcile()
-    cluster.now += 10
-    cluster.reconcile()
-    assert "worker:1" == image_of(cluster, "math-worker-0")
-    assert ("False", "ChangesPending") == cluster.condition("UpToDate")
-    suspend_and_resume(cluster)
-    assert {"worker:2"} == {image_of(cluster, pod) for pod in cluster.pods}
-    assert ("True", "UpToDate") == cluster.condition("UpToDate")
-
-
-def test_a_change_of_the_pods_is_not_applied_to_some_of_them() -> None:
-    cluster = running_job(workers={"replicas": 2, "gpusPerWorker": 1})
-    manifest = cluster.objects["ConfigMap", "math-manifest"]
-    cluster.change(workers={"gpusPerWorker": 4, "nodeSelector": {"pool": "new"}, "replicas": 3})
-    cluster.reconcile()
-    assert manifest == cluster.objects["ConfigMap", "math-manifest"]
-    limits = cluster.pods["math-worker-2"]["spec"]["containers"][0]["resources"]["limits"]
-    assert "1" == limits["nvidia.com/gpu"]  # the number of workers changes at once
-    assert "nodeSelector" not in cluster.pods["math-worker-2"]["spec"]
-    condition = next(one for one in cluster.status["conditions"] if one["type"] == "UpToDate")
-    assert "workers.gpusPerWorker, workers.nodeSelector" in condition["message"]
-    suspend_and_resume(cluster)
-    assert {"pool": "new"} == cluster.pods["math-worker-0"]["spec"]["nodeSelector"]
-    assert manifest != cluster.objects["ConfigMap", "math-manifest"]
-
-
-def test_a_rolling_update_replaces_one_worker_after_the_other_and_then_the_head() -> None:
-    cluster = running_job(workers={"replicas": 3}, lifecycle={"updateStrategy": "RollingUpdate"})
-    cluster.change(image={"name": "worker:2"})
-    replaced = []
-    for _ in range(20):
-        cluster.reconcile()
-        deleting = [name for name, pod in cluster.pods.items() if pod["metadata"].get("deletionTimestamp")]
-        assert len(deleting) <= 1
-        replaced += deleting
-        for name in deleting:
-            cluster.finish_deletion(name)
-        cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.run(name)
-    assert ["math-worker-0", "math-worker-1", "math-worker-2", "math-head"] == replaced
-    assert {"worker:2"} == {image_of(cluster, pod) for pod in cluster.pods}
-    assert ("True", "UpToDate") == cluster.condition("UpToDate")
-    assert 0 == cluster.status["failedPods"]
-
-
-def test_a_rolling_update_waits_while_a_new_pod_is_not_ready() -> None:
-    cluster = running_job(workers={"replicas": 3}, lifecycle={"updateStrategy": "RollingUpdate"})
-    cluster.change(image={"name": "worker:2"})
-    cluster.reconcile()
-    cluster.finish_deletion("math-worker-0")
-    cluster.reconcile()
-    cluster.run("math-worker-0", ready=False)
-    cluster.reconcile()
-    assert not any(pod["metadata"].get("deletionTimestamp") for pod in cluster.pods.values())
-    assert ("False", "Updating") == cluster.condition("UpToDate")
-
-
-def test_a_rolling_update_repairs_pods_that_cannot_become_ready() -> None:
-    cluster = SimulatedCluster(spec(image={"name": "mistyped"}, lifecycle={"updateStrategy": "RollingUpdate"}))
-    cluster.reconcile()
-    for name in cluster.pods:
-        cluster.bind(name)
-    cluster.change(image={"name": "worker:2"})
-    for _ in range(4):
-        cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.finish_deletion(name)
-    cluster.reconcile()
-    assert {"worker:2"} == {image_of(cluster, pod) for pod in cluster.pods}
-    assert 4 == len(cluster.pods)
-    assert ("True", "UpToDate") == cluster.condition("UpToDate")
-
-
-def test_pods_of_a_queue_are_not_replaced_one_by_one() -> None:
-    cluster = SimulatedCluster(spec(lifecycle={"updateStrategy": "RollingUpdate"}), queued=True)
-    cluster.reconcile()
-    cluster.reconcile_queue()
-    for name in list(cluster.pods):
-        cluster.run(name)
-    cluster.change(image={"name": "worker:2"})
-    cluster.reconcile()
-    assert ("False", "ChangesPending") == cluster.condition("UpToDate")
-
-
-@pytest.mark.parametrize("strategy", ["OnResume", "RollingUpdate"])
-def test_an_invalid_template_of_a_running_job_is_reported_and_the_job_continues(strategy: str) -> None:
-    cluster = running_job(lifecycle={"updateStrategy": strategy})
-    cluster.change(workers={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}})
-    cluster.terminate("math-worker-0", 1)
-    cluster.reconcile()
-    cluster.now += 10
-    cluster.reconcile()
-    assert "math-worker-0" in cluster.workers()
-    assert ("False", "InvalidUpdate") == cluster.condition("UpToDate")
-    assert ("True", "Valid") == cluster.condition("Accepted")
-
-
-def test_an_invalid_template_is_not_applied_when_all_pods_are_gone() -> None:
-    cluster = running_job()
-    cluster.change(workers={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}})
-    for name in list(cluster.pods):
-        cluster.delete_pod(name)
-        cluster.finish_deletion(name)
-    cluster.reconcile()
-    assert ["math-head"] == cluster.heads()
-    assert 3 == len(cluster.workers())
-    assert ("False", "InvalidUpdate") == cluster.condition("UpToDate")
-
-
-def test_a_revision_that_a_newer_operator_does_not_accept_is_replaced() -> None:
-    cluster = running_job()
-    cluster.job["status"]["revision"]["settings"]["workers"] = {"fieldOfThePast": 1}
-    cluster.reconcile()
-    assert ("True", "Valid") == cluster.condition("Accepted")
-    assert "fieldOfThePast" not in json.dumps(cluster.status["revision"])
-
-
-def test_a_job_with_an_invalid_template_of_the_head_can_be_deleted() -> None:
-    cluster = running_job()
-    # An earlier version of the operator accepted this template.
-    template = {"spec": {"volumes": [{"emptyDir": {}}]}}
-    cluster.job["status"].pop("revision")
-    cluster.change(head={"podTemplate": template})
-    cluster.delete_job()
-    cluster.reconcile()
-    for name in list(cluster.pods):
-        cluster.finish_deletion(name)
-    cluster.reconcile()
-    cluster.terminate("math-cleanup", 0)
-    cluster.reconcile()
-    assert cluster.job is None
-
-
 @pytest.mark.parametrize("end", ["delete", "fail"])
 def test_a_pod_that_does_not_terminate_does_not_keep_a_job_from_ending(end: str) -> None:
     cluster = running_job(lifecycle={"backoffLimit": 0})
@@ -844,13 +745,3 @@ def test_a_job_whose_first_worker_is_ready_is_soon_reconciled_again() -> None:
     assert planned.requeue_after <= 2.0
     cluster.head = head_status(cluster.workers())
     assert (cluster.plan().requeue_after or 0.0) > 2.0
-
-
-def test_a_rolling_update_that_is_called_off_halfway_is_reported() -> None:
-    cluster = running_job(lifecycle={"updateStrategy": "RollingUpdate"})
-    cluster.change(image={"name": "worker:2"})
-    cluster.reconcile()
-    assert ("False", "Updating") == cluster.condition("UpToDate")
-    cluster.change(lifecycle={"updateStrategy": "OnResume"})
-    cluster.reconcile()
-    assert ("False", "ChangesPending") == cluster.condition("UpToDate")

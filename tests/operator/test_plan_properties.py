@@ -15,6 +15,7 @@ from tests.support.simulated_cluster import SimulatedCluster
 MAX_PASSES = 12
 GPUS_PER_WORKER = 2
 REPLICAS = st.integers(1, 5)
+RUNTIME: dict[str, Any] = {"model": {"cache": {"persistentVolumeClaim": "models"}}}
 
 
 class JobLifecycle(RuleBasedStateMachine):
@@ -27,6 +28,9 @@ class JobLifecycle(RuleBasedStateMachine):
         ttl=st.none() | st.integers(0, 100),
         queued=st.booleans(),
         rolls=st.booleans(),
+        prefetches=st.booleans(),
+        has_runtime=st.booleans(),
+        pods=st.sampled_from([1, 1, 2]),
         data=st.data(),
     )
     def create_job(
@@ -37,6 +41,9 @@ class JobLifecycle(RuleBasedStateMachine):
         ttl: int | None,
         queued: bool,
         rolls: bool,
+        prefetches: bool,
+        has_runtime: bool,
+        pods: int,
         data: st.DataObject,
     ) -> None:
         lifecycle: dict[str, Any] = {
@@ -52,14 +59,21 @@ class JobLifecycle(RuleBasedStateMachine):
         workers: dict[str, Any] = {"replicas": replicas, "autoscale": autoscale, "gpusPerWorker": GPUS_PER_WORKER}
         if autoscale:
             workers["maxReplicas"] = self.max_workers
+        if pods > 1:
+            workers["podsPerWorker"] = pods
         if queued:
             workers["minReplicas"] = data.draw(st.integers(1, replicas))
         self.cluster = SimulatedCluster(
             {
                 "source": {"trainer": {}},
-                "model": {"uri": "Qwen/Qwen3-8B"},
+                "model": {
+                    "uri": "Qwen/Qwen3-8B",
+                    "cache": {"prefetch": prefetches, **({} if has_runtime else {"persistentVolumeClaim": "models"})},
+                },
+                "engine": {"tensorParallelSize": GPUS_PER_WORKER if pods > 1 else 1},
                 "workers": workers,
                 "lifecycle": lifecycle,
+                **({"runtimeRef": {"name": "cluster"}} if has_runtime else {}),
             },
             queued=queued,
         )
@@ -167,6 +181,12 @@ class JobLifecycle(RuleBasedStateMachine):
     def change_image(self, image: str) -> None:
         self.cluster.change(image={"name": image})
 
+    @rule(image=st.sampled_from(["platform:1", "platform:2", None]), claim=st.sampled_from(["models", "others"]))
+    def change_runtime(self, image: str | None, claim: str) -> None:
+        """Change the runtime that the job names, or delete it."""
+        cache = {"persistentVolumeClaim": claim}
+        self.cluster.runtime = image and {"image": {"name": image}, "model": {"cache": cache}}
+
     @precondition(lambda self: self.cluster.job is not None)
     @rule(confirmed=st.sampled_from([False] * 9 + [True]))
     def delete(self, confirmed: bool) -> None:
@@ -179,6 +199,16 @@ class JobLifecycle(RuleBasedStateMachine):
     def pods_never_occupy_more_gpus_than_requested(self) -> None:
         if hasattr(self, "cluster"):
             assert self.cluster.gpus() <= GPUS_PER_WORKER * self.max_workers
+
+    @invariant()
+    def other_pods_start_only_after_the_model_was_downloaded(self) -> None:
+        if hasattr(self, "cluster") and self.cluster.job is not None:
+            prefetches = self.cluster.job["spec"]["model"]["cache"]["prefetch"]
+            if prefetches and "modelPrefetch" not in self.cluster.status:
+                assert not self.cluster.heads()
+                assert not self.cluster.workers()
+            if not prefetches:
+                assert not self.cluster.prefetch_pods()
 
     @invariant()
     def failures_are_counted_once_and_never_forgotten(self) -> None:
@@ -202,8 +232,11 @@ class JobLifecycle(RuleBasedStateMachine):
             return
         cluster = self.cluster
         cluster.has_quota = True
+        cluster.runtime = cluster.runtime or RUNTIME
         for _ in range(8 if cluster.queued else 4):
             cluster.reconcile(MAX_PASSES)
+            for name in cluster.prefetch_pods():
+                cluster.terminate(name, 0)
             for name in list(cluster.pods):
                 cluster.finish_deletion(name)
             cluster.reconcile_queue()
@@ -220,13 +253,22 @@ class JobLifecycle(RuleBasedStateMachine):
             assert cluster.status["state"] == "Suspended"
             return
         assert 1 == len(cluster.heads())
+        assert not cluster.prefetch_pods()
         workers = cluster.job["spec"]["workers"]
-        slots = [cluster.pods[name]["metadata"]["labels"][names.SLOT_LABEL] for name in cluster.workers()]
-        assert len(slots) == len(set(slots))
+        places = [
+            (labels[names.SLOT_LABEL], labels[names.RANK_LABEL])
+            for labels in (cluster.pods[name]["metadata"]["labels"] for name in cluster.workers())
+        ]
+        slots = {slot for slot, _ in places}
+        pods = workers.get("podsPerWorker", 1)
+        assert sorted(places) == sorted((slot, str(rank)) for slot in slots for rank in range(pods))
         if not workers["autoscale"]:
             pending = [name for name in cluster.workers() if cluster.pods[name]["status"]["phase"] == "Pending"]
             assert not any(cluster.pods[name]["spec"].get("schedulingGates") for name in pending[:-1])
-            assert workers["replicas"] == len(slots) or len(pending) >= 4
+            expected = workers["replicas"]
+            if pods > 1 and (group := cluster.status.get("podGroup")) is not None:
+                expected = (group["totalCount"] - 1) // pods
+            assert expected == len(slots) or len(pending) >= 4
 
 
 JobLifecycle.TestCase.settings = settings(

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from rollout_operator.__main__ import parse_arguments
 from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.job_context import JobContext
+from rollout_operator.object_diff import needs_apply
 from rollout_operator.owned_objects import owned_objects
-from rollout_operator.pods import cleanup_pod, head_pod, worker_pod
+from rollout_operator.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
 
 from rollout_api import parse_job
+from rollout_api.status_token import HASH_VARIABLE, OPEN_PAGES
 
 
 def job_context(**sections: Any) -> JobContext:
     spec = {"source": {"trainer": {}}, "model": {"uri": "Qwen/Qwen3-8B"}, **sections}
     manifest = {
-        "apiVersion": "das.rollout.dev/v1alpha1",
+        "apiVersion": "das.rollout.dev/v1beta1",
         "kind": "RolloutJob",
         "metadata": {"name": "math", "namespace": "rl"},
         "spec": spec,
@@ -27,7 +31,7 @@ def job_context(**sections: Any) -> JobContext:
 
 def all_pods(context: JobContext) -> list[dict[str, Any]]:
     cleanup = cleanup_pod(context, delete_messages=False, reason="why")
-    return [head_pod(context), worker_pod(context, 0, replacement=False), cleanup]
+    return [head_pod(context), worker_pod(context, 0, replacement=False), prefetch_pod(context), cleanup]
 
 
 def test_all_pods_satisfy_the_restricted_pod_security_standard() -> None:
@@ -35,6 +39,7 @@ def test_all_pods_satisfy_the_restricted_pod_security_standard() -> None:
         security = pod["spec"]["securityContext"]
         assert security["runAsNonRoot"]
         assert "RuntimeDefault" == security["seccompProfile"]["type"]
+        assert "OnRootMismatch" == security["fsGroupChangePolicy"]
         assert not pod["spec"]["automountServiceAccountToken"]
         for container in pod["spec"]["containers"]:
             restrictions = container["securityContext"]
@@ -64,9 +69,65 @@ def test_gpu_workers_request_gpus_and_match_the_labels_of_any_cloud() -> None:
     assert "nvidia.com/gpu" not in json.dumps(head_pod(context)["spec"]["containers"])
 
 
-def test_a_cpu_worker_requests_no_gpu() -> None:
-    pod = worker_pod(job_context(workers={"gpusPerWorker": 0}), 0, replacement=False)
+@pytest.mark.parametrize(
+    ("resource", "tolerated"),
+    [
+        ("amd.com/gpu", ["amd.com/gpu"]),
+        ("nvidia.com/mig-3g.40gb", ["nvidia.com/mig-3g.40gb", "nvidia.com/gpu"]),
+    ],
+)
+def test_workers_request_the_named_gpu_resource_and_tolerate_its_taints(resource: str, tolerated: list[str]) -> None:
+    context = job_context(workers={"gpuResource": resource, "gpusPerWorker": 2, "resources": {"cpu": 8}})
+    pod = worker_pod(context, 0, replacement=False)
+    (container,) = pod["spec"]["containers"]
+    assert {"requests": {"cpu": "8"}, "limits": {"cpu": "8", resource: "2"}} == container["resources"]
+    gpu_taints = [one["key"] for one in pod["spec"]["tolerations"] if one.get("effect") == "NoSchedule"]
+    assert tolerated == gpu_taints
+    assert 2 == context.job.spec.engines_per_worker
+
+
+def test_workers_claim_devices_instead_of_an_extended_resource() -> None:
+    context = job_context(workers={"deviceClaimTemplate": "two-gpus", "gpusPerWorker": 2, "resources": {"cpu": 8}})
+    spec = worker_pod(context, 0, replacement=False)["spec"]
+    (container,) = spec["containers"]
+    assert [{"name": "gpus", "resourceClaimTemplateName": "two-gpus"}] == spec["resourceClaims"]
+    expected = {"requests": {"cpu": "8"}, "limits": {"cpu": "8"}, "claims": [{"name": "gpus"}]}
+    assert expected == container["resources"]
+    assert 2 == context.job.spec.engines_per_worker
+    assert "resourceClaims" not in head_pod(context)["spec"]
+
+
+@pytest.mark.parametrize(("workers", "grace"), [({}, 45), ({"drainSeconds": 3}, 23), ({"drainSeconds": 0}, 20)])
+def test_the_grace_period_of_workers_follows_from_the_time_to_drain(workers: dict[str, int], grace: int) -> None:
+    context = job_context(workers=workers)
+    assert grace == worker_pod(context, 0, replacement=False)["spec"]["terminationGracePeriodSeconds"]
+    (manifest,) = (one for one in owned_objects(context, ClusterInfo(), workers=1) if "job.yaml" in one.get("data", ()))
+    assert grace == parse_job(json.loads(manifest["data"]["job.yaml"])).spec.workers.drain_seconds + 20
+
+
+def test_workers_may_need_further_resources_and_a_runtime_class() -> None:
+    workers = {"runtimeClassName": "nvidia", "resources": {"extended": {"rdma/hca": 1}}}
+    spec = worker_pod(job_context(workers=workers), 0, replacement=False)["spec"]
+    (container,) = spec["containers"]
+    assert {"rdma/hca": "1", "nvidia.com/gpu": "1"} == container["resources"]["limits"]
+    assert "nvidia" == spec["runtimeClassName"]
+    assert "runtimeClassName" not in head_pod(job_context(workers=workers))["spec"]
+
+
+def test_any_accelerator_is_recognized_by_the_label_of_the_administrator() -> None:
+    pod = worker_pod(job_context(workers={"accelerator": "amd-mi300x"}), 0, replacement=False)
+    affinity = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    label = {"key": "das.rollout.dev/accelerator", "operator": "In", "values": ["amd-mi300x"]}
+    assert [{"matchExpressions": [label]}] == affinity["nodeSelectorTerms"]
+
+
+@pytest.mark.parametrize("gpus", [{}, {"gpuResource": "amd.com/gpu"}, {"deviceClaimTemplate": "gpus"}])
+def test_a_cpu_worker_requests_no_gpu(gpus: dict[str, str]) -> None:
+    pod = worker_pod(
+        job_context(workers={"gpusPerWorker": 0, "accelerator": "nvidia-h100", **gpus}), 0, replacement=False
+    )
     assert "nvidia" not in json.dumps(pod)
+    assert "gpu" not in json.dumps(pod)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +247,66 @@ def test_the_cleanup_pod_takes_over_what_the_head_needs() -> None:
     assert {"pool": "cpu"} == spec["nodeSelector"]
 
 
+PREFETCH = {"uri": "Qwen/Qwen3-8B", "cache": {"persistentVolumeClaim": "models", "prefetch": True}}
+
+
+def environment_of(pod: dict[str, Any]) -> dict[str, Any]:
+    return {variable["name"]: variable.get("value") for variable in pod["spec"]["containers"][0]["env"]}
+
+
+def models_mount_of(pod: dict[str, Any]) -> dict[str, Any]:
+    assert {"name": "models", "persistentVolumeClaim": {"claimName": "models"}} in pod["spec"]["volumes"]
+    mounts = pod["spec"]["containers"][0]["volumeMounts"]
+    return next(mount for mount in mounts if mount["name"] == "models")
+
+
+def test_only_the_prefetch_pod_writes_to_the_model_cache() -> None:
+    context = job_context(model=PREFETCH)
+    writer = prefetch_pod(context)
+    assert "readOnly" not in models_mount_of(writer)
+    assert "/models/huggingface" == environment_of(writer)["HF_HOME"]
+    assert "HF_HUB_OFFLINE" not in environment_of(writer)
+    for pod in (head_pod(context), worker_pod(context, 0, replacement=False)):
+        assert models_mount_of(pod)["readOnly"]
+        variables = environment_of(pod)
+        assert ("/models/huggingface/hub", "1") == (variables["HF_HUB_CACHE"], variables["HF_HUB_OFFLINE"])
+        # These directories are written to.
+        assert "/tmp" == variables["HOME"]
+        assert variables["HF_HOME"].startswith("/tmp/")
+
+
+def test_without_prefetch_all_pods_may_download_the_model() -> None:
+    context = job_context(model={"uri": "a/b", "cache": {"persistentVolumeClaim": "models"}})
+    for pod in (head_pod(context), worker_pod(context, 0, replacement=False)):
+        assert "readOnly" not in models_mount_of(pod)
+        assert "/models/huggingface" == environment_of(pod)["HF_HOME"]
+        assert "HF_HUB_OFFLINE" not in environment_of(pod)
+
+
+def test_the_prefetch_pod_runs_where_the_head_may_run_and_needs_no_gpu() -> None:
+    proxy = {"name": "HTTPS_PROXY", "value": "http://proxy"}
+    toleration = {"key": "dedicated", "operator": "Exists"}
+    head = {
+        "podTemplate": {"spec": {"containers": [{"name": "head", "env": [proxy], "command": ["debug"]}]}},
+        "tolerations": [toleration],
+        "nodeSelector": {"pool": "cpu"},
+    }
+    model = {**PREFETCH, "tokenSecretRef": {"name": "hf", "key": "token"}}
+    context = job_context(model=model, head=head, lifecycle={"readyTimeoutSeconds": 7200})
+    pod = prefetch_pod(replace(context, labels={"kueue.x-k8s.io/queue-name": "research"}))
+    spec = pod["spec"]
+    (container,) = spec["containers"]
+    assert "math-prefetch" == pod["metadata"]["name"]
+    assert "kueue.x-k8s.io/queue-name" not in pod["metadata"]["labels"]
+    assert ["rollout", "prefetch"] == container["command"]
+    assert proxy in container["env"]
+    assert "HF_TOKEN" in environment_of(pod)
+    assert {"requests": {"cpu": "500m", "memory": "1Gi"}} == container["resources"]
+    assert toleration in spec["tolerations"]
+    assert {"pool": "cpu"} == spec["nodeSelector"]
+    assert 7200 == spec["activeDeadlineSeconds"]
+
+
 def test_the_manifest_in_the_pods_is_accepted_by_rollout_head() -> None:
     context = job_context(
         workers={"replicas": 4, "maxReplicas": 8, "minReplicas": 2, "autoscale": True, "podTemplate": {"spec": {}}},
@@ -211,6 +332,51 @@ def test_the_manifest_in_the_pods_is_accepted_by_rollout_head() -> None:
         for resource in owned_objects(scaled, ClusterInfo(), workers=1)
     }
     assert objects["ConfigMapmath-manifest"]["data"] == rescaled["ConfigMapmath-manifest"]["data"]
+
+
+def test_the_head_knows_the_hash_of_the_token_but_no_secret() -> None:
+    context = replace(job_context(), status_token_hash="ab" * 32)
+
+    def variables(pod: dict[str, Any]) -> dict[str, Any]:
+        return {variable["name"]: variable for variable in pod["spec"]["containers"][0]["env"]}
+
+    assert {"name": HASH_VARIABLE, "value": "ab" * 32} == variables(head_pod(context))[HASH_VARIABLE]
+    for pod in (worker_pod(context, 0, replacement=False), cleanup_pod(context, delete_messages=True, reason="")):
+        assert HASH_VARIABLE not in variables(pod)
+    assert HASH_VARIABLE not in variables(head_pod(job_context()))
+    # Kubelets have no token.
+    (container,) = head_pod(context)["spec"]["containers"]
+    assert container["readinessProbe"]["httpGet"]["path"] in OPEN_PAGES
+
+
+def network_policy(cluster: ClusterInfo) -> dict[str, Any]:
+    made = owned_objects(job_context(), cluster, workers=1)
+    return next(resource for resource in made if resource["kind"] == "NetworkPolicy")
+
+
+def test_connections_of_pods_are_limited_if_the_operator_knows_where_redis_is() -> None:
+    assert ["Ingress"] == network_policy(ClusterInfo())["spec"]["policyTypes"]
+    rules = ({"to": [{"ipBlock": {"cidr": "10.0.0.1/32"}}], "ports": [{"port": 6379}]},)
+    limited = network_policy(ClusterInfo(egress_rules=rules))
+    assert ["Ingress", "Egress"] == limited["spec"]["policyTypes"]
+    # The trainer and the job's other pods, in the same namespace.
+    assert [{"to": [{"podSelector": {}}]}, *rules] == limited["spec"]["egress"]
+    assert [{"to": [{"podSelector": {}}]}] == network_policy(ClusterInfo(egress_rules=()))["spec"]["egress"]
+    # The policies of existing jobs are changed when the operator's options change.
+    unlimited = network_policy(ClusterInfo())
+    assert needs_apply(limited, unlimited)
+    assert needs_apply(unlimited, limited)
+
+
+def test_rules_for_connections_are_a_json_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ({"ports": [{"port": 443}]},) == parse_arguments(
+        ["--worker-image=w", '--egress-rules=[{"ports": [{"port": 443}]}]']
+    ).egress_rules
+    assert parse_arguments(["--worker-image=w"]).egress_rules is None
+    for text, message in (("[", "not JSON"), ("{}", "a JSON list"), ("[1]", "a JSON list")):
+        with pytest.raises(SystemExit):
+            parse_arguments(["--worker-image=w", f"--egress-rules={text}"])
+        assert message in capsys.readouterr().err
 
 
 def test_a_url_without_credentials_is_published_unchanged() -> None:

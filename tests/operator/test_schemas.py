@@ -10,30 +10,21 @@ from rollout_operator import names
 from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.job_context import JobContext
 from rollout_operator.owned_objects import owned_objects
-from rollout_operator.pods import cleanup_pod, head_pod, worker_pod
+from rollout_operator.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
 
 from rollout_api import parse_job
 from rollout_api.manifest.status import PodGroup
-from tests.support.cluster.chart import render_chart
+from tests.support.cluster.chart import VALUE_SETS, render_chart
 
 RELEASES = [f"1.{minor}" for minor in range(29, 38)]
 """The releases of which kubernetes-validate has the schemas, from the first that the CRD's rules need."""
-VALUES: dict[str, dict[str, Any]] = {
-    "defaults": {},
-    "everything": {
-        "redis": {"users": True, "storageClassName": "fast"},
-        "monitoring": {"podMonitor": True, "dashboard": True, "labels": {"release": "prometheus"}},
-        "rbac": {"aggregateRoles": True},
-        "operator": {"nodeSelector": {"pool": "system"}, "tolerations": [{"operator": "Exists"}], "replicas": 3},
-        "image": {"pullSecrets": [{"name": "registry"}]},
-    },
-    "some namespaces": {"operator": {"namespaces": ["a", "b"], "readNodes": True}},
-    "own Redis": {"redis": {"bundled": False}, "history": {"redis": {"existingSecret": "redis"}}},
-    "minimum": {"redis": {"bundled": False}, "history": {"enabled": False}, "networkPolicies": False},
-}
 SPEC: dict[str, Any] = {
     "source": {"trainer": {}},
-    "model": {"uri": "Qwen/Qwen3-32B", "tokenSecretRef": {"name": "hf", "key": "token"}},
+    "model": {
+        "uri": "Qwen/Qwen3-32B",
+        "tokenSecretRef": {"name": "hf", "key": "token"},
+        "cache": {"persistentVolumeClaim": "models", "prefetch": True},
+    },
     "engine": {"tensorParallelSize": 4},
     "workers": {
         "replicas": 4,
@@ -47,20 +38,33 @@ SPEC: dict[str, Any] = {
     "image": {"pullPolicy": "Always", "pullSecrets": [{"name": "registry"}]},
     "priorityClassName": "high",
 }
-NOT_BUILT_IN = ("CustomResourceDefinition", "PodMonitor")
+DEVICE_CLAIM: dict[str, Any] = {
+    "gpusPerWorker": 8,
+    "deviceClaimTemplate": "eight-gpus",
+    "runtimeClassName": "nvidia",
+    "resources": {"cpu": "32", "memory": "512Gi", "extended": {"rdma/hca": 1}},
+}
+"""Workers that get their GPUs by dynamic resource allocation."""
+DEVICE_CLAIM_RELEASES = RELEASES[RELEASES.index("1.31") :]
+"""The releases that know the current form of a pod's claims. Before 1.34, they have to be enabled in the cluster."""
+FIRST_RELEASES = dict.fromkeys(("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"), "1.30")
+"""The first releases with kinds that only some values of the chart create."""
+NOT_BUILT_IN = ("CustomResourceDefinition", "PodMonitor", "ServiceMonitor", "PrometheusRule")
 """Kinds that kubernetes-validate does not know. The API server checks the CRD when a test installs it."""
 
 
-def created_objects() -> list[dict[str, Any]]:
-    """Return everything that the operator creates for a job in a queue."""
+def created_objects(**sections: Any) -> list[dict[str, Any]]:
+    """Return everything that the operator creates for a job in a queue, with these sections of its spec replaced."""
     metadata = {"name": "math", "namespace": "rl"}
-    manifest = {"apiVersion": "das.rollout.dev/v1alpha1", "kind": "RolloutJob", "metadata": metadata, "spec": SPEC}
+    spec = {**SPEC, **sections}
+    manifest = {"apiVersion": "das.rollout.dev/v1beta1", "kind": "RolloutJob", "metadata": metadata, "spec": spec}
     group = PodGroup(name="math-1", queue="research", total_count=2)
     context = JobContext(parse_job(manifest), "uid", {names.QUEUE_LABEL: "research"}, "worker:1", pod_group=group)
     return [
         head_pod(context),
         worker_pod(context, 0, replacement=True),
         worker_pod(context, 3, replacement=False),
+        prefetch_pod(context),
         cleanup_pod(context, delete_messages=True, reason="deleted"),
         *owned_objects(context, ClusterInfo(), workers=4),
     ]
@@ -69,7 +73,8 @@ def created_objects() -> list[dict[str, Any]]:
 def check(manifests: list[dict[str, Any]], release: str) -> None:
     """Raise ValidationError for the first manifest that does not fit the schemas of a release."""
     for manifest in manifests:
-        if manifest["kind"] not in NOT_BUILT_IN:
+        first = FIRST_RELEASES.get(manifest["kind"], RELEASES[0])
+        if manifest["kind"] not in NOT_BUILT_IN and RELEASES.index(release) >= RELEASES.index(first):
             kubernetes_validate.validate(manifest, release, strict=True)
 
 
@@ -78,7 +83,12 @@ def test_the_objects_of_a_job_fit_the_schemas(release: str) -> None:
     check(created_objects(), release)
 
 
-@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize("release", DEVICE_CLAIM_RELEASES)
+def test_workers_that_claim_devices_fit_the_schemas(release: str) -> None:
+    check(created_objects(workers=DEVICE_CLAIM), release)
+
+
+@pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
 def test_the_chart_fits_the_schemas(values: dict[str, Any]) -> None:
     manifests = render_chart("rl", **values)
     for release in RELEASES:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from rollout_operator.strategic_merge import PatchError, strategic_merge
+from hypothesis import given
+from hypothesis import strategies as st
+from rollout_operator.strategic_merge import PatchError, combine_patches, strategic_merge
 
 POD: dict[str, Any] = {
     "metadata": {"labels": {"a": "1"}},
@@ -22,6 +24,7 @@ POD: dict[str, Any] = {
     [
         ({"metadata": {"labels": {"b": "2"}}}, ("metadata", "labels"), {"a": "1", "b": "2"}),
         ({"metadata": {"labels": {"a": None}}}, ("metadata", "labels"), {}),
+        ({"metadata": {"labels": {"env": "x"}}}, ("metadata", "labels"), {"a": "1", "env": "x"}),
         ({"spec": {"hostNetwork": True}}, ("spec", "hostNetwork"), True),
         ({"spec": {"tolerations": []}}, ("spec", "tolerations"), []),
         (
@@ -64,6 +67,13 @@ def test_the_base_is_not_modified() -> None:
     [
         ({"spec": {"containers": [{"image": "x"}]}}, "spec.containers[0]: entries of this list are merged by name"),
         ({"spec": {"volumes": ["x"]}}, "spec.volumes[0]: entries of this list are merged by name"),
+        ({"spec": {"containers": "x"}}, "spec.containers: this must be a list"),
+        (
+            {"spec": {"containers": [{"name": "worker", "env": {"A": "1"}}]}},
+            "spec.containers[0].env: this must be a list",
+        ),
+        ({"spec": {"containers": [{"name": ["x"]}]}}, "spec.containers[0]: entries of this list are merged by name"),
+        ({"spec": "x"}, "spec: this must be a mapping"),
         ({"spec": {"$patch": "forget"}}, "spec: the directive $patch: forget is not supported"),
     ],
 )
@@ -71,3 +81,53 @@ def test_an_invalid_patch_is_reported_with_its_path(patch: dict[str, Any], messa
     with pytest.raises(PatchError) as caught:
         strategic_merge(POD, patch)
     assert message in str(caught.value)
+
+
+def entries(fields: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[list[dict[str, Any]]]:
+    """Return lists of entries with different names, each of which is merged, replaced or deleted."""
+    directive = st.sampled_from([{}, {"$patch": "replace"}, {"$patch": "delete"}])
+    entry = st.builds(
+        lambda name, values, patch: {"name": name, **values, **patch}, st.sampled_from("abc"), fields, directive
+    )
+    return st.lists(entry, max_size=3, unique_by=lambda one: one["name"])
+
+
+VARIABLES = st.fixed_dictionaries({}, optional={"value": st.sampled_from(["1", "2", None])})
+CONTAINERS = st.fixed_dictionaries(
+    {}, optional={"env": entries(VARIABLES), "image": st.sampled_from(["x", "y", None]), "args": st.just(["z"])}
+)
+MAPPINGS = st.dictionaries(st.sampled_from("abc"), st.sampled_from(["1", "2", None]), max_size=3)
+PATCHES = st.fixed_dictionaries(
+    {},
+    optional={
+        "containers": entries(CONTAINERS),
+        "labels": st.one_of(st.none(), MAPPINGS, MAPPINGS.map(lambda labels: {**labels, "$patch": "replace"})),
+        "name": st.sampled_from(["n", None]),
+    },
+)
+
+
+def without_order(value: Any) -> Any:
+    """Return a value with its lists of entries as mappings by name."""
+    if isinstance(value, list):
+        return {entry["name"] if isinstance(entry, dict) else entry: without_order(entry) for entry in value}
+    return {name: without_order(one) for name, one in value.items()} if isinstance(value, dict) else value
+
+
+@given(base=PATCHES, first=PATCHES, second=PATCHES)
+def test_combined_patches_have_the_effect_of_both(
+    base: dict[str, Any], first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    pod = strategic_merge({}, base)  # without directives
+    expected = strategic_merge(strategic_merge(pod, first), second)
+    try:
+        combined = combine_patches(first, second)
+    except PatchError as error:
+        assert "removes this list" in str(error)
+    else:
+        assert without_order(expected) == without_order(strategic_merge(pod, combined))
+
+
+def test_nothing_can_be_added_to_a_list_that_an_earlier_patch_removes() -> None:
+    with pytest.raises(PatchError, match=r"spec\.containers: an earlier template removes this list"):
+        combine_patches({"spec": {"containers": None}}, {"spec": {"containers": [{"name": "a"}]}})

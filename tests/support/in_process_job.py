@@ -35,7 +35,7 @@ _uids = itertools.count()
 def manifest(**spec: Any) -> RolloutJob:
     return parse_job(
         {
-            "apiVersion": "das.rollout.dev/v1alpha1",
+            "apiVersion": "das.rollout.dev/v1beta1",
             "kind": "RolloutJob",
             "metadata": {"name": "live"},
             "spec": {
@@ -50,11 +50,13 @@ def manifest(**spec: Any) -> RolloutJob:
     )
 
 
-async def start_engine(model: Path, url: str, job: RolloutJob) -> Engine:
+async def start_engine(model: Path, url: str, job: RolloutJob, **overrides: Any) -> Engine:
+    """Start an engine; *overrides* are additional vLLM engine arguments."""
     keys = HistoryKeys("default", "live")
     binding = HistoryLocation(url, keys.namespace, keys.name, window=16)
     drafting = DraftingConfig("fixed", 4, 2**30, binding, governed=False)
-    return await Engine.start(EngineConfig(model=model, spec=job.spec.engine, cpu=True, drafting=drafting))
+    config = EngineConfig(model=model, spec=job.spec.engine, cpu=True, drafting=drafting, overrides=overrides)
+    return await Engine.start(config)
 
 
 class LiveJob:

@@ -45,8 +45,12 @@ class SimulatedCluster:
     objects: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     rejections: tuple[Rejection, ...] = ()
+    runtime: dict[str, Any] | None = None
+    """The ``spec`` of the runtime that the job names, if it names one that exists."""
     default_image: str = "worker:1"
     lost_nodes: set[str] = field(default_factory=set)
+    gang_api: str | None = None
+    """API version of the PodGroups that the cluster's scheduler has."""
     queued: bool = False
     """Whether the job is in a queue of Kueue."""
     has_quota: bool = True
@@ -75,11 +79,12 @@ class SimulatedCluster:
             pods=tuple(PodView.from_pod(pod) for pod in self.pods.values()),
             objects=copy.deepcopy(self.objects),
             now=self.now,
-            cluster=ClusterInfo(),
+            cluster=ClusterInfo(gang_api=self.gang_api),
             default_image=self.default_image,
             last_head_status=self.head,
             lost_nodes=frozenset(self.lost_nodes),
             rejections=self.rejections,
+            runtime=copy.deepcopy(self.runtime),
         )
 
     def plan(self) -> Plan:
@@ -135,9 +140,7 @@ class SimulatedCluster:
             case DeleteJob():
                 self.delete_job()
             case SetFinalizer(present):
-                self.job["metadata"]["finalizers"] = [names.FINALIZER] if present else []
-                if not present and self.job["metadata"].get("deletionTimestamp"):
-                    self._garbage_collect()
+                self._set_finalizer(names.FINALIZER, present=present)
 
     def _create_pod(self, manifest: dict[str, Any]) -> None:
         name = manifest["metadata"]["name"]
@@ -152,6 +155,22 @@ class SimulatedCluster:
         self.pods[name] = pod
 
     # Kubernetes
+
+    def _set_finalizer(self, finalizer: str, *, present: bool) -> None:
+        assert self.job is not None
+        metadata = self.job["metadata"]
+        others = [name for name in metadata["finalizers"] if name != finalizer]
+        metadata["finalizers"] = [*others, finalizer] if present else others
+        if not metadata["finalizers"] and metadata.get("deletionTimestamp"):
+            self._garbage_collect()
+
+    def delete_dependents(self) -> None:
+        """Delete the objects of a job that is deleted in the foreground; the last pod must have terminated before."""
+        for name in list(self.pods):
+            self.delete_pod(name)
+        self.objects.clear()
+        if not self.pods:
+            self._set_finalizer(names.FOREGROUND_FINALIZER, present=False)
 
     def _garbage_collect(self) -> None:
         self.job = None
@@ -267,8 +286,10 @@ class SimulatedCluster:
             self.job["spec"][name] = {**self.job["spec"].get(name, {}), **changes}
         self.job["metadata"]["generation"] += 1
 
-    def delete_job(self) -> None:
+    def delete_job(self, *, foreground: bool = False) -> None:
         assert self.job is not None
+        if foreground:
+            self._set_finalizer(names.FOREGROUND_FINALIZER, present=True)
         if self.job["metadata"]["finalizers"]:
             self.job["metadata"]["deletionTimestamp"] = format_timestamp(self.now)
         else:
@@ -292,6 +313,9 @@ class SimulatedCluster:
 
     def heads(self) -> list[str]:
         return sorted(name for name, pod in self.pods.items() if self._component(pod) == names.HEAD)
+
+    def prefetch_pods(self) -> list[str]:
+        return sorted(name for name, pod in self.pods.items() if self._component(pod) == names.PREFETCH)
 
     def _component(self, pod: dict[str, Any]) -> str:
         component: str = pod["metadata"]["labels"][names.COMPONENT_LABEL]

@@ -11,6 +11,7 @@ from rollout_worker.job.coordinator.migration import plan_migrations
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.coordinator.scheduler import EngineLoad
+from rollout_worker.job.coordinator.weight_passing import find_waiting_engines
 from rollout_worker.job.job_store import Assignment, Order
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ class RolloutPlacer:
 
     async def assign_waiting(self, slow_clients: frozenset[str]) -> None:
         """Assign the waiting rollouts that can start now, except those of slow clients."""
+        waiting_for_weights = find_waiting_engines(self._engines.engines)
         loads = [
             EngineLoad(
                 engine,
@@ -38,7 +40,7 @@ class RolloutPlacer:
                 Counter(request_id for request_id, _ in self._tracker.assigned[engine]),
             )
             for engine, report in self._engines.engines.items()
-            if not report.draining
+            if not report.draining and engine not in waiting_for_weights
         ]
         if not loads or not self._queue.num_waiting:
             return

@@ -1,4 +1,4 @@
-"""The coordinator's HTTP server: ``/status``, ``/metrics`` and ``/healthz``."""
+"""The coordinator's HTTP server: ``/status``, ``/metrics``, ``/healthz`` and ``/readyz``."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from rollout_api.protocol.status import ServedStatus
+from rollout_api.status_token import StatusToken
 from rollout_worker.job.coordinator.metrics import StatusMetrics
 from rollout_worker.job.coordinator.status import StatusBoard
 from rollout_worker.job.limits import STALE_STATUS_S
 from rollout_worker.runtime.http_server import HttpServer
 
+_STARTING = "the coordinator is still reading the job's state"
+
 
 class StatusServer(HttpServer):
     """Serves the last status of a :class:`StatusBoard`."""
 
-    def __init__(self, board: StatusBoard) -> None:
+    def __init__(self, board: StatusBoard, token: StatusToken | None = None) -> None:
         self._board = board
         registry = CollectorRegistry(auto_describe=False)
         registry.register(StatusMetrics(board))
-        super().__init__(registry, {"/status": self._status, "/healthz": self._health})
+        pages = {"/status": self._status, "/healthz": self._health, "/readyz": self._readiness}
+        super().__init__(registry, pages, token)
 
     async def _status(self, _: web.Request) -> web.Response:
         if self._board.last is None:
-            return web.json_response({"error": "the coordinator is still reading the job's state"}, status=503)
+            return web.json_response({"error": _STARTING}, status=503)
         redis_error = None
         if self._board.age_s > STALE_STATUS_S:
             redis_error = f"Redis has not answered the coordinator for {self._board.age_s:.0f} s"
@@ -31,4 +35,9 @@ class StatusServer(HttpServer):
         return web.json_response(status)
 
     async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readiness(self, _: web.Request) -> web.Response:
+        if self._board.last is None:
+            return web.Response(text=f"{_STARTING}\n", status=503)
         return web.Response(text="ok\n")

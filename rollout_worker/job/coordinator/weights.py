@@ -18,6 +18,11 @@ class WeightAnnouncer:
         self._updates: list[WeightUpdate] = []
 
     @property
+    def broadcast_version(self) -> int | None:
+        """Version of the full weights that the engines should have, if they are in no directory; None otherwise."""
+        return next((update.weight_version for update in self._updates if update.broadcast is not None), None)
+
+    @property
     def desired_version(self) -> int | None:
         """Weight version that the engines should serve; None if none was published."""
         return self._updates[-1].weight_version if self._updates else None

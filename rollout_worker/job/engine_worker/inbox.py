@@ -55,4 +55,6 @@ class InboxReader:
             self._running.stop_request(order.request_id, FinishReason.CANCELLED)
         elif order.kind is OrderKind.UPDATE_WEIGHTS:
             self._weights.request_update()
+        elif order.kind is OrderKind.SEND_WEIGHTS:
+            self._weights.request_passing(order.target, order.weight_version)
         await retry_async(self._job_store.assignments.acknowledge, self._lease.engine_id, order.order_id)

@@ -1,25 +1,39 @@
-"""Loads published weights into the engine."""
+"""Loads published weights into the engine, and passes them on to engines that have missed them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import time
+from contextlib import suppress
 
 from rollout_api.protocol.messages import WeightsKind, WeightUpdate
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
+from rollout_worker.engine.weight_loading import PassedWeights
 from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.running import RunningRollouts
-from rollout_worker.job.job_store import JobStore
-from rollout_worker.job.weight_transport import UnusableWeightsError, WeightTransport
+from rollout_worker.job.job_store import JobStore, WeightOffer
+from rollout_worker.job.limits import (
+    MAX_PASSING_ATTEMPTS,
+    WEIGHT_OFFER_POLL_INTERVAL_S,
+    WEIGHT_SOURCE_CHECK_INTERVAL_S,
+)
+from rollout_worker.job.weight_transport import Load, MissedBroadcastError, UnusableWeightsError, WeightTransport
 
 logger = logging.getLogger(__name__)
 
 
 class WeightUpdater:
-    """Makes the engine serve the published weights. When they cannot be loaded, it keeps the weights that it has."""
+    """Makes the engine serve the published weights. When they cannot be loaded, it keeps the weights that it has.
+
+    If the engine has missed a broadcast, the coordinator orders another engine to pass the weights on, whose offer this
+    class waits for. If there is no such engine, this is reported as a failure, and the engine waits for the next
+    version.
+    """
 
     def __init__(
         self,
@@ -34,22 +48,51 @@ class WeightUpdater:
         self._lease, self._running, self._announcer = lease, running, announcer
         self._requested = asyncio.Event()
         self._updating = asyncio.Lock()
+        self._passing_attempts = 0
+        """Number of failed attempts to receive the missed weights from another engine."""
+        self._next_source_check = 0.0
+        """``time.monotonic()`` from which on it is checked again whether an engine has the missed weights."""
+        self._last_offer = ""
+        """Token of the last offer that was tried."""
+        self._passing_requests: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
+        """Engines to which weights are to be passed on, and the version."""
 
     def request_update(self) -> None:
         """Load the published weights soon; weights that could not be loaded before are tried again."""
         self._lease.report.failed.clear()
+        self._passing_attempts = 0
         self._requested.set()
 
+    def request_passing(self, target: str, version: int) -> None:
+        """Pass the full weights on to the engine *target* soon, if they are still those of *version*."""
+        self._passing_requests.put_nowait((target, version))
+
     async def run(self) -> None:
-        """Load weights whenever an update is requested, until cancelled.
+        """Load weights whenever an update is requested or missed weights are offered, until cancelled.
 
         Raises:
             EngineError: if the engine has stopped while it loaded weights.
         """
         while True:
-            await self._requested.wait()
-            self._requested.clear()
-            await self.update()
+            if self._lease.report.missed is None:
+                await self._requested.wait()
+            else:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._requested.wait(), WEIGHT_OFFER_POLL_INTERVAL_S)
+            if self._requested.is_set():
+                self._requested.clear()
+                await self.update()
+            else:
+                await self._receive_missed()
+
+    async def pass_on(self) -> None:
+        """Pass weights on to other engines whenever it is requested, until cancelled."""
+        while True:
+            target, version = await self._passing_requests.get()
+            offer = await self._make_offer(version)
+            if offer.error:
+                logger.warning("Engine %s gets no weights from this engine: %s", target, offer.error)
+            await retry_async(self._job_store.weight_offers.offer, target, offer)
 
     async def serves(self, version: int) -> bool:
         """Return whether new rollouts are sampled with *version*, once the current update has finished."""
@@ -65,44 +108,129 @@ class WeightUpdater:
             EngineError: if the engine has stopped while it loaded weights.
         """
         async with self._updating:
-            updates = await retry_async(self._job_store.job.weights)
-            for update in updates:
-                full = update.weights_kind is WeightsKind.FULL
-                served = self._engine.full_weight_version if full else self._engine.weight_version
-                if update.weight_version == served or update.weight_version in self._lease.report.failed:
-                    continue
-                base = updates[0].weight_version
-                if not full and base not in (update.weight_version, self._engine.full_weight_version):
-                    self._lease.report.loads += 1
-                    self._lease.report.failed[update.weight_version] = (
+            await self._update()
+
+    async def _update(self, offer: WeightOffer | None = None) -> None:
+        """Load the published weights that are not served yet.
+
+        Args:
+            offer: where another engine passes missed weights on.
+        """
+        report = self._lease.report
+        updates = await retry_async(self._job_store.job.weights)
+        if report.missed is not None and report.missed not in [update.weight_version for update in updates]:
+            report.missed, self._passing_attempts = None, 0
+        for update in updates:
+            version, full = update.weight_version, update.weights_kind is WeightsKind.FULL
+            served = self._engine.full_weight_version if full else self._engine.weight_version
+            is_offered = offer is not None and offer.version == version == report.missed
+            if version == served or (version in report.failed and not is_offered):
+                continue
+            base = updates[0].weight_version
+            if not full and base not in (version, self._engine.full_weight_version):
+                if base != report.missed or base in report.failed:
+                    report.loads += 1
+                    report.failed[version] = (
                         f"the adapter needs the full weights of version {base}, which are not loaded"
                     )
-                    continue
-                await self._try_update(update, served)
-            await self._lease.renew()
+                continue
+            await self._try_update(update, served, offer if is_offered else None)
+        await self._report_missing_source()
+        await self._lease.renew()
 
-    async def _try_update(self, update: WeightUpdate, served: int) -> None:
+    async def _try_update(self, update: WeightUpdate, served: int, offer: WeightOffer | None) -> None:
         version, report = update.weight_version, self._lease.report
         report.loading = version
         await self._lease.renew()
         try:
-            gap = await self._load(update)
-            report.weights = update.identity
+            gap = await self._load(update, offer)
+            report.weights, report.full_version = update.identity, self._engine.full_weight_version
             logger.info("Serving weight version %d; decoding was paused for %.3f s.", version, gap)
             report.counters["weights_gap_seconds"] = gap
+            if version == report.missed:
+                report.missed, self._passing_attempts = None, 0
+                report.failed.clear()  # an adapter may have failed because it needs these weights
+        except MissedBroadcastError as error:
+            logger.info("Cannot load weight version %d; waiting for another engine to pass it on: %s.", version, error)
+            report.missed = version
         except (UnusableWeightsError, EngineError) as error:
             if self._engine.stopped:
                 raise
             logger.warning("Cannot load weight version %d; still serving version %d: %s", version, served, error)
-            report.failed[version] = str(error)
+            self._record_failure(update, str(error), was_offered=offer is not None)
         report.loads += 1
         report.version, report.loading = self._engine.weight_version, None
 
-    async def _load(self, update: WeightUpdate) -> float:
-        load = await self._transport.prepare(update, self._lease.engine_id)
+    def _record_failure(self, update: WeightUpdate, error: str, *, was_offered: bool) -> None:
+        version, report = update.weight_version, self._lease.report
+        if not was_offered:
+            report.failed[version] = error
+            if update.broadcast is not None and report.broadcast:
+                report.missed = version  # others may have received what this engine has not
+            return
+        self._passing_attempts += 1
+        if self._passing_attempts == MAX_PASSING_ATTEMPTS:
+            report.missed, self._passing_attempts = None, 0
+            report.failed[version] = error
+
+    async def _load(self, update: WeightUpdate, offer: WeightOffer | None) -> float:
+        if offer is None:
+            load = await self._transport.prepare(update, self._lease.engine_id)
+        else:
+            load = self._prepare_passed(update, offer)
         if update.weights_kind is WeightsKind.FULL:
             # Rollouts that are pinned to another version must end with that version.
             await self._running.wait_pinned_to_others(update.weight_version)
         gap = await load(self._engine)
         self._announcer.publish(update.weight_version)
         return gap
+
+    def _prepare_passed(self, update: WeightUpdate, offer: WeightOffer) -> Load:
+        if offer.error:
+            raise UnusableWeightsError(f"engine {offer.source} does not pass them on: {offer.error}")
+        passed = PassedWeights(offer.version, offer.token, offer.addresses)
+        return lambda engine: engine.receive_passed_weights(passed, update.mode)
+
+    async def _receive_missed(self) -> None:
+        """Receive the missed weights if another engine offers them."""
+        offer = await retry_async(self._job_store.weight_offers.read, self._lease.engine_id)
+        async with self._updating:
+            if offer is not None and offer.token != self._last_offer:
+                self._last_offer = offer.token
+                await self._update(offer)
+            elif time.monotonic() >= self._next_source_check and await self._report_missing_source():
+                await self._lease.renew()
+
+    async def _report_missing_source(self) -> bool:
+        """Report a failure if no engine can pass the missed weights on; return whether it is a new one."""
+        report = self._lease.report
+        version = report.missed
+        if version is None or version in report.failed:
+            return False
+        self._next_source_check = time.monotonic() + WEIGHT_SOURCE_CHECK_INTERVAL_S
+        engines = await retry_async(self._job_store.engines.engines)
+        if any(
+            alive and engine != self._lease.engine_id and other.has_full_weights(version)
+            for engine, (other, alive) in engines.items()
+        ):
+            return False
+        reason = (
+            f"weight version {version} was broadcast before this engine joined, and no other engine of the job has it; "
+            "the engine loads the next version, or these weights when they are published from a directory under a "
+            "later version"
+        )
+        logger.warning("Cannot load weight version %d: %s", version, reason)
+        report.failed[version] = reason
+        report.loads += 1
+        return True
+
+    async def _make_offer(self, version: int) -> WeightOffer:
+        source = self._lease.engine_id
+        try:
+            passed = await self._engine.pass_weights()
+            if passed.version == version:
+                return WeightOffer(source, version, passed.token, passed.addresses)
+            error = f"it has version {passed.version} by now"
+        except EngineError as failure:
+            error = str(failure)
+        return WeightOffer(source, version, secrets.token_hex(16), error=error)

@@ -39,7 +39,7 @@ class EngineWorker:
     - :class:`InboxReader` reads the coordinator's orders,
     - :class:`RolloutExecutor` produces the assigned rollouts,
     - :class:`CheckpointWriter` writes their partials,
-    - :class:`WeightUpdater` loads published weights,
+    - :class:`WeightUpdater` loads published weights and passes them on to other engines,
     - :class:`HistoryAnnouncer` tells the drafter which histories it needs,
     - :class:`EngineMonitor` reads the engine's statistics, and
     - :class:`EngineLease` publishes the engine's report and renews its lease.
@@ -81,6 +81,7 @@ class EngineWorker:
         report = EngineReport(
             name, worker, os.getpid(), max_running, non_speculative, speculation_disabled, engine.weight_version
         )
+        report.full_version = engine.full_weight_version
         if broadcast:
             report.broadcast, report.ranks = engine.config.broadcast_backend, engine.config.ranks
         self.speculation_cut_off = False
@@ -142,6 +143,7 @@ class EngineWorker:
                 self._executor.run(),
                 self._checkpoints.run(),
                 self._weights.run(),
+                self._weights.pass_on(),
                 self._announcer.run(),
                 self._monitor.run(),
                 self._send_heartbeats(),

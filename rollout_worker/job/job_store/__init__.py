@@ -10,6 +10,7 @@ from rollout_worker.job.job_store.events import RolloutEvent
 from rollout_worker.job.job_store.incoming import Entry, Stream, arrival_time
 from rollout_worker.job.job_store.requests import Admission
 from rollout_worker.job.job_store.store import JobStore
+from rollout_worker.job.job_store.weight_offers import WeightOffer
 
 __all__ = [
     "Admission",
@@ -22,5 +23,6 @@ __all__ = [
     "RolloutEvent",
     "StaleCoordinatorError",
     "Stream",
+    "WeightOffer",
     "arrival_time",
 ]

@@ -51,6 +51,8 @@ class OrderKind(StrEnum):
     """End all rollouts of a request with the tokens that they have."""
     UPDATE_WEIGHTS = "weights"
     """Load the published weights."""
+    SEND_WEIGHTS = "send-weights"
+    """Pass the full weights on to another engine."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,10 @@ class Order:
     """The request to cancel, or that of the assignment."""
     order_id: str = ""
     """Id of the entry; '' before the order is sent."""
+    target: str = ""
+    """Id of the engine to which weights are passed on."""
+    weight_version: int = 0
+    """Version of these weights."""
 
     @classmethod
     def sample(cls, assignment: Assignment) -> Order:
@@ -86,6 +92,11 @@ class Order:
         return cls(OrderKind.UPDATE_WEIGHTS)
 
     @classmethod
+    def send_weights(cls, target: str, weight_version: int) -> Order:
+        """Return the order to pass full weights on to the engine *target*."""
+        return cls(OrderKind.SEND_WEIGHTS, target=target, weight_version=weight_version)
+
+    @classmethod
     def read(cls, entry_id: str, fields: Mapping[bytes, bytes]) -> Order | None:
         """Decode an entry of an inbox; return None if its kind is unknown, as after an upgrade of the coordinator."""
         try:
@@ -96,7 +107,9 @@ class Order:
         assignment = None
         if kind in (OrderKind.SAMPLE, OrderKind.MIGRATE):
             assignment = Assignment(request_id, int(fields[b"s"]), as_text(fields[b"r"]), resumed=b"p" in fields)
-        return cls(kind, assignment, request_id, entry_id)
+        target = as_text(fields.get(b"t", b""))
+        weight_version = int(fields[b"v"]) if kind is OrderKind.SEND_WEIGHTS else 0
+        return cls(kind, assignment, request_id, entry_id, target, weight_version)
 
     def encode(self) -> list[str | int]:
         """Return the alternating names and values of the entry's fields."""
@@ -104,6 +117,8 @@ class Order:
         if self.assignment is not None:
             fields += ["s", self.assignment.sample, "r", self.assignment.entry_id]
             fields += ["p", "1"] if self.assignment.resumed else []
+        if self.kind is OrderKind.SEND_WEIGHTS:
+            fields += ["t", self.target, "v", self.weight_version]
         return fields
 
 

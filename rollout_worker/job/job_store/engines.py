@@ -49,6 +49,10 @@ class EngineReport:
     """Backend with which the engine receives broadcast weights: nccl, gloo, or '' if it receives none."""
     ranks: int = 1
     """Number of the engine's worker processes, each of which takes part in a broadcast."""
+    full_version: int = 0
+    """Version of the engine's full weights, regardless of an adapter."""
+    missed: int | None = None
+    """Version of broadcast weights that the engine has missed and wants to receive from another engine."""
     counters: dict[str, float] = field(default_factory=dict)
     """Statistics of the engine and its drafter by name."""
 
@@ -68,6 +72,10 @@ class EngineReport:
     def upcoming_version(self) -> int:
         """Weight version with which new rollouts are sampled: the one being loaded, if there is one."""
         return self.version if self.loading is None else self.loading
+
+    def has_full_weights(self, version: int) -> bool:
+        """Return whether the engine can pass full weights of *version* on to others, now or soon."""
+        return bool(self.broadcast) and not self.draining and version in (self.full_version, self.loading)
 
 
 class RegisteredEngine(NamedTuple):

@@ -15,6 +15,7 @@ from rollout_worker.job.job_store.job_record import JobRecord
 from rollout_worker.job.job_store.requests import RequestStore
 from rollout_worker.job.job_store.results import ResultStore
 from rollout_worker.job.job_store.rollouts import RolloutStore
+from rollout_worker.job.job_store.weight_offers import WeightOfferStore
 from rollout_worker.job.limits import MAX_BLOCKING_READ_S
 
 
@@ -30,6 +31,7 @@ class JobStore:
         self.results = ResultStore(client, keys)
         self.assignments = AssignmentStore(client, keys)
         self.engines = EngineRegistry(client, keys)
+        self.weight_offers = WeightOfferStore(client, keys)
         self._client = client
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster.real_cluster import RealCluster, job_manifest
+from tests.support.cluster.real_cluster import RELEASE, RealCluster, job_manifest
 from tests.support.waiting import wait_for
 
 MESSAGE_TIMEOUT_S = 150.0
@@ -31,7 +31,12 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
         "RedisUnreachable",
         "refused the user name or password",
     ),
-    ("no-secret", {"redis": {"managed": True}}, "CreateContainerConfigError", 'secret "no-secret-redis" not found'),
+    (
+        "no-secret",
+        {"redis": {"urlFrom": {"secretKeyRef": {"name": "missing", "key": "url"}}}},
+        "CreateContainerConfigError",
+        'secret "missing" not found',
+    ),
     (
         "no-memory",
         {"workers": {"resources": {"memory": "48Mi"}}, "lifecycle": {"backoffLimit": 0}},
@@ -45,7 +50,7 @@ FAULTS: list[tuple[str, dict[str, Any], str, str]] = [
 @pytest.fixture(scope="module")
 def faulty_jobs(cluster: RealCluster) -> Iterator[RealCluster]:
     """All jobs with a fault; they start together."""
-    url = cluster.secret("rollout-redis", "url").replace("redis://:", "redis://:not-")
+    url = cluster.secret(f"{RELEASE}-redis-admin", "url").replace("redis://:", "redis://:not-")
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "wrong-password"}, "stringData": {"url": url}}
     manifests = []
     for name, fault, _, _ in FAULTS:

@@ -87,13 +87,11 @@ def test_the_service_knows_the_history_of_a_finished_job(cluster: RealCluster, s
 
 
 def test_the_service_can_access_histories_but_no_messages(cluster: RealCluster, service: HistoryService) -> None:
-    secret = f"{RELEASE}-redis-history"
-    password = cluster.secret(secret, "password")
-    assert cluster.secret(secret, "url").startswith(f"redis://rollout-history:{password}@")
+    url = cluster.secret(f"{RELEASE}-redis-history-service", "url")
     uid = cluster.get("rolloutjob", QUICKSTART)["metadata"]["uid"]
     with (
         cluster.redis_address() as address,
-        redis.Redis.from_url(f"redis://rollout-history:{password}@{address}") as user,
+        redis.Redis.from_url(url.replace(f"{RELEASE}-redis.{NAMESPACE}.svc:6379", address)) as user,
     ):
         assert HISTORY.encode() in user.smembers(HISTORY_NAMES)
         with pytest.raises(redis.exceptions.NoPermissionError):

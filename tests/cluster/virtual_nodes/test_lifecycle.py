@@ -14,7 +14,7 @@ from rollout_operator.head_status import STATUS_PERIOD_S
 from tests.support.cluster.complete_control_plane import GARBAGE_COLLECTION_TIMEOUT_S, CompleteControlPlane
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
-from tests.support.cluster.operator_process import running_operator
+from tests.support.cluster.operator_process import OperatorProcess, running_operator
 from tests.support.cluster.virtual_nodes import CAPACITY, VirtualNodes
 from tests.support.waiting import wait_for
 
@@ -161,6 +161,53 @@ def test_deleting_a_job_deletes_its_objects(jobs: Jobs, nodes: VirtualNodes) -> 
         lambda: not any(list_objects(jobs.namespace, label_selector=selector).items for list_objects in lists),
         GARBAGE_COLLECTION_TIMEOUT_S,
     )
+
+
+def test_a_job_that_is_deleted_in_the_foreground_is_cleaned_up(
+    cluster: ControlPlane, jobs: Jobs, nodes: VirtualNodes
+) -> None:
+    jobs.create("foreground")
+    jobs.wait_for_running("foreground", 3)
+    # Kubernetes deletes the job's objects first, among them those that the cleanup pod needs.
+    cluster.kubectl("-n", jobs.namespace, "delete", "rj/foreground", "--cascade=foreground", "--wait=false")
+    jobs.wait(lambda: jobs.running("foreground") == {"foreground-cleanup"}, GARBAGE_COLLECTION_TIMEOUT_S)
+    assert jobs.core.read_namespaced_service_account("foreground-rollout", jobs.namespace)
+    assert (
+        jobs.core.read_namespaced_config_map("foreground-manifest", jobs.namespace).metadata.deletion_timestamp is None
+    )
+    nodes.terminate_pod(jobs.namespace, "foreground-cleanup")
+    jobs.wait(lambda: jobs.get("foreground") is None)
+    assert "CleanupFailed" not in jobs.events("foreground")
+
+
+def test_an_operator_of_selected_namespaces_leaves_the_others_alone(cluster: ControlPlane) -> None:
+    def label(jobs: Jobs, change: str) -> None:
+        cluster.kubectl("label", "--overwrite", "namespace", jobs.namespace, change)
+
+    selected, other = Jobs(cluster, "selected"), Jobs(cluster, "not-selected")
+    label(selected, "rollouts=ours")
+    log = cluster.directory / "log" / "operator-selected.log"
+    operator = OperatorProcess(cluster.kubeconfig, log, "--namespace-selector=rollouts=ours", "--log-format=text")
+    for jobs in (selected, other):
+        jobs.create("math", workers={"accelerator": "none"})
+    operator.start()
+    try:
+        operator.wait_until_ready()
+        selected.wait(lambda: len(selected.pods("math")) == 3)
+        assert not other.finalizers("math")
+        assert not other.pods("math")
+        # A job is served when its namespace gets the label.
+        label(other, "rollouts=ours")
+        other.wait(lambda: len(other.pods("math")) == 3)
+        label(selected, "rollouts-")
+        wait_for(lambda: operator.metric("rollout_operator_jobs") == 1)
+        selected.create("second")
+        time.sleep(SETTLING_S)
+        assert not selected.pods("second")
+    finally:
+        operator.terminate()
+        selected.close()
+        other.close()
 
 
 def test_an_object_that_belongs_to_somebody_else_is_left_alone(jobs: Jobs, nodes: VirtualNodes) -> None:

@@ -23,8 +23,16 @@ UNUSED_PERMISSIONS = {
     # Required only when a node is lost.
     ("get", "", "nodes"),
     ("patch", "", "pods/status"),
+    # Required only where the operator watches all namespaces; elsewhere the list is refused.
+    ("watch", "das.rollout.dev", "clusterrolloutruntimes"),
     # Required only with Kueue.
     ("delete", "kueue.x-k8s.io", "workloads"),
+    # Required only with a scheduler that has PodGroups.
+    *(
+        (verb, group, "podgroups")
+        for verb in ("get", "list", "watch", "create", "patch")
+        for group in ("scheduling.x-k8s.io", "scheduling.volcano.sh")
+    ),
 }
 
 

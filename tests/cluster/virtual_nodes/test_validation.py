@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from kubernetes.client import ApiException
+from rollout_operator import names
 from rollout_operator.object_diff import needs_apply
 
 from rollout_api import ManifestError, parse_job
@@ -47,6 +48,7 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model": {"uri": ""}}, "spec.model.uri"),
     ({"model": {"uri": 7}}, "spec.model.uri"),
+    ({"model": {"cache": {"prefetch": True}}}, "set persistentVolumeClaim"),
     ({"model": {"tokenSecretRef": {"name": "hf"}}}, "spec.model.tokenSecretRef.key"),
     ({"engine": {"dtype": "int8"}}, "spec.engine.dtype"),
     ({"engine": {"maxModelLen": 8}}, "spec.engine.maxModelLen"),
@@ -86,7 +88,11 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
     ({"workers": {"minReplicas": 3}}, "minReplicas"),
     ({"workers": {"maxReplicas": 1}}, "maxReplicas"),
     ({"workers": {"gpusPerWorker": -1}}, "spec.workers.gpusPerWorker"),
-    ({"workers": {"accelerator": "tpu"}}, "spec.workers.accelerator"),
+    ({"workers": {"accelerator": "MI300 X"}}, "spec.workers.accelerator"),
+    ({"workers": {"gpuResource": "gpu"}}, "spec.workers.gpuResource"),
+    ({"workers": {"gpuResource": "amd.com/gpu", "deviceClaimTemplate": "gpus"}}, "remove gpuResource or"),
+    ({"workers": {"resources": {"extended": {"nvidia.com/gpu": 1}}}}, "gpusPerWorker already requests the GPUs"),
+    ({"workers": {"resources": {"extended": {"rdma/hca": 0}}}}, "spec.workers.resources.extended"),
     ({"workers": {"tolerations": [{"operator": "Maybe"}]}}, "spec.workers.tolerations[0].operator"),
     ({"speculation": {"policy": "magic"}}, "spec.speculation.policy"),
     ({"speculation": {"maxDraftTokens": 65}}, "spec.speculation.maxDraftTokens"),
@@ -120,6 +126,8 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
         "spec.lifecycle.failurePolicy.rules[0].action",
     ),
     ({"priorityClassName": "High!"}, "spec.priorityClassName"),
+    ({"runtimeRef": {"name": "h100", "kind": "Runtime"}}, "spec.runtimeRef.kind"),
+    ({"workers": {"drainSeconds": -1}}, "spec.workers.drainSeconds"),
     ({"speculation": {"indexBytes": "1000k"}}, "at least 1Mi"),
 ]
 
@@ -184,6 +192,15 @@ def test_the_operator_reports_what_the_api_server_cannot_check(
     assert not operated_jobs.pods(name)
 
 
+@pytest.mark.current_cluster
+def test_the_api_server_accepts_workers_that_claim_devices(operated_jobs: Jobs) -> None:
+    operated_jobs.create("claims", workers={"replicas": 1, "deviceClaimTemplate": "two-gpus", "gpusPerWorker": 2})
+    operated_jobs.wait(lambda: operated_jobs.pods("claims", names.WORKER))
+    (pod,) = operated_jobs.pods("claims", names.WORKER).values()
+    assert "two-gpus" == pod.spec.resource_claims[0].resource_claim_template_name
+    assert ["gpus"] == [claim.name for claim in pod.spec.containers[0].resources.claims]
+
+
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -194,6 +211,7 @@ def test_the_operator_reports_what_the_api_server_cannot_check(
         ({"history": {"name": "other"}}, "history cannot be changed"),
         ({"redis": {"url": "redis://other"}}, "redis cannot be changed"),
         ({"managedBy": "someone"}, "managedBy cannot be changed"),
+        ({"runtimeRef": {"name": "h100"}}, "runtimeRef cannot be added or removed"),
     ],
 )
 def test_immutable_fields_cannot_be_changed(

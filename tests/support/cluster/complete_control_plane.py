@@ -18,7 +18,7 @@ from kubernetes import client
 
 from rollout_api.manifest.rollout_job import GROUP, VERSION
 from rollout_worker.runtime.ports import free_port
-from tests.support.cluster.control_plane import CRD, START_TIMEOUT_S, ControlPlane
+from tests.support.cluster.control_plane import CRDS, START_TIMEOUT_S, ControlPlane
 from tests.support.waiting import wait_for
 
 GARBAGE_COLLECTION_TIMEOUT_S = 120.0
@@ -131,11 +131,12 @@ class CompleteControlPlane(ControlPlane):
             lambda: self.kubectl("get", "--raw", "/readyz", kubeconfig=direct, check=False).returncode == 0,
             START_TIMEOUT_S,
         )
-        # kubectl 1.20 does not understand the discovery of this server, so it cannot apply the CRD.
-        crd = self.directory / "crd.json"
-        crd.write_text(json.dumps(yaml.safe_load(CRD.read_text())))
+        # kubectl 1.20 does not understand the discovery of this server, so it cannot apply the CRDs.
         definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-        self.kubectl("create", "--raw", definitions, "-f", str(crd), kubeconfig=direct)
+        for file in sorted(CRDS.iterdir()):
+            crd = self.directory / f"{file.stem}.json"
+            crd.write_text(json.dumps(yaml.safe_load(file.read_text())))
+            self.kubectl("create", "--raw", definitions, "-f", str(crd), kubeconfig=direct)
         authority = base64.b64encode(Path(self.pki_file("ca.crt")).read_bytes()).decode()
         outside = "localhost" if self.host == "127.0.0.1" else self.host
         service = {

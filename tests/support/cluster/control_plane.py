@@ -9,13 +9,12 @@ from pathlib import Path
 
 from kubernetes import client, config
 
-from rollout_api.manifest.rollout_job import GROUP
 from rollout_worker.runtime.ports import free_port
 from tests.support.waiting import wait_for
 
 HERE = Path(__file__).parent
 CACHE = Path.home() / ".cache" / "das-rollout" / "kubernetes"
-CRD = HERE.parents[2] / "crds" / f"rolloutjobs.{GROUP}.yaml"
+CRDS = HERE.parents[2] / "crds"
 START_TIMEOUT_S = 180.0
 """Seconds until a part of the control plane must be ready. A loaded machine needs most of a minute for some."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.cluster.control_plane import CRD, START_TIMEOUT_S, ControlPlane
+from tests.support.cluster.control_plane import CRDS, START_TIMEOUT_S, ControlPlane
 from tests.support.cluster.controller import Controller
 from tests.support.cluster.garbage_collector import GarbageCollector
 from tests.support.cluster.scheduler import Scheduler
@@ -37,7 +37,7 @@ class CurrentControlPlane(ControlPlane):
             f"--client-ca-file={self.pki_file('ca.crt')}",
         )
         self.wait_until_ready()
-        self.kubectl("apply", "--server-side", "-f", str(CRD))
+        self.kubectl("apply", "--server-side", "-f", str(CRDS))
         self.wait_until_jobs_are_served()
         namespace = "/api/v1/namespaces/kube-node-lease"
         wait_for(lambda: self.kubectl("get", "--raw", namespace, check=False).returncode == 0, START_TIMEOUT_S)

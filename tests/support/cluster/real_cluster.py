@@ -23,6 +23,7 @@ from kubernetes import client, config
 
 from rollout_api.manifest.rollout_job import GROUP, PLURAL
 from rollout_api.manifest.rollout_job import VERSION as API_VERSION
+from rollout_api.manifest.runtime import RUNTIME_PLURALS
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_worker.runtime.ports import free_port
 from tests.support.cluster.chart import CHART, HELM
@@ -131,7 +132,8 @@ class RealCluster:
         self.kubectl("delete", "namespace", NAMESPACE, "--wait=false", check=False)
         self.helm("uninstall", RELEASE, "--wait")
         if self._installed_crd and not self.kubectl("get", "rolloutjobs", "--all-namespaces", "-o", "name"):
-            self.kubectl("delete", "crd", f"rolloutjobs.{GROUP}", "--ignore-not-found")
+            for plural in ("rolloutjobs", *RUNTIME_PLURALS.values()):
+                self.kubectl("delete", "crd", f"{plural}.{GROUP}", "--ignore-not-found")
 
     # Commands
 

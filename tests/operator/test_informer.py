@@ -1,0 +1,72 @@
+"""Informers of kinds without which the operator works, too."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from rollout_operator import informer
+from rollout_operator.informer import Informer
+from rollout_operator.kubernetes_api import ApiError
+from rollout_operator.object_cache import JobKey, ObjectCache
+from rollout_operator.resource_kinds import CLUSTER_RUNTIMES
+from rollout_operator.runtime_cache import RuntimeCache
+from rollout_operator.runtimes import RuntimeKey
+from rollout_operator.work_queue import WorkQueue
+
+KEY = RuntimeKey("ClusterRolloutRuntime", "", "h100")
+RUNTIME = {"metadata": {"name": "h100", "uid": "1"}, "spec": {"image": {"name": "platform:1"}}}
+
+
+class Api:
+    """An API server that answers the first requests with an error."""
+
+    def __init__(self, status: int, errors: int) -> None:
+        self._status, self._errors = status, errors
+
+    async def list_pages(self, *_: Any, **options: Any) -> AsyncIterator[dict[str, Any]]:
+        assert not options["selector"]  # people create runtimes, not the operator
+        if self._errors:
+            self._errors -= 1
+            raise ApiError(self._status, "Error", "no")
+        yield {"metadata": {"resourceVersion": "1"}, "items": [RUNTIME]}
+
+    async def watch(self, *_: Any, **__: Any) -> AsyncIterator[dict[str, Any]]:
+        yield await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("status", [403, 404])
+def test_an_optional_kind_that_is_not_available_is_not_waited_for(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        queue = WorkQueue[JobKey]()
+        jobs = ObjectCache()
+        reference = {"runtimeRef": {"name": "h100"}}
+        jobs.update_job({"metadata": {"namespace": "rl", "name": "math", "uid": "2"}, "spec": reference})
+        runtimes = RuntimeCache(jobs, queue)
+        watched = Informer(Api(status, errors=2), runtimes, queue, CLUSTER_RUNTIMES, "", selector="", optional=True)
+        task = asyncio.ensure_future(watched.run())
+        await asyncio.wait_for(watched.synced.wait(), 5)
+        assert runtimes.settings(KEY) is None
+        assert ("rl", "math") == await asyncio.wait_for(queue.get(), 5)  # as soon as it is available
+        assert RUNTIME["spec"] == runtimes.settings(KEY)
+        task.cancel()
+
+    monkeypatch.setattr(informer, "_UNAVAILABLE_RETRY_DELAY_S", 0.05)
+    asyncio.run(run())
+
+
+def test_a_required_kind_that_must_not_be_read_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        queue = WorkQueue[JobKey]()
+        watched = Informer(
+            Api(403, errors=10**9), RuntimeCache(ObjectCache(), queue), queue, CLUSTER_RUNTIMES, "", selector=""
+        )
+        task = asyncio.ensure_future(watched.run())
+        await asyncio.sleep(0.2)
+        assert not watched.synced.is_set()
+        task.cancel()
+
+    monkeypatch.setattr(informer, "_RETRY_DELAY_S", 0.01)
+    asyncio.run(run())

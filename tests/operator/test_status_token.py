@@ -1,0 +1,158 @@
+"""A token protects /status and /metrics of all servers, and the operator reads the status of heads with it."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import cast
+
+import aiohttp
+import pytest
+from kubernetes.aio.client import ApiClient
+from rollout_operator import head_status_reader, names
+from rollout_operator.head_status_reader import HeadStatusReader
+from rollout_operator.http_server import HttpServer, MetricsCollector
+from rollout_operator.kubernetes_api import KubernetesApi
+from rollout_operator.object_cache import ObjectCache
+from rollout_operator.observed import PodView
+from rollout_operator.reconciler import Reconciler
+
+from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
+from rollout_api.status_token import HASH_VARIABLE, TOKEN_VARIABLE, StatusToken
+from rollout_worker.history_service.http import HistoryServer
+from rollout_worker.history_service.service import ServiceState
+from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
+from rollout_worker.job.coordinator.status_server import StatusServer
+from rollout_worker.policy.canary import DriftTest
+from rollout_worker.policy.remaining_length import RemainingWork
+from rollout_worker.runtime.ports import free_port
+
+TOKEN = "a-token-of-thirty-two-characters"
+WITH_TOKEN = StatusToken.from_environment({TOKEN_VARIABLE: TOKEN})
+
+
+async def statuses(url: str, headers: dict[str, str]) -> dict[str, int]:
+    """Return the HTTP status of each page."""
+    found = {}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        for path in ("status", "metrics", "healthz", "readyz"):
+            async with session.get(f"{url}/{path}") as response:
+                found[path] = response.status
+                if response.status == 401:
+                    assert response.headers["WWW-Authenticate"].startswith("Bearer")
+                    assert "rollout_" not in await response.text()
+    return found
+
+
+def test_the_metrics_of_the_operator_need_the_token() -> None:
+    async def scenario() -> None:
+        api, cache = KubernetesApi(cast(ApiClient, None)), ObjectCache()
+        server = HttpServer(MetricsCollector(api, cache, Reconciler(api, cache, "image"), None), WITH_TOKEN)
+        server.ready = True
+        port = free_port()
+        await server.start(port)
+        url = f"http://127.0.0.1:{port}"
+        probes = {"healthz": 200, "readyz": 200}
+        assert {"status": 404, "metrics": 401, **probes} == await statuses(url, {})
+        assert {"status": 404, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
+        await server.stop()
+
+    asyncio.run(scenario())
+
+
+@asynccontextmanager
+async def serving_head(token: StatusToken) -> AsyncIterator[str]:
+    """A head's server, of which the environment is that of a head's pod."""
+    spec = {"model": {"uri": "policy"}, "source": {"trainer": {}}}
+    job = parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "math"}, "spec": spec})
+    board = StatusBoard(job)
+    board.update(
+        StatusInput(
+            uid="uid",
+            coordinator=1,
+            requests=0,
+            waiting=0,
+            assigned={},
+            totals={},
+            engines={},
+            engine_errors={},
+            engines_lost=0,
+            migrated=0,
+            dead_letters=0,
+            weight_version=0,
+            unread={},
+            slow_clients=[],
+            remaining=RemainingWork(0.0, 0.0),
+            drift=DriftTest(1),
+            closing=False,
+        )
+    )
+    environment = {HASH_VARIABLE: token.sha256} if token.sha256 else {}
+    server = StatusServer(board, StatusToken.from_environment(environment))
+    port = await server.start("127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        await server.stop()
+
+
+def test_the_pages_of_a_head_need_the_token() -> None:
+    async def scenario() -> None:
+        probes = {"healthz": 200, "readyz": 200}
+        async with serving_head(WITH_TOKEN) as url:
+            for headers in ({}, {"Authorization": f"Bearer {TOKEN}x"}):
+                assert {"status": 401, "metrics": 401, **probes} == await statuses(url, headers)
+            assert {"status": 200, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
+        async with serving_head(StatusToken()) as url:
+            assert {"status": 200, "metrics": 200, **probes} == await statuses(url, {})
+
+    asyncio.run(scenario())
+
+
+def test_the_metrics_of_the_history_service_need_the_token() -> None:
+    async def scenario() -> None:
+        server = HistoryServer(ServiceState(), WITH_TOKEN)
+        url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
+        # Redis has not answered yet.
+        probes = {"healthz": 200, "readyz": 503}
+        assert {"status": 401, "metrics": 401, **probes} == await statuses(url, {})
+        assert {"status": 404, "metrics": 200, **probes} == await statuses(url, WITH_TOKEN.headers())
+        await server.stop()
+
+    asyncio.run(scenario())
+
+
+def test_the_operator_reads_the_status_of_heads_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        async with serving_head(WITH_TOKEN) as url:
+            monkeypatch.setattr(names, "HTTP_PORT", int(url.rpartition(":")[2]))
+            for token, is_permitted in ((WITH_TOKEN, True), (None, False)):
+                reader = HeadStatusReader(token)
+                pod = PodView.from_pod(
+                    {
+                        "metadata": {"name": "head", "uid": "head", "labels": {names.COMPONENT_LABEL: names.HEAD}},
+                        "spec": {"nodeName": "node"},
+                        "status": {"phase": "Running", "podIP": "127.0.0.1"},
+                    }
+                )
+                assert is_permitted == (await reader.read(pod, lambda: None) is not None)
+                await reader.close()
+
+    monkeypatch.setattr(head_status_reader, "_MAX_WAIT_S", 10.0)
+    asyncio.run(scenario())
+
+
+def test_the_operator_does_not_start_with_a_token_that_could_be_guessed() -> None:
+    process = subprocess.run(
+        [sys.executable, "-m", "rollout_operator", "--worker-image=w", "--log-format=text"],
+        env={"PATH": "/usr/bin", TOKEN_VARIABLE: "short"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert 1 == process.returncode
+    assert f"{TOKEN_VARIABLE} must have at least 32 characters" in process.stderr + process.stdout
+    assert "Traceback" not in process.stderr

@@ -21,10 +21,12 @@ from rollout_operator.work_queue import WorkQueue
 logger = logging.getLogger(__name__)
 
 _RETRY_DELAY_S = 1.0
-_UNAVAILABLE_RETRY_DELAY_S = 60.0
-"""Seconds after which an optional kind is listed again that does not exist or must not be read."""
+_UNAVAILABLE_RETRY_DELAYS_S = {403: 60.0, 404: 5.0}
+"""Seconds after which an optional kind is listed again that must not be read, or does not exist, by HTTP status.
+
+A kind that does not exist may just have been installed: the API server serves it some seconds later.
+"""
 _HTTP_GONE = 410
-_HTTP_UNAVAILABLE = (403, 404)
 
 
 class InformerCache(Protocol):
@@ -85,11 +87,11 @@ class Informer:
                 if error.status == _HTTP_GONE:
                     logger.info("The watch of %s was interrupted for too long; listing them again.", self._kind.plural)
                     continue
-                if self._optional and error.status in _HTTP_UNAVAILABLE:
+                if self._optional and error.status in _UNAVAILABLE_RETRY_DELAYS_S:
                     if not self.synced.is_set():
                         logger.warning("%s are not available: %s", self._kind.plural, error)
                     self.synced.set()
-                    await asyncio.sleep(_UNAVAILABLE_RETRY_DELAY_S)
+                    await asyncio.sleep(_UNAVAILABLE_RETRY_DELAYS_S[error.status])
                     continue
                 logger.warning("%s cannot be watched at the moment: %s", self._kind.plural, error)
                 await _pause()

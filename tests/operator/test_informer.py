@@ -53,7 +53,7 @@ def test_an_optional_kind_that_is_not_available_is_not_waited_for(status: int, m
         assert RUNTIME["spec"] == runtimes.settings(KEY)
         task.cancel()
 
-    monkeypatch.setattr(informer, "_UNAVAILABLE_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(informer, "_UNAVAILABLE_RETRY_DELAYS_S", {status: 0.05})
     asyncio.run(run())
 
 

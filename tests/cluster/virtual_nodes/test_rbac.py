@@ -23,8 +23,6 @@ UNUSED_PERMISSIONS = {
     # Required only when a node is lost.
     ("get", "", "nodes"),
     ("patch", "", "pods/status"),
-    # Required only where the operator watches all namespaces; elsewhere the list is refused.
-    ("watch", "das.rollout.dev", "clusterrolloutruntimes"),
     # Required only with Kueue.
     ("delete", "kueue.x-k8s.io", "workloads"),
     # Required only with a scheduler that has PodGroups.
@@ -64,9 +62,12 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
     cluster: CompleteControlPlane, jobs: Jobs, nodes: VirtualNodes
 ) -> None:
     objects = render_chart(
-        jobs.namespace, operator={"namespaces": [jobs.namespace], "readNodes": True}, redis={"bundled": False}
+        jobs.namespace,
+        operator={"namespaces": [jobs.namespace], "readNodes": True, "readClusterRuntimes": True},
+        redis={"bundled": False},
     )
-    rights = [manifest for manifest in objects if manifest["kind"] in ("ServiceAccount", "Role", "RoleBinding")]
+    kinds = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
+    rights = [manifest for manifest in objects if manifest["kind"] in kinds]
     cluster.kubectl("apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": rights}))
     kubeconfig = cluster.service_account_kubeconfig(jobs.namespace, "das-operator")
     log = cluster.directory / "log" / "operator-rights.log"

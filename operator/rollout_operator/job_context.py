@@ -13,7 +13,7 @@ from rollout_api.manifest.spec import Redis
 from rollout_api.manifest.status import PodGroup, Revision
 from rollout_operator import names
 from rollout_operator.observed import Manifest, Observed
-from rollout_operator.revisions import with_revision
+from rollout_operator.revisions import manifest_with_settings, with_revision
 from rollout_operator.runtimes import RuntimeKey, RuntimeNotFoundError, job_with_runtime, name_runtime_in
 
 DEFAULT_REDIS_SECRET = SecretKey(name="rollout-redis", key="url")
@@ -179,15 +179,15 @@ class JobContext:
 
 
 def _job_and_error(observed: Observed) -> tuple[RolloutJob, ManifestError | None]:
-    """Return the observed job with the settings of its runtime.
+    """Return the observed job with the settings of its runtime, if it names one.
 
-    If these cannot be used any more while the job is running, it has those of its pinned revision instead, and the
-    reason is returned, too.
+    If these or its own settings cannot be used any more while the job is running, it has those of its pinned revision
+    instead, and the reason is returned, too.
     """
     key = RuntimeKey.of_job(observed.job)
-    if key is None:
-        return parse_body(observed.job), None
     try:
+        if key is None:
+            return parse_body(observed.job), None
         if observed.runtime is None:
             raise RuntimeNotFoundError(key)
         try:
@@ -198,4 +198,4 @@ def _job_and_error(observed: Observed) -> tuple[RolloutJob, ManifestError | None
         revision = observed.status.get("revision")
         if revision is None:
             raise
-        return parse_body(job_with_runtime(observed.job, revision["settings"])), error
+        return parse_body(manifest_with_settings(observed.job, revision["settings"])), error

@@ -45,7 +45,7 @@ _COMPONENTS: dict[str, Literal["head", "worker", "prefetch"]] = {
     names.PREFETCH: "prefetch",
 }
 """The components whose pods run the job, and whose failures are therefore recorded."""
-_MODEL_CACHE = "model.cache"
+_ONLY_ON_RESUME = frozenset({"model.cache", "workers.podsPerWorker"})
 """Path of the settings of the model cache, which change only together with those of a runtime."""
 _MAX_RECORDED_FAILURES = 10
 _MAX_NEW_FAILURES = 64
@@ -264,7 +264,9 @@ class JobReconciler:
     def _record_prefetch(self) -> None:
         """Note in the status that the model has been downloaded, so that the pod which has done it can be deleted."""
         claim = self.job.spec.model.cache.persistent_volume_claim
-        has_succeeded = any(pod.phase == "Succeeded" for pod in self.observed.component(names.PREFETCH))
+        revision = "" if self.status.revision is None else self.status.revision.hash
+        pods = self.observed.component(names.PREFETCH)
+        has_succeeded = any(pod.phase == "Succeeded" and pod.revision == revision for pod in pods)
         if has_succeeded and claim is not None and not self._has_model:
             now = format_timestamp(self.observed.now)
             self._update_status(model_prefetch=ModelPrefetch(persistent_volume_claim=claim, completion_time=now))
@@ -371,7 +373,7 @@ class JobReconciler:
             self._update_status(workers=self._workers_status(desired, workers))
             conditions.update_before_prefetch_ends()
         else:
-            if "modelPrefetch" in self.observed.status:
+            if "modelPrefetch" in self.observed.status or not self.job.spec.model.cache.prefetch:
                 pods.remove_prefetch()
             pods.reconcile_head()
             workers = pods.reconcile_workers(desired, self.status.workers.slots_used)
@@ -388,8 +390,9 @@ class JobReconciler:
 
         Without a pinned revision, the context is that of the current spec, and its pods have been checked.
         """
-        # All pods of a job have the same model cache, which may have to be filled first.
-        can_roll = self._can_roll and _MODEL_CACHE not in self._pending_changes()
+        # All pods of a job have the same model cache, which may have to be filled first, and all pods of a worker must
+        # agree on their number.
+        can_roll = self._can_roll and not _ONLY_ON_RESUME.intersection(self._pending_changes())
         may_change = can_roll or not self.observed.has_pods
         if self.context.revision is None or (may_change and self._pending_changes() and not self._invalid_update()):
             self._update_status(revision=self.wanted_revision)
@@ -425,7 +428,7 @@ class JobReconciler:
                 self.conditions.set(kind, "False", "InvalidUpdate", f"The pods keep their settings. {invalid}"[:1000])
             else:
                 message = f"Suspend and resume the job to apply these changes: {', '.join(changes)}."
-                if _MODEL_CACHE not in changes:
+                if not _ONLY_ON_RESUME.intersection(changes):
                     message += (
                         " If the job is in no queue, lifecycle.updateStrategy: RollingUpdate applies them without a "
                         "suspension."
@@ -487,6 +490,8 @@ class JobReconciler:
         live = [pod for pod in pods if pod.live]
         ready = sum(pod.ready for pod in live)
         selector = names.selector(self.context.name, names.WORKER)
+        if self.context.pods_per_worker > 1:
+            selector[names.RANK_LABEL] = "0"
         return WorkersStatus(
             desired=desired,
             requested=self.job.spec.workers.replicas if desired else None,

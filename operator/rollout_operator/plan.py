@@ -37,9 +37,15 @@ def plan(observed: Observed) -> Plan:
 
 
 def _plan_invalid(observed: Observed, error: ManifestError) -> Plan:
-    """Report the errors of a manifest. Existing pods, which an earlier operator version may have created, are kept."""
+    """Report the errors of a manifest, and change nothing else.
+
+    Existing pods, which an earlier operator version may have created, are kept, and a job that has ended or is
+    suspended remains so.
+    """
     generation = observed.metadata.get("generation", 0)
     conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, generation)
+    for kind in ConditionType:
+        conditions.carry_over(kind)
     message = "; ".join(f"{field_error.path}: {field_error.message}" for field_error in error.errors)
     reason = RUNTIME_NOT_FOUND if isinstance(error, RuntimeNotFoundError) else "Invalid"
     conditions.set(ConditionType.ACCEPTED, "False", reason, message)

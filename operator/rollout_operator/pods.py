@@ -402,14 +402,21 @@ def _claim(name: str | None) -> dict[str, Any] | None:
 
 
 def _with_template(context: JobContext, pod: dict[str, Any], template: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge the user's template into the pod, but keep the metadata by which the operator finds the pod."""
+    """Merge the user's template into the pod, but keep the metadata by which the operator finds the pod.
+
+    Raises:
+        PatchError: if the template cannot be merged, or is not one of a pod. With another kind, the operator would
+            create any object with its own permissions.
+    """
+    if others := sorted(template.keys() - {"metadata", "spec"}):
+        raise PatchError(f"{', '.join(others)}: a pod template has only metadata and spec; remove the rest")
     result = strategic_merge(pod, template)
-    if not {"kind", "spec"} <= result.keys():
-        raise PatchError("the template must not remove the pod's kind or spec")
+    if "spec" not in result:
+        raise PatchError("the template must not remove the pod's spec")
     required, metadata = pod["metadata"], result.get("metadata") or {}
-    labels = {**metadata.get("labels", {}), **required["labels"]}
+    labels = {**(metadata.get("labels") or {}), **required["labels"]}
     own = {name: value for name, value in required["annotations"].items() if name == names.REPLACEMENT_ANNOTATION}
-    annotations = {**metadata.get("annotations", {}), **own}
+    annotations = {**(metadata.get("annotations") or {}), **own}
     result["metadata"] = {**metadata, **required, "labels": labels, "annotations": annotations}
     return result
 

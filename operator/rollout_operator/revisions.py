@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Any
+
+from pydantic.alias_generators import to_camel
 
 from rollout_api.manifest.rollout_job import RolloutJob, parse_job
 from rollout_api.manifest.runtime import SCALING_FIELDS
 from rollout_api.manifest.status import Revision
 
 _SECTIONS = ("image", "head", "priority_class_name")
+_REPLACED = ("runtimeRef", *map(to_camel, _SECTIONS))
+_SCALING = frozenset(map(to_camel, SCALING_FIELDS))
 
 
 def revision_of(job: RolloutJob, default_image: str, *, has_runtime: bool) -> Revision:
@@ -40,13 +45,17 @@ def revision_of(job: RolloutJob, default_image: str, *, has_runtime: bool) -> Re
 def with_revision(job: RolloutJob, revision: Revision) -> RolloutJob:
     """Return a job whose pods are those of an earlier revision."""
     manifest = job.model_dump(mode="json", by_alias=True, exclude_none=True)
-    pinned: dict[str, Any] = dict(revision.settings)
-    workers = job.spec.workers.model_dump(mode="json", by_alias=True, exclude_none=True, include=set(SCALING_FIELDS))
-    spec = {name: section for name, section in manifest["spec"].items() if name not in ("image", "head")}
-    spec.pop("priorityClassName", None)
-    model = {**manifest["spec"]["model"], **pinned.get("model", {})}
-    spec |= {**pinned, "model": model, "workers": {**pinned.get("workers", {}), **workers}}
-    return parse_job({**manifest, "spec": spec})
+    return parse_job(manifest_with_settings(manifest, revision.settings))
+
+
+def manifest_with_settings(manifest: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the manifest of a job with the settings of a revision instead of its own, and without a runtime."""
+    spec = {name: section for name, section in manifest["spec"].items() if name not in _REPLACED}
+    own_workers = manifest["spec"].get("workers", {})
+    scaling = {name: value for name, value in own_workers.items() if name in _SCALING}
+    model = {**spec.get("model", {}), **settings.get("model", {})}
+    workers = {**settings.get("workers", {}), **scaling}
+    return {**manifest, "spec": {**spec, **settings, "model": model, "workers": workers}}
 
 
 def changed_settings(old: Revision, new: Revision) -> list[str]:

@@ -577,6 +577,23 @@ def test_a_manifest_that_cannot_run_in_pods_is_rejected_with_the_field(sections:
     assert not cluster.pods
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "spec": {"podSelector": {}}},
+        {"kind": "PodTemplate"},
+        {"metadata": {"$patch": "replace", "labels": None}, "status": {}},
+    ],
+)
+@pytest.mark.parametrize("section", ["head", "workers"])
+def test_a_pod_template_cannot_create_other_objects(section: str, template: dict[str, Any]) -> None:
+    cluster = SimulatedCluster(spec(**{section: {"podTemplate": template}}))
+    cluster.reconcile()
+    assert ("False", "Invalid") == cluster.condition("Accepted")
+    assert not cluster.pods
+    assert not cluster.objects
+
+
 def test_a_job_whose_pods_are_gated_by_a_queue_is_queued() -> None:
     cluster = SimulatedCluster(spec())
     cluster.job["metadata"]["labels"] = {names.QUEUE_LABEL: "team"}

@@ -113,6 +113,37 @@ def test_a_job_may_be_suspended_or_deleted_while_its_model_is_downloaded(resumes
     assert ["math-prefetch"] == list(cluster.pods)
 
 
+def test_a_download_into_another_claim_does_not_count() -> None:
+    cache = {"persistentVolumeClaim": "one", "prefetch": True}
+    cluster = SimulatedCluster(
+        spec(runtimeRef={"name": "h100"}), runtime={"model": {"cache": cache}, "workers": {"gpusPerWorker": 1}}
+    )
+    cluster.reconcile()
+    cluster.run("math-prefetch")
+    cluster.runtime["model"]["cache"]["persistentVolumeClaim"] = "two"
+    cluster.reconcile()
+    assert "deletionTimestamp" in cluster.pods["math-prefetch"]["metadata"]
+    cluster.terminate("math-prefetch", 0)  # within its grace period
+    cluster.reconcile()
+    assert "modelPrefetch" not in cluster.status
+    assert [] == cluster.heads()
+
+
+def test_the_pod_of_a_download_is_removed_if_the_runtime_has_no_cache_any_more() -> None:
+    cache = {"persistentVolumeClaim": "one", "prefetch": True}
+    cluster = SimulatedCluster(
+        spec(runtimeRef={"name": "h100"}), runtime={"model": {"cache": cache}, "workers": {"gpusPerWorker": 1}}
+    )
+    cluster.reconcile()
+    cluster.run("math-prefetch")
+    del cluster.runtime["model"]
+    cluster.reconcile()
+    cluster.finish_deletion("math-prefetch")
+    cluster.reconcile()
+    assert ["math-head"] == cluster.heads()
+    assert [] == cluster.prefetch_pods()
+
+
 def test_a_resumed_job_keeps_the_model_that_was_downloaded() -> None:
     cluster = prefetching_job()
     cluster.terminate("math-prefetch", 0)

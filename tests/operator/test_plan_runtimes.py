@@ -111,6 +111,42 @@ def test_a_running_job_keeps_its_settings_if_its_runtime_is_gone_or_does_not_fit
     assert ("False", reason) == cluster.condition("UpToDate")
 
 
+def test_an_invalid_edit_of_a_running_job_with_a_runtime_is_reported_and_the_job_continues() -> None:
+    cluster = job_with_runtime()
+    run_all(cluster)
+    cluster.change(workers={"gpusPerWorker": 12})  # which the API server cannot check without the runtime
+    cluster.delete_pod("math-worker-0", immediately=True)
+    cluster.reconcile()
+    assert "8" == container_of(cluster, "math-worker-0")["resources"]["limits"]["amd.com/gpu"]
+    assert ("False", "InvalidUpdate") == cluster.condition("UpToDate")
+    cluster.change(lifecycle={"suspend": True})
+    cluster.reconcile()
+    assert "deletionTimestamp" in cluster.pods["math-worker-1"]["metadata"]
+
+
+def test_a_job_that_has_ended_remains_so_when_its_manifest_becomes_invalid() -> None:
+    cluster = job_with_runtime(lifecycle={"backoffLimit": 0})
+    run_all(cluster)
+    cluster.terminate("math-worker-0", 1)
+    cluster.reconcile()
+    assert "Failed" == cluster.status["state"]
+    cluster.runtime = None
+    cluster.change(workers={"gpusPerWorker": 12})
+    del cluster.job["status"]["revision"]
+    cluster.reconcile()
+    assert ("False", "RuntimeNotFound") == cluster.condition("Accepted")
+    assert "Failed" == cluster.status["state"]
+
+
+def test_a_suspended_job_remains_so_without_its_runtime() -> None:
+    cluster = job_with_runtime(lifecycle={"suspend": True})
+    assert "Suspended" == cluster.status["state"]
+    cluster.runtime = None
+    cluster.reconcile()
+    assert "Suspended" == cluster.status["state"]
+    assert ("True", "Suspended") == cluster.condition("Suspended")
+
+
 @pytest.mark.parametrize("suspended", [False, True])
 def test_a_job_whose_runtime_is_gone_is_cleaned_up_when_it_is_deleted(suspended: bool) -> None:
     cluster = job_with_runtime()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rollout_operator.gang import GANG_APIS
 
-from tests.support.planned_jobs import image_of, running_job, spec
+from tests.support.planned_jobs import image_of, running_job, spec, suspend_and_resume
 from tests.support.simulated_cluster import SimulatedCluster
 
 TWO_PODS = {"podsPerWorker": 2, "gpusPerWorker": 4}
@@ -30,6 +30,7 @@ def test_all_pods_of_a_worker_share_its_gpus() -> None:
         assert ("follower" if is_follower else "worker") == container["command"][1]
         assert ("--rank=1" in container["args"]) == is_follower
     assert 4 == cluster.objects["PodDisruptionBudget", "math-rollout"]["spec"]["minAvailable"]
+    assert "das.rollout.dev/rank=0" in cluster.status["workers"]["selector"]
 
 
 def test_a_failed_follower_is_replaced_and_its_leader_stays() -> None:
@@ -86,6 +87,21 @@ def test_a_rolling_update_replaces_a_worker_with_all_its_pods() -> None:
     assert [["math-worker-0", "math-worker-0-1"], ["math-worker-1", "math-worker-1-1"], ["math-head"]] == replaced[:3]
     assert {"worker:2"} == {image_of(cluster, pod) for pod in cluster.pods}
     assert ("True", "UpToDate") == cluster.condition("UpToDate")
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_another_number_of_pods_is_applied_only_on_resume(before: int, after: int) -> None:
+    workers = {"gpusPerWorker": 4, "replicas": 2, "podsPerWorker": before}
+    cluster = running_job(
+        engine={"tensorParallelSize": 4}, workers=workers, lifecycle={"updateStrategy": "RollingUpdate"}
+    )
+    cluster.change(workers={"podsPerWorker": after})
+    cluster.reconcile()
+    assert 2 * before == len(cluster.workers())
+    assert not any("deletionTimestamp" in pod["metadata"] for pod in cluster.pods.values())
+    assert ("False", "ChangesPending") == cluster.condition("UpToDate")
+    suspend_and_resume(cluster)
+    assert 2 * after == len(cluster.workers())
 
 
 def test_a_queue_admits_all_pods_of_all_workers_as_a_whole() -> None:

@@ -31,6 +31,10 @@ STREAM_CHUNK_BYTES = 32 << 20
 """Bytes of a tensor that are copied to or from the device at once while weights are passed on to another engine."""
 STREAM_CONNECT_TIMEOUT_S = 20.0
 """Seconds to wait for a connection to the engine that passes its weights on, and for its first answer."""
+STREAM_TOKEN_TIMEOUT_S = 2.0
+"""Seconds within which a receiver that has connected must send its token."""
+STREAM_MAX_HEADER_BYTES = 64 << 20
+"""Maximum size of the list of tensors that a sender announces."""
 STREAM_IDLE_TIMEOUT_S = 60.0
 """Seconds after which such a connection is given up if no byte could be sent or received."""
 STREAM_OFFER_TIMEOUT_S = 60.0

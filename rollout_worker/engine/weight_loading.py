@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,8 @@ class WeightLoader:
                 action="connecting to another engine",
             )
         except EngineError as error:
+            with suppress(EngineError):  # the other ranks may have received a whole copy of their weights
+                await self._client.collective_rpc("das_disconnect", action="closing connections to another engine")
             raise EngineError(self._still_serving(error)) from error
         return await asyncio.shield(self._replace(new))
 

@@ -24,8 +24,10 @@ from rollout_worker.engine.limits import (
     STREAM_CHUNK_BYTES,
     STREAM_CONNECT_TIMEOUT_S,
     STREAM_IDLE_TIMEOUT_S,
+    STREAM_MAX_HEADER_BYTES,
     STREAM_OFFER_TIMEOUT_S,
     STREAM_POLL_INTERVAL_S,
+    STREAM_TOKEN_TIMEOUT_S,
 )
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,16 @@ class TensorSender:
         self._stopped = False
         self._connection: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="weight-sender", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._listener.close()
+            raise
+
+    @property
+    def connected(self) -> bool:
+        """Whether the receiver has connected."""
+        return self._connection is not None
 
     @property
     def active(self) -> bool:
@@ -116,10 +127,9 @@ class TensorSender:
         return None
 
     def _admit(self, connection: socket.socket) -> bool:
-        """Return whether the receiver has connected, and not somebody else."""
-        connection.settimeout(STREAM_CONNECT_TIMEOUT_S)
+        """Return whether the receiver has connected, and not somebody else, who must not keep it waiting."""
         try:
-            token = _receive(connection, len(self._token))
+            token = _receive_within(connection, len(self._token), STREAM_TOKEN_TIMEOUT_S)
         except (OSError, StreamError):
             return False
         connection.settimeout(STREAM_IDLE_TIMEOUT_S)
@@ -173,6 +183,8 @@ class TensorReceiver:
             with self._translated_errors():
                 self._connection.sendall(token.encode())
                 [size] = _HEADER_SIZE.unpack(_receive(self._connection, _HEADER_SIZE.size))
+                if size > STREAM_MAX_HEADER_BYTES:
+                    raise StreamError(f"it announces a list of tensors of {size} bytes")
                 header = _receive(self._connection, size)
             if difference := find_difference(_decode_header(header), list(tensors)):
                 raise StreamError(f"the engine at {self._peer} {difference}")
@@ -323,6 +335,20 @@ def _receive(connection: socket.socket, size: int) -> bytes:
     data = bytearray(size)
     _receive_into(connection, memoryview(data))
     return bytes(data)
+
+
+def _receive_within(connection: socket.socket, size: int, seconds: float) -> bytes:
+    """Receive *size* bytes, which must all arrive within *seconds*."""
+    deadline = time.monotonic() + seconds
+    data = b""
+    while len(data) < size:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        if not (part := connection.recv(size - len(data))):
+            raise StreamError("the connection was closed")
+        data += part
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out")
+    return data
 
 
 def _receive_into(connection: socket.socket, data: memoryview) -> None:

@@ -137,12 +137,15 @@ class EngineExtension:
 
         Returns:
             Whether all weights are read, or why they cannot be passed on. An exception on one of several ranks would
-            leave the replies of the others in vLLM's queue.
+            leave the replies of the others in vLLM's queue, where they would be taken for those to the next call.
         """
-        from rollout_worker.engine.errors import EngineError
         from rollout_worker.engine.model_tensors import read_tensors
 
+        self.das_interrupt_timing()
         if restart:
+            for sender in self._das_senders:
+                if not sender.connected:
+                    sender.stop()  # its copy of the weights would only take memory
             self._das_reading = read_tensors(self.model_runner.get_model(), self.vllm_config), []
         if self._das_reading is None:
             return _WEIGHTS_CHANGED
@@ -154,9 +157,9 @@ class EngineExtension:
                     read.append(tensor)
                 if time.monotonic() > deadline:
                     return False
-        except EngineError as error:
+        except Exception as error:
             self._das_reading = None
-            return str(error)
+            return _error_text(error)
         return True
 
     def das_pass_weights(self, token: str) -> tuple[str, int] | str:
@@ -176,8 +179,8 @@ class EngineExtension:
         (_, tensors), self._das_reading = self._das_reading, None
         try:
             sender = TensorSender(token, tensors)
-        except OSError as error:
-            return str(error)
+        except Exception as error:
+            return _error_text(error)
         self._das_senders = (*(sender for sender in self._das_senders if sender.active), sender)
         return own_address(), sender.port
 
@@ -199,20 +202,19 @@ class EngineExtension:
         Returns:
             Why the weights cannot be received; empty if they can.
         """
-        from rollout_worker.engine.errors import EngineError
         from rollout_worker.engine.model_tensors import list_tensors
-        from rollout_worker.engine.weight_stream import StagedTensors, StreamError, TensorReceiver
+        from rollout_worker.engine.weight_stream import StagedTensors, TensorReceiver
 
-        self._das_disconnect()
+        self.das_disconnect()
         host, port = addresses[self.parallel_config.rank]
         try:
             tensors = [one.description for one in list_tensors(self.model_runner.get_model(), self.vllm_config)]
             self._das_receiver = receiver = TensorReceiver(host, port, token, tensors)
             if staged:
                 self._das_receiver = StagedTensors(receiver, tensors)
-        except (EngineError, StreamError) as error:
-            self._das_disconnect()
-            return str(error)
+        except Exception as error:
+            self.das_disconnect()
+            return _error_text(error)
         return ""
 
     def das_receive_from_engine(self) -> str:
@@ -222,7 +224,6 @@ class EngineExtension:
             Why not all weights were received; empty if they were.
         """
         from rollout_worker.engine.model_tensors import load_tensors
-        from rollout_worker.engine.weight_stream import StreamError
 
         receiver = self._das_receiver
         if receiver is None:
@@ -231,16 +232,17 @@ class EngineExtension:
         self.das_stop_passing()
         try:
             load_tensors(self.model_runner.get_model(), self.vllm_config, receiver.receive)
-        except StreamError as error:
-            return str(error)
+        except Exception as error:
+            return _error_text(error)
         finally:
-            self._das_disconnect()
+            self.das_disconnect()
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):  # as vLLM's reload does
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
         return ""
 
-    def _das_disconnect(self) -> None:
+    def das_disconnect(self) -> None:
+        """Close the connection to another engine, if there is one, and forget what was received."""
         if self._das_receiver is not None:
             self._das_receiver.close()
         self._das_receiver = None
@@ -250,6 +252,7 @@ class EngineExtension:
 
         self.das_interrupt_timing()
         self.das_stop_passing()
+        self.das_disconnect()
         is_cpu = self.device.type == "cpu"
         try:
             with packing_experts(self.model_runner.get_model()) if is_cpu else contextlib.nullcontext():
@@ -266,6 +269,14 @@ class EngineExtension:
     def das_stats(self) -> dict[str, Any]:
         """Return statistics; an engine without speculation has none, but the reply shows that it is alive."""
         return {}
+
+
+def _error_text(error: Exception) -> str:
+    """Return the message of an expected error, and the type of another one, too."""
+    from rollout_worker.engine.errors import EngineError
+    from rollout_worker.engine.weight_stream import StreamError
+
+    return str(error) if isinstance(error, EngineError | StreamError) else f"{type(error).__name__}: {error}"
 
 
 class DraftingExtension(EngineExtension):

@@ -46,10 +46,13 @@ class EngineGroup:
         self._thread = threading.Thread(target=self._run, name="engine-group", daemon=True)
 
     def gather(self) -> None:
-        """Wait until all followers have started their part of the engine. This takes as long as their machines do."""
+        """Wait until all followers have started their part of the engine, or until :meth:`close`.
+
+        This takes as long as their machines do.
+        """
         self._thread.start()
         started = time.monotonic()
-        while not self._joined.wait(GROUP_WAIT_LOG_INTERVAL_S):
+        while not self._joined.wait(GROUP_WAIT_LOG_INTERVAL_S) and not self._closing.is_set():
             waited = time.monotonic() - started
             logger.warning("Waiting for the other %d machines of this engine for %.0f s.", self._size - 1, waited)
 
@@ -87,6 +90,9 @@ class EngineGroup:
         own = [member if member is not None and member.offer == self._offer.id else None for member in members]
         running = [member.process for member in own if member is not None and not member.ended]
         if not self._processes:
+            if any(member is not None and member.ended for member in own):
+                # It answers only a new offer.
+                return "a part of the engine has ended while the leader waited for other machines"
             if len(running) == len(members):
                 self._processes = running
                 self._seen_at = time.monotonic()

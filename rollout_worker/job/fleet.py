@@ -16,6 +16,7 @@ from rollout_api.redis_client.connection import connect
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.limits import (
     ACTOR_ANSWER_TIMEOUT_S,
+    ACTOR_RESTART_TIMEOUT_S,
     ENGINE_RETRY_DELAY_S,
     FLEET_INTERVAL_S,
     MAX_START_FAILURES,
@@ -73,6 +74,8 @@ class Fleet:
         self._starting: dict[str, str] = {}
         """Engine → the process that was last seen starting it."""
         self._retry_at: dict[str, float] = {}
+        self._dead_since: dict[str, float] = {}
+        """Engine → since when Ray has reported its actor as dead."""
         self._start_failures: Counter[str] = Counter()
         """Engine → number of consecutive deaths of its process during its start."""
         self._succeeded_at = time.monotonic()
@@ -143,12 +146,20 @@ class Fleet:
     def _read_state(self, name: str, call: Any) -> None:
         try:
             state: EngineState = ray.get(call)
+        except ray.exceptions.ActorDiedError as died:
+            # Ray restarts an actor that was killed, but not one whose constructor has failed.
+            self._serving.discard(name)
+            since = self._dead_since.setdefault(name, time.monotonic())
+            if time.monotonic() - since > ACTOR_RESTART_TIMEOUT_S:
+                self._set_error(name, f"its process cannot be started: {died}")
+            return
         except ray.exceptions.RayError as unavailable:
             # The process was killed. Ray restarts the actor, and its new process answers then.
             logger.debug("Engine %s does not answer: %s", name, unavailable)
             self._serving.discard(name)
             return
         self._on_state(state)
+        self._dead_since.pop(name, None)
         if state.engine:
             self._serving.add(name)
         else:
@@ -177,6 +188,7 @@ class Fleet:
             logger.error("Engine %s cannot start: %s", name, error)
         self._errors[name] = error
         self._retry_at[name] = time.monotonic() + ENGINE_RETRY_DELAY_S
+        self._dead_since.pop(name, None)
         ray.kill(self._actors.pop(name), no_restart=True)
 
     def _report(self) -> None:

@@ -113,7 +113,9 @@ ANNOUNCEMENT_RETENTION_S = 30.0
 ENGINE_STATS_INTERVAL_S = 1.0
 """Seconds between two reads of an engine's statistics."""
 ENGINE_HANG_TIMEOUT_S = 300.0
-"""Seconds after which an engine that does not answer is considered hung; longer than loading any weights takes."""
+"""Seconds after which an engine that does not answer is considered hung."""
+LOADING_HANG_TIMEOUT_S = 1800.0
+"""The same while the engine loads weights, because it answers only between two files or tensors."""
 MAX_CUTOFF_DELAY_S = 600.0
 """Seconds for which an engine on which drafting does not pay waits for a moment without rollouts to be replaced."""
 
@@ -125,6 +127,8 @@ ENGINE_RETRY_DELAY_S = 30.0
 """Seconds after which an engine that could not start is started again."""
 ACTOR_ANSWER_TIMEOUT_S = 0.2
 """Seconds for which a pass waits for the actors' answers."""
+ACTOR_RESTART_TIMEOUT_S = 120.0
+"""Seconds within which Ray must have restarted an actor that has died; then it is replaced."""
 MAX_START_FAILURES = 3
 """Number of consecutive deaths of an engine's process during its start that are reported as an error."""
 

@@ -47,9 +47,9 @@ def run_follower(setup: JobSetup, *, rank: int, http_port: int) -> None:
         http_port: port of ``/readyz``; 0 for none.
     """
     terminated = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     wait_until_usable(connect(setup.redis_url), setup.redis_url)
     model = setup.model()
+    signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     follower = Follower(setup.group_store(), rank, model, _environment(setup, model))
     readiness = ReadinessServer(http_port, follower.why_not_ready) if http_port else None
     try:
@@ -60,7 +60,7 @@ def run_follower(setup: JobSetup, *, rank: int, http_port: int) -> None:
             follower.run_once(may_start=False)
             time.sleep(FOLLOWER_POLL_INTERVAL_S)
     finally:
-        follower.stop()
+        follower.leave()
         if readiness is not None:
             readiness.close()
 
@@ -121,6 +121,16 @@ class Follower:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+    def leave(self) -> None:
+        """End the part of the engine, if one runs, and tell the leader, which cannot continue without it."""
+        if self._process is None or self._member is None:
+            return
+        self.stop()
+        try:
+            self.store.renew_member(self.rank, self._member._replace(ended=True))
+        except redis.RedisError as error:
+            logger.info("The leader is not told that a part of its engine has ended: %s", error)
 
     def _start(self, offer: GroupOffer) -> None:
         settings = {**offer.settings, "model": str(self.model), "node_rank": self.rank}

@@ -140,15 +140,23 @@ def reset(request: pytest.FixtureRequest, loop: LoopThread) -> Iterator[None]:
             loop.run(engine.load_weights(shared.initial, 0))
 
 
+async def wait_for_receiver(source: Engine) -> None:
+    """Wait until the target has connected to the source."""
+    while not all(await source.collective_rpc("test_has_receiver")):
+        await asyncio.sleep(0.05)
+
+
 def test_the_source_continues_to_decode(pair: Pair, loop: LoopThread) -> None:
     async def scenario() -> None:
         await pair.source.load_weights(pair.newer, VERSION)
         expected = await generate(pair.source, PROMPT, LONG)
-        await pair.source.collective_rpc("test_delay_senders", 0.1)
+        await pair.source.collective_rpc("test_block_senders", 3)
         passed = await pair.source.pass_weights()
         receiving = asyncio.ensure_future(pair.target.receive_passed_weights(passed, UpdateMode.KEEP))
+        await wait_for_receiver(pair.source)
         result = await generate(pair.source, PROMPT, LONG)
         assert not receiving.done()
+        await pair.source.collective_rpc("test_release_senders")
         assert (expected.token_ids, expected.logprobs) == (result.token_ids, result.logprobs)
         await receiving
         assert await respond(pair.source) == await respond(pair.target)
@@ -167,7 +175,7 @@ def test_an_update_of_the_source_ends_the_passing(pair: Pair, loop: LoopThread, 
             await pair.source.collective_rpc("test_block_senders", num_sent)
             passed = await pair.source.pass_weights()
             receiving = asyncio.ensure_future(pair.target.receive_passed_weights(passed, UpdateMode.KEEP))
-            await asyncio.sleep(0.3)
+            await wait_for_receiver(pair.source)
             await pair.source.load_weights(pair.newer, VERSION)
             with pytest.raises(EngineError, match=r"has stopped sending its weights.*continues with weight version 0"):
                 await receiving

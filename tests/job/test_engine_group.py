@@ -48,8 +48,8 @@ def leader(store: EngineGroupStore, losses: list[str], size: int = 2) -> Iterato
 
 
 @contextmanager
-def follower(store: EngineGroupStore, directory: Path, rank: int = 1) -> Iterator[Follower]:
-    """Follow the leader in a thread."""
+def follower(store: EngineGroupStore, directory: Path, rank: int = 1, *, leaves: bool = False) -> Iterator[Follower]:
+    """Follow the leader in a thread, which is killed or leaves at the end."""
     command = (sys.executable, "-c", WAITING, str(directory / f"settings-{rank}"))
     running = Follower(store, rank, Path("/on/this/machine"), dict(os.environ), command)
     stopping = threading.Event()
@@ -57,7 +57,7 @@ def follower(store: EngineGroupStore, directory: Path, rank: int = 1) -> Iterato
     def run() -> None:
         while not stopping.wait(0.05):
             running.run_once()
-        running.stop()
+        running.leave() if leaves else running.stop()
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -83,6 +83,24 @@ def test_a_leader_waits_for_all_followers(store: EngineGroupStore, losses: list[
     assert [] == losses
     settings = json.loads((tmp_path / "settings-2").read_text())
     assert {"model": "/on/this/machine", "node_rank": 2, "seed": 7} == settings
+
+
+def test_a_leader_that_still_waits_notices_that_a_part_has_ended(
+    store: EngineGroupStore, losses: list[str], tmp_path: Path
+) -> None:
+    with leader(store, losses, size=3) as group, follower(store, tmp_path) as running:
+        wait_for(lambda: running.takes_part, 10)
+        os.kill(child().pid, signal.SIGKILL)
+        wait_for(lambda: bool(losses), 5)
+        assert "while the leader waited" in losses[0]
+        assert not group.gathered
+
+
+def test_a_follower_that_leaves_tells_its_leader(store: EngineGroupStore, losses: list[str], tmp_path: Path) -> None:
+    with leader(store, losses) as group:
+        with follower(store, tmp_path, leaves=True):
+            wait_for(lambda: group.gathered, 10)
+        wait_for(lambda: losses == ["the part of the engine on machine 1 has ended"], 3)
 
 
 def test_a_leader_notices_at_once_that_a_followers_part_has_ended(

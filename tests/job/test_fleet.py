@@ -17,6 +17,7 @@ import psutil
 import pytest
 import ray
 
+from rollout_worker.job import fleet as fleet_module
 from rollout_worker.job.fleet import EngineState, Fleet
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.setup import JobSetup
@@ -59,6 +60,16 @@ class FailingEngine:
 
     def state(self) -> EngineState:
         return EngineState(self._process, os.getpid(), True, "", "no such model")
+
+
+class BrokenEngine:
+    """An engine whose constructor fails, after which Ray does not restart the actor."""
+
+    def __init__(self, *_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def state(self) -> EngineState:
+        raise AssertionError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -134,6 +145,13 @@ def test_an_engine_that_reports_that_it_cannot_start_is_an_error(fleet: Fleet) -
     wait_for_error(fleet, 60)
     assert {"engine-0": "no such model"} == fleet.errors
     assert 0 == fleet.num_serving
+
+
+@pytest.mark.parametrize("fleet", [BrokenEngine], indirect=True)
+def test_an_engine_whose_actor_cannot_be_created_is_an_error(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "ACTOR_RESTART_TIMEOUT_S", 2.0)
+    wait_for_error(fleet, 60)
+    assert "can't start new thread" in fleet.errors["engine-0"]
 
 
 @pytest.mark.parametrize("fleet", [FailingEngine], indirect=True)

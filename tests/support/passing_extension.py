@@ -29,6 +29,7 @@ class PassingExtension(DraftingExtension):
 
     _undo: Callable[[], None] | None = None
     _disturb: Callable[[int], object] = staticmethod(lambda _: None)
+    _gate = threading.Event()
 
     def test_tensors(self) -> list[tuple[str, str]]:
         """Return the name and a checksum of each tensor that is passed on."""
@@ -55,8 +56,17 @@ class PassingExtension(DraftingExtension):
         self._disturb = lambda _: time.sleep(seconds)
 
     def test_block_senders(self, num_sent: int) -> None:
-        """Let each later sender wait forever after a number of tensors."""
-        self._disturb = lambda number: threading.Event().wait() if number >= num_sent else None
+        """Let each later sender wait after a number of tensors, until :meth:`test_release_senders`."""
+        self._gate = gate = threading.Event()
+        self._disturb = lambda number: gate.wait() if number >= num_sent else None
+
+    def test_release_senders(self) -> None:
+        """Let the senders continue."""
+        self._gate.set()
+
+    def test_has_receiver(self) -> bool:
+        """Return whether a receiver has connected to the latest sender."""
+        return bool(self._das_senders) and self._das_senders[-1].connected
 
     def test_remove_weight(self) -> None:
         """Let a layer have an empty parameter that is not a packed weight."""

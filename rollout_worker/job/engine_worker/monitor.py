@@ -11,7 +11,12 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.engine_worker.running import RunningRollouts
 from rollout_worker.job.job_store import EngineReport
-from rollout_worker.job.limits import ENGINE_HANG_TIMEOUT_S, ENGINE_STATS_INTERVAL_S, MAX_CUTOFF_DELAY_S
+from rollout_worker.job.limits import (
+    ENGINE_HANG_TIMEOUT_S,
+    ENGINE_STATS_INTERVAL_S,
+    LOADING_HANG_TIMEOUT_S,
+    MAX_CUTOFF_DELAY_S,
+)
 from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
 
 logger = logging.getLogger(__name__)
@@ -57,10 +62,7 @@ class EngineMonitor:
         """
         while True:
             await asyncio.sleep(ENGINE_STATS_INTERVAL_S)
-            try:
-                stats = await asyncio.wait_for(self._engine.stats(), ENGINE_HANG_TIMEOUT_S)
-            except TimeoutError:
-                raise EngineError(f"the engine hangs: it has not answered for {ENGINE_HANG_TIMEOUT_S:.0f} s") from None
+            stats = await self._read_stats()
             counters = {name: stats[name] for name in _STATS if name in stats}
             history: dict[str, Any] = stats.get("history", {})
             counters |= {f"history_{name}": history[name] for name in _HISTORY_STATS if name in history}
@@ -68,6 +70,18 @@ class EngineMonitor:
             self._report.counters["measured_timestamp_seconds"] = time.time()
             if "timed_seconds" in stats and not self._report.draining:
                 self._check_cutoff(stats["timed_seconds"], bool(stats["drafting_disabled"]))
+
+    async def _read_stats(self) -> dict[str, Any]:
+        started = time.monotonic()
+        reading = asyncio.ensure_future(self._engine.stats())
+        try:
+            while not (await asyncio.wait({reading}, timeout=ENGINE_HANG_TIMEOUT_S))[0]:
+                limit = ENGINE_HANG_TIMEOUT_S if self._report.loading is None else LOADING_HANG_TIMEOUT_S
+                if (waited := time.monotonic() - started) >= limit:
+                    raise EngineError(f"the engine hangs: it has not answered for {waited:.0f} s")
+            return await reading
+        finally:
+            reading.cancel()
 
     def _check_cutoff(self, seconds: float, stopped: bool) -> None:
         """Cut speculation off where it does not pay: while the engine is idle, or at the latest after a while."""

@@ -54,8 +54,9 @@ class WeightUpdater:
         """``time.monotonic()`` from which on it is checked again whether an engine has the missed weights."""
         self._last_offer = ""
         """Token of the last offer that was tried."""
-        self._passing_requests: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
-        """Engines to which weights are to be passed on, and the version."""
+        self._passing_requests: dict[str, int] = {}
+        """Engine to which weights are to be passed on → the version."""
+        self._passing_requested = asyncio.Event()
 
     def request_update(self) -> None:
         """Load the published weights soon; weights that could not be loaded before are tried again."""
@@ -65,7 +66,8 @@ class WeightUpdater:
 
     def request_passing(self, target: str, version: int) -> None:
         """Pass the full weights on to the engine *target* soon, if they are still those of *version*."""
-        self._passing_requests.put_nowait((target, version))
+        self._passing_requests[target] = version
+        self._passing_requested.set()
 
     async def run(self) -> None:
         """Load weights whenever an update is requested or missed weights are offered, until cancelled.
@@ -88,7 +90,15 @@ class WeightUpdater:
     async def pass_on(self) -> None:
         """Pass weights on to other engines whenever it is requested, until cancelled."""
         while True:
-            target, version = await self._passing_requests.get()
+            await self._passing_requested.wait()
+            if not self._passing_requests:
+                self._passing_requested.clear()
+                continue
+            target = next(iter(self._passing_requests))
+            version = self._passing_requests.pop(target)
+            engines = await retry_async(self._job_store.engines.engines)
+            if target not in engines or engines[target].report.missed != version:
+                continue  # it has received them meanwhile, or has ended
             offer = await self._make_offer(version)
             if offer.error:
                 logger.warning("Engine %s gets no weights from this engine: %s", target, offer.error)

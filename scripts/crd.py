@@ -215,19 +215,24 @@ def _definition(
     }
 
 
-def runtime_document(kind: str) -> dict[str, Any]:
-    """Return the CustomResourceDefinition of a kind of runtimes."""
-    schema = {
-        "description": "Settings of a cluster that jobs take over by spec.runtimeRef.",
+def _object_schema(description: str, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a kind of objects with these sections, of which the spec is required."""
+    return {
+        "description": description,
         "type": "object",
         "required": ["spec"],
         "properties": {
             "apiVersion": {"type": "string"},
             "kind": {"type": "string"},
             "metadata": {"type": "object"},
-            "spec": _runtime_spec(),
+            **sections,
         },
     }
+
+
+def runtime_document(kind: str) -> dict[str, Any]:
+    """Return the CustomResourceDefinition of a kind of runtimes."""
+    schema = _object_schema("Settings of a cluster that jobs take over by spec.runtimeRef.", spec=_runtime_spec())
     scope = "Cluster" if kind == CLUSTER_RUNTIME_KIND else "Namespaced"
     version = {
         "additionalPrinterColumns": [
@@ -243,18 +248,13 @@ def runtime_document(kind: str) -> dict[str, Any]:
 def document() -> dict[str, Any]:
     """Return the CustomResourceDefinition of RolloutJobs."""
     name = get_args(JobName)[1]
-    schema = {
-        "description": "A job that samples RL rollouts for a trainer or from a dataset, with speculative decoding that "
-        "drafts from earlier rollouts.",
-        "type": "object",
-        "required": ["spec"],
-        "properties": {
-            "apiVersion": {"type": "string"},
-            "kind": {"type": "string"},
-            "metadata": {"type": "object"},
-            "spec": _job_spec(),
-            "status": _without_defaults(_model_schema(RolloutJobStatus)),
-        },
+    schema = _object_schema(
+        "A job that samples RL rollouts for a trainer or from a dataset, with speculative decoding that drafts from "
+        "earlier rollouts.",
+        spec=_job_spec(),
+        status=_without_defaults(_model_schema(RolloutJobStatus)),
+    )
+    schema |= {
         "x-kubernetes-validations": [
             {
                 "rule": f"size(self.metadata.name) <= {name.max_length} && "

@@ -35,12 +35,10 @@ from rollout_api.manifest.status import State
 from rollout_worker.history_service.http import HistoryCollector
 from rollout_worker.history_service.service import ServiceState
 from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, StatusMetrics
-from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
 from rollout_worker.job.job_store import EngineReport
-from rollout_worker.policy.canary import DriftTest
-from rollout_worker.policy.remaining_length import RemainingWork
 from rollout_worker.runtime.ports import free_port
 from tests.support.cluster.chart import CHART, HELM, VALUE_SETS, render_chart
+from tests.support.status_boards import status_board
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -697,38 +695,8 @@ def operator_metrics() -> set[str]:
 
 def job_metrics() -> set[str]:
     """Return the metrics of a job whose engine reports all counters."""
-    board = StatusBoard(
-        parse_job(
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "metadata": {"name": "math"},
-                "spec": {"model": {"uri": "policy"}, "source": {"trainer": {}}},
-            }
-        )
-    )
     counters = dict.fromkeys(ENGINE_METRICS, 0.0)
-    board.update(
-        StatusInput(
-            uid="uid",
-            coordinator=1,
-            requests=0,
-            waiting=0,
-            assigned={},
-            totals={},
-            engines={"engine-0": EngineReport("engine-0", counters=counters)},
-            engine_errors={},
-            engines_lost=0,
-            migrated=0,
-            dead_letters=0,
-            weight_version=0,
-            unread={"client": 0},
-            slow_clients=[],
-            remaining=RemainingWork(0.0, 0.0),
-            drift=DriftTest(1),
-            closing=False,
-        )
-    )
+    board = status_board({"engine-0": EngineReport("engine-0", counters=counters)})
     return exported_names(StatusMetrics(board))
 
 

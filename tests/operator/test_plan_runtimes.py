@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.planned_jobs import container_of, run_all, spec
+from tests.support.planned_jobs import container_of, run_all, spec, suspend_and_resume
 from tests.support.simulated_cluster import SimulatedCluster
 
 RUNTIME: dict[str, Any] = {
@@ -74,14 +74,7 @@ def test_a_changed_runtime_reaches_the_pods_when_the_job_is_resumed() -> None:
     cluster.reconcile()
     assert "platform:1" == container_of(cluster, "math-worker-0")["image"]
     assert ("False", "ChangesPending") == cluster.condition("UpToDate")
-    cluster.change(lifecycle={"suspend": True})
-    for _ in range(2):
-        cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.finish_deletion(name)
-    cluster.reconcile()
-    cluster.change(lifecycle={"suspend": False})
-    cluster.reconcile()
+    suspend_and_resume(cluster)
     assert "platform:2" == container_of(cluster, "math-worker-0")["image"]
 
 
@@ -170,14 +163,7 @@ def test_another_model_cache_of_the_runtime_is_filled_and_used_when_the_job_is_r
     cluster.reconcile()
     assert ("False", "ChangesPending") == cluster.condition("UpToDate")
     assert not any("deletionTimestamp" in pod["metadata"] for pod in cluster.pods.values())
-    cluster.change(lifecycle={"suspend": True})
-    for _ in range(2):
-        cluster.reconcile()
-        for name in list(cluster.pods):
-            cluster.finish_deletion(name)
-    cluster.reconcile()
-    cluster.change(lifecycle={"suspend": False})
-    cluster.reconcile()
+    suspend_and_resume(cluster)
     assert ["math-prefetch"] == list(cluster.pods)
     volumes = cluster.pods["math-prefetch"]["spec"]["volumes"]
     assert {"name": "models", "persistentVolumeClaim": {"claimName": "two"}} in volumes

@@ -20,15 +20,12 @@ from rollout_operator.object_cache import ObjectCache
 from rollout_operator.observed import PodView
 from rollout_operator.reconciler import Reconciler
 
-from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
 from rollout_api.status_token import HASH_VARIABLE, TOKEN_VARIABLE, StatusToken
 from rollout_worker.history_service.http import HistoryServer
 from rollout_worker.history_service.service import ServiceState
-from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
 from rollout_worker.job.coordinator.status_server import StatusServer
-from rollout_worker.policy.canary import DriftTest
-from rollout_worker.policy.remaining_length import RemainingWork
 from rollout_worker.runtime.ports import free_port
+from tests.support.status_boards import status_board
 
 TOKEN = "a-token-of-thirty-two-characters"
 WITH_TOKEN = StatusToken.from_environment({TOKEN_VARIABLE: TOKEN})
@@ -66,32 +63,8 @@ def test_the_metrics_of_the_operator_need_the_token() -> None:
 @asynccontextmanager
 async def serving_head(token: StatusToken) -> AsyncIterator[str]:
     """A head's server, of which the environment is that of a head's pod."""
-    spec = {"model": {"uri": "policy"}, "source": {"trainer": {}}}
-    job = parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "math"}, "spec": spec})
-    board = StatusBoard(job)
-    board.update(
-        StatusInput(
-            uid="uid",
-            coordinator=1,
-            requests=0,
-            waiting=0,
-            assigned={},
-            totals={},
-            engines={},
-            engine_errors={},
-            engines_lost=0,
-            migrated=0,
-            dead_letters=0,
-            weight_version=0,
-            unread={},
-            slow_clients=[],
-            remaining=RemainingWork(0.0, 0.0),
-            drift=DriftTest(1),
-            closing=False,
-        )
-    )
     environment = {HASH_VARIABLE: token.sha256} if token.sha256 else {}
-    server = StatusServer(board, StatusToken.from_environment(environment))
+    server = StatusServer(status_board(), StatusToken.from_environment(environment))
     port = await server.start("127.0.0.1", 0)
     try:
         yield f"http://127.0.0.1:{port}"

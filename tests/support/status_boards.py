@@ -1,0 +1,41 @@
+"""The status of a job, as a coordinator publishes it, for tests of what is served and scraped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
+from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
+from rollout_worker.job.job_store import EngineReport
+from rollout_worker.policy.canary import DriftTest
+from rollout_worker.policy.remaining_length import RemainingWork
+
+
+def status_board(engines: Mapping[str, EngineReport] | None = None) -> StatusBoard:
+    """Return the board of a job that serves one client."""
+    spec = {"model": {"uri": "policy"}, "source": {"trainer": {}}}
+    board = StatusBoard(
+        parse_job({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "math"}, "spec": spec})
+    )
+    board.update(
+        StatusInput(
+            uid="uid",
+            coordinator=1,
+            requests=0,
+            waiting=0,
+            assigned={},
+            totals={},
+            engines=dict(engines or {}),
+            engine_errors={},
+            engines_lost=0,
+            migrated=0,
+            dead_letters=0,
+            weight_version=0,
+            unread={"client": 0},
+            slow_clients=[],
+            remaining=RemainingWork(0.0, 0.0),
+            drift=DriftTest(1),
+            closing=False,
+        )
+    )
+    return board

@@ -33,7 +33,7 @@ class EngineGroup:
             store: the offer's place in Redis.
             size: number of machines, including this one.
             settings: vLLM's engine arguments on this machine.
-            on_loss: called once with a reason, in another thread, when a follower is lost that had joined.
+            on_loss: called once with a reason, in another thread, when a part of the engine has ended or is lost.
         """
         self._store, self._size, self._on_loss = store, size, on_loss
         self._offer = GroupOffer(secrets.token_hex(8), settings)
@@ -55,11 +55,6 @@ class EngineGroup:
         while not self._joined.wait(GROUP_WAIT_LOG_INTERVAL_S) and not self._closing.is_set():
             waited = time.monotonic() - started
             logger.warning("Waiting for the other %d machines of this engine for %.0f s.", self._size - 1, waited)
-
-    @property
-    def gathered(self) -> bool:
-        """Whether all followers have started their part of the engine."""
-        return self._joined.is_set()
 
     def close(self) -> None:
         """Tell the followers that the engine has ended."""

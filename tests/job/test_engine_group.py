@@ -36,13 +36,18 @@ def losses() -> list[str]:
 
 
 @contextmanager
-def leader(store: EngineGroupStore, losses: list[str], size: int = 2) -> Iterator[EngineGroup]:
-    """Offer a part in an engine."""
+def leader(store: EngineGroupStore, losses: list[str], size: int = 2) -> Iterator[threading.Event]:
+    """Offer a part in an engine; the event is set when all followers have taken theirs."""
     group = EngineGroup(store, size, {"model": "/on/the/leader", "node_rank": 0, "seed": 7}, losses.append)
-    gathering = threading.Thread(target=group.gather, daemon=True)
-    gathering.start()
+    gathered = threading.Event()
+
+    def gather() -> None:
+        group.gather()
+        gathered.set()
+
+    threading.Thread(target=gather, daemon=True).start()
     try:
-        yield group
+        yield gathered
     finally:
         group.close()
 
@@ -74,11 +79,11 @@ def child() -> psutil.Process:
 
 
 def test_a_leader_waits_for_all_followers(store: EngineGroupStore, losses: list[str], tmp_path: Path) -> None:
-    with leader(store, losses, size=3) as group, follower(store, tmp_path) as first:
+    with leader(store, losses, size=3) as gathered, follower(store, tmp_path) as first:
         wait_for(lambda: first.takes_part, 10)
-        assert not group.gathered
+        assert not gathered.is_set()
         with follower(store, tmp_path, rank=2):
-            wait_for(lambda: group.gathered, 10)
+            wait_for(gathered.is_set, 10)
             wait_for((tmp_path / "settings-2").exists, 10)
     assert [] == losses
     settings = json.loads((tmp_path / "settings-2").read_text())
@@ -88,35 +93,35 @@ def test_a_leader_waits_for_all_followers(store: EngineGroupStore, losses: list[
 def test_a_leader_that_still_waits_notices_that_a_part_has_ended(
     store: EngineGroupStore, losses: list[str], tmp_path: Path
 ) -> None:
-    with leader(store, losses, size=3) as group, follower(store, tmp_path) as running:
+    with leader(store, losses, size=3) as gathered, follower(store, tmp_path) as running:
         wait_for(lambda: running.takes_part, 10)
         os.kill(child().pid, signal.SIGKILL)
         wait_for(lambda: bool(losses), 5)
         assert "while the leader waited" in losses[0]
-        assert not group.gathered
+        assert not gathered.is_set()
 
 
 def test_a_follower_that_leaves_tells_its_leader(store: EngineGroupStore, losses: list[str], tmp_path: Path) -> None:
-    with leader(store, losses) as group:
+    with leader(store, losses) as gathered:
         with follower(store, tmp_path, leaves=True):
-            wait_for(lambda: group.gathered, 10)
+            wait_for(gathered.is_set, 10)
         wait_for(lambda: losses == ["the part of the engine on machine 1 has ended"], 3)
 
 
 def test_a_leader_notices_at_once_that_a_followers_part_has_ended(
     store: EngineGroupStore, losses: list[str], tmp_path: Path
 ) -> None:
-    with leader(store, losses) as group, follower(store, tmp_path) as running:
-        wait_for(lambda: group.gathered, 10)
+    with leader(store, losses) as gathered, follower(store, tmp_path) as running:
+        wait_for(gathered.is_set, 10)
         os.kill(child().pid, signal.SIGKILL)
         wait_for(lambda: losses == ["the part of the engine on machine 1 has ended"], 3)
         assert not running.takes_part  # it waits for another offer
 
 
 def test_a_leader_notices_that_a_machine_is_lost(store: EngineGroupStore, losses: list[str], tmp_path: Path) -> None:
-    with leader(store, losses) as group:
+    with leader(store, losses) as gathered:
         with follower(store, tmp_path):
-            wait_for(lambda: group.gathered, 10)
+            wait_for(gathered.is_set, 10)
         wait_for(lambda: bool(losses), 30)
         assert "has not answered" in losses[0]
 
@@ -124,9 +129,9 @@ def test_a_leader_notices_that_a_machine_is_lost(store: EngineGroupStore, losses
 def test_another_process_in_a_followers_place_is_not_taken_for_it(
     store: EngineGroupStore, losses: list[str], tmp_path: Path
 ) -> None:
-    with leader(store, losses) as group:
+    with leader(store, losses) as gathered:
         with follower(store, tmp_path):
-            wait_for(lambda: group.gathered, 10)
+            wait_for(gathered.is_set, 10)
         with follower(store, tmp_path):
             wait_for(lambda: losses == ["the part of the engine on machine 1 has ended"], 3)
 
@@ -135,11 +140,11 @@ def test_a_follower_joins_the_next_engine_of_its_leader(
     store: EngineGroupStore, losses: list[str], tmp_path: Path
 ) -> None:
     with follower(store, tmp_path) as running:
-        with leader(store, losses) as group:
-            wait_for(lambda: group.gathered, 10)
+        with leader(store, losses) as gathered:
+            wait_for(gathered.is_set, 10)
             first = child()
-        with leader(store, losses) as group:
-            wait_for(lambda: group.gathered, 10)
+        with leader(store, losses) as gathered:
+            wait_for(gathered.is_set, 10)
             assert first != child()
         wait_for(lambda: not running.takes_part, 10)
     assert [] == losses
@@ -148,8 +153,8 @@ def test_a_follower_joins_the_next_engine_of_its_leader(
 def test_a_redis_that_has_lost_its_data_ends_no_engine(
     store: EngineGroupStore, losses: list[str], tmp_path: Path, redis_url: str
 ) -> None:
-    with leader(store, losses) as group, follower(store, tmp_path):
-        wait_for(lambda: group.gathered, 10)
+    with leader(store, losses) as gathered, follower(store, tmp_path):
+        wait_for(gathered.is_set, 10)
         part = child()
         with redis.Redis.from_url(redis_url) as client:
             for _ in range(8):

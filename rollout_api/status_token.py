@@ -18,6 +18,11 @@ OPEN_PAGES = frozenset({"/healthz", "/readyz"})
 """Pages that need no token, because kubelets read them."""
 UNAUTHORIZED_HEADERS = {"WWW-Authenticate": 'Bearer realm="das-rollout"'}
 """Headers of the response to a request without the token."""
+UNAUTHORIZED_TEXT = (
+    "This page requires the header 'Authorization: Bearer TOKEN', with the token of ROLLOUT_STATUS_TOKEN, or on "
+    "Kubernetes with that of the Secret statusToken.existingSecret of the chart's values.\n"
+)
+"""Body of this response."""
 _MIN_CHARACTERS = 32
 """Shorter tokens could be guessed from their hash, which everyone who may read pods sees."""
 
@@ -43,7 +48,7 @@ class StatusToken:
             environment: replaces the environment of this process.
 
         Raises:
-            StatusTokenError: if the token is too short, or if the hash is none.
+            StatusTokenError: if the token is too short, or if the hash is malformed.
         """
         environment = os.environ if environment is None else environment
         # Secrets often end with a newline, which Prometheus ignores, too.

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
-from rollout_api.status_token import UNAUTHORIZED_HEADERS, StatusToken
+from rollout_api.status_token import UNAUTHORIZED_HEADERS, UNAUTHORIZED_TEXT, StatusToken
 from rollout_operator.kubernetes_api import KubernetesApi
 from rollout_operator.leader_election import LeaderElection
 from rollout_operator.object_cache import ObjectCache
@@ -101,5 +101,5 @@ class HttpServer:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         if not self._token.permits(request.path, request.headers.get("Authorization")):
-            return web.Response(text="This page needs a token.\n", status=401, headers=UNAUTHORIZED_HEADERS)
+            return web.Response(text=UNAUTHORIZED_TEXT, status=401, headers=UNAUTHORIZED_HEADERS)
         return web.Response(body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST})

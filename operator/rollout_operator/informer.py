@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_DELAY_S = 1.0
 _UNAVAILABLE_RETRY_DELAYS_S = {403: 60.0, 404: 5.0}
-"""Seconds after which an optional kind is listed again that must not be read, or does not exist, by HTTP status.
+"""By HTTP status: seconds until an optional kind is listed again that the operator may not read, or does not exist.
 
 A kind that does not exist may just have been installed: the API server serves it some seconds later.
 """

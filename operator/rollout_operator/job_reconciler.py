@@ -46,7 +46,7 @@ _COMPONENTS: dict[str, Literal["head", "worker", "prefetch"]] = {
 }
 """The components whose pods run the job, and whose failures are therefore recorded."""
 _ONLY_ON_RESUME = frozenset({"model.cache", "workers.podsPerWorker"})
-"""Path of the settings of the model cache, which change only together with those of a runtime."""
+"""Settings that all pods of a job must share, so that a rolling update cannot change them."""
 _MAX_RECORDED_FAILURES = 10
 _MAX_NEW_FAILURES = 64
 """Number of failed pods that one reconcile records, because the status has a limited size; the next one continues."""

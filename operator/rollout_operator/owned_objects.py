@@ -145,7 +145,7 @@ def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: s
             {"key": names.COMPONENT_LABEL, "operator": "In", "values": [names.HEAD, names.WORKER]},
         ],
     }
-    # Of these pods and the head.
+    # The selector matches the workers' pods and the head, of which one more than this number exist.
     spec: dict[str, Any] = {"minAvailable": workers * context.pods_per_worker, "selector": selector}
     if cluster.has_unhealthy_pod_eviction_policy:
         spec["unhealthyPodEvictionPolicy"] = "AlwaysAllow"

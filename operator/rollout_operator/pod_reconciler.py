@@ -83,7 +83,8 @@ class PodReconciler:
         created = set()
         # A pod that is terminating still holds its GPUs. A terminated one does not, but its slot is not free yet.
         missing = desired - len(live) - sum(pod.has_running_containers for pod in terminating)
-        # Nor is one free of which a follower is still terminating: a new leader would have to be deleted with it.
+        # A slot whose follower is still terminating is not free, either: its new leader would be deleted together with
+        # the follower.
         leaving = [pod for pod in self.observed.followers if pod.deleting and pod.has_running_containers]
         occupied = {pod.slot for pod in (*live, *terminating, *leaving)}
         free_slots = [slot for slot in range(desired) if slot not in occupied][: max(0, missing)]

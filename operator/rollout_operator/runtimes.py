@@ -15,7 +15,7 @@ RUNTIME_NOT_FOUND = "RuntimeNotFound"
 """Reason of conditions and Events about a runtime that does not exist."""
 _TEMPLATE = "podTemplate"
 _EXCLUSIVE = {"gpuResource": "deviceClaimTemplate", "deviceClaimTemplate": "gpuResource"}
-"""Fields of which a job's own replaces the other one of its runtime."""
+"""Fields that exclude each other: if a job sets the value, the key is not taken over from its runtime."""
 
 
 class RuntimeNotFoundError(ManifestError):
@@ -23,8 +23,9 @@ class RuntimeNotFoundError(ManifestError):
 
     def __init__(self, key: RuntimeKey) -> None:
         message = (
-            f"{key} does not exist, or the operator may not read it. Create it, or correct the name and the kind; "
-            "the job then starts."
+            f"{key} does not exist, or the operator may not read it. Create it, correct the name and the kind, or, for "
+            "a ClusterRolloutRuntime and an operator that watches only some namespaces, set the chart's value "
+            "operator.readClusterRuntimes."
         )
         super().__init__([FieldError("spec.runtimeRef", message)])
 

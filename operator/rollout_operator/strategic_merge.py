@@ -54,7 +54,10 @@ def combine_patches(first: Mapping[str, Any], second: Mapping[str, Any], path: s
             result[name] = combine_patches(inherited, value, field_path)
         elif isinstance(value, list) and name in _MERGE_KEYS:
             if name in result and not isinstance(current, list):
-                raise PatchError(f"{field_path}: an earlier template removes this list; nothing can be added to it")
+                raise PatchError(
+                    f"{field_path}: the runtime's template removes this list, so the job's template cannot add entries "
+                    "to it; change one of them"
+                )
             entries = current if isinstance(current, list) else []
             result[name] = _combine_lists(entries, value, _MERGE_KEYS[name], field_path)
         else:

@@ -59,8 +59,8 @@ def describe_overdue(pod: PodView) -> str:
     """Return what is known about a pod that should have terminated long ago, and what to do about it."""
     return (
         f"Pod {pod.name} should have terminated, but node {pod.node} has not removed it and is not known to be lost. "
-        "The pod's GPUs may still be in use. Repair the node, or run "
-        f"kubectl delete pod {pod.name} --force once its processes have ended."
+        "Its processes may still be running. Repair the node, or, once they have ended, run "
+        f"kubectl delete pod {pod.name} --force in the namespace of the job."
     )
 
 

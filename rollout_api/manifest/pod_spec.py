@@ -37,8 +37,7 @@ _ExtendedResource = Annotated[
 ]
 """Name of an extended resource, with the domain of its vendor."""
 _ONE_KIND_OF_GPUS = (
-    "deviceClaimTemplate already gives the GPUs, which then are no extended resource; remove gpuResource or "
-    "deviceClaimTemplate"
+    "deviceClaimTemplate and gpuResource both say how a worker gets its GPUs; remove gpuResource or deviceClaimTemplate"
 )
 _GPUS_ARE_REQUESTED = "gpusPerWorker already requests the GPUs; remove the GPU resource from resources.extended"
 
@@ -288,7 +287,7 @@ class FailureRule(ManifestModel):
         default=None, description="Pods to which the rule applies. Default: all."
     )
     on_exit_codes: ExitCodes | None = Field(
-        default=None, description="Exit codes of the container that is called like the component."
+        default=None, description="Exit codes of the container that has the component's name."
     )
     on_reasons: list[Annotated[str, StringConstraints(min_length=1, max_length=128, pattern=r"^[A-Za-z]+$")]] = Field(
         default_factory=list,

@@ -245,8 +245,8 @@ def _errors_across_sections(
                 errors += [FieldError(f"engine.{name}", message) for name, size in sizes.items() if size != 1]
             elif gpus_per_engine != pods:
                 message = (
-                    f"{pods} must be the {gpus_per_engine} processes of one engine (tensorParallelSize × "
-                    "pipelineParallelSize), of which each CPU pod runs one"
+                    f"{pods} must equal tensorParallelSize × pipelineParallelSize ({gpus_per_engine}), because each "
+                    "pod of a CPU worker runs one process of the engine"
                 )
                 errors.append(FieldError("workers.podsPerWorker", message))
             if engine.gpu_memory_utilization_percentage is not None:
@@ -259,8 +259,8 @@ def _errors_across_sections(
             errors.append(FieldError("workers.gpusPerWorker", message))
         elif pods > 1 and (gpus_per_worker != gpus_per_engine or gpus_per_worker % pods):
             message = (
-                f"{gpus_per_worker} must be the {gpus_per_engine} GPUs of one engine (tensorParallelSize × "
-                f"pipelineParallelSize) and a multiple of workers.podsPerWorker, {pods}"
+                f"{gpus_per_worker} must equal tensorParallelSize × pipelineParallelSize ({gpus_per_engine}), because "
+                f"the pods of a worker run one engine together, and must be divisible by workers.podsPerWorker ({pods})"
             )
             errors.append(FieldError("workers.gpusPerWorker", message))
     if workers and engine and workers.resources.memory and engine.kv_cache_memory:

@@ -260,10 +260,13 @@ def follower(
     from rollout_worker.launch.follower import run_follower
 
     _exit_on_sigterm()
-    with exit_with_message(file, redis):
+    with exit_with_message(file, redis, interrupted="the engine starts again when a follower of this rank runs"):
         job = read_manifest(file)
-        if rank >= job.spec.workers.pods_per_worker:
-            message = f"{job.spec.workers.pods_per_worker} means that there is no --rank {rank}"
+        if rank >= (pods := job.spec.workers.pods_per_worker):
+            message = (
+                f"the ranks of {pods} pods are 0 to {pods - 1}, so --rank {rank} does not exist; use a lower --rank or "
+                "increase podsPerWorker"
+            )
             raise ManifestError([FieldError("spec.workers.podsPerWorker", message)])
         cache = model_cache or default_cache()
         resolve_model(job.spec.model, cache)
@@ -285,7 +288,7 @@ def follower(
 def prefetch(file: ManifestFile, model_cache: ModelCache = None) -> None:
     """Download a job's model, as its workers would, unless it is in the model cache already."""
     _exit_on_sigterm()
-    with exit_with_message(file):
+    with exit_with_message(file, interrupted="complete files are kept, and the same command downloads the rest"):
         job = read_manifest(file)
         directory = resolve_model(job.spec.model, model_cache or default_cache())
     console.print(f"Model {job.spec.model.uri} is in {directory}.", soft_wrap=True)
@@ -360,12 +363,18 @@ def tiny_model(
 
 
 @contextmanager
-def exit_with_message(file: Path | None = None, redis: str = "") -> Iterator[None]:
+def exit_with_message(
+    file: Path | None = None,
+    redis: str = "",
+    *,
+    interrupted: str = "finished rollouts are kept, and the same command continues from there",
+) -> Iterator[None]:
     """Turn expected errors into a message and an exit code; unexpected errors keep their traceback.
 
     Args:
         file: the manifest that messages name.
         redis: URL of the Redis from which errors may come.
+        interrupted: what an interruption by the user means.
     """
     from rollout_worker.launch.job_state import StateError
     from rollout_worker.launch.local import DeadlineError
@@ -390,9 +399,7 @@ def exit_with_message(file: Path | None = None, redis: str = "") -> Iterator[Non
     except DeadlineError as error:
         exit_with_error(EXIT_DEADLINE, str(error))
     except (KeyboardInterrupt, asyncio.CancelledError):
-        exit_with_error(
-            EXIT_INTERRUPTED, "interrupted; finished rollouts are kept, and the same command continues from there"
-        )
+        exit_with_error(EXIT_INTERRUPTED, f"interrupted; {interrupted}")
 
 
 async def run_until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:

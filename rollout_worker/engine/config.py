@@ -214,7 +214,8 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
         # make a step many times slower.
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(config.cores)}
         if config.ranks > 1 and config.spec.enforce_eager:
-            # vLLM compiles the embedding of several ranks nevertheless, for which images without a compiler lack one.
+            # With several ranks, vLLM compiles the embedding even with enforce_eager. Images without a compiler cannot
+            # do this.
             defaults["TORCHDYNAMO_DISABLE"] = "1"
         defaults["VLLM_USE_V2_MODEL_RUNNER"] = "0"
         # V2 needs Triton, which runs its kernels on CPUs in its interpreter.

@@ -36,8 +36,8 @@ STREAM_TOKEN_TIMEOUT_S = 2.0
 STREAM_MAX_HEADER_BYTES = 64 << 20
 """Maximum size of the list of tensors that a sender announces."""
 STREAM_IDLE_TIMEOUT_S = 60.0
-"""Seconds after which such a connection is given up if no byte could be sent or received."""
+"""Seconds without a sent or received byte after which a connection that passes weights on is closed."""
 STREAM_OFFER_TIMEOUT_S = 60.0
 """Seconds for which an engine waits for the engine to which it passes its weights on."""
 STREAM_POLL_INTERVAL_S = 0.2
-"""Seconds after which it notices that it must not pass them on any more."""
+"""Seconds between two checks whether the sending engine must stop offering its weights."""

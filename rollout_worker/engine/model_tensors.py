@@ -36,7 +36,7 @@ def list_tensors(model: Any, vllm_config: Any) -> list[ModelTensor]:
         EngineError: if the model's weights are, or may be, also stored in another form.
     """
     if vllm_config.model_config.quantization is not None:
-        raise EngineError("they are quantized, and vLLM may keep such weights in further forms")
+        raise EngineError("the weights are quantized, and vLLM may keep such weights in further forms")
     if getattr(vllm_config.parallel_config, "enable_eplb", False):
         raise EngineError("with enable_eplb, the experts are at different places in each engine")
     found: list[ModelTensor] = []

@@ -12,7 +12,7 @@ from typing import Any
 import redis
 
 from rollout_worker.job.job_store.engine_groups import EngineGroupStore, GroupMember, GroupOffer
-from rollout_worker.job.limits import GROUP_INTERVAL_S, GROUP_LOSS_S, GROUP_WAIT_LOG_INTERVAL_S
+from rollout_worker.job.limits import GROUP_EXPIRY_S, GROUP_INTERVAL_S, GROUP_LOSS_S, GROUP_WAIT_LOG_INTERVAL_S
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,12 @@ class EngineGroup:
         started = time.monotonic()
         while not self._joined.wait(GROUP_WAIT_LOG_INTERVAL_S) and not self._closing.is_set():
             waited = time.monotonic() - started
-            logger.warning("Waiting for the other %d machines of this engine for %.0f s.", self._size - 1, waited)
+            logger.warning(
+                "This engine has waited %.0f s for its followers. Check that rollout follower runs with the same "
+                "--group and each --rank from 1 to %d.",
+                waited,
+                self._size - 1,
+            )
 
     def close(self) -> None:
         """Tell the followers that the engine has ended."""
@@ -100,5 +105,5 @@ class EngineGroup:
             if member is not None and (member.ended or member.process != process):
                 return f"the part of the engine on machine {rank} has ended"
         if time.monotonic() - self._seen_at > GROUP_LOSS_S:
-            return f"another machine of the engine has not answered for {GROUP_LOSS_S:.0f} s"
+            return f"another machine of the engine has not answered for about {GROUP_EXPIRY_S + GROUP_LOSS_S:.0f} s"
         return ""

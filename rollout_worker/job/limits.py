@@ -137,7 +137,7 @@ MAX_START_FAILURES = 3
 GROUP_INTERVAL_S = 0.5
 """Seconds between two renewals of the leader's offer and of a follower's answer."""
 GROUP_LOSS_S = 5.0
-"""Seconds without an offer or an answer, which have expired, after which the leader or a follower is considered lost.
+"""Seconds for which the leader or a follower may be missing after its offer or answer has expired, until it is lost.
 
 A lost process is usually noticed at once by the others. A false alarm would cost a start of the engine."""
 GROUP_WAIT_LOG_INTERVAL_S = 60.0

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from rollout_api.status_token import UNAUTHORIZED_HEADERS, StatusToken
+from rollout_api.status_token import UNAUTHORIZED_HEADERS, UNAUTHORIZED_TEXT, StatusToken
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -58,7 +58,7 @@ class HttpServer:
     @web.middleware
     async def _check_token(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not self._token.permits(request.path, request.headers.get("Authorization")):
-            return web.Response(text="This page needs a token.\n", status=401, headers=UNAUTHORIZED_HEADERS)
+            return web.Response(text=UNAUTHORIZED_TEXT, status=401, headers=UNAUTHORIZED_HEADERS)
         return await handler(request)
 
     async def _metrics(self, _: web.Request) -> web.Response:

@@ -177,7 +177,7 @@ def test_without_a_source_the_next_version_is_awaited(job_harness: JobHarness, d
         await disturbed.collective_rpc("test_quantize")
         joined = await replace_engine(running, job_harness, "engine-1")
         await running.until(lambda: 1 in joined.report.failed, 20)
-        assert "the weights cannot be passed on: they are quantized" in joined.report.failed[1]
+        assert "the weights cannot be passed on: the weights are quantized" in joined.report.failed[1]
         await lose(running, "disturbed")
         await running.until(lambda: len(running.workers) == 1)
         assert {0} == versions(await gather(client, 1, prompts(2)))

@@ -129,5 +129,5 @@ def test_combined_patches_have_the_effect_of_both(
 
 
 def test_nothing_can_be_added_to_a_list_that_an_earlier_patch_removes() -> None:
-    with pytest.raises(PatchError, match=r"spec\.containers: an earlier template removes this list"):
+    with pytest.raises(PatchError, match=r"spec\.containers: the runtime's template removes this list"):
         combine_patches({"spec": {"containers": None}}, {"spec": {"containers": [{"name": "a"}]}})

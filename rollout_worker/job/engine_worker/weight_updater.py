@@ -197,7 +197,10 @@ class WeightUpdater:
 
     def _prepare_passed(self, update: WeightUpdate, offer: WeightOffer) -> Load:
         if offer.error:
-            raise UnusableWeightsError(f"engine {offer.source} does not pass them on: {offer.error}")
+            raise UnusableWeightsError(
+                f"engine {offer.source} cannot pass weight version {offer.version} on: {offer.error}; publish the next "
+                "version, from a directory if this happens again"
+            )
         passed = PassedWeights(offer.version, offer.token, offer.addresses)
         return lambda engine: engine.receive_passed_weights(passed, update.mode)
 

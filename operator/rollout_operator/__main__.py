@@ -96,20 +96,23 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
+async def _first_served(api: KubernetesApi, versions: Sequence[str], plural: str) -> str | None:
+    """Return the first of these API versions in which the API server serves a resource, or None."""
+    for version in versions:
+        if await api.serves(version, plural):
+            return version
+    return None
+
+
 async def _discover_cluster(api: KubernetesApi, options: argparse.Namespace, token: StatusToken) -> ClusterInfo:
     """Wait until the API server serves RolloutJobs, and discover which optional APIs it has."""
     await wait_until_served(api)
-    budget_api = None
-    for version in _DISRUPTION_BUDGET_APIS:
-        if await api.serves(version, "poddisruptionbudgets"):
-            budget_api = version
-            break
+    budget_api = await _first_served(api, _DISRUPTION_BUDGET_APIS, "poddisruptionbudgets")
     if budget_api is None:
         logger.warning("The cluster serves no PodDisruptionBudgets; jobs are created without one.")
-    gang_apis = [version for version in GANG_APIS if await api.serves(version, GANG_PLURAL)]
     return ClusterInfo(
         disruption_budget_api=budget_api,
-        gang_api=next(iter(gang_apis), None),
+        gang_api=await _first_served(api, GANG_APIS, GANG_PLURAL),
         has_unhealthy_pod_eviction_policy=await api.version() >= _UNHEALTHY_POD_EVICTION_POLICY_VERSION,
         status_reader_namespaces=tuple(options.status_reader_namespace),
         egress_rules=options.egress_rules,

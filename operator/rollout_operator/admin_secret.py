@@ -38,9 +38,7 @@ def admin_secret(namespace: str, name: str, server: str) -> dict[str, Any]:
         "metadata": {
             "name": name,
             "namespace": namespace,
-            # Not with the label app.kubernetes.io/instance: Argo CD would take the Secret for a part of the release
-            # that is no longer in Git, and delete it.
-            "labels": {"app.kubernetes.io/part-of": names.APP, "app.kubernetes.io/component": "redis"},
+            "labels": names.labels_outside_release("redis"),
         },
         "type": "Opaque",
         "stringData": {"password": password, "url": f"redis://:{password}@{server}/0", "user-key": user_key},

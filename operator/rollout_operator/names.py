@@ -61,6 +61,15 @@ def worker(job: str, slot: int) -> str:
     return f"{job}-{WORKER}-{slot}"
 
 
+def labels_outside_release(component: str) -> dict[str, str]:
+    """Return the labels of an object that is not the chart's own but serves its release.
+
+    They lack ``app.kubernetes.io/instance``. With it, Argo CD would take the object for a part of the release that is
+    no longer in Git, and delete it.
+    """
+    return {"app.kubernetes.io/part-of": APP, COMPONENT_LABEL: component}
+
+
 def pod_name(job: str, component: str, slot: int | None = None, *, rank: int = 0, taken: Collection[str] = ()) -> str:
     """Return the name of a new head, worker or prefetch pod.
 

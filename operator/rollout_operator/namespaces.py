@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 from rollout_operator.observed import Manifest
@@ -22,10 +23,12 @@ class SelectedNamespaces:
         self._on_change = on_change
         self._names: dict[str, str] = {}
         """By uid."""
+        self._counts: Counter[object] = Counter()
+        """Name → number of its uids, of which a namespace that was created again has two for a moment."""
 
     def __contains__(self, name: object) -> bool:
         """Return whether a namespace is selected."""
-        return name in self._names.values()
+        return self._counts[name] > 0
 
     def uids(self, kind: str, namespace: str) -> set[str]:
         """Return the uids of all selected namespaces."""
@@ -36,6 +39,7 @@ class SelectedNamespaces:
         name, uid = body["metadata"]["name"], body["metadata"]["uid"]
         if uid not in self._names:
             self._names[uid] = name
+            self._counts[name] += 1
             self._on_change(name)
 
     def remove(self, body: Manifest, kind: str) -> None:
@@ -45,4 +49,5 @@ class SelectedNamespaces:
     def remove_uid(self, kind: str, uid: str) -> None:
         """Remove the namespace with this uid."""
         if (name := self._names.pop(uid, None)) is not None:
+            self._counts[name] -= 1
             self._on_change(name)

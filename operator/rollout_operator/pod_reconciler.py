@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from rollout_operator import names
 from rollout_operator.actions import Create, DeletePod, PlanBuilder
@@ -132,7 +133,7 @@ class PodReconciler:
                     )
                     self.builder.actions.append(Create(manifest))
 
-    @property
+    @cached_property
     def _taken_names(self) -> set[str]:
         """Names of pods that exist but are not waited for."""
         return {pod.name for pod in self.observed.pods if pod.retained or pod.is_overdue(self.observed.now)}

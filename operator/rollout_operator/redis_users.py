@@ -129,9 +129,7 @@ def user_secret(user: RedisUser, admin_url: str, key: bytes) -> dict[str, Any]:
     url = re.sub(r"://(?:[^/?#]*@)?", f"://{credentials}@", admin_url, count=1)
     metadata: dict[str, Any] = {"name": user.secret, "namespace": user.namespace}
     if user.job is None:
-        # Not with the label app.kubernetes.io/instance: Argo CD would take the Secret for a part of the release that
-        # is no longer in Git, and delete it.
-        metadata["labels"] = {"app.kubernetes.io/part-of": names.APP, "app.kubernetes.io/component": "redis"}
+        metadata["labels"] = names.labels_outside_release("redis")
     else:
         metadata["labels"] = names.labels(user.job, "redis")
         owner = {"name": user.job, "uid": user.uid}
@@ -262,7 +260,7 @@ class RedisUserManager:
         if missing:
             await self._save_users()
         for user in self._selected():
-            if user.uid not in self._with_secret | self._without_objects:
+            if user.uid not in self._with_secret and user.uid not in self._without_objects:
                 await self._create_secret(user)
 
     async def _create_secret(self, user: RedisUser) -> None:

@@ -10,11 +10,10 @@ from typing import Any
 from pydantic.alias_generators import to_camel
 
 from rollout_api.manifest.rollout_job import RolloutJob, parse_job
-from rollout_api.manifest.runtime import SCALING_FIELDS
+from rollout_api.manifest.runtime import RUNTIME_SECTIONS, SCALING_FIELDS
 from rollout_api.manifest.status import Revision
 
-_SECTIONS = ("image", "head", "priority_class_name")
-_REPLACED = ("runtimeRef", *map(to_camel, _SECTIONS))
+_REPLACED = ("runtimeRef", *map(to_camel, RUNTIME_SECTIONS))
 _SCALING = frozenset(map(to_camel, SCALING_FIELDS))
 
 
@@ -32,7 +31,10 @@ def revision_of(job: RolloutJob, default_image: str, *, has_runtime: bool) -> Re
         by_alias=True,
         exclude_none=True,
         exclude_defaults=True,
-        include={**dict.fromkeys(_SECTIONS, True), "workers": set(type(spec.workers).model_fields) - SCALING_FIELDS},
+        include={
+            **dict.fromkeys(RUNTIME_SECTIONS, True),
+            "workers": set(type(spec.workers).model_fields) - SCALING_FIELDS,
+        },
     )
     if has_runtime:
         cache = spec.model.cache.model_dump(mode="json", by_alias=True, exclude_none=True, exclude_defaults=True)

@@ -23,6 +23,10 @@ SCALING_FIELDS = frozenset(
 """Fields of ``workers`` that concern the number of workers, not their pods. Each job sets them itself."""
 
 
+RUNTIME_SECTIONS = ("image", "head", "priority_class_name")
+"""Sections of a job that a runtime may set as a whole. Of ``workers`` and ``model``, it may set only a part."""
+
+
 class RuntimeRef(ManifestModel):
     """The runtime from which a job takes what it does not set itself. ``rollout run`` ignores it."""
 

@@ -63,7 +63,7 @@ def read_tensors(model: Any, vllm_config: Any) -> Iterator[tuple[StreamTensor, A
     for tensor in list_tensors(model, vllm_config):
         value = tensor.stored
         if tensor.packed_in is not None:
-            value = _new_tensor(tensor.description)
+            value = tensor.description.empty()
             for _ in _unpack(tensor.packed_in, value):
                 yield None
         yield tensor.description, value
@@ -86,7 +86,7 @@ def load_tensors(model: Any, vllm_config: Any, receive: Callable[[Any], None]) -
             if tensor.packed_in is None:
                 receive(tensor.stored.detach())
                 continue
-            weight = _new_tensor(tensor.description)
+            weight = tensor.description.empty()
             receive(weight)
             layer = tensor.packed_in
             layer.weight = torch.nn.Parameter(weight, requires_grad=False)
@@ -99,12 +99,6 @@ def _describe(full_name: str, layer: Any, name: str, tensor: Any) -> ModelTensor
     shape = tuple(tensor.shape) if packed is None else packed
     description = StreamTensor(full_name, str(tensor.dtype).removeprefix("torch."), shape)
     return ModelTensor(description, tensor, packed_in=None if packed is None else layer)
-
-
-def _new_tensor(description: StreamTensor) -> Any:
-    import torch
-
-    return torch.empty(description.shape, dtype=getattr(torch, description.dtype))
 
 
 def _packed_shape(layer: Any, name: str, tensor: Any) -> tuple[int, int] | None:

@@ -122,12 +122,9 @@ class WeightLoader:
         return all(await self._call_for_passing("das_read_weights", restart, MAX_READING_PAUSE_S))
 
     async def _call_for_passing(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of :class:`EngineExtension` on all ranks; a reply that is text says why it has failed."""
-        replies: list[Any] = await self._client.collective_rpc(method, *arguments, action="passing the weights on")
-        for reply in replies:
-            if isinstance(reply, str):
-                raise EngineError(f"the weights cannot be passed on: {reply}")
-        return replies
+        return await self._call_ranks(
+            method, *arguments, action="passing the weights on", failure="the weights cannot be passed on"
+        )
 
     async def receive_passed(self, weights: PassedWeights, mode: UpdateMode) -> float:
         """See :meth:`Engine.receive_passed_weights`."""
@@ -142,6 +139,7 @@ class WeightLoader:
                 weights.token,
                 self._directory is None,  # the current weights could not be restored
                 action="connecting to another engine",
+                failure="failed while connecting to another engine",
             )
         except EngineError as error:
             with suppress(EngineError):  # the other ranks may have received a whole copy of their weights
@@ -149,11 +147,17 @@ class WeightLoader:
             raise EngineError(self._still_serving(error)) from error
         return await asyncio.shield(self._replace(new))
 
-    async def _call_ranks(self, method: str, *arguments: Any, action: str) -> None:
-        """Call a method of :class:`EngineExtension` on all ranks; it may return why it has failed."""
-        for reply in await self._client.collective_rpc(method, *arguments, action=action):
-            if reply:
-                raise EngineError(f"failed while {action}: {reply}")
+    async def _call_ranks(self, method: str, *arguments: Any, action: str, failure: str) -> list[Any]:
+        """Call a method of :class:`EngineExtension` on all ranks; a reply that is text says why it has failed.
+
+        Raises:
+            EngineError: if the method has failed on any rank; its message begins with *failure*.
+        """
+        replies: list[Any] = await self._client.collective_rpc(method, *arguments, action=action)
+        for reply in replies:
+            if isinstance(reply, str):
+                raise EngineError(f"{failure}: {reply}")
+        return replies
 
     async def load_adapter(self, directory: Path, version: int) -> float:
         """See :meth:`Engine.load_adapter`."""
@@ -209,7 +213,7 @@ class WeightLoader:
 
     async def _load_or_restore(self, new: _NewWeights) -> None:
         try:
-            await self._call_ranks(new.method, *new.arguments, action=new.action)
+            await self._call_ranks(new.method, *new.arguments, action=new.action, failure=f"failed while {new.action}")
         except EngineError as error:
             await self._restore(error)
             raise EngineError(self._still_serving(error)) from error

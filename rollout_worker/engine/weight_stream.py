@@ -46,6 +46,12 @@ class StreamTensor:
     def __str__(self) -> str:
         return f"{self.name} ({self.dtype}, {list(self.shape)})"
 
+    def empty(self) -> Any:
+        """Return a tensor of this type and shape in main memory."""
+        import torch
+
+        return torch.empty(self.shape, dtype=getattr(torch, self.dtype))
+
 
 class StreamError(RuntimeError):
     """Tensors cannot be received. The message says why."""
@@ -242,11 +248,9 @@ class StagedTensors:
         Raises:
             StreamError: the sender has ended, or does not answer.
         """
-        import torch
-
         self._tensors: deque[Any] = deque()
         for description in tensors:
-            tensor = torch.empty(description.shape, dtype=getattr(torch, description.dtype))
+            tensor = description.empty()
             receiver.receive(tensor)
             self._tensors.append(tensor)
         receiver.close()

@@ -190,7 +190,7 @@ class EngineExtension:
             sender.stop()
         self._das_senders, self._das_reading = (), None
 
-    def das_connect_to_engine(self, addresses: list[tuple[str, int]], token: str, staged: bool) -> str:
+    def das_connect_to_engine(self, addresses: list[tuple[str, int]], token: str, staged: bool) -> str | None:
         """Connect to an engine that passes its weights on.
 
         Args:
@@ -200,7 +200,7 @@ class EngineExtension:
                 fails meanwhile.
 
         Returns:
-            Why the weights cannot be received; empty if they can.
+            Why the weights cannot be received; None if they can.
         """
         from rollout_worker.engine.model_tensors import list_tensors
         from rollout_worker.engine.weight_stream import StagedTensors, TensorReceiver
@@ -215,13 +215,13 @@ class EngineExtension:
         except Exception as error:
             self.das_disconnect()
             return _error_text(error)
-        return ""
+        return None
 
-    def das_receive_from_engine(self) -> str:
+    def das_receive_from_engine(self) -> str | None:
         """Replace the weights by those of the engine to which this one is connected; see :meth:`das_load_weights`.
 
         Returns:
-            Why not all weights were received; empty if they were.
+            Why not all weights were received; None if they were.
         """
         from rollout_worker.engine.model_tensors import load_tensors
 
@@ -239,7 +239,7 @@ class EngineExtension:
         for reset in ("reset_lora_state", "reset_encoder_cache", "reset_mm_cache"):  # as vLLM's reload does
             if hasattr(self.model_runner, reset):
                 getattr(self.model_runner, reset)()
-        return ""
+        return None
 
     def das_disconnect(self) -> None:
         """Close the connection to another engine, if there is one, and forget what was received."""

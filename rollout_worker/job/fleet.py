@@ -117,11 +117,6 @@ class Fleet:
                 self._start(name, speculative=speculative)
         self._poll()
 
-    def kill(self) -> None:
-        """Kill all engines."""
-        while self._actors:
-            ray.kill(self._actors.popitem()[1], no_restart=True)
-
     def _start(self, name: str, *, speculative: bool) -> None:
         spec = self._setup.job.spec
         options: dict[str, Any] = {

@@ -8,9 +8,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -136,7 +134,7 @@ def reset(request: pytest.FixtureRequest, loop: LoopThread) -> Iterator[None]:
     if "pair" in request.fixturenames:
         shared: Pair = request.getfixturevalue("pair")
         for engine in (shared.source, shared.target):
-            loop.run(engine.collective_rpc("test_delay_senders", 0))
+            loop.run(engine.collective_rpc("test_undisturb_senders"))
             loop.run(engine.load_weights(shared.initial, 0))
 
 
@@ -180,7 +178,7 @@ def test_an_update_of_the_source_ends_the_passing(pair: Pair, loop: LoopThread, 
             with pytest.raises(EngineError, match=r"has stopped sending its weights.*continues with weight version 0"):
                 await receiving
             assert before == await respond(pair.target)
-        await pair.source.collective_rpc("test_delay_senders", 0)
+        await pair.source.collective_rpc("test_undisturb_senders")
         await pair.target.receive_passed_weights(await pair.source.pass_weights(), UpdateMode.KEEP)
         assert await respond(pair.source) == await respond(pair.target)
 
@@ -227,20 +225,25 @@ def test_a_target_that_does_not_come_costs_the_source_nothing(pair: Pair, loop: 
 @pytest.mark.parametrize("damage", ["test_remove_weight", "test_add_copy", "test_quantize"])
 def test_weights_that_cannot_be_passed_on_are_refused(pair: Pair, loop: LoopThread, damage: str) -> None:
     async def scenario() -> None:
-        undo = partial(pair.source.collective_rpc, "test_undo")
         await pair.source.collective_rpc(damage)
         try:
             with pytest.raises(EngineError, match="cannot be passed on"):
                 await pair.source.pass_weights()
         finally:
-            await undo()
+            await pair.source.collective_rpc("test_undo")
+
+    loop.run(scenario())
+
+
+def test_weights_of_another_shape_are_not_received(pair: Pair, loop: LoopThread) -> None:
+    async def scenario() -> None:
         await pair.source.collective_rpc("test_reshape")
         try:
-            passed: Any = await pair.source.pass_weights()
+            passed = await pair.source.pass_weights()
             with pytest.raises(EngineError, match="in place of"):
                 await pair.target.receive_passed_weights(passed, UpdateMode.KEEP)
         finally:
-            await undo()
+            await pair.source.collective_rpc("test_undo")
 
     loop.run(scenario())
 
@@ -259,7 +262,7 @@ def test_a_killed_engine_stops_neither_the_other_one_nor_its_rollouts(
             passed = await source.pass_weights()
             receiving = asyncio.ensure_future(target.receive_passed_weights(passed, UpdateMode.RECOMPUTE))
             running = asyncio.ensure_future(generate(source, PROMPT, LONG))
-            await asyncio.sleep(0.3)
+            await wait_for_receiver(source)
             started = time.monotonic()
             core_of(victim).kill()
             with pytest.raises(EngineError, match="died" if killed == "target" else "continues with weight version 0"):

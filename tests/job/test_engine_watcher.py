@@ -15,12 +15,15 @@ from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.connection import connect
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.launch.engine_watcher import EngineWatcher
+from rollout_worker.launch.limits import ENGINE_POLL_INTERVAL_S
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for
 
 KEYS = MessageKeys("watched")
-NOTICE_S = 2.0
-"""Seconds within which the death of a watched process is noticed, most of them for slow machines; a lease takes 5."""
+NOTICE_S = 0.5
+"""Seconds within which the death of a watched process is noticed; a lease takes 5."""
+START_S = 5.0
+"""Seconds within which a process is watched, or found to have died before."""
 
 
 @pytest.fixture
@@ -54,9 +57,10 @@ def test_the_lease_ends_with_the_process(
 ) -> None:
     watcher.watch(process.pid, "earlier-registration")
     watcher.watch(process.pid, "watched")
-    time.sleep(NOTICE_S)
+    time.sleep(2 * ENGINE_POLL_INTERVAL_S)
     assert server.exists(KEYS.lease("watched"))
     process.kill()
+    process.wait()
     wait_for(lambda: not server.exists(KEYS.lease("watched")), NOTICE_S)
     assert server.exists(KEYS.lease("other"))
 
@@ -67,7 +71,7 @@ def test_an_engine_that_died_before_it_was_watched_loses_its_lease(
     process.kill()
     process.wait()
     watcher.watch(process.pid, "watched")
-    wait_for(lambda: not server.exists(KEYS.lease("watched")), NOTICE_S)
+    wait_for(lambda: not server.exists(KEYS.lease("watched")), START_S)
 
 
 def test_a_process_that_cannot_be_watched_is_left_to_its_lease(
@@ -76,7 +80,7 @@ def test_a_process_that_cannot_be_watched_is_left_to_its_lease(
     watcher.watch(-1, "other")
     watcher.watch(process.pid, "watched")
     process.kill()
-    wait_for(lambda: not server.exists(KEYS.lease("watched")), NOTICE_S)
+    wait_for(lambda: not server.exists(KEYS.lease("watched")), START_S)
     assert server.exists(KEYS.lease("other"))
 
 

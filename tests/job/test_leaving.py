@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -17,8 +16,8 @@ from rollout_worker.job.engine_actor import EngineActor
 from rollout_worker.job.fleet import Fleet
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.launch import worker
 from rollout_worker.launch.worker import run_worker, shut_down_engines
+from tests.support.waiting import wait_for
 
 JOB = MessageKeys("leaving")
 MANIFEST: dict[str, Any] = {
@@ -49,35 +48,23 @@ def restored_handler() -> Iterator[None]:
 
 @pytest.mark.parametrize("state", ["running", "closed"])
 @pytest.mark.usefixtures("restored_handler")
-def test_a_worker_tells_whether_the_job_had_ended_when_it_was_terminated(redis_url: str, state: str) -> None:
+def test_a_terminated_worker_tells_its_engines_the_time_to_drain_unless_the_job_has_ended(
+    redis_url: str, state: str
+) -> None:
     connect(redis_url).hset(JOB.job, "state", state)
-    setup = JobSetup(MANIFEST, "leaving", redis_url, vocabulary_size=100, tokenizer="fingerprint")
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    ended = threading.Event()
+    manifest = {**MANIFEST, "spec": {**MANIFEST["spec"], "workers": {"gpusPerWorker": 0, "drainSeconds": 3}}}
+    setup = JobSetup(manifest, "leaving", redis_url, vocabulary_size=100, tokenizer="fingerprint")
+    server = connect(redis_url)
 
     def terminate() -> None:
-        while not ended.wait(0.5):  # the first signals may come before the worker handles them
-            os.kill(os.getpid(), signal.SIGTERM)
+        wait_for(lambda: server.hlen(JOB.failed_engines), 120)  # its engine has no model
+        os.kill(os.getpid(), signal.SIGTERM)
 
     thread = threading.Thread(target=terminate)
     thread.start()
     try:
         assert (state == "closed") == run_worker(setup, name="worker-0", http_port=0)
     finally:
-        ended.set()
         thread.join()
-
-
-@pytest.mark.usefixtures("restored_handler")
-def test_the_manifest_says_how_long_rollouts_may_continue(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextlib.contextmanager
-    def terminated_worker(setup: JobSetup, terminated: threading.Event) -> Iterator[Fleet]:
-        terminated.set()
-        yield Fleet(setup, EngineActor)  # without engines
-
-    monkeypatch.setattr(worker, "running_engines", terminated_worker)
-    manifest = {**MANIFEST, "spec": {**MANIFEST["spec"], "workers": {"gpusPerWorker": 0, "drainSeconds": 3}}}
-    run_worker(JobSetup(manifest, "leaving", redis_url, 100, "fingerprint"), name="worker-0", http_port=0)
-    server = connect(redis_url)
-    (told,) = server.scan_iter(f"{JOB.shutdown_grace('worker-0')}/*")
-    assert b"3.0" == server.get(told)
+    told = [server.get(key) for key in server.scan_iter(f"{JOB.shutdown_grace('worker-0')}/*")]
+    assert ([b"3.0"] if state == "running" else []) == told

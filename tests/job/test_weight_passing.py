@@ -44,7 +44,6 @@ def test_a_failed_or_unanswered_order_goes_to_another_source() -> None:
     assert [] == planner.plan(5, engines, 1000.0)  # however long receiving takes
     engines["t"].loading, engines["t"].loads = None, 1
     [third] = planner.plan(5, engines, 1001.0)
-    assert third.source in {"a", "b"}
     del engines[third.source]
     [fourth] = planner.plan(5, engines, 1001.5)  # the source was lost
     assert {third.source, fourth.source} == {"a", "b"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.engine_worker import EngineWorker
+from rollout_worker.job.job_store import EngineReport
+from rollout_worker.job.limits import WEIGHT_SOURCE_CHECK_INTERVAL_S
 from tests.support.in_process_job import LiveJob, manifest, start_engine
 from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompts, wait_for_status
 from tests.support.reference_model import LoopThread, make_adapter
@@ -106,7 +108,7 @@ def test_an_engine_without_its_weights_gets_no_work_and_a_later_coordinator_cont
         await running.kill("coordinator")
         joined = await replace_engine(running, job_harness, "engine-1")
         await running.until(lambda: joined.report.missed == 1)
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.5 * WEIGHT_SOURCE_CHECK_INTERVAL_S)
         assert not joined.report.failed  # because an engine has the weights, although no coordinator orders it
         running.start_coordinator()
         rollouts = await gather(client, 1, prompts(20, sampling=Sampling(n=4, max_tokens=60)))
@@ -124,31 +126,40 @@ def disturbed(loop: LoopThread, models: Path, redis_server: str) -> Iterator[Eng
     engine.close()
 
 
-def choose_disturbed(running: LiveJob, other: EngineWorker) -> Callable[[], None]:
-    """Let another source than the disturbed one seem to have other weights, until the result is called."""
-    version, other.report.full_version = other.report.full_version, -1
+async def report_full_version(running: LiveJob, worker: EngineWorker, version: int | None) -> None:
+    """Let an engine report a version of its weights, and wait until the coordinator knows it."""
+    worker.report.full_version = version
 
-    def undo() -> None:
-        other.report.full_version = version
+    def is_reported() -> bool:
+        report = running.redis.hget(running.keys.engines, worker.engine_id)
+        return report is not None and EngineReport.read(report).full_version == version
 
-    return undo
+    await running.until(is_reported)
+    await next_statuses(running)
+
+
+async def next_statuses(running: LiveJob) -> None:
+    """Wait for two statuses of the coordinator, of which the second was made from reports that exist now."""
+    for _ in range(2):
+        running.redis.delete(running.keys.status)
+        await running.until(lambda: bool(running.redis.exists(running.keys.status)))
 
 
 def test_another_source_takes_over_from_a_killed_one(job_harness: JobHarness, disturbed: Engine) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         await client.publish_weights(1, in_memory(job_harness, 1))
         await disturbed.collective_rpc("test_block_senders", 5)
-        undo = choose_disturbed(running, running.workers["engine-0"])
-        await asyncio.sleep(1.5)  # until the coordinator knows
+        other = running.workers["engine-0"]
+        version = other.report.full_version
+        await report_full_version(running, other, -1)  # so that the disturbed engine is the only source
         joined = await replace_engine(running, job_harness, "engine-1")
         await running.until(lambda: joined.report.loading == 1)
         # A killed coordinator does not matter; the next one does not disturb what is in progress.
         await running.kill("coordinator")
         running.start_coordinator()
-        await asyncio.sleep(1)
+        await next_statuses(running)
         assert joined.report.loading == 1
-        undo()
-        await asyncio.sleep(1.5)
+        await report_full_version(running, other, version)
         [core] = disturbed._client.llm.engine_core.resources.engine_manager.processes
         psutil.Process(core.pid).kill()
         with pytest.raises(EngineError):
@@ -161,13 +172,7 @@ def test_another_source_takes_over_from_a_killed_one(job_harness: JobHarness, di
         )
         await assert_all_serve(running, client, 1, 1)
 
-    engines = {**job_harness.engines, "disturbed": disturbed}
-    harness = job_harness.with_engines(engines)
-    try:
-        harness.run(scenario)
-    except EngineError:
-        if not disturbed.stopped:
-            raise
+    job_harness.with_engines({**job_harness.engines, "disturbed": disturbed}).run(scenario)
 
 
 def test_without_a_source_the_next_version_is_awaited(job_harness: JobHarness, disturbed: Engine) -> None:
@@ -205,7 +210,8 @@ def test_an_update_during_the_passing_reaches_all_engines(job_harness: JobHarnes
         await disturbed.collective_rpc("test_block_senders", 5)
         joined = await replace_engine(running, job_harness, "engine-1")
         await running.until(lambda: joined.report.loading == 1)
-        await asyncio.sleep(0.5)
+        while not all(await disturbed.collective_rpc("test_has_receiver")):
+            await asyncio.sleep(0.05)
         published = await client.publish_weights(2, in_memory(job_harness, 2), timeout=60)
         assert 2 == len(published.loaded)
         assert joined.report.missed is None

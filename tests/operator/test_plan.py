@@ -360,7 +360,7 @@ def test_a_cleanup_pod_that_somebody_deletes_is_created_again() -> None:
     first = cluster.pods["math-cleanup"]["metadata"]["uid"]
     cluster.terminate("math-cleanup", 143)
     # The finalizer of the foreground deletion may be gone before the watch reports that the pod is.
-    cluster._set_finalizer(names.FOREGROUND_FINALIZER, present=False)
+    cluster.set_finalizer(names.FOREGROUND_FINALIZER, present=False)
     cluster.reconcile()
     assert cluster.job is not None
     cluster.finish_deletion("math-cleanup")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -51,9 +50,9 @@ class PassingExtension(DraftingExtension):
             sender._tensors = _Disturbed(sender._tensors, self._disturb)
         return reply
 
-    def test_delay_senders(self, seconds: float) -> None:
-        """Let each later sender wait before each tensor."""
-        self._disturb = lambda _: time.sleep(seconds)
+    def test_undisturb_senders(self) -> None:
+        """Let later senders send at once."""
+        self._disturb = lambda _: None
 
     def test_block_senders(self, num_sent: int) -> None:
         """Let each later sender wait after a number of tensors, until :meth:`test_release_senders`."""

@@ -140,7 +140,7 @@ class SimulatedCluster:
             case DeleteJob():
                 self.delete_job()
             case SetFinalizer(present):
-                self._set_finalizer(names.FINALIZER, present=present)
+                self.set_finalizer(names.FINALIZER, present=present)
 
     def _create_pod(self, manifest: dict[str, Any]) -> None:
         name = manifest["metadata"]["name"]
@@ -156,7 +156,7 @@ class SimulatedCluster:
 
     # Kubernetes
 
-    def _set_finalizer(self, finalizer: str, *, present: bool) -> None:
+    def set_finalizer(self, finalizer: str, *, present: bool) -> None:
         assert self.job is not None
         metadata = self.job["metadata"]
         others = [name for name in metadata["finalizers"] if name != finalizer]
@@ -170,7 +170,7 @@ class SimulatedCluster:
             self.delete_pod(name)
         self.objects.clear()
         if not self.pods:
-            self._set_finalizer(names.FOREGROUND_FINALIZER, present=False)
+            self.set_finalizer(names.FOREGROUND_FINALIZER, present=False)
 
     def _garbage_collect(self) -> None:
         self.job = None
@@ -289,7 +289,7 @@ class SimulatedCluster:
     def delete_job(self, *, foreground: bool = False) -> None:
         assert self.job is not None
         if foreground:
-            self._set_finalizer(names.FOREGROUND_FINALIZER, present=True)
+            self.set_finalizer(names.FOREGROUND_FINALIZER, present=True)
         if self.job["metadata"]["finalizers"]:
             self.job["metadata"]["deletionTimestamp"] = format_timestamp(self.now)
         else:

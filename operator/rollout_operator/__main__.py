@@ -18,6 +18,7 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.status_token import StatusToken
 from rollout_operator import logs
 from rollout_operator.cluster_info import ClusterInfo
+from rollout_operator.command_line import namespaced_name, refuse_both
 from rollout_operator.gang import GANG_APIS, GANG_PLURAL
 from rollout_operator.http_server import HttpServer, MetricsCollector
 from rollout_operator.informer import Informer
@@ -86,13 +87,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="rollout-redis-users is running: a job whose manifest names no Redis server has its own Redis user; "
         "default: it uses the Secret rollout-redis of its namespace",
     )
-    parser.add_argument("--lease", help="NAMESPACE/NAME of the Lease for leader election; default: no leader election")
+    parser.add_argument(
+        "--lease",
+        type=namespaced_name,
+        metavar="NAMESPACE/NAME",
+        help="Lease for leader election; default: no leader election",
+    )
     parser.add_argument("--port", type=int, default=8081, help="port of /healthz, /readyz and /metrics")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="json", choices=["json", "text"])
     options = parser.parse_args(arguments)
-    if options.namespace and options.namespace_selector:
-        parser.error("--namespace and --namespace-selector exclude each other")
+    refuse_both(parser, options)
     return options
 
 
@@ -127,7 +132,7 @@ async def _run(options: argparse.Namespace, token: StatusToken) -> int:
     cache = ObjectCache()
     election = None
     if options.lease:
-        namespace, _, name = options.lease.rpartition("/")
+        namespace, name = options.lease
         election = LeaderElection(api, namespace, name, f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
     reconciler = Reconciler(api, cache, options.worker_image, token)
     server = HttpServer(MetricsCollector(api, cache, reconciler, election), token)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_operator import logs, names
+from rollout_operator.command_line import namespaced_name
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi
 
 logger = logging.getLogger("rollout_admin_secret")
@@ -80,11 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="rollout_operator.admin_secret",
         description="Create the Secret with the administrator's password of a Redis server, if it does not exist.",
     )
-    parser.add_argument("secret", metavar="NAMESPACE/NAME", help="the Secret")
+    parser.add_argument("secret", type=namespaced_name, metavar="NAMESPACE/NAME", help="the Secret")
     parser.add_argument("server", metavar="HOST:PORT", help="the Redis server")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     options = parser.parse_args(arguments)
-    namespace, _, name = options.secret.rpartition("/")
+    namespace, name = options.secret
     logs.configure(as_json=True, level=options.log_level)
     sys.exit(asyncio.run(_run(admin_secret(namespace, name, options.server))))
 

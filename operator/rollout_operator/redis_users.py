@@ -33,6 +33,7 @@ from rollout_api.protocol.access_rules import access_rules, service_rules
 from rollout_api.redis_client.address import parse_server_address
 from rollout_api.redis_client.connection import connect_async
 from rollout_operator import logs, names
+from rollout_operator.command_line import namespaced_name, refuse_both
 from rollout_operator.informer import Informer
 from rollout_operator.job_context import has_managed_user, parse_body
 from rollout_operator.kopf_watch import run_kopf
@@ -318,8 +319,7 @@ async def _run(options: argparse.Namespace, url: str, key: bytes) -> int:
     namespaces: list[str] = options.namespace
     history_service = None
     if options.history_secret:
-        namespace, _, name = options.history_secret.rpartition("/")
-        history_service = history_service_user(namespace, name)
+        history_service = history_service_user(*options.history_secret)
     api = await KubernetesApi.connect()
     server = connect_async(url)
     selected = SelectedNamespaces(lambda _: manager.retry()) if options.namespace_selector else None
@@ -378,6 +378,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespac
     )
     parser.add_argument(
         "--history-secret",
+        type=namespaced_name,
         metavar="NAMESPACE/NAME",
         help="create a user for the history service, and this Secret with its URL",
     )
@@ -387,12 +388,16 @@ def _parse_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespac
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     parser.add_argument("--log-format", default="json", choices=["json", "text"])
     options = parser.parse_args(arguments)
+    refuse_both(parser, options)
     missing = [name for name in ("ROLLOUT_REDIS_ADMIN_URL", "ROLLOUT_REDIS_USER_KEY") if not os.environ.get(name)]
     if missing:
         parser.error(f"{' and '.join(missing)} must be set")
     url, key = os.environ["ROLLOUT_REDIS_ADMIN_URL"], os.environ["ROLLOUT_REDIS_USER_KEY"].encode()
     if options.ca_file is not None:
-        certificate = options.ca_file.read_text()
+        try:
+            certificate = options.ca_file.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            parser.error(f"--ca-file: {error}")
         if len(certificate) > _MAX_CA_BYTES:
             parser.error(f"--ca-file is larger than {_MAX_CA_BYTES} bytes: it must contain only this server's CA")
         url = with_ca(url, certificate)

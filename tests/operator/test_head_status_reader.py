@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,7 +15,9 @@ from rollout_operator.observed import PodView
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 
-HEALTHY, SILENT = "127.0.0.21", "127.0.0.22"
+_NETWORK = f"127.{1 + secrets.randbelow(254)}.{1 + secrets.randbelow(254)}"
+"""A network of this machine. It is random, because the port of heads is fixed, and other test runs may use it."""
+HEALTHY, SILENT = f"{_NETWORK}.1", f"{_NETWORK}.2"
 """Addresses of a head that answers at once, and of one that accepts connections but never answers."""
 
 

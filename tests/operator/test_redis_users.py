@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any, cast
 
 import pytest
 import redis
 from kubernetes.aio.client import ApiClient
 from rollout_operator import names
-from rollout_operator.admin_secret import admin_secret, create_if_missing
+from rollout_operator.admin_secret import admin_secret
 from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.job_context import JobContext
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi
@@ -279,82 +276,21 @@ def test_a_server_that_cannot_be_used_is_rejected_at_the_start(url: str) -> None
     assert "ROLLOUT_REDIS_ADMIN_URL" in process.stderr
 
 
-def test_the_admin_secret_is_created_once_and_never_replaced() -> None:
-    async def scenario() -> None:
-        api = StandInApi()
-        first, second = (admin_secret("rl", "das-redis-admin", "das-redis.rl.svc:6379") for _ in range(2))
-        assert first["stringData"]["password"] != second["stringData"]["password"]
-        assert first["stringData"]["password"] in first["stringData"]["url"]
-        assert await create_if_missing(api, first)
-        assert not await create_if_missing(api, second)
-        assert first == api.secrets["rl/das-redis-admin"]
-
-    asyncio.run(scenario())
+def test_the_admin_secret_has_a_new_password_which_its_url_contains() -> None:
+    first, second = (admin_secret("rl", "das-redis-admin", "das-redis.rl.svc:6379")["stringData"] for _ in range(2))
+    assert first["password"] != second["password"]
+    assert f"redis://:{first['password']}@das-redis.rl.svc:6379/0" == first["url"]
 
 
-def test_a_secret_that_cannot_be_created_is_an_error() -> None:
-    async def scenario() -> None:
-        class RefusingApi(StandInApi):
-            async def create(self, manifest: Mapping[str, Any]) -> dict[str, Any]:
-                raise ApiError(403, "Forbidden", "exceeded quota")
-
-        with pytest.raises(ApiError):
-            await create_if_missing(RefusingApi(), admin_secret("rl", "s", "h:1"))
-
-    asyncio.run(scenario())
-
-
-class SecretsServer(ThreadingHTTPServer):
-    """An API server that only creates Secrets, and answers with *status* to those that it does not create."""
-
-    def __init__(self, status: int = 409) -> None:
-        super().__init__(("127.0.0.1", 0), _SecretsHandler)
-        self.status = status
-        self.requests: list[str] = []
-        self.secrets: list[dict[str, Any]] = []
-        Thread(target=self.serve_forever, daemon=True).start()
-
-    def kubeconfig(self, directory: Path) -> Path:
-        """Write and return a kubeconfig."""
-        cluster = {"name": "c", "cluster": {"server": f"http://127.0.0.1:{self.server_port}"}}
-        context = {"name": "c", "context": {"cluster": "c", "user": "u"}}
-        users = [{"name": "u", "user": {"token": "t"}}]
-        text = json.dumps({"current-context": "c", "clusters": [cluster], "contexts": [context], "users": users})
-        (directory / "kubeconfig").write_text(text)
-        return directory / "kubeconfig"
-
-
-class _SecretsHandler(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        server = cast(SecretsServer, self.server)
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server.requests.append(f"POST {self.path.partition('?')[0]}")
-        created = server.status == 409 and not server.secrets
-        if created:
-            server.secrets.append(body)
-        self.send_response(201 if created else server.status)
-        self.end_headers()
-        self.wfile.write(b"{}")
-
-    def log_message(self, *_: Any) -> None:
-        """Log nothing."""
-
-
-@pytest.mark.parametrize(("status", "exit_codes"), [(409, [0, 0]), (403, [1, 1])])
-def test_the_process_for_the_admin_secret_succeeds_if_the_secret_exists_then(
-    tmp_path: Path, status: int, exit_codes: list[int]
-) -> None:
-    with SecretsServer(status) as server:
-        variables = {**os.environ, "KUBECONFIG": str(server.kubeconfig(tmp_path))}
-        command = [sys.executable, "-m", "rollout_operator.admin_secret", "rl/das-redis-admin", "das-redis.rl.svc:6379"]
-        runs = [subprocess.run(command, env=variables, capture_output=True, text=True) for _ in range(2)]
-        server.shutdown()
-    assert exit_codes == [run.returncode for run in runs], runs
-    assert ["POST /api/v1/namespaces/rl/secrets"] * 2 == server.requests
-    for secret in server.secrets:
-        assert ("das-redis-admin", "rl") == (secret["metadata"]["name"], secret["metadata"]["namespace"])
-        assert {"password", "url", "user-key"} == set(secret["stringData"])
-        assert not any(secret["stringData"]["password"] in run.stdout + run.stderr for run in runs)
+@pytest.mark.parametrize(
+    "options", [["--history-secret=x"], ["--ca-file=/missing"], ["--namespace=a", "--namespace-selector=b=c"]]
+)
+def test_wrong_options_are_rejected_at_the_start(options: list[str]) -> None:
+    variables = {**os.environ, "ROLLOUT_REDIS_ADMIN_URL": "redis://h", "ROLLOUT_REDIS_USER_KEY": "k"}
+    command = [sys.executable, "-m", "rollout_operator.redis_users", *options]
+    process = subprocess.run(command, env=variables, capture_output=True, text=True)
+    assert 2 == process.returncode
+    assert options[0].partition("=")[0] in process.stderr.splitlines()[-1]
 
 
 def test_argo_cd_does_not_take_created_secrets_for_parts_of_the_release() -> None:

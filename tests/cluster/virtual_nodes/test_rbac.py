@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from kubernetes import client
 from rollout_operator import names
+from rollout_operator.gang import COSCHEDULING_API, GANG_KIND, GANG_PLURAL
 
 from tests.support.cluster.chart import render_chart
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import OperatorProcess
+from tests.support.cluster.pod_groups import POD_GROUPS_GROUP, POD_GROUPS_VERSION, pod_groups_crd
 from tests.support.cluster.virtual_nodes import VirtualNodes
 
 pytestmark = pytest.mark.complete_cluster
@@ -25,12 +27,8 @@ UNUSED_PERMISSIONS = {
     ("patch", "", "pods/status"),
     # Required only with Kueue.
     ("delete", "kueue.x-k8s.io", "workloads"),
-    # Required only with a scheduler that has PodGroups.
-    *(
-        (verb, group, "podgroups")
-        for verb in ("get", "list", "watch", "create", "patch")
-        for group in ("scheduling.x-k8s.io", "scheduling.volcano.sh")
-    ),
+    # Required only with Volcano; for the coscheduling plugin, the same requests are made.
+    *((verb, "scheduling.volcano.sh", "podgroups") for verb in ("get", "list", "watch", "create", "patch")),
 }
 
 
@@ -72,6 +70,9 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
     kubeconfig = cluster.service_account_kubeconfig(jobs.namespace, "das-operator")
     log = cluster.directory / "log" / "operator-rights.log"
     lease = f"--lease={jobs.namespace}/das-operator"
+    cluster.serve_crd(pod_groups_crd())
+    pod_groups = client.CustomObjectsApi(cluster.client())
+    in_namespace = (POD_GROUPS_GROUP, POD_GROUPS_VERSION, jobs.namespace, GANG_PLURAL)
     operator = OperatorProcess(kubeconfig, log, f"--namespace={jobs.namespace}", lease, "--log-format=text")
     operator.start()
     operator.wait_until_ready()
@@ -99,8 +100,23 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
             "spec": {"maxUnavailable": 1},
         }
         cluster.kubectl("apply", "-f", "-", stdin=json.dumps(budget))
+        taken = {"apiVersion": COSCHEDULING_API, "kind": GANG_KIND, "metadata": {"name": "large-worker-1"}, "spec": {}}
+        pod_groups.create_namespaced_custom_object(*in_namespace, taken)
         jobs.create("taken")
         jobs.wait_for_event("taken", "NameConflict")
+        jobs.create(
+            "large", engine={"tensorParallelSize": 4}, workers={"podsPerWorker": 2, "gpusPerWorker": 4, "replicas": 2}
+        )
+        jobs.wait_for_event("large", "NameConflict")
+        label = {"metadata": {"labels": {names.COMPONENT_LABEL: "changed"}}}
+        pod_groups.patch_namespaced_custom_object(*in_namespace, "large-worker-0", label)
+
+        def component() -> str:
+            found = pod_groups.get_namespaced_custom_object(*in_namespace, "large-worker-0")
+            return str(found["metadata"]["labels"][names.COMPONENT_LABEL])
+
+        jobs.wait(lambda: component() != "changed")
+        jobs.delete("large")
 
         jobs.create("math", lifecycle={"ttlSecondsAfterFinished": 1})
         jobs.wait_for_running("math", 3)

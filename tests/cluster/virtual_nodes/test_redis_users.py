@@ -94,15 +94,42 @@ def test_the_cleanup_of_a_job_that_is_deleted_in_the_foreground_has_its_secret(
 
 
 @pytest.fixture
-def redis_users(cluster: CompleteControlPlane, jobs: Jobs, tmp_path: Path) -> Iterator[RedisUsersProcess]:
-    """The process, with the permissions that the chart grants it."""
+def permitted(cluster: CompleteControlPlane, jobs: Jobs) -> Path:
+    """A kubeconfig with the permissions that the chart grants the process."""
     objects = render_chart(jobs.namespace, operator={"namespaces": [jobs.namespace]})
     for manifest in objects:
         is_for_users = manifest["metadata"]["name"].endswith("-redis-users")
         if is_for_users and manifest["kind"] in ("ServiceAccount", "Role", "RoleBinding"):
             cluster.kubectl("apply", "-f", "-", stdin=json.dumps(manifest))
-    kubeconfig = cluster.service_account_kubeconfig(jobs.namespace, "das-redis-users")
-    process = RedisUsersProcess(tmp_path, kubeconfig, jobs.namespace)
+    return cluster.service_account_kubeconfig(jobs.namespace, "das-redis-users")
+
+
+@pytest.mark.complete_cluster
+def test_the_admin_secret_is_created_once_with_the_permissions_of_the_chart(
+    cluster: CompleteControlPlane, jobs: Jobs, permitted: Path
+) -> None:
+    def create(kubeconfig: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "rollout_operator.admin_secret", f"{jobs.namespace}/admin", "redis:6379"]
+        variables = {**os.environ, "KUBECONFIG": str(kubeconfig)}
+        return subprocess.run(command, env=variables, capture_output=True, text=True)
+
+    refused = create(cluster.service_account_kubeconfig(jobs.namespace, "default"))
+    assert 1 == refused.returncode
+    assert "Forbidden" in refused.stderr
+    runs = [create(permitted)]
+    secret = jobs.core.read_namespaced_secret("admin", jobs.namespace)
+    runs.append(create(permitted))
+    assert [0, 0] == [run.returncode for run in runs], runs
+    assert secret.metadata.uid == jobs.core.read_namespaced_secret("admin", jobs.namespace).metadata.uid
+    assert {"password", "url", "user-key"} == set(secret.data)
+    password = base64.b64decode(secret.data["password"]).decode()
+    assert not any(password in run.stdout + run.stderr for run in runs)
+
+
+@pytest.fixture
+def redis_users(permitted: Path, jobs: Jobs, tmp_path: Path) -> Iterator[RedisUsersProcess]:
+    """The process, with the permissions that the chart grants it."""
+    process = RedisUsersProcess(tmp_path, permitted, jobs.namespace)
     yield process
     process.close()
 

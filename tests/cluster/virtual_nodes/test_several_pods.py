@@ -8,46 +8,30 @@ from typing import Any
 
 import pytest
 from rollout_operator import names
-from rollout_operator.gang import COSCHEDULING_API, GANG_KIND, GANG_PLURAL
 
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.cluster.jobs import Jobs
 from tests.support.cluster.operator_process import running_operator
+from tests.support.cluster.pod_groups import POD_GROUPS_PATH, pod_groups_crd
 from tests.support.cluster.virtual_nodes import VirtualNodes
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.current_cluster
-GROUP, VERSION = COSCHEDULING_API.split("/")
+POD_GROUPS_CRD = pod_groups_crd()["metadata"]["name"]
 
 
 @pytest.fixture
 def gang_cluster(cluster: ControlPlane) -> Iterator[ControlPlane]:
     """A cluster that serves the PodGroups of the coscheduling plugin, without its scheduler."""
-    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    crd = {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {
-            "name": f"{GANG_PLURAL}.{GROUP}",
-            "annotations": {"api-approved.kubernetes.io": "https://github.com/kubernetes-sigs/scheduler-plugins"},
-        },
-        "spec": {
-            "group": GROUP,
-            "scope": "Namespaced",
-            "names": {"kind": GANG_KIND, "plural": GANG_PLURAL},
-            "versions": [{"name": VERSION, "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}],
-        },
-    }
-    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(crd))
-    path = f"/apis/{COSCHEDULING_API}/{GANG_PLURAL}"
-    wait_for(lambda: not cluster.kubectl("get", "--raw", path, check=False).returncode, 30)
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(pod_groups_crd()))
+    wait_for(lambda: not cluster.kubectl("get", "--raw", POD_GROUPS_PATH, check=False).returncode, 30)
     yield cluster
-    cluster.kubectl("delete", "crd", f"{GANG_PLURAL}.{GROUP}")
+    cluster.kubectl("delete", "crd", POD_GROUPS_CRD)
 
 
 def pod_groups(jobs: Jobs) -> dict[str, dict[str, Any]]:
     """Return the PodGroups of a namespace by name."""
-    output = jobs.cluster.kubectl("-n", jobs.namespace, "get", f"{GANG_PLURAL}.{GROUP}", "-o", "json").stdout
+    output = jobs.cluster.kubectl("-n", jobs.namespace, "get", POD_GROUPS_CRD, "-o", "json").stdout
     return {item["metadata"]["name"]: item for item in json.loads(output)["items"]}
 
 

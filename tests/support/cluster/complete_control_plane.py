@@ -126,18 +126,13 @@ class CompleteControlPlane(ControlPlane):
 
     def _serve_crds(self) -> None:
         """Install the CRD in the CRD server, and let the API server forward requests for its API group."""
-        direct = self.write_kubeconfig("admin", port=self.crd_port, file="crds.kubeconfig")
+        self._crd_kubeconfig = direct = self.write_kubeconfig("admin", port=self.crd_port, file="crds.kubeconfig")
         wait_for(
             lambda: self.kubectl("get", "--raw", "/readyz", kubeconfig=direct, check=False).returncode == 0,
             START_TIMEOUT_S,
         )
-        # kubectl 1.20 does not understand the discovery of this server, so it cannot apply the CRDs.
-        definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
         for file in sorted(CRDS.iterdir()):
-            crd = self.directory / f"{file.stem}.json"
-            crd.write_text(json.dumps(yaml.safe_load(file.read_text())))
-            self.kubectl("create", "--raw", definitions, "-f", str(crd), kubeconfig=direct)
-        authority = base64.b64encode(Path(self.pki_file("ca.crt")).read_bytes()).decode()
+            self._create_crd(yaml.safe_load(file.read_text()))
         outside = "localhost" if self.host == "127.0.0.1" else self.host
         service = {
             "apiVersion": "v1",
@@ -145,22 +140,43 @@ class CompleteControlPlane(ControlPlane):
             "metadata": {"name": "crds", "namespace": "kube-system"},
             "spec": {"type": "ExternalName", "externalName": outside},
         }
-        group = {
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(service))
+        self._api_service = self._forwarding(GROUP, VERSION)
+        self.register_api_group()
+
+    def serve_crd(self, crd: dict[str, Any]) -> None:
+        """Install another CRD, and wait until its objects are served."""
+        spec = crd["spec"]
+        version = spec["versions"][0]["name"]
+        self._create_crd(crd)
+        self.kubectl("apply", "-f", "-", stdin=self._forwarding(spec["group"], version))
+        path = f"/apis/{spec['group']}/{version}/{spec['names']['plural']}"
+        wait_for(lambda: self.kubectl("get", "--raw", path, check=False).returncode == 0, START_TIMEOUT_S)
+
+    def _create_crd(self, crd: dict[str, Any]) -> None:
+        # kubectl 1.20 does not understand the discovery of this server, so it cannot apply the CRDs.
+        file = self.directory / f"{crd['metadata']['name']}.json"
+        file.write_text(json.dumps(crd))
+        definitions = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
+        self.kubectl("create", "--raw", definitions, "-f", str(file), kubeconfig=self._crd_kubeconfig)
+
+    def _forwarding(self, group: str, version: str) -> str:
+        """Return an APIService, as JSON, by which the API server forwards requests to the CRD server."""
+        authority = base64.b64encode(Path(self.pki_file("ca.crt")).read_bytes()).decode()
+        forwarding = {
             "apiVersion": "apiregistration.k8s.io/v1",
             "kind": "APIService",
-            "metadata": {"name": f"{VERSION}.{GROUP}"},
+            "metadata": {"name": f"{version}.{group}"},
             "spec": {
-                "group": GROUP,
-                "version": VERSION,
+                "group": group,
+                "version": version,
                 "groupPriorityMinimum": 1000,
                 "versionPriority": 15,
                 "caBundle": authority,
                 "service": {"name": "crds", "namespace": "kube-system", "port": self.crd_port},
             },
         }
-        self.kubectl("apply", "-f", "-", stdin=json.dumps(service))
-        self._api_service = json.dumps(group)
-        self.register_api_group()
+        return json.dumps(forwarding)
 
     def register_api_group(self) -> None:
         """Let the API server serve RolloutJobs, and wait until it does."""

@@ -126,7 +126,8 @@ class Engine:
                 :func:`rollout_worker.engine.admission.can_continue`.
             on_partial: receives all tokens of the response so far, after at most *partial_interval* new ones. If the
                 engine is killed, no more than these tokens and those of one verification step are lost.
-            partial_interval: maximum number of tokens between two calls of *on_partial*; 0 for no calls.
+            partial_interval: maximum number of tokens between two calls of *on_partial*; 0 for no calls. Tokens that
+                vLLM returns while this process is busy come together in one call, and may exceed it.
             stop_event: once it is set, the response ends, and its tokens so far are returned.
 
         Raises:

@@ -11,16 +11,15 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, WeightSpan
 from rollout_worker.engine.response import GenerationResult
 from tests.support.engines import MAX_DRAFT_TOKENS, EngineHarness
-from tests.support.reference_model import EOS, ReferenceDistribution, chi_square
+from tests.support.reference_model import EOS, ReferenceDistribution
 from tests.support.responses import (
     MAX_LOGPROB_ERROR,
-    MIN_P_VALUE,
     PROMPT,
     PROMPTS,
     SAMPLES,
     WITHOUT_EOS,
-    accepted_share,
     prefix_of,
+    sample_exactly,
     tokens_of,
 )
 
@@ -131,15 +130,15 @@ def test_a_continued_response_has_the_exact_distribution(
     sampling = Sampling.model_validate({"n": SAMPLES, "max_tokens": 6, **settings})
     history = drafting_engine.sample([PROMPT], sampling.model_copy(update={"n": 64}), problem)
     drafting_engine.add_history(problem, tokens_of(history))
-    two_tokens = sampling.model_copy(update={"max_tokens": 2, "min_tokens": min(2, sampling.min_tokens)})
-    started = drafting_engine.sample([PROMPT], two_tokens, problem)
-    results = drafting_engine.continue_from(
-        PROMPT, sampling.model_copy(update={"n": 1}), [prefix_of(response, 2) for response in started], problem
-    )
-    p, tested = chi_square(reference, PROMPT, tokens_of(results), sampling)
-    assert p > MIN_P_VALUE
-    assert tested > SAMPLES
-    assert accepted_share(results) > 0.02
+
+    def sample(sampling: Sampling) -> list[GenerationResult]:
+        two_tokens = sampling.model_copy(update={"max_tokens": 2, "min_tokens": min(2, sampling.min_tokens)})
+        started = drafting_engine.sample([PROMPT], two_tokens, problem)
+        return drafting_engine.continue_from(
+            PROMPT, sampling.model_copy(update={"n": 1}), [prefix_of(response, 2) for response in started], problem
+        )
+
+    sample_exactly(reference, sampling, sample, min_accepted_share=0.02)
 
 
 def test_the_first_draft_after_a_prefix_continues_the_history(drafting_engine: EngineHarness) -> None:

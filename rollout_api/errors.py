@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollout_api.protocol.messages import Rollout
 
 _MAX_LISTED = 5
 
@@ -46,6 +50,25 @@ class RequestRefusedError(RolloutClientError):
         self.refusals = dict(refusals)
         """Reason for each refused request id."""
         super().__init__(f"the job refused {_count(refusals, 'request')}: {_list(refusals)}")
+
+
+class RolloutsFailedError(RolloutClientError):
+    """The job could not produce some rollouts. Their results are acknowledged, and :attr:`groups` has all others.
+
+    Args:
+        groups: all rollouts of the call, by prompt.
+        failures: reason for each rollout that failed, by rollout id.
+    """
+
+    def __init__(self, groups: list[list[Rollout]], failures: Mapping[str, str]) -> None:
+        self.groups = groups
+        """All rollouts of the call, by prompt; those that failed have the finish reason ``failed``."""
+        self.failures = dict(failures)
+        """Reason for each rollout that failed, by rollout id."""
+        super().__init__(
+            f"{_count(failures, 'rollout')} of {sum(map(len, groups))} failed: {_list(failures)}. The others are in "
+            "the error's groups; pass allow_failed=True to have all returned"
+        )
 
 
 class UnreadableResultError(RolloutClientError):

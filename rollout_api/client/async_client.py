@@ -8,16 +8,18 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.client.groups import without_failures
 from rollout_api.client.job_info import JobInfo, find_job
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.length_stats_reader import HistoryClient, connect_to_history, read_length_stats
 from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
-from rollout_api.client.name_lease import NameLease
+from rollout_api.client.name_lease import NameLease, default_name
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
 from rollout_api.client.request_sender import IDS_PER_MESSAGE, RequestSender
 from rollout_api.client.result_receiver import ResultReceiver
@@ -43,6 +45,8 @@ from rollout_api.protocol.messages import (
 from rollout_api.redis_client.client_connection import RedisTarget, open_client, server_name
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
+CLOSED = "the client is closed; connect another one"
+"""Error of calls to a client that was closed."""
 _STATUS_POLL_INTERVAL_S = 0.05
 """Time between two checks whether the job has published a status."""
 
@@ -100,6 +104,7 @@ class AsyncRolloutClient:
             history, server = connect_to_history(history_redis)
             self._history = history, ClientRetryPolicy(server, reconnect_timeout)
         self._session: _Session | None = None
+        self._is_closed = False
 
     # Connection.
 
@@ -110,7 +115,7 @@ class AsyncRolloutClient:
         job: str | None = None,
         *,
         uid: str | None = None,
-        name: str = "trainer",
+        name: str | None = None,
         timeout: float = 60.0,
         reconnect_timeout: float = 120.0,
         history_redis: RedisTarget | None = None,
@@ -122,7 +127,9 @@ class AsyncRolloutClient:
             redis: URL of the job's Redis, or a ``redis.Redis`` or ``redis.asyncio.Redis`` whose settings are copied.
             job: ``namespace/name`` of the job.
             uid: uid of the job, instead of *job*.
-            name: name of this client. Each trainer rank needs its own name and keeps it across restarts.
+            name: name of this client. Each trainer rank needs its own name and keeps it across restarts. Default:
+                ``trainer``, and for the other ranks of a distributed trainer ``trainer-1`` and so on, by the
+                environment variable ``RANK`` or ``SLURM_PROCID``.
             timeout: seconds to wait for the job to appear.
             reconnect_timeout: seconds for which Redis may be unreachable before an error is raised.
             history_redis: Redis of the job's history if that is separate (``spec.history.redis``): as *redis*, or the
@@ -133,7 +140,9 @@ class AsyncRolloutClient:
         Raises:
             InvalidRequestError: an argument cannot be used.
         """
-        return cls(redis, job, uid, name, timeout, reconnect_timeout, history_redis, limits)
+        return cls(
+            redis, job, uid, default_name() if name is None else name, timeout, reconnect_timeout, history_redis, limits
+        )
 
     async def open(self) -> Self:
         """Wait for the job and read its description. ``async with`` does this on entry.
@@ -143,9 +152,11 @@ class AsyncRolloutClient:
             JobEndedError: the job has ended, and no other job with its name appeared in time.
             VersionMismatchError: the job uses another version of the protocol.
             NameInUseError: another process is connected under this name.
-            RedisUnreachableError: Redis cannot be reached.
+            RedisUnreachableError: Redis did not answer for ten seconds.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
+        if self._is_closed:
+            raise RolloutClientError(CLOSED)
         try:
             self._session = await self._open_session()
         except BaseException:
@@ -175,7 +186,7 @@ class AsyncRolloutClient:
                 monitor=monitor,
                 sender=sender,
                 results=results,
-                registry=StepRegistry(limits.max_ended_steps),
+                registry=StepRegistry(limits.max_ended_steps, limits.max_known_requests),
             ),
             monitoring=asyncio.create_task(monitor.run(), name=f"monitor of job {job.name}"),
         )
@@ -188,6 +199,8 @@ class AsyncRolloutClient:
             await cancel_and_wait(self._session.monitoring)
             await self._session.steps.results.close()
             await self._session.lease.release()
+            self._session = None
+        self._is_closed = True
         await self._disconnect()
 
     async def _disconnect(self) -> None:
@@ -224,6 +237,8 @@ class AsyncRolloutClient:
 
     @property
     def _connected(self) -> _Session:
+        if self._is_closed:
+            raise RolloutClientError(CLOSED)
         if self._session is None:
             raise RolloutClientError("the client is not connected yet: use it in 'async with', or await client.open()")
         return self._session
@@ -265,6 +280,7 @@ class AsyncRolloutClient:
         deadline_seconds: float | None = None,
         weight_version: int | None = None,
         draft_mode: DraftMode | str = DraftMode.HISTORY,
+        allow_failed: bool = False,
         on_progress: OnProgress | None = None,
         **overrides: Unpack[SamplingOverrides],
     ) -> list[list[Rollout]]:
@@ -282,13 +298,16 @@ class AsyncRolloutClient:
             deadline_seconds: seconds after the arrival of a request at which its rollouts end with what they have.
             weight_version: sample with exactly this version; default: the newest.
             draft_mode: where drafts may come from.
+            allow_failed: whether to return rollouts that the job could not produce, with the finish reason ``failed``
+                and a ``detail``, instead of raising an error.
             on_progress: called about once a second.
 
         Returns:
             For each prompt, its rollouts in the order of their samples. If there is a deadline, check their
-            ``finish_reason``. A rollout that cannot be produced has the finish reason ``failed`` and a ``detail``.
+            ``finish_reason``.
 
         Raises:
+            RolloutsFailedError: the job could not produce some rollouts; the error has all others.
             InvalidRequestError: the job cannot serve a prompt or setting; nothing was sent.
             RequestRefusedError: the job refused some requests.
             JobEndedError: the job has ended.
@@ -300,7 +319,7 @@ class AsyncRolloutClient:
         )
         async with self.step(step, made, on_progress=on_progress) as opened:
             groups = await opened.collect()
-        return groups.in_order()
+        return groups.in_order() if allow_failed else without_failures(groups.in_order())
 
     # Weights, rewards, statistics.
 
@@ -373,14 +392,15 @@ class AsyncRolloutClient:
             rewards: reward by rollout id. If a reward is reported again, the later one counts.
 
         Raises:
-            InvalidRequestError: a reward is not finite, or a rollout belongs to another job; nothing was sent.
+            InvalidRequestError: a reward is not finite, or the job does not know a rollout; nothing was sent.
         """
+        session = self._connected
         checked = [(rollout_id, self._check_reward(rollout_id, reward)) for rollout_id, reward in rewards.items()]
+        await self._check_known([RolloutId.parse(rollout_id) for rollout_id, _ in checked])
         messages = [
             encode(Rewards(rewards=dict(checked[start : start + IDS_PER_MESSAGE])))
             for start in range(0, len(checked), IDS_PER_MESSAGE)
         ]
-        session = self._connected
         await session.steps.sender.append(session.keys.rewards, messages, "report rewards")
 
     async def length_stats(self, problem: str | None = None) -> LengthStats:
@@ -425,6 +445,30 @@ class AsyncRolloutClient:
         session = self._connected
         await session.steps.sender.append(session.keys.control, [encode(Close())], "close the job")
         session.steps.registry.job_is_closed = True
+
+    async def _check_known(self, rollout_ids: Sequence[RolloutId]) -> None:
+        """Check that the job knows the rollouts. Those that this client has requested are not looked up."""
+        session = self._connected
+        registry = session.steps.registry
+        others = [rollout_id for rollout_id in rollout_ids if not registry.has_requested(rollout_id)]
+
+        async def look_up(batch: Sequence[RolloutId]) -> list[Any]:
+            pipeline = self._redis.pipeline(transaction=False)
+            for rollout_id in batch:
+                pipeline.hexists(session.keys.ledger(rollout_id.request_id), str(rollout_id.sample))
+            return list(await pipeline.execute())
+
+        found: list[Any] = []
+        for start in range(0, len(others), IDS_PER_MESSAGE):
+            batch = others[start : start + IDS_PER_MESSAGE]
+            found += await self._policy.run(partial(look_up, batch), action="look up rollouts")
+        unknown = [str(rollout_id) for rollout_id, exists in zip(others, found, strict=True) if not exists]
+        if unknown:
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise InvalidRequestError(
+                f"rewards: job {self.job.name} does not know {unknown[0]}{more}; pass the ids of rollouts that were "
+                "received within the last week"
+            )
 
     def _check_reward(self, rollout_id: str, reward: float) -> float:
         try:

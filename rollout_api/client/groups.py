@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollout_api.protocol.messages import Rollout, RolloutId
+from rollout_api.errors import RolloutsFailedError
+from rollout_api.protocol.messages import FinishReason, Rollout, RolloutId
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,18 @@ class GroupCollector:
         for index, (num_missing, group) in enumerate(zip(self._num_missing, self._groups, strict=True)):
             (partial if num_missing > 0 else complete)[index] = sorted(group, key=_sample)
         return Groups(complete, partial)
+
+
+def without_failures(groups: list[list[Rollout]]) -> list[list[Rollout]]:
+    """Return *groups*, none of whose rollouts may have failed.
+
+    Raises:
+        RolloutsFailedError: rollouts have failed.
+    """
+    failed = [rollout for group in groups for rollout in group if rollout.finish_reason is FinishReason.FAILED]
+    if failed:
+        raise RolloutsFailedError(groups, {rollout.rollout_id: rollout.detail for rollout in failed})
+    return groups
 
 
 def _sample(rollout: Rollout) -> int:

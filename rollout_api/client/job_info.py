@@ -158,7 +158,7 @@ class JobInfo:
             fields = {**draft.model_dump(exclude_unset=True), **_without_defaults(not_hashed), "request_id": request_id}
             request = RolloutRequest.model_validate(fields)
         except ValidationError as invalid:
-            raise InvalidRequestError(f"{where}: {first_error(invalid)}") from None
+            raise InvalidRequestError(f"{where}: {first_error(invalid, RolloutRequest)}") from None
         data = encode(request)
         if len(data) > self.max_request_bytes:
             raise InvalidRequestError(
@@ -176,7 +176,7 @@ class JobInfo:
         try:
             return Sampling.model_validate(overrides), Sampling.model_validate({**self.sampling, **overrides})
         except ValidationError as invalid:
-            raise InvalidRequestError(f"{where}: sampling.{first_error(invalid)}") from None
+            raise InvalidRequestError(f"{where}: sampling.{first_error(invalid, Sampling)}") from None
 
     def _check_tokens(self, tokens: list[int], sampling: Sampling, prefix: Partial | None, where: str) -> None:
         if not tokens:

@@ -22,6 +22,8 @@ class ClientLimits:
     """Results per acknowledgement."""
     max_ended_steps: int = 10_000
     """Ended steps that the client remembers in order to reject opening them again."""
+    max_known_requests: int = 20_000
+    """Latest requests that the client remembers in order to recognize their rollouts when rewards are reported."""
     monitor_interval_s: float = 1.0
     """Time between two checks of the job's state."""
     name_timeout_s: float = CLIENT_LEASE_MS / 1000 + 2

@@ -25,6 +25,12 @@ _RETRY_PAUSE_S = 0.25
 """Pause while another process holds the client's name."""
 
 
+def default_name() -> str:
+    """Return the name of a client that is given none: ``trainer``, or ``trainer-N`` in rank N > 0 of a trainer."""
+    rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
+    return "trainer" if rank == "0" else f"trainer-{rank}"
+
+
 class NameLease:
     """A key with an expiry time that reserves a client's name for this process.
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
@@ -57,16 +57,19 @@ OnProgress = Callable[[StepProgress], None]
 
 
 class StepRegistry:
-    """Records which steps of a client are open, and which have ended.
+    """Records which steps of a client are open, which have ended, and what they have requested.
 
     Args:
         max_ended: number of ended steps to remember.
+        max_requests: number of requests to remember.
     """
 
-    def __init__(self, max_ended: int) -> None:
+    def __init__(self, max_ended: int, max_requests: int) -> None:
         self.job_is_closed = False
         """Whether this client has closed the job, so that no more steps may be opened."""
-        self._max_ended = max_ended
+        self._max_ended, self._max_requests = max_ended, max_requests
+        self._num_samples: OrderedDict[str, int] = OrderedDict()
+        """Request id → its number of samples."""
         self._open: set[AsyncStep] = set()
         self._ended: OrderedDict[tuple[int, bytes], None] = OrderedDict()
         """Number and hash of the request ids of each step that has ended."""
@@ -75,6 +78,18 @@ class StepRegistry:
     def open_steps(self) -> list[AsyncStep]:
         """Steps that are open."""
         return list(self._open)
+
+    def record_requests(self, requests: Iterable[PreparedRequest]) -> None:
+        """Record that steps have sent these requests."""
+        for request in requests:
+            self._num_samples[request.request_id] = request.n
+            self._num_samples.move_to_end(request.request_id)
+        while len(self._num_samples) > self._max_requests:
+            self._num_samples.popitem(last=False)
+
+    def has_requested(self, rollout_id: RolloutId) -> bool:
+        """Return whether a rollout belongs to one of the latest requests."""
+        return 0 <= rollout_id.sample < self._num_samples.get(first_id(rollout_id.request_id), 0)
 
     def open(self, step: AsyncStep, request_ids: Sequence[str]) -> None:
         """Record that a step is being opened with these requests.
@@ -179,6 +194,7 @@ class AsyncStep:
         self._state = StepState(self.number)
         for index, request in enumerate(prepared):
             self._state.add(PendingRequest(index, request.request_id, request.n, request.data))
+        self._context.registry.record_requests(prepared)
         self._context.results.register(self._state, request_ids)
         self._context.results.start()
         self._sending_again = self._run(self._send_again_when_needed())
@@ -470,6 +486,7 @@ class AsyncStep:
             answers.append(answer)
             requests.append(PendingRequest(-1, request.request_id, request.n, request.data, answer))
             state.add(requests[-1])
+        self._context.registry.record_requests(prepared)
         self._register(ids)
         await self._submit(requests)
         if self._is_cancelled:

@@ -10,14 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from rollout_api.client.async_client import AsyncRolloutClient
-from rollout_api.client.groups import GroupCollector, Groups
+from rollout_api.client.async_client import CLOSED, AsyncRolloutClient
+from rollout_api.client.groups import GroupCollector, Groups, without_failures
 from rollout_api.client.job_info import JobInfo
 from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts
 from rollout_api.client.step import AsyncStep, OnProgress, StepProgress
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.client.weight_publisher import Checksum, InMemoryWeights, PublishedWeights
+from rollout_api.errors import RolloutClientError
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, Purpose, Rollout, UpdateMode, WeightsKind
@@ -37,7 +38,14 @@ class _EventLoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Return the result of *work*. If the wait for it is interrupted (Ctrl-C), *work* is cancelled."""
+        """Return the result of *work*. If the wait for it is interrupted (Ctrl-C), *work* is cancelled.
+
+        Raises:
+            RolloutClientError: the thread was stopped.
+        """
+        if self.is_closed:
+            work.close()
+            raise RolloutClientError(CLOSED)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -45,9 +53,14 @@ class _EventLoopThread:
             future.cancel()
             raise
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the thread was stopped."""
+        return self._loop.is_closed()
+
     def close(self) -> None:
         """Stop the loop and its thread."""
-        if not self._loop.is_closed():
+        if not self.is_closed:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
@@ -173,7 +186,7 @@ class RolloutClient:
         job: str | None = None,
         *,
         uid: str | None = None,
-        name: str = "trainer",
+        name: str | None = None,
         timeout: float = 60.0,
         reconnect_timeout: float = 120.0,
         history_redis: RedisTarget | None = None,
@@ -195,6 +208,8 @@ class RolloutClient:
 
     def close(self) -> None:
         """See :meth:`AsyncRolloutClient.close`."""
+        if self._loop.is_closed:
+            return
         try:
             self._loop.run(self._client.close())
         finally:
@@ -250,6 +265,7 @@ class RolloutClient:
         deadline_seconds: float | None = None,
         weight_version: int | None = None,
         draft_mode: DraftMode | str = DraftMode.HISTORY,
+        allow_failed: bool = False,
         on_progress: OnProgress | None = None,
         **overrides: Unpack[SamplingOverrides],
     ) -> list[list[Rollout]]:
@@ -259,7 +275,7 @@ class RolloutClient:
         )
         with self.step(step, made, on_progress=on_progress) as opened:
             groups = opened.collect()
-        return groups.in_order()
+        return groups.in_order() if allow_failed else without_failures(groups.in_order())
 
     def publish_weights(
         self,

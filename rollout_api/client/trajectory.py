@@ -45,9 +45,7 @@ class Trajectory:
         """Token ids after the prompt, both the model's and the environment's."""
         self.mask: list[int] = []
         """For each response token, 1 if the model sampled it and 0 if it came from the environment."""
-        self.logprobs: list[float] = []
-        """Behavior log-probability of each response token; 0 for the environment's tokens, or if sampling.logprobs is
-        off."""
+        self._logprobs: list[float] | None = []
         self.turns: list[Rollout] = []
         """The model's turns."""
 
@@ -57,6 +55,13 @@ class Trajectory:
         return self.prompt_token_ids + self.response_token_ids
 
     @property
+    def logprobs(self) -> list[float] | None:
+        """Behavior log-probability of each response token, 0 for the environment's tokens; None if a turn was sampled
+        without ``sampling.logprobs``.
+        """
+        return self._logprobs
+
+    @property
     def rollout_ids(self) -> list[str]:
         """Rollout ids of the turns, for ``report_rewards``."""
         return [turn.rollout_id for turn in self.turns]
@@ -64,7 +69,7 @@ class Trajectory:
     def append(self, rollout: Rollout) -> None:
         """Append a turn of the model. ``step.turn`` does this."""
         self.turns.append(rollout)
-        self._extend(rollout.token_ids, rollout.logprobs or [0.0] * len(rollout.token_ids), 1)
+        self._extend(rollout.token_ids, rollout.logprobs if rollout.token_ids else [], 1)
 
     def observe(self, token_ids: Sequence[int]) -> None:
         """Append tokens from the environment.
@@ -75,7 +80,10 @@ class Trajectory:
         tokens = token_list(token_ids, f"trajectory {self.trajectory_id}, after turn {len(self.turns) - 1}")
         self._extend(tokens, [0.0] * len(tokens), 0)
 
-    def _extend(self, tokens: Sequence[int], logprobs: Sequence[float], mask: int) -> None:
+    def _extend(self, tokens: Sequence[int], logprobs: Sequence[float] | None, mask: int) -> None:
         self.response_token_ids += tokens
-        self.logprobs += logprobs
+        if logprobs is None:
+            self._logprobs = None
+        elif self._logprobs is not None:
+            self._logprobs += logprobs
         self.mask += [mask] * len(tokens)

@@ -59,6 +59,8 @@ class JobRollouts:
     ) -> None:
         self._client, self._directories = client, VersionDirectories(weights, kept_versions)
         self._sampling, self._play = dict(sampling or {}), play
+        if not self._sampling.get("logprobs", True):
+            raise ValueError("sampling: TRL needs the log-probabilities of the rollouts; remove logprobs=False")
         self._publish_timeout = publish_timeout
         self._version, self._published_step = -1, -1
         self._call = -1

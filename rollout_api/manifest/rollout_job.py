@@ -29,7 +29,7 @@ from rollout_api.manifest.spec import (
     Speculation,
     Weights,
 )
-from rollout_api.manifest.validation_errors import error_text, field_path
+from rollout_api.manifest.validation_errors import error_text, field_path, unknown_field
 from rollout_api.redis_client.address import without_password
 
 GROUP = "das.rollout.dev"
@@ -282,7 +282,6 @@ def _section(spec: Mapping[str, object], name: str, model: type[_SectionT]) -> _
 
 
 _ADVICE = {
-    "extra_forbidden": "unknown field; remove it or correct its name",
     "missing": "missing; it has no default",
 }
 
@@ -322,6 +321,8 @@ def _field_errors(error: ErrorDetails) -> list[FieldError]:
     path = field_path(error["loc"])
     if error["type"] == "fields":
         return [FieldError(f"{path}.{sub.path}", sub.message) for sub in error["ctx"]["errors"]]
+    if error["type"] == "extra_forbidden":
+        return [FieldError(path, unknown_field(RolloutJob, error["loc"], by_alias=True))]
     message = _ADVICE.get(error["type"]) or error_text(error)
     shown = error.get("input")
     if isinstance(shown, str) and "://" in shown:

@@ -481,7 +481,7 @@ def decode(data: bytes) -> Message:
     except CodecError:
         raise
     except ValidationError as invalid:
-        raise CodecError(f"{kind}: {first_error(invalid)}") from None
+        raise CodecError(f"{kind}: {first_error(invalid, model)}") from None
     except (TypeError, KeyError, ValueError, OverflowError, struct.error) as error:
         raise CodecError(f"{kind}: malformed field: {error}") from None
 

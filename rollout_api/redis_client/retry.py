@@ -19,11 +19,15 @@ from rollout_api.errors import RedisRefusedError, RedisUnreachableError
 
 logger = logging.getLogger(__name__)
 
+FIRST_CONNECTION_S = 10.0
+"""Seconds for which a client tries to reach a server that has never answered: its address may be wrong."""
 MAX_OUTAGE_S = 7.0
 """Seconds that :func:`retry` bridges: a hiccup is survived, and a user still gets an error within 10 s."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 _SYNC_PAUSE_S = 0.2
 _LOG_INTERVAL_S = 10.0
+_MAX_CONCURRENT_COMMANDS = 32
+"""Commands of one client that are executed at the same time, each on a connection of its own; the others wait."""
 
 _TRANSIENT_CODES = re.compile(r"(?:.* caused error: )?(BUSY|MISCONF|NOREPLICAS) ", re.DOTALL)
 """Error codes without a class in redis-py: a script is running, the disk is full, too few replicas are connected.
@@ -170,7 +174,8 @@ async def retry_async(
 class ClientRetryPolicy(RetryPolicy):
     """The policy of a trainer's client, which raises errors that tell the user what to do.
 
-    Commands are retried while Redis is unreachable, up to a time limit, and for as long as it is full.
+    Commands are retried while Redis is unreachable, up to a time limit, and for as long as it is full. Until Redis has
+    answered once, the limit is at most :data:`FIRST_CONNECTION_S`.
 
     Args:
         server: name of the server in messages.
@@ -178,8 +183,10 @@ class ClientRetryPolicy(RetryPolicy):
     """
 
     def __init__(self, server: str, max_outage: float) -> None:
-        super().__init__(max_outage=max_outage)
-        self._server = server
+        super().__init__(max_outage=min(max_outage, FIRST_CONNECTION_S))
+        self._server, self._max_outage_later = server, max_outage
+        self._has_answered = False
+        self._concurrency = asyncio.Semaphore(_MAX_CONCURRENT_COMMANDS)
 
     async def run(self, command: Callable[[], Awaitable[_Result]], *, action: str) -> _Result:
         """Return the result of *command*, which performs *action*.
@@ -188,11 +195,23 @@ class ClientRetryPolicy(RetryPolicy):
             RedisUnreachableError: the server was unreachable for too long.
             RedisRefusedError: an error that is not transient.
         """
-        return await retry_async(command, policy=self, action=action)
+
+        async def attempt() -> _Result:
+            async with self._concurrency:
+                result = await command()
+            self._has_answered, self._max_outage = True, self._max_outage_later
+            return result
+
+        return await retry_async(attempt, policy=self, action=action)
 
     def _raise(self, error: redis.RedisError, outage: float, action: str) -> NoReturn:
         if not is_transient(error):
             raise RedisRefusedError(_explain_refusal(self._server, action, error)) from error
+        if not self._has_answered:
+            raise RedisUnreachableError(
+                f"{self._server} cannot be reached ({type(error).__name__}: {error}). Is the address correct, and is "
+                "the server running? Nothing was sent"
+            ) from error
         raise RedisUnreachableError(
             f"{self._server} has been unreachable for {outage:.0f} s while this client tried to {action} "
             f"({type(error).__name__}: {error}). Is it running, and is the address correct? Open the same step "

@@ -19,19 +19,23 @@ class EngineWatcher:
     """A thread that ends the lease of an engine as soon as the engine's process has ended.
 
     Its rollouts then continue on other engines within a fraction of a second. Without the watcher, they would continue
-    when the lease expires.
+    when the lease expires. A process is watched before its engine registers, so that no time is left in which its death
+    would not be noticed; the ids of the engine are looked up once it has died.
     """
 
-    def __init__(self, store: LauncherStore) -> None:
-        """Watch no process yet; *store* is the job's state in Redis."""
-        self._store = store
+    def __init__(self, store: LauncherStore, worker: str) -> None:
+        """Watch no process yet.
+
+        Args:
+            store: the job's state in Redis.
+            worker: id of the worker process that the engines belong to.
+        """
+        self._store, self._worker = store, worker
         self._lock = threading.Lock()
         self._descriptors: dict[int, int] = {}
         """Process id → file descriptor, which becomes readable when the process ends."""
-        self._engines: dict[int, str] = {}
-        """Process id → id of its engine."""
-        self._ended: set[str] = set()
-        """Engines whose processes have ended, until their leases are ended."""
+        self._ended: set[int] = set()
+        """Processes that have ended, until the leases of their engines are ended."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine-watcher", daemon=True)
 
@@ -46,19 +50,15 @@ class EngineWatcher:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
 
-    def watch(self, pid: int, engine: str) -> None:
-        """Watch the process of an engine. A later call replaces the engine's id, which changes with its registration.
-
-        Where processes cannot be watched, the lease expires.
-        """
+    def watch(self, pid: int) -> None:
+        """Watch the process of an engine's actor. Where processes cannot be watched, the lease expires."""
         with self._lock:
-            self._engines[pid] = engine
             if pid in self._descriptors:
                 return
             try:
                 self._descriptors[pid] = os.pidfd_open(pid)
             except ProcessLookupError:
-                self._ended.add(self._engines.pop(pid))
+                self._ended.add(pid)
             except OSError as error:
                 logger.debug("Process %d cannot be watched: %s", pid, error)
 
@@ -68,11 +68,11 @@ class EngineWatcher:
             with self._lock:
                 ended = set(self._ended)
             try:
-                for engine in ended:
-                    self._store.end_lease(engine)
-                    logger.warning("The process of engine %s has ended; its rollouts continue elsewhere.", engine)
+                for pid in ended:
+                    for engine in self._store.end_leases(self._worker, pid):
+                        logger.warning("The process of engine %s has ended; its rollouts continue elsewhere.", engine)
                     with self._lock:
-                        self._ended.discard(engine)
+                        self._ended.discard(pid)
             except redis.RedisError as error:
                 logger.debug("The leases of engines that have ended cannot be ended; trying again: %s", error)
                 self._stopping.wait(REDIS_RETRY_DELAY_S)
@@ -88,5 +88,5 @@ class EngineWatcher:
             pid = processes[descriptor]
             with self._lock:
                 del self._descriptors[pid]
-                self._ended.add(self._engines.pop(pid))
+                self._ended.add(pid)
             os.close(descriptor)

@@ -95,12 +95,11 @@ def _fleet(setup: JobSetup, reaper: Reaper) -> Iterator[Fleet]:
     from rollout_worker.job.engine_actor import EngineActor
     from rollout_worker.job.fleet import Fleet
 
-    watcher = EngineWatcher(LauncherStore(connect(setup.redis_url), setup.keys))
+    watcher = EngineWatcher(LauncherStore(connect(setup.redis_url), setup.keys), setup.worker)
     known: set[tuple[int, bool]] = set()
 
     def handle_state(state: EngineState) -> None:
-        if state.engine:
-            watcher.watch(state.pid, state.engine)
+        watcher.watch(state.pid)
         # The processes of an engine are its actor's and, later, vLLM's.
         if (seen := (state.pid, state.started)) not in known:
             known.add(seen)

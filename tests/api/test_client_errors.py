@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from rollout_api import (
+    FinishReason,
     InvalidRequestError,
     Partial,
     Prompt,
@@ -15,6 +17,7 @@ from rollout_api import (
     Rollout,
     RolloutClient,
     RolloutRequest,
+    RolloutsFailedError,
     UnreadableResultError,
     WeightSpan,
     encode,
@@ -37,6 +40,10 @@ OUT_OF_VOCABULARY = Partial(token_ids=[VOCABULARY], weight_spans=[WeightSpan(sta
         ([1] * 200, "200 prompt tokens and max_tokens = 64 exceed the job's 256"),
         (Prompt([1], sampling={"temperature": -1}), r"prompt 1: sampling\.temperature"),
         (Prompt([1], sampling={"colour": 1}), r"prompt 1: sampling\.colour"),
+        (
+            Prompt([1], sampling={"temprature": 1}),
+            r"prompt 1: sampling\.temprature: unknown field; did you mean temperature\?",
+        ),
         (Prompt([1], sampling={"n": 2000}), "allows at most 1500 open rollouts"),
         (Prompt([1], sampling={"min_tokens": 65}), r"sampling\.min_tokens"),
         (
@@ -94,6 +101,32 @@ def test_refusals_are_raised_after_the_other_rollouts(client: RolloutClient, job
     assert all(reason == "not today" for reason in refused.value.refusals.values())
     with job.serving():  # a refused request may be sent again
         assert 6 == sum(map(len, client.generate(PROMPTS, step=0)))
+
+
+def fail_the_second_sample(job: FakeJob, request: RolloutRequest) -> None:
+    job.answer(request, [0])
+    job.answer(request, [1], length=0, finish_reason=FinishReason.FAILED)
+
+
+def test_failed_rollouts_are_an_error_that_has_the_others(client: RolloutClient, job: FakeJob) -> None:
+    with (
+        job.serving(partial(fail_the_second_sample, job)),
+        pytest.raises(RolloutsFailedError, match=r"3 rollouts of 6 failed: .*allow_failed") as failed,
+    ):
+        client.generate(PROMPTS, step=0)
+    assert [[FinishReason.STOP, FinishReason.FAILED]] * 3 == [
+        [rollout.finish_reason for rollout in group] for group in failed.value.groups
+    ]
+    assert 3 == len(failed.value.failures)
+    wait_for(lambda: num_pending(job) == 0)
+
+
+def test_failed_rollouts_are_returned_if_they_are_allowed(client: RolloutClient, job: FakeJob) -> None:
+    with job.serving(partial(fail_the_second_sample, job)):
+        groups = client.generate(PROMPTS, step=0, allow_failed=True)
+    assert [[FinishReason.STOP, FinishReason.FAILED]] * 3 == [
+        [rollout.finish_reason for rollout in group] for group in groups
+    ]
 
 
 @pytest.mark.parametrize("readable_id", [True, False])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,12 +21,16 @@ from rollout_api import (
     JobEndedError,
     JobNotFoundError,
     RedisRefusedError,
+    RedisUnreachableError,
     Rollout,
     RolloutClient,
+    RolloutClientError,
     VersionMismatchError,
 )
 from rollout_api.protocol.keys import job_uid_key
-from tests.support.client_tests import PROMPTS
+from rollout_api.redis_client.retry import FIRST_CONNECTION_S
+from rollout_worker.runtime.ports import free_port
+from tests.support.client_tests import PROMPTS, run
 from tests.support.fake_job import VOCABULARY, FakeJob
 from tests.support.waiting import wait_for
 
@@ -148,6 +154,62 @@ def test_wrong_password_is_an_error_at_once(redis_url: str) -> None:
     address = redis_url.rpartition("@")[2]
     with pytest.raises(RedisRefusedError, match="correct the user name or password"):
         RolloutClient.connect(f"redis://:wrong@{address}", "default/math")
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:{port}", "redis.invalid:6379"])
+def test_a_wrong_address_is_an_error_within_seconds(address: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(RedisUnreachableError, match="Is the address correct") as error:
+        RolloutClient.connect(f"redis://{address.format(port=free_port())}/0", "default/math")
+    assert "Open the same step again" not in str(error.value)
+    assert FIRST_CONNECTION_S - 3 < time.monotonic() - started < FIRST_CONNECTION_S + 5
+
+
+def test_a_closed_client_says_that_it_is_closed(redis_url: str, job: FakeJob) -> None:
+    client = RolloutClient.connect(redis_url, job.name)
+    client.close()
+    client.close()
+    calls: list[Callable[[], object]] = [
+        lambda: client.generate(PROMPTS, step=0),
+        lambda: client.step(0, PROMPTS).start(),
+        lambda: client.publish_weights(1, "/weights"),
+        lambda: client.report_rewards({}),
+        lambda: client.job,
+    ]
+    for call in calls:
+        with pytest.raises(RolloutClientError, match="the client is closed; connect another one"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "trainer"),
+        ({"RANK": "0"}, "trainer"),
+        ({"RANK": "3", "SLURM_PROCID": "0"}, "trainer-3"),
+        ({"SLURM_PROCID": "2"}, "trainer-2"),
+    ],
+)
+def test_the_default_name_differs_between_ranks(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str
+) -> None:
+    for variable in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert expected == AsyncRolloutClient.connect("redis://localhost:6379/0", "default/math").name
+
+
+def test_more_steps_than_connections_may_be_open_at_once(redis_url: str, job: FakeJob) -> None:
+    """redis-py refuses to open more than 100 connections."""
+
+    async def sample_all() -> list[list[list[Rollout]]]:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            return await asyncio.gather(*(client.generate([[1 + step]], step=step) for step in range(300)))
+
+    with job.serving():
+        groups = run(sample_all())
+    assert [2] * 300 == [len(group) for [group] in groups]
 
 
 def test_invalid_arguments_of_connect_are_rejected() -> None:

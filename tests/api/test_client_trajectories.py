@@ -33,6 +33,25 @@ def test_trajectory_masks_the_environments_tokens(client: RolloutClient, job: Fa
     assert [] == result_entries(job)
 
 
+def test_a_trajectory_without_log_probabilities_has_none(client: RolloutClient, job: FakeJob) -> None:
+    """A log-probability of 0.0 would mean that the model was certain."""
+
+    def answer(request: RolloutRequest) -> None:
+        rollout = job.make_rollout(request, 0)
+        job.reply(request.reply_to, rollout.model_copy(update={"logprobs": None}) if request.turn else rollout)
+        job.delete_request(request)
+
+    with job.serving(answer), client.step(0) as step:
+        trajectory = step.trajectory([1, 2])
+        step.turn([trajectory])
+        trajectory.observe([9])
+        assert [-0.5] * 3 + [0.0] == trajectory.logprobs
+        step.turn([trajectory])
+        trajectory.observe([9])
+        assert trajectory.logprobs is None
+    assert 8 == len(trajectory.mask) == len(trajectory.response_token_ids)
+
+
 def test_turns_name_their_trajectory(client: RolloutClient, job: FakeJob) -> None:
     seen: list[RolloutRequest] = []
 

@@ -12,6 +12,7 @@ from rollout_api import (
     InvalidRequestError,
     Rewards,
     RolloutClient,
+    RolloutId,
     WeightsError,
     WeightUpdate,
     decode,
@@ -88,8 +89,16 @@ def test_invalid_weights_are_rejected(client: RolloutClient, job: FakeJob, weigh
         client.publish_weights(8, weights, timeout=1)
 
 
+def record_in_ledger(job: FakeJob, rollout_id: str) -> None:
+    """Record that a rollout has finished, as the job does."""
+    parsed = RolloutId.parse(rollout_id)
+    job.redis.hset(job.keys.ledger(parsed.request_id), str(parsed.sample), b"")
+
+
 def test_rewards_are_validated_and_sent(client: RolloutClient, job: FakeJob) -> None:
     rewards = {f"{job.uid}/trainer:0:{i}/0/0": i / 2 for i in range(1500)}
+    for rollout_id in rewards:
+        record_in_ledger(job, rollout_id)
     client.report_rewards(rewards)
     sent: dict[str, float] = {}
     for _, fields in job.redis.xrange(job.keys.rewards):
@@ -102,7 +111,20 @@ def test_rewards_are_validated_and_sent(client: RolloutClient, job: FakeJob) -> 
         ({f"{job.uid}/r/0/0": float("nan")}, "finite"),
         ({"x/r/0/0": 1.0}, "is not a rollout of job"),
         ({"?": 1.0}, "not a rollout id"),
+        ({**rewards, f"{job.uid}/trainer:0:0/1/0": 1.0}, "does not know uid-1/trainer:0:0/1/0; pass the ids"),
+        ({f"{job.uid}/trainer:{i}/0/0": 1.0 for i in range(3)}, "does not know uid-1/trainer:0/0/0 and 2 more"),
     ]
     for mapping, expected_error in wrong:
         with pytest.raises(InvalidRequestError, match=expected_error):
             client.report_rewards(mapping)
+    assert 2 == job.redis.xlen(job.keys.rewards)
+
+
+def test_rewards_of_received_rollouts_are_not_looked_up(client: RolloutClient, job: FakeJob) -> None:
+    with job.serving():
+        [group] = client.generate([[1, 2]], step=0)
+        with client.step(1) as step:
+            trajectory = step.trajectory([1, 2])
+            step.turn([trajectory])
+    client.report_rewards(dict.fromkeys([*(rollout.rollout_id for rollout in group), *trajectory.rollout_ids], 1.0))
+    assert 1 == job.redis.xlen(job.keys.rewards)

@@ -13,6 +13,7 @@ import redis
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.connection import connect
+from rollout_worker.job.job_store.engines import EngineReport
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.launch.engine_watcher import EngineWatcher
 from rollout_worker.launch.limits import ENGINE_POLL_INTERVAL_S
@@ -20,6 +21,7 @@ from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for
 
 KEYS = MessageKeys("watched")
+WORKER = "worker-0/1a2b"
 NOTICE_S = 0.5
 """Seconds within which the death of a watched process is noticed; a lease takes 5."""
 START_S = 5.0
@@ -28,16 +30,23 @@ START_S = 5.0
 
 @pytest.fixture
 def server(redis_url: str) -> redis.Redis:
-    """A server with the leases of two engines."""
-    client = redis.Redis.from_url(redis_url)
-    for engine in ("watched", "other"):
-        client.set(KEYS.lease(engine), "1")
-    return client
+    return redis.Redis.from_url(redis_url)
+
+
+def register(server: redis.Redis, engine: str, pid: int, worker: str = WORKER) -> None:
+    """Register an engine, as its actor does."""
+    report = EngineReport(engine, worker=worker, pid=pid)
+    server.hset(KEYS.engines, engine, report.pack())
+    server.set(KEYS.lease(engine), "1")
+
+
+def has_lease(server: redis.Redis, engine: str) -> bool:
+    return bool(server.exists(KEYS.lease(engine)))
 
 
 @pytest.fixture
 def watcher(redis_url: str) -> Iterator[EngineWatcher]:
-    running = EngineWatcher(LauncherStore(connect(redis_url), KEYS))
+    running = EngineWatcher(LauncherStore(connect(redis_url), KEYS), WORKER)
     running.start()
     yield running
     running.stop()
@@ -52,36 +61,54 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
     running.wait()
 
 
-def test_the_lease_ends_with_the_process(
+def test_the_leases_of_a_process_end_with_it(
     server: redis.Redis, watcher: EngineWatcher, process: subprocess.Popen[bytes]
 ) -> None:
-    watcher.watch(process.pid, "earlier-registration")
-    watcher.watch(process.pid, "watched")
+    """The engine registers after the watch has begun, twice, and dies at once."""
+    watcher.watch(process.pid)
     time.sleep(2 * ENGINE_POLL_INTERVAL_S)
-    assert server.exists(KEYS.lease("watched"))
+    register(server, "earlier-registration", process.pid)
+    register(server, "watched", process.pid)
+    register(server, "other-process", process.pid + 1)
+    register(server, "other-machine", process.pid, worker="worker-1/3c4d")
     process.kill()
     process.wait()
-    wait_for(lambda: not server.exists(KEYS.lease("watched")), NOTICE_S)
-    assert server.exists(KEYS.lease("other"))
+    wait_for(lambda: not has_lease(server, "watched"), NOTICE_S)
+    assert not has_lease(server, "earlier-registration")
+    assert has_lease(server, "other-process")
+    assert has_lease(server, "other-machine")
+
+
+def test_a_living_process_keeps_its_lease(
+    server: redis.Redis, watcher: EngineWatcher, process: subprocess.Popen[bytes]
+) -> None:
+    register(server, "watched", process.pid)
+    watcher.watch(process.pid)
+    watcher.watch(process.pid)
+    time.sleep(3 * ENGINE_POLL_INTERVAL_S)
+    assert has_lease(server, "watched")
 
 
 def test_an_engine_that_died_before_it_was_watched_loses_its_lease(
     server: redis.Redis, watcher: EngineWatcher, process: subprocess.Popen[bytes]
 ) -> None:
+    register(server, "watched", process.pid)
     process.kill()
     process.wait()
-    watcher.watch(process.pid, "watched")
-    wait_for(lambda: not server.exists(KEYS.lease("watched")), START_S)
+    watcher.watch(process.pid)
+    wait_for(lambda: not has_lease(server, "watched"), START_S)
 
 
 def test_a_process_that_cannot_be_watched_is_left_to_its_lease(
     server: redis.Redis, watcher: EngineWatcher, process: subprocess.Popen[bytes]
 ) -> None:
-    watcher.watch(-1, "other")
-    watcher.watch(process.pid, "watched")
+    register(server, "other", -1)
+    register(server, "watched", process.pid)
+    watcher.watch(-1)
+    watcher.watch(process.pid)
     process.kill()
-    wait_for(lambda: not server.exists(KEYS.lease("watched")), START_S)
-    assert server.exists(KEYS.lease("other"))
+    wait_for(lambda: not has_lease(server, "watched"), START_S)
+    assert has_lease(server, "other")
 
 
 def test_a_death_during_an_outage_of_redis_is_handled_after_it(
@@ -89,15 +116,15 @@ def test_a_death_during_an_outage_of_redis_is_handled_after_it(
 ) -> None:
     with Server(tmp_path / "redis", appendonly=True) as server:
         client = server.raw_client()
-        client.set(KEYS.lease("watched"), "1")
-        watcher = EngineWatcher(LauncherStore(connect(f"redis://127.0.0.1:{server.port}/0"), KEYS))
+        register(client, "watched", process.pid)
+        watcher = EngineWatcher(LauncherStore(connect(f"redis://127.0.0.1:{server.port}/0"), KEYS), WORKER)
         watcher.start()
         try:
-            watcher.watch(process.pid, "watched")
+            watcher.watch(process.pid)
             server.kill()
             process.kill()
             time.sleep(1.0)
             server.start()
-            wait_for(lambda: not client.exists(KEYS.lease("watched")), 15, ignored=redis.RedisError)
+            wait_for(lambda: not has_lease(client, "watched"), 15, ignored=redis.RedisError)
         finally:
             watcher.stop()

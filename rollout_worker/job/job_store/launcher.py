@@ -10,6 +10,7 @@ import redis
 
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_worker.job.job_store.encoding import as_text
+from rollout_worker.job.job_store.engines import EngineReport
 from rollout_worker.job.job_store.job_keys import add_expiry, key_batches
 from rollout_worker.job.ledger import META_FIELDS, LedgerEntry
 from rollout_worker.job.limits import (
@@ -54,9 +55,22 @@ class LauncherStore:
 
     # Workers
 
-    def end_lease(self, engine: str) -> None:
-        """End the lease of an engine whose process has ended, so that its rollouts continue elsewhere at once."""
-        self._client.delete(self._keys.lease(engine))
+    def end_leases(self, worker: str, pid: int) -> list[str]:
+        """End the leases of an engine's process that has ended, so that its rollouts continue elsewhere at once.
+
+        Args:
+            worker: id of the worker process that the engine belonged to.
+            pid: process id of the engine's actor.
+
+        Returns:
+            The ids with which the process was registered.
+        """
+        found: Any = self._client.hgetall(self._keys.engines)
+        reports = {as_text(engine): EngineReport.read(report) for engine, report in found.items()}
+        ended = [engine for engine, report in reports.items() if (report.worker, report.pid) == (worker, pid)]
+        if ended:
+            self._client.delete(*(self._keys.lease(engine) for engine in ended))
+        return ended
 
     def report_failed_engines(self, worker: str, errors: Mapping[str, str]) -> None:
         """Report the engines that a worker cannot start, with the reasons; to be repeated while there are any."""

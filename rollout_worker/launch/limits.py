@@ -4,6 +4,8 @@ from __future__ import annotations
 
 # The coordinator and the relay
 
+RELAY_START_DELAY_S = 1.0
+"""Seconds after the coordinator at which the relay starts."""
 SERVICE_POLL_INTERVAL_S = 0.05
 """Seconds between two checks whether the processes are running."""
 FIRST_SERVICE_RESTART_DELAY_S = 0.1

@@ -17,6 +17,7 @@ from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.limits import (
     FIRST_SERVICE_RESTART_DELAY_S,
     MAX_SERVICE_RESTART_DELAY_S,
+    RELAY_START_DELAY_S,
     SERVICE_POLL_INTERVAL_S,
     SERVICE_STOP_TIMEOUT_S,
     STABLE_SERVICE_S,
@@ -71,7 +72,11 @@ class JobServices:
         return self._coordinator_code == 0
 
     def _run(self) -> None:
-        services = {service: _Supervised() for service in Service}
+        # Rollouts wait for the coordinator, so on a busy machine it should have the processor for itself at first.
+        services = {
+            Service.COORDINATOR: _Supervised(),
+            Service.RELAY: _Supervised(start_at=time.monotonic() + RELAY_START_DELAY_S),
+        }
         while not self._stopping.is_set():
             for service, supervised in services.items():
                 if supervised.process is not None:

@@ -209,8 +209,8 @@ class ClientRetryPolicy(RetryPolicy):
             raise RedisRefusedError(_explain_refusal(self._server, action, error)) from error
         if not self._has_answered:
             raise RedisUnreachableError(
-                f"{self._server} cannot be reached ({type(error).__name__}: {error}). Is the address correct, and is "
-                "the server running? Nothing was sent"
+                f"this client cannot reach {self._server} to {action} ({type(error).__name__}: {error}). Is the "
+                "address correct, and is the server running? Nothing was sent"
             ) from error
         raise RedisUnreachableError(
             f"{self._server} has been unreachable for {outage:.0f} s while this client tried to {action} "

@@ -5,7 +5,7 @@ it loads pydantic, redis and msgpack, but nothing heavier such as torch, Ray or 
 """
 
 from rollout_api.client.async_client import AsyncRolloutClient
-from rollout_api.client.groups import Groups
+from rollout_api.client.groups import Groups, RolloutsFailedError
 from rollout_api.client.job_info import JobInfo
 from rollout_api.client.limits import ClientLimits
 from rollout_api.client.prompts import Prompt, partial_of
@@ -23,7 +23,6 @@ from rollout_api.errors import (
     RedisUnreachableError,
     RequestRefusedError,
     RolloutClientError,
-    RolloutsFailedError,
     UnreadableResultError,
     VersionMismatchError,
     WeightsError,

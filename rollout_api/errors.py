@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rollout_api.protocol.messages import Rollout
 
 _MAX_LISTED = 5
 
@@ -49,26 +45,7 @@ class RequestRefusedError(RolloutClientError):
     def __init__(self, refusals: Mapping[str, str]) -> None:
         self.refusals = dict(refusals)
         """Reason for each refused request id."""
-        super().__init__(f"the job refused {_count(refusals, 'request')}: {_list(refusals)}")
-
-
-class RolloutsFailedError(RolloutClientError):
-    """The job could not produce some rollouts. Their results are acknowledged, and :attr:`groups` has all others.
-
-    Args:
-        groups: all rollouts of the call, by prompt.
-        failures: reason for each rollout that failed, by rollout id.
-    """
-
-    def __init__(self, groups: list[list[Rollout]], failures: Mapping[str, str]) -> None:
-        self.groups = groups
-        """All rollouts of the call, by prompt; those that failed have the finish reason ``failed``."""
-        self.failures = dict(failures)
-        """Reason for each rollout that failed, by rollout id."""
-        super().__init__(
-            f"{_count(failures, 'rollout')} of {sum(map(len, groups))} failed: {_list(failures)}. The others are in "
-            "the error's groups; pass allow_failed=True to have all returned"
-        )
+        super().__init__(f"the job refused {count_of(refusals, 'request')}: {list_reasons(refusals)}")
 
 
 class UnreadableResultError(RolloutClientError):
@@ -82,7 +59,7 @@ class UnreadableResultError(RolloutClientError):
         self.unreadable = dict(unreadable)
         """Reason for each result, by rollout id or stream entry."""
         super().__init__(
-            f"{_count(unreadable, 'result')} could not be read (see the dead letters): {_list(unreadable)}. "
+            f"{count_of(unreadable, 'result')} could not be read (see the dead letters): {list_reasons(unreadable)}. "
             "Do trainer and job run the same version of das-rollout?"
         )
 
@@ -98,7 +75,7 @@ class WeightsError(RolloutClientError):
     def __init__(self, text: str, failed: Mapping[str, str] | None = None) -> None:
         self.failed = dict(failed or {})
         """Reason for each engine that could not load the weights."""
-        super().__init__(f"{text}: {_list(self.failed)}" if self.failed else text)
+        super().__init__(f"{text}: {list_reasons(self.failed)}" if self.failed else text)
 
 
 class RedisUnreachableError(RolloutClientError):
@@ -112,11 +89,13 @@ class RedisRefusedError(RolloutClientError):
     """Redis refuses the client's password or one of its commands."""
 
 
-def _count(items: Mapping[str, str], name: str) -> str:
+def count_of(items: Mapping[str, str], name: str) -> str:
+    """Return how many items there are, for a message: ``1 request``, ``2 requests``."""
     return f"{len(items)} {name}{'' if len(items) == 1 else 's'}"
 
 
-def _list(reasons: Mapping[str, str]) -> str:
+def list_reasons(reasons: Mapping[str, str]) -> str:
+    """Return the first reasons with their names, and how many more there are."""
     listed = [f"{name}: {reason}" for name, reason in list(reasons.items())[:_MAX_LISTED]]
     if len(reasons) > _MAX_LISTED:
         listed.append(f"and {len(reasons) - _MAX_LISTED} more")

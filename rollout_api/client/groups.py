@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollout_api.errors import RolloutsFailedError
+from rollout_api.errors import RolloutClientError, count_of, list_reasons
 from rollout_api.protocol.messages import FinishReason, Rollout, RolloutId
 
 
@@ -23,6 +23,25 @@ class Groups:
         """Return all groups in the order of their prompts."""
         groups = self.complete | self.partial
         return [groups[index] for index in sorted(groups)]
+
+
+class RolloutsFailedError(RolloutClientError):
+    """The job could not produce some rollouts. Their results are acknowledged, and :attr:`groups` has all others.
+
+    Args:
+        groups: all rollouts of the call, by prompt.
+        failures: reason for each rollout that failed, by rollout id.
+    """
+
+    def __init__(self, groups: list[list[Rollout]], failures: Mapping[str, str]) -> None:
+        self.groups = groups
+        """All rollouts of the call, by prompt; those that failed have the finish reason ``failed``."""
+        self.failures = dict(failures)
+        """Reason for each rollout that failed, by rollout id."""
+        super().__init__(
+            f"{count_of(failures, 'rollout')} of {sum(map(len, groups))} failed: {list_reasons(failures)}. The others are in "
+            "the error's groups; pass allow_failed=True to have all returned"
+        )
 
 
 class GroupCollector:

@@ -39,8 +39,8 @@ class RolloutsFailedError(RolloutClientError):
         self.failures = dict(failures)
         """Reason for each rollout that failed, by rollout id."""
         super().__init__(
-            f"{count_of(failures, 'rollout')} of {sum(map(len, groups))} failed: {list_reasons(failures)}. The others are in "
-            "the error's groups; pass allow_failed=True to have all returned"
+            f"{count_of(failures, 'rollout')} of {sum(map(len, groups))} failed: {list_reasons(failures)}. The others "
+            "are in the error's groups; pass allow_failed=True to have all returned"
         )
 
 

@@ -9,6 +9,7 @@ from rollout_api.client.groups import Groups, RolloutsFailedError
 from rollout_api.client.job_info import JobInfo
 from rollout_api.client.limits import ClientLimits
 from rollout_api.client.prompts import Prompt, partial_of
+from rollout_api.client.request_client import RequestClient
 from rollout_api.client.step import AsyncStep, StepProgress
 from rollout_api.client.sync_client import RolloutClient, Step
 from rollout_api.client.trajectory import Trajectory
@@ -87,6 +88,7 @@ __all__ = [
     "RedisRefusedError",
     "RedisUnreachableError",
     "Refusal",
+    "RequestClient",
     "RequestRefusedError",
     "Rewards",
     "Rollout",

@@ -63,6 +63,8 @@ class JobInfo:
     """``namespace/name`` of the job's history; empty if the job is of a version that does not report it."""
     has_separate_history_redis: bool = False
     """Whether the history is on a separate Redis server instead of the job's."""
+    capabilities: frozenset[str] = frozenset()
+    """What the job offers in addition to version 1 of the protocol; see :class:`Capability`."""
 
     @classmethod
     def parse(cls, uid: str, name: str, description: Mapping[str, str]) -> Self:
@@ -91,6 +93,7 @@ class JobInfo:
                 sampling=Sampling.model_validate_json(description["sampling"]).model_dump(),
                 history=description.get("history", ""),
                 has_separate_history_redis=description.get("history_redis") == "own",
+                capabilities=frozenset(description.get("capabilities", "").split()),
             )
         except (KeyError, ValueError) as error:
             raise VersionMismatchError(
@@ -108,6 +111,7 @@ class JobInfo:
         step: int | None = None,
         trajectory_id: str | None = None,
         turn: int = 0,
+        keep_seconds: int | None = None,
     ) -> PreparedRequest:
         """Validate a prompt and return the request for it.
 
@@ -122,6 +126,8 @@ class JobInfo:
             step: number of the training step.
             trajectory_id: id of the multi-turn trajectory, if the request belongs to one.
             turn: turn within the trajectory.
+            keep_seconds: seconds for which the rollouts are kept under the request's id, instead of being sent to the
+                client's result stream.
 
         Raises:
             InvalidRequestError: the job cannot serve the prompt; the message says why, and what to do.
@@ -150,6 +156,7 @@ class JobInfo:
             "draft_mode": prompt.draft_mode,
             "draft_budget": prompt.draft_budget,
             "half_logprobs": prompt.half_logprobs,
+            "keep_seconds": keep_seconds,
         }
         ids: dict[str, Any] = {"job_uid": self.uid, "request_id": id_prefix, "reply_to": client}
         try:

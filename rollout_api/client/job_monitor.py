@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any
+from typing import Any, Protocol
 
 import redis
 import redis.asyncio
@@ -14,11 +14,21 @@ from rollout_api.client.job_info import JobInfo, ended_error, parse_status
 from rollout_api.client.limits import LOG_INTERVAL_S, ClientLimits
 from rollout_api.client.name_lease import NameLease
 from rollout_api.client.request_sender import RequestSender
-from rollout_api.client.result_receiver import ResultReceiver
 from rollout_api.errors import JobChangedError, JobEndedError, RolloutClientError
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 
 logger = logging.getLogger(__name__)
+
+
+class AwaitedResults(Protocol):
+    """What a client waits for."""
+
+    ending: RolloutClientError | None
+    """Why no further results will come; None while they may."""
+
+    @property
+    def num_awaited(self) -> int:
+        """Number of rollouts that were requested and have not been received."""
 
 
 class JobMonitor:
@@ -31,8 +41,8 @@ class JobMonitor:
         client: connection to Redis.
         job: the job.
         job_name: ``namespace/name`` by which the client found the job; None if it was given the uid.
-        lease: lease on the client's name.
-        results: the client's receiver of results.
+        lease: lease on the client's name; None if the client has no result stream.
+        results: the client's results.
         sender: the client's sender of requests.
         limits: intervals of the client.
     """
@@ -42,8 +52,8 @@ class JobMonitor:
         client: redis.asyncio.Redis,
         job: JobInfo,
         job_name: str | None,
-        lease: NameLease,
-        results: ResultReceiver,
+        lease: NameLease | None,
+        results: AwaitedResults,
         sender: RequestSender,
         limits: ClientLimits,
     ) -> None:
@@ -70,16 +80,21 @@ class JobMonitor:
         pipeline = self._client.pipeline(transaction=False)
         pipeline.get(self._keys.status)
         pipeline.hmget(self._keys.job, ["state", "reason"])
-        pipeline.get(self._lease.key)
         if self._job_name is not None:
             pipeline.get(job_uid_key(self._job_name))
-        status, description, holder, *found = await pipeline.execute()
-        uid = found[0] if found else None
+        if self._lease is not None:
+            pipeline.get(self._lease.key)
+        status, description, *found = await pipeline.execute()
+        uid = found.pop(0) if self._job_name is not None else None
         self.status = parse_status(status)
         self._sender.observe_status(self.status)
         self._log_missing_coordinator()
         state, reason = (None if value is None else value.decode() for value in description)
         ending = self._ending(uid, state, reason)
+        if self._lease is None:
+            self._results.ending = ending
+            return
+        [holder] = found
         if holder is not None and not self._lease.is_held_by_this_process(holder):
             ending = self._lease.in_use_error(holder)
         self._results.ending = ending

@@ -14,6 +14,10 @@ TRAINER_GROUP = "trainer"
 """Consumer group with which a client reads its result stream."""
 MESSAGE_FIELD = "d"
 """Field of a stream entry that holds an encoded message."""
+REQUEST_FIELD = "r"
+"""Field of an entry of ``kept_updates`` with the id of a request."""
+KEPT_REFUSAL_FIELD = "refusal"
+"""Field of the kept results of a request with the refusal; all other fields are samples."""
 CONTEXT_FIELD = "c"
 """Field of an outbox entry with the packed last tokens of the prompt; only set for later turns of a trajectory."""
 HISTORY_NAMES = "history:names"
@@ -67,6 +71,15 @@ class MessageKeys:
     def control(self) -> str:
         """Stream, written by clients: weight updates, cancellations and the close, each deleted once processed."""
         return self._key("control")
+
+    def kept(self, request_id: str) -> str:
+        """Hash with expiry, written by the job: sample → rollout, and ``refusal``, of a request with keep_seconds."""
+        return self._key(f"kept:{request_id}")
+
+    @property
+    def kept_updates(self) -> str:
+        """Short, lossy stream, written by the job: ids of requests whose kept rollouts have changed."""
+        return self._key("kept-updates")
 
     @property
     def rewards(self) -> str:

@@ -22,6 +22,8 @@ from rollout_api.manifest.validation_errors import first_error
 
 SCHEMA_VERSION = 1
 """Version of the protocol, which job and client must share."""
+MAX_KEEP_SECONDS = 24 * 3600
+"""Longest time for which a request may have its rollouts kept."""
 CLIENT_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 """Pattern of client names."""
 TokenId = Annotated[int, Field(ge=0, lt=2**32 - 1)]
@@ -59,6 +61,13 @@ class FinishReason(StrEnum):
     def complete(self) -> bool:
         """Whether sampling reached its regular end instead of being interrupted."""
         return self in (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Capability(StrEnum):
+    """What jobs of later versions offer in addition to version 1 of the protocol."""
+
+    KEPT_RESULTS = "kept-results"
+    """Requests may have ``keep_seconds``."""
 
 
 class DraftMode(StrEnum):
@@ -212,6 +221,13 @@ class RolloutRequest(_Message):
         default=None, ge=0, description="Maximum number of draft tokens per verification step. Default: the job's."
     )
     half_logprobs: bool = Field(default=False, description="Return log-probabilities as float16.")
+    keep_seconds: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_KEEP_SECONDS,
+        description="Keep the rollouts under the id of the request, where every process can read them, for this many "
+        "seconds after the last of them, instead of sending them to the client's result stream.",
+    )
 
     @model_validator(mode="after")
     def _check_turn(self) -> Self:

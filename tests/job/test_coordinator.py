@@ -16,6 +16,7 @@ import pytest
 import redis
 from prometheus_client.parser import text_string_to_metric_families
 
+from rollout_api import Prompt, RequestClient
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.manifest.spec import Sampling
@@ -233,6 +234,55 @@ def test_unknown_tokens_are_refused_before_any_engine_receives_them(run: Run) ->
             refusals = await wait_for_async(job.replies)
         assert list(invalid) == [refusal.request_id for refusal in refusals if isinstance(refusal, Refusal)]
         assert all(f"{VOCABULARY} is not a token of the model" in refusal.reason for refusal in refusals)
+
+    run(scenario)
+
+
+def test_every_client_gets_the_kept_rollouts_of_a_request(run: Run) -> None:
+    prompt = Prompt([1], sampling={"n": 2, "max_tokens": 20})
+
+    async def scenario(job: CoordinatorHarness) -> None:
+        async with (
+            job.coordinator(),
+            job.engine("a") as engine,
+            RequestClient.connect(job.url, uid=JOB.uid) as first,
+            RequestClient.connect(job.url, uid=JOB.uid) as second,
+        ):
+            calls = [asyncio.ensure_future(client.rollouts(prompt, request_id="r")) for client in (first, second)]
+            orders = await job.inbox(engine, 2)
+            assert orders[0].assignment is not None
+            asked = await job.job_store.requests.read(orders[0].assignment.entry_id)
+            assert asked is not None
+            for order in orders:
+                await job.finish(asked, order, 3)
+            expected, found = await asyncio.gather(*calls)
+            # A repetition that arrives after the answer is refused, but the rollouts are still kept.
+            job.send(JOB.requests, asked)
+            kept = JOB.kept(asked.request_id)
+            await wait_for_async(lambda: job.redis.hexists(kept, "refusal"))
+            again = await second.rollouts(prompt, request_id="r")
+        assert expected == found == again
+        assert [0, 1] == [int(rollout.rollout_id.split("/")[2]) for rollout in expected]
+        assert 0 < job.redis.ttl(kept) <= (asked.keep_seconds or 0)
+        assert not job.redis.exists(JOB.results(asked.reply_to))
+
+    run(scenario)
+
+
+def test_a_request_whose_rollouts_would_be_kept_can_be_refused_or_cancelled(run: Run) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
+        async with job.coordinator():
+            unknown = {"allowed_token_ids": [VOCABULARY]}
+            job.send(JOB.requests, request("refused", keep_seconds=60, sampling=unknown))
+            refusal = await wait_for_async(lambda: job.redis.hget(JOB.kept("refused"), "refusal"))
+            assert "is not a token of the model" in getattr(decode(refusal), "reason", "")
+            job.send(JOB.requests, request("cancelled", keep_seconds=60))
+            await wait_for_async(lambda: job.redis.exists(JOB.ledger("cancelled")))
+            job.send(JOB.control, Cancel(request_ids=["cancelled"]))
+            rollout = await wait_for_async(lambda: job.redis.hget(JOB.kept("cancelled"), "0"))
+            assert FinishReason.CANCELLED == getattr(decode(rollout), "finish_reason", "")
+        updates: Any = job.redis.xrange(JOB.kept_updates)
+        assert [b"refused", b"cancelled"] == [fields[b"r"] for _, fields in updates]
 
     run(scenario)
 

@@ -67,6 +67,7 @@ class FakeJob:
             "max_rollouts": max_rollouts,
             "history": HISTORY.full_name,
             "state": "running",
+            "capabilities": "kept-results",
         }
         self.redis.hset(self.keys.job, mapping=description)
         self.redis.set(job_uid_key(name), uid)
@@ -122,6 +123,12 @@ class FakeJob:
         """Append a message to a client's result stream."""
         self.redis.xadd(self.keys.results(client), {"d": encode(message)})
 
+    def keep(self, request: RolloutRequest, name: str, message: Message) -> None:
+        """Keep an answer under a request's id, and announce that."""
+        self.redis.hset(self.keys.kept(request.request_id), name, encode(message))
+        self.redis.expire(self.keys.kept(request.request_id), request.keep_seconds or 0)
+        self.redis.xadd(self.keys.kept_updates, {"r": request.request_id})
+
     def answer(self, request: RolloutRequest, samples: list[int] | None = None, **options: Any) -> None:
         """Produce some samples of a request (default: all), and delete the request with the last of them."""
         n = self.num_samples(request)
@@ -129,7 +136,10 @@ class FakeJob:
             rollout = self.make_rollout(request, sample, **options)
             self.sampled.append(rollout.rollout_id)
             self.answered[request.request_id] = self.answered.get(request.request_id, 0) + 1
-            self.reply(request.reply_to, rollout)
+            if request.keep_seconds is None:
+                self.reply(request.reply_to, rollout)
+            else:
+                self.keep(request, str(sample), rollout)
         if self.answered[request.request_id] >= n:
             self.delete_request(request)
 
@@ -193,9 +203,11 @@ class FakeJob:
             if self.answered.get(request.request_id, 0) >= self.num_samples(request):
                 self.redis.xdel(self.keys.requests, entry)
                 reason = "it was answered before; to sample it again, use another request id"
-                self.reply(
-                    request.reply_to, Refusal(request_id=request.request_id, reason=reason, already_answered=True)
-                )
+                refusal = Refusal(request_id=request.request_id, reason=reason, already_answered=True)
+                if request.keep_seconds is None:
+                    self.reply(request.reply_to, refusal)
+                else:
+                    self.keep(request, "refusal", refusal)
             elif request.request_id in self.cancelled:
                 num_answered = self.answered.get(request.request_id, 0)
                 rest = list(range(num_answered, self.num_samples(request)))

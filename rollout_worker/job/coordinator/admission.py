@@ -81,7 +81,7 @@ class RequestAdmission:
         except AdmissionError as error:
             logger.warning("Refused request %s of client %s: %s", message.request_id, message.reply_to, error)
             refusal = Refusal(request_id=message.request_id, reason=str(error))
-            await retry_async(self._job_store.results.send, message.reply_to, refusal)
+            await retry_async(self._job_store.results.refuse, message, refusal)
             await self._dead_letters.add(Stream.REQUESTS, entry, str(error))
             return None
 
@@ -94,7 +94,7 @@ class RequestAdmission:
                 reason=_REJECTED[admission],
                 already_answered=admission is Admission.ANSWERED,
             )
-            await retry_async(self._job_store.results.send, request.reply_to, refusal)
+            await retry_async(self._job_store.results.refuse, request, refusal)
         return admission is Admission.ADMITTED
 
     async def _open(self, admitted: list[tuple[str, RolloutRequest]], held: Mapping[RolloutKey, str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_api.protocol.messages import SCHEMA_VERSION, WeightsKind, WeightUpdate, decode, encode
+from rollout_api.protocol.messages import SCHEMA_VERSION, Capability, WeightsKind, WeightUpdate, decode, encode
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.job_keys import add_expiry, async_key_batches
 from rollout_worker.job.limits import STATUS_EXPIRY_S
@@ -29,6 +29,8 @@ class JobDescription:
     """Full name of the history."""
     history_redis: str
     """``own`` if the history has a Redis server of its own, else ''."""
+    capabilities: str = " ".join(Capability)
+    """Names of the capabilities of this version, separated by spaces."""
     version: int = SCHEMA_VERSION
 
 

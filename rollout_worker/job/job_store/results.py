@@ -1,4 +1,4 @@
-"""The result streams, from which clients read their rollouts."""
+"""Results for clients: the streams from which they read their rollouts, and results that are kept by request."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 import redis.asyncio
 
-from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
-from rollout_api.protocol.messages import Message, encode
+from rollout_api.protocol.keys import KEPT_REFUSAL_FIELD, MESSAGE_FIELD, REQUEST_FIELD, MessageKeys
+from rollout_api.protocol.messages import Refusal, RolloutRequest, encode
+from rollout_worker.job.limits import MAX_EVENTS
 
 
 class UnreadResults(NamedTuple):
@@ -19,14 +20,22 @@ class UnreadResults(NamedTuple):
 
 
 class ResultStore:
-    """Sends messages to clients and counts what they have not read."""
+    """Refuses requests, and counts the results that clients have not read."""
 
     def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys) -> None:
         self._client, self._keys = client, keys
 
-    async def send(self, client: str, message: Message) -> None:
-        """Append a message to a client's result stream."""
-        await self._client.xadd(self._keys.results(client), {MESSAGE_FIELD: encode(message)})
+    async def refuse(self, request: RolloutRequest, refusal: Refusal) -> None:
+        """Tell the client of a request that it is refused, where it would get the rollouts."""
+        if request.keep_seconds is None:
+            await self._client.xadd(self._keys.results(request.reply_to), {MESSAGE_FIELD: encode(refusal)})
+            return
+        kept = self._keys.kept(request.request_id)
+        async with self._client.pipeline(transaction=True) as pipeline:
+            pipeline.hset(kept, KEPT_REFUSAL_FIELD, encode(refusal))
+            pipeline.expire(kept, request.keep_seconds)
+            pipeline.xadd(self._keys.kept_updates, {REQUEST_FIELD: request.request_id}, maxlen=MAX_EVENTS)
+            await pipeline.execute()
 
     async def unread(self, client: str) -> UnreadResults:
         """Return how many results a client has not read."""

@@ -76,7 +76,7 @@ class RolloutStore:
             keys=[
                 keys.ledger(request.request_id),
                 keys.requests,
-                keys.results(request.reply_to),
+                keys.results(request.reply_to) if request.keep_seconds is None else keys.kept(request.request_id),
                 keys.outbox,
                 keys.partials,
                 keys.attempts,
@@ -84,6 +84,7 @@ class RolloutStore:
                 keys.inbox(engine),
                 keys.trajectory(request.trajectory_id or ""),
                 keys.totals,
+                keys.kept_updates,
             ],
             args=[
                 rollout.rollout_id,
@@ -103,6 +104,7 @@ class RolloutStore:
                 rollout.num_accepted_tokens,
                 pack_tokens(context),
                 measure(request, rollout, rollout_id.sample),
+                request.keep_seconds or 0,
             ],
             client=client,
         )

@@ -1,13 +1,14 @@
 #!lua
 -- Record once that a rollout has ended: in the ledger, the client's results, the outbox and the totals. The last
 -- rollout of a request also ends the request.
--- KEYS: ledger of the request, requests, results of the client, outbox, partials, attempts, events, inbox of the
---   engine, trajectory, totals (one hash slot).
+-- KEYS: ledger of the request, requests, results of the client or kept results of the request, outbox, partials,
+--   attempts, events, inbox of the engine, trajectory, totals, updates of kept results (one hash slot).
 -- ARGV: rollout id, sample, ledger entry, result, the rollout for the history (empty: it is not stored there),
 --   id of the order (empty: there is none), engine, request id, seconds that the ledger is kept after the end of the
 --   request, seconds that the trajectory's engine is remembered (0: there is no trajectory), maximum number of events,
 --   tokens, decoding steps, draft tokens, accepted draft tokens, last tokens of the prompt for the history (empty:
---   none), measurement for the canary test (empty: none).
+--   none), measurement for the canary test (empty: none), seconds for which the result is kept under the request (0: it
+--   is sent to the client's stream).
 -- Returns 1 if the rollout is recorded, 0 if it was recorded before, -1 if its request is unknown.
 local ledger, rollout, sample, engine = KEYS[1], ARGV[1], ARGV[2], ARGV[7]
 if ARGV[6] ~= '' then
@@ -20,7 +21,13 @@ end
 if redis.call('HSETNX', ledger, sample, ARGV[3]) == 0 then
   return 0
 end
-redis.call('XADD', KEYS[3], '*', 'd', ARGV[4])
+if ARGV[18] == '0' then
+  redis.call('XADD', KEYS[3], '*', 'd', ARGV[4])
+else
+  redis.call('HSET', KEYS[3], sample, ARGV[4])
+  redis.call('EXPIRE', KEYS[3], ARGV[18])
+  redis.call('XADD', KEYS[11], 'MAXLEN', '~', ARGV[11], '*', 'r', ARGV[8])
+end
 if ARGV[5] ~= '' then
   if ARGV[16] ~= '' then
     redis.call('XADD', KEYS[4], '*', 'd', ARGV[5], 'c', ARGV[16])

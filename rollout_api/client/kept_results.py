@@ -1,0 +1,269 @@
+"""Requests whose rollouts are kept under their ids: sends them, and receives their rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from rollout_api.client.job_info import PreparedRequest
+from rollout_api.client.request_sender import RequestSender
+from rollout_api.errors import RequestRefusedError, RolloutClientError, UnreadableResultError
+from rollout_api.protocol.keys import KEPT_REFUSAL_FIELD, REQUEST_FIELD, MessageKeys
+from rollout_api.protocol.messages import CodecError, Refusal, Rollout, decode
+from rollout_api.redis_client.client_connection import READ_BLOCK_MS
+from rollout_api.redis_client.retry import ClientRetryPolicy
+
+logger = logging.getLogger(__name__)
+
+_UPDATES_PER_READ = 1000
+"""Updates that are read from Redis at once."""
+_REQUESTS_PER_BATCH = 256
+"""Requests that are sent, or whose rollouts are read, in one round trip."""
+_CHECK_INTERVAL_S = 5.0
+"""Time between two checks of all open requests, because the stream of updates is trimmed."""
+_RETRY_PAUSE_S = 0.2
+"""Pause after a failed read."""
+
+
+@dataclass(eq=False)
+class _OpenRequest:
+    """A request whose rollouts are awaited."""
+
+    request: PreparedRequest
+    may_be_answered: bool
+    """Whether the rollouts may be there already."""
+    answer: asyncio.Future[list[Rollout]]
+    received: dict[int, Rollout] = field(default_factory=dict)
+    """Sample → rollout."""
+    num_waiters: int = 0
+    was_sent: bool = False
+
+    def fail(self, error: RolloutClientError) -> None:
+        """Make all waiters raise *error*."""
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # it is no mistake if nobody waits any more
+
+    def add(self, fields: Sequence[str], values: Sequence[bytes | None]) -> None:
+        """Add what was read.
+
+        Args:
+            fields: samples, and the field of a refusal.
+            values: encoded message of each; None for those that are not there.
+
+        Raises:
+            CodecError: a message cannot be decoded.
+        """
+        refusal: Refusal | None = None
+        for name, value in zip(fields, values, strict=True):
+            message = None if value is None else decode(value)
+            if isinstance(message, Rollout):
+                self.received[int(name)] = message
+            elif isinstance(message, Refusal):
+                refusal = message
+        if self.answer.done():
+            return
+        if len(self.received) == self.request.n:
+            self.answer.set_result([self.received[sample] for sample in range(self.request.n)])
+        elif refusal is not None:
+            self.fail(RequestRefusedError({refusal.request_id: refusal.reason}))
+
+
+class KeptResults:
+    """Sends requests that have ``keep_seconds``, and receives their rollouts.
+
+    The job samples a request once, however many processes send it, and each of them receives the same rollouts.
+
+    One task sends requests, another one receives. The job names requests with new rollouts in a short stream. Since old
+    entries of it are trimmed, all open requests are checked every few seconds, too.
+
+    Args:
+        client: connection to Redis.
+        keys: keys of the job.
+        sender: appends requests to the job's stream.
+        policy: how failing commands are retried.
+    """
+
+    def __init__(
+        self, client: redis.asyncio.Redis, keys: MessageKeys, sender: RequestSender, policy: ClientRetryPolicy
+    ) -> None:
+        self.ending: RolloutClientError | None = None
+        """Why no further rollouts will come; None while they may."""
+        self._client, self._keys, self._sender, self._policy = client, keys, sender, policy
+        self._open: dict[str, _OpenRequest] = {}
+        self._unsent: list[_OpenRequest] = []
+        self._abandoned: list[str] = []
+        self._has_work = asyncio.Event()
+        self._position = "0"
+
+    @property
+    def num_awaited(self) -> int:
+        """Number of rollouts that are awaited."""
+        return sum(opened.request.n - len(opened.received) for opened in self._open.values())
+
+    async def rollouts(self, request: PreparedRequest, *, may_be_answered: bool) -> list[Rollout]:
+        """Return the rollouts of a request, ordered by sample.
+
+        Args:
+            request: the request.
+            may_be_answered: whether it may have been sent before. If not, it is cancelled with this call.
+
+        Raises:
+            RequestRefusedError: the job refused the request, or no longer keeps its rollouts.
+            UnreadableResultError: a rollout cannot be decoded.
+            JobEndedError: the job has ended.
+            RedisUnreachableError: Redis was unreachable for too long.
+        """
+        opened = self._open.get(request.request_id)
+        if opened is None:
+            answer: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
+            opened = self._open[request.request_id] = _OpenRequest(request, may_be_answered, answer)
+            self._unsent.append(opened)
+            self._has_work.set()
+        opened.num_waiters += 1
+        try:
+            return await asyncio.shield(opened.answer)
+        finally:
+            opened.num_waiters -= 1
+            if not opened.num_waiters:
+                del self._open[request.request_id]
+                if not opened.answer.done():
+                    opened.answer.cancel()
+                    self._abandon(opened)
+
+    def fail_all(self, error: RolloutClientError) -> None:
+        """Make all open requests fail."""
+        for opened in self._open.values():
+            opened.fail(error)
+
+    def _abandon(self, opened: _OpenRequest) -> None:
+        """Cancel a request for which nobody waits, unless it may be repeated."""
+        if opened.was_sent and not opened.may_be_answered:
+            self._abandoned.append(opened.request.request_id)
+            self._has_work.set()
+
+    # Sending.
+
+    async def send(self) -> None:
+        """Send requests and cancellations until this task is cancelled."""
+        while True:
+            await self._has_work.wait()
+            self._has_work.clear()
+            unsent, self._unsent = self._unsent, []
+            for batch in _batches(opened for opened in unsent if not opened.answer.done()):
+                try:
+                    await self._send(batch)
+                except RolloutClientError as error:
+                    for opened in batch:
+                        opened.fail(error)
+            abandoned, self._abandoned = self._abandoned, []
+            if abandoned:
+                try:
+                    await self._sender.cancel(abandoned)
+                except RolloutClientError as error:
+                    logger.warning("Cannot cancel %d requests: %s", len(abandoned), error)
+
+    async def _send(self, batch: Sequence[_OpenRequest]) -> None:
+        await self._fetch([opened for opened in batch if opened.may_be_answered])
+        batch = [opened for opened in batch if not opened.answer.done()]
+        if batch and self.ending is not None:
+            raise self.ending
+        for opened in batch:
+            opened.was_sent = True
+        await self._sender.append(self._keys.requests, [opened.request.data for opened in batch], "send requests")
+
+    # Receiving.
+
+    async def open(self) -> None:
+        """Receive updates from now on.
+
+        Raises:
+            RedisUnreachableError: Redis was unreachable for too long.
+            RedisRefusedError: Redis refused a command.
+        """
+
+        async def last_update() -> str:
+            newest: Any = await self._client.xrevrange(self._keys.kept_updates, count=1)
+            return newest[0][0].decode() if newest else "0"
+
+        self._position = await self._policy.run(last_update, action="receive rollouts")
+
+    async def receive(self) -> None:
+        """Receive rollouts until this task is cancelled. While Redis is unreachable for too long, requests fail."""
+        failing_since: float | None = None
+        checked_at = time.monotonic()
+        while True:
+            try:
+                updated = await self._read_updates()
+                if failing_since is not None:
+                    await self._send_again()
+                    failing_since = None
+                is_check_due = time.monotonic() - checked_at > _CHECK_INTERVAL_S
+                if is_check_due:
+                    checked_at = time.monotonic()
+                selected = list(self._open.values()) if is_check_due else updated
+                for batch in _batches(opened for opened in selected if not opened.answer.done()):
+                    await self._fetch(batch)
+                if self.ending is not None and is_check_due:
+                    self.fail_all(self.ending)
+            except redis.RedisError as error:
+                failing_since = failing_since or time.monotonic()
+                try:
+                    self._policy.raise_unless_retryable(error, failing_since, "receive rollouts")
+                except RolloutClientError as failure:
+                    self.fail_all(failure)
+                await asyncio.sleep(_RETRY_PAUSE_S)
+            except RolloutClientError as failure:
+                self.fail_all(failure)
+
+    async def _read_updates(self) -> list[_OpenRequest]:
+        """Return the open requests for which the job has new rollouts; wait up to a second for them."""
+        stream = self._keys.kept_updates
+        reply: Any = await self._client.xread({stream: self._position}, count=_UPDATES_PER_READ, block=READ_BLOCK_MS)
+        if not reply:
+            return []
+        [(_, entries)] = reply
+        self._position = entries[-1][0].decode()
+        updated = {fields[REQUEST_FIELD.encode()].decode() for _, fields in entries}
+        return [opened for request_id in updated if (opened := self._open.get(request_id)) is not None]
+
+    async def _send_again(self) -> None:
+        """Send all open requests again: Redis was unreachable and may have lost them. Repetitions are harmless."""
+        for batch in _batches(opened for opened in self._open.values() if opened.was_sent):
+            await self._fetch(batch)
+            lost = [opened.request.data for opened in batch if not opened.answer.done()]
+            await self._sender.append(self._keys.requests, lost, "send requests")
+
+    async def _fetch(self, batch: Sequence[_OpenRequest]) -> None:
+        """Read what is kept for these requests."""
+        if not batch:
+            return
+        fields = [
+            [*(str(sample) for sample in range(opened.request.n) if sample not in opened.received), KEPT_REFUSAL_FIELD]
+            for opened in batch
+        ]
+
+        async def read() -> list[Any]:
+            pipeline = self._client.pipeline(transaction=False)
+            for opened, names in zip(batch, fields, strict=True):
+                pipeline.hmget(self._keys.kept(opened.request.request_id), names)
+            return list(await pipeline.execute())
+
+        found = await self._policy.run(read, action="receive rollouts")
+        for opened, names, values in zip(batch, fields, found, strict=True):
+            try:
+                opened.add(names, values)
+            except CodecError as error:
+                opened.fail(UnreadableResultError({opened.request.request_id: str(error)}))
+
+
+def _batches(requests: Iterable[_OpenRequest]) -> Iterable[list[_OpenRequest]]:
+    listed = list(requests)
+    return [listed[start : start + _REQUESTS_PER_BATCH] for start in range(0, len(listed), _REQUESTS_PER_BATCH)]

@@ -1,0 +1,179 @@
+"""A client for processes that send many independent requests, such as servers."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from types import TracebackType
+from typing import Any, Self
+
+from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.client.job_info import JobInfo, find_job
+from rollout_api.client.job_monitor import JobMonitor
+from rollout_api.client.kept_results import KeptResults
+from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
+from rollout_api.client.prompts import Prompt
+from rollout_api.client.request_sender import RequestSender
+from rollout_api.errors import RolloutClientError, VersionMismatchError
+from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.messages import Capability, Rollout
+from rollout_api.redis_client.client_connection import RedisTarget, open_client, server_name
+from rollout_api.redis_client.retry import ClientRetryPolicy
+
+CLIENT_NAME = "requests"
+"""Name under which these clients send requests. It has no result stream."""
+DEFAULT_KEEP_SECONDS = 600
+"""How long the rollouts of a request are kept by default."""
+
+
+class RequestClient:
+    """A connection to one job that requests rollouts by id: ``async with RequestClient.connect(…) as client``.
+
+    Its rollouts stay in Redis for a while, under the id of their request. A call with the same id therefore returns the
+    same rollouts, in every process that is connected to the job, and also if the process that made the first call has
+    ended. A trainer that samples in steps uses :class:`rollout_api.AsyncRolloutClient`.
+    """
+
+    def __init__(
+        self, target: RedisTarget, job: str | None, uid: str | None, timeout: float, reconnect_timeout: float
+    ) -> None:
+        self._job_name = None if job is None else (job if "/" in job else f"default/{job}")
+        self._uid, self._timeout = uid, timeout
+        self._redis = open_client(target)
+        self._policy = ClientRetryPolicy(server_name(self._redis), reconnect_timeout)
+        self._job: JobInfo | None = None
+        self._results: KeptResults | None = None
+        self._monitor: JobMonitor | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    def connect(
+        cls,
+        redis: RedisTarget,
+        job: str | None = None,
+        *,
+        uid: str | None = None,
+        timeout: float = 60.0,
+        reconnect_timeout: float = 120.0,
+    ) -> Self:
+        """Return a client for a job. Nothing is sent before ``async with`` or :meth:`open`.
+
+        Args:
+            redis: URL of the job's Redis, or a client whose settings are copied.
+            job: ``namespace/name`` of the job.
+            uid: uid of the job, instead of *job*.
+            timeout: seconds to wait for the job to appear.
+            reconnect_timeout: seconds for which Redis may be unreachable before requests fail.
+        """
+        return cls(redis, job, uid, timeout, reconnect_timeout)
+
+    async def open(self, limits: ClientLimits = DEFAULT_LIMITS) -> Self:
+        """Wait for the job and read its description. ``async with`` does this on entry.
+
+        Raises:
+            JobNotFoundError: the job did not appear in time.
+            JobEndedError: the job has ended.
+            VersionMismatchError: the job is of a version that does not keep rollouts.
+            RedisUnreachableError: Redis did not answer for ten seconds.
+            RedisRefusedError: the password is wrong, or the user lacks permissions.
+        """
+        try:
+            job, ending = await find_job(
+                self._redis, self._policy, CLIENT_NAME, self._job_name, self._uid, self._timeout
+            )
+            if ending is not None:
+                raise ending
+            if Capability.KEPT_RESULTS not in job.capabilities:
+                raise VersionMismatchError(f"job {job.name} does not keep rollouts by request; upgrade the job's image")
+            keys = MessageKeys(job.uid)
+            sender = RequestSender(self._redis, job, self._policy)
+            results = KeptResults(self._redis, keys, sender, self._policy)
+            await results.open()
+        except BaseException:
+            await self._redis.aclose()
+            raise
+        self._job, self._results = job, results
+        self._monitor = JobMonitor(self._redis, job, self._job_name, None, results, sender, limits)
+        self._tasks = [
+            asyncio.create_task(results.send(), name="send requests"),
+            asyncio.create_task(results.receive(), name="receive rollouts"),
+            asyncio.create_task(self._monitor.run(), name=f"monitor of job {job.name}"),
+        ]
+        return self
+
+    async def close(self) -> None:
+        """Disconnect. Requests stay in the job, and their rollouts are kept."""
+        await cancel_and_wait(*self._tasks)
+        await self._redis.aclose()
+
+    async def __aenter__(self) -> Self:
+        return await self.open()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def job(self) -> JobInfo:
+        """Description of the job.
+
+        Raises:
+            RolloutClientError: the client is not connected yet.
+        """
+        if self._job is None:
+            raise RolloutClientError("the client is not connected yet: use it in 'async with', or await client.open()")
+        return self._job
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """Status of the job, about a second old (see docs/protocol.md); empty while no coordinator runs."""
+        return {} if self._monitor is None else self._monitor.status
+
+    @property
+    def num_awaited(self) -> int:
+        """Number of rollouts that this client awaits."""
+        return 0 if self._results is None else self._results.num_awaited
+
+    async def rollouts(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        keep_seconds: int = DEFAULT_KEEP_SECONDS,
+        step: int | None = None,
+        trajectory_id: str | None = None,
+        turn: int = 0,
+    ) -> list[Rollout]:
+        """Return the rollouts of a prompt, ordered by sample.
+
+        Args:
+            prompt: the prompt and its settings.
+            request_id: id of the request. A call with the same id and prompt returns the same rollouts. Default: a new
+                id; the request is then cancelled if this call is.
+            keep_seconds: seconds after the last rollout for which all are kept.
+            step: number of the training step.
+            trajectory_id: id of the multi-turn trajectory that the prompt continues.
+            turn: number of the turn within its trajectory.
+
+        Raises:
+            InvalidRequestError: the job cannot serve the prompt; nothing was sent.
+            RequestRefusedError: the job refused the request, or no longer keeps its rollouts.
+            UnreadableResultError: a rollout cannot be decoded.
+            JobEndedError: the job has ended.
+            RedisUnreachableError: Redis was unreachable for too long.
+        """
+        prepared = self.job.prepare(
+            prompt,
+            request_id or uuid.uuid4().hex,
+            client=CLIENT_NAME,
+            where=f"request {request_id}" if request_id else "request",
+            step=step,
+            trajectory_id=trajectory_id,
+            turn=turn,
+            keep_seconds=keep_seconds,
+        )
+        results = self._results
+        if results is None:
+            raise RolloutClientError("the client is not connected yet: use it in 'async with', or await client.open()")
+        return await results.rollouts(prepared, may_be_answered=bool(request_id))

@@ -1,0 +1,240 @@
+"""Requests whose rollouts are kept under their ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rollout_api import (
+    InvalidRequestError,
+    JobEndedError,
+    Prompt,
+    RedisUnreachableError,
+    Refusal,
+    RequestClient,
+    RequestRefusedError,
+    Rollout,
+    RolloutClientError,
+    RolloutRequest,
+    VersionMismatchError,
+    encode,
+)
+from rollout_api.client import kept_results
+from tests.support.client_tests import run
+from tests.support.fake_job import FakeJob
+from tests.support.redis_servers import Server
+from tests.support.waiting import wait_for_async
+
+PROMPT = Prompt([1, 2, 3])
+
+
+@asynccontextmanager
+async def connected(redis_url: str, job: FakeJob) -> AsyncIterator[RequestClient]:
+    async with RequestClient.connect(redis_url, job.name, reconnect_timeout=10) as client:
+        yield client
+
+
+def ids(rollouts: list[Rollout]) -> list[str]:
+    return [rollout.rollout_id for rollout in rollouts]
+
+
+def test_the_rollouts_of_a_request_are_ordered_by_sample(redis_url: str, job: FakeJob) -> None:
+    async def sample() -> list[Rollout]:
+        async with connected(redis_url, job) as client:
+            return await client.rollouts(PROMPT, request_id="a")
+
+    def answer_backwards(request: RolloutRequest) -> None:
+        job.answer(request, [1])
+        job.answer(request, [0])
+
+    with job.serving(answer_backwards):
+        rollouts = run(sample())
+    assert [[1] * 3, [2] * 3] == [rollout.token_ids for rollout in rollouts]
+    assert 0 < job.redis.ttl(job.keys.kept(rollouts[0].rollout_id.split("/")[1])) <= 600
+
+
+def test_repeated_requests_get_the_same_rollouts_in_every_process(redis_url: str, job: FakeJob) -> None:
+    async def sample() -> list[list[Rollout]]:
+        async with connected(redis_url, job) as first, connected(redis_url, job) as second:
+            at_once = await asyncio.gather(*(client.rollouts(PROMPT, request_id="a") for client in [first, second] * 3))
+            return [*at_once, await second.rollouts(PROMPT, request_id="a")]
+
+    with job.serving():
+        found = run(sample())
+    assert 2 == len(job.sampled)
+    assert [sorted(job.sampled)] * 7 == [ids(rollouts) for rollouts in found]
+
+
+def test_other_prompts_and_calls_without_an_id_are_sampled_separately(redis_url: str, job: FakeJob) -> None:
+    async def sample() -> list[list[Rollout]]:
+        async with connected(redis_url, job) as client:
+            return [
+                await client.rollouts(PROMPT, request_id="a"),
+                await client.rollouts(Prompt([4]), request_id="a"),
+                await client.rollouts(PROMPT),
+                await client.rollouts(PROMPT),
+            ]
+
+    with job.serving():
+        found = run(sample())
+    assert 8 == len(job.sampled) == len({name for rollouts in found for name in ids(rollouts)})
+
+
+def test_a_process_that_ends_leaves_its_request_to_the_next_one(redis_url: str, job: FakeJob) -> None:
+    async def give_up() -> None:
+        async with connected(redis_url, job) as client:
+            task = asyncio.ensure_future(client.rollouts(PROMPT, request_id="a"))
+            await wait_for_async(lambda: bool(job.requests()))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        assert [] == job.control_messages()
+
+    async def sample() -> list[Rollout]:
+        async with connected(redis_url, job) as client:
+            return await client.rollouts(PROMPT, request_id="a")
+
+    run(give_up())
+    job.answer(job.requests()[0])
+    with job.serving():
+        assert sorted(job.sampled) == ids(run(sample()))
+    assert 2 == len(job.sampled)
+
+
+def test_a_request_without_an_id_is_cancelled_with_its_call(redis_url: str, job: FakeJob) -> None:
+    async def give_up() -> None:
+        async with connected(redis_url, job) as client:
+            task = asyncio.ensure_future(client.rollouts(PROMPT))
+            await wait_for_async(lambda: bool(job.requests()))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await wait_for_async(lambda: bool(job.control_messages()))
+
+    run(give_up())
+    [cancellation] = job.control_messages()
+    assert [job.requests()[0].request_id] == getattr(cancellation, "request_ids", None)
+
+
+def test_a_cancelled_call_does_not_cancel_another_one_for_the_same_request(redis_url: str, job: FakeJob) -> None:
+    async def sample() -> list[Rollout]:
+        async with connected(redis_url, job) as client:
+            first, second = (asyncio.ensure_future(client.rollouts(PROMPT, request_id="a")) for _ in range(2))
+            await wait_for_async(lambda: bool(job.requests()))
+            first.cancel()
+            await asyncio.sleep(0.1)
+            job.answer(job.requests()[0])
+            return await second
+
+    assert 2 == len(run(sample()))
+
+
+def test_refusals_are_errors(redis_url: str, job: FakeJob) -> None:
+    def refuse(request: RolloutRequest) -> None:
+        job.keep(request, "refusal", Refusal(request_id=request.request_id, reason="not today"))
+        job.delete_request(request)
+
+    async def sample() -> None:
+        async with connected(redis_url, job) as client:
+            await client.rollouts(PROMPT)
+
+    with job.serving(refuse), pytest.raises(RequestRefusedError, match="not today"):
+        run(sample())
+
+
+def test_rollouts_that_are_no_longer_kept_are_an_error(redis_url: str, job: FakeJob) -> None:
+    async def sample() -> None:
+        async with connected(redis_url, job) as client:
+            [first, _] = await client.rollouts(PROMPT, request_id="a")
+            job.redis.delete(job.keys.kept(first.rollout_id.split("/")[1]))
+            with pytest.raises(RequestRefusedError, match="it was answered before"):
+                await client.rollouts(PROMPT, request_id="a")
+
+    with job.serving():
+        run(sample())
+    assert 2 == len(job.sampled)
+
+
+def test_updates_that_were_trimmed_are_found_by_the_check(
+    redis_url: str, job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_results, "_CHECK_INTERVAL_S", 0.5)
+
+    def answer_silently(request: RolloutRequest) -> None:
+        for sample in range(2):
+            job.sampled.append(str(request.rollout_id(sample)))
+            job.redis.hset(job.keys.kept(request.request_id), str(sample), encode(job.make_rollout(request, sample)))
+        job.delete_request(request)
+
+    async def sample() -> list[Rollout]:
+        async with connected(redis_url, job) as client:
+            return await client.rollouts(PROMPT)
+
+    with job.serving(answer_silently):
+        assert 2 == len(run(sample()))
+
+
+def test_requests_that_redis_lost_are_sent_again(tmp_path: Path) -> None:
+    async def sample() -> list[Rollout]:
+        async with connected(server.url, job) as client:
+            task = asyncio.ensure_future(client.rollouts(PROMPT))
+            await wait_for_async(lambda: bool(job.requests()))
+            job.redis.delete(job.keys.requests)
+            server.kill()
+            server.start()
+            await wait_for_async(lambda: bool(job.requests()))
+            job.answer(job.requests()[0])
+            return await task
+
+    with Server(tmp_path, appendonly=True) as server:
+        job = FakeJob(server.url)
+        assert 2 == len(run(sample()))
+
+
+def test_requests_fail_while_redis_is_unreachable_and_work_again_afterwards(tmp_path: Path) -> None:
+    async def sample() -> list[Rollout]:
+        async with RequestClient.connect(server.url, job.name, reconnect_timeout=1) as client:
+            task = asyncio.ensure_future(client.rollouts(PROMPT))
+            await wait_for_async(lambda: bool(job.requests()))
+            server.kill()
+            with pytest.raises(RedisUnreachableError):
+                await task
+            with pytest.raises(RedisUnreachableError):
+                await client.rollouts(PROMPT)
+            server.start()
+            with job.serving():
+                return await client.rollouts(PROMPT)
+
+    with Server(tmp_path, appendonly=True) as server:
+        job = FakeJob(server.url)
+        assert 2 == len(run(sample()))
+
+
+def test_invalid_prompts_and_jobs_are_errors(redis_url: str, job: FakeJob) -> None:
+    async def sample(prompt: Prompt) -> None:
+        async with connected(redis_url, job) as client:
+            await client.rollouts(prompt, request_id="a")
+
+    with pytest.raises(InvalidRequestError, match="request a: no token ids"):
+        run(sample(Prompt([])))
+    job.redis.hdel(job.keys.job, "capabilities")
+    with pytest.raises(VersionMismatchError, match="does not keep rollouts by request; upgrade the job's image"):
+        run(sample(PROMPT))
+    with pytest.raises(RolloutClientError, match="not connected yet"):
+        RequestClient.connect(redis_url, job.name).job  # noqa: B018
+
+
+def test_an_ended_job_fails_its_requests(redis_url: str, job: FakeJob) -> None:
+    async def sample() -> None:
+        async with connected(redis_url, job) as client:
+            task = asyncio.ensure_future(client.rollouts(PROMPT))
+            await wait_for_async(lambda: bool(job.requests()))
+            job.set_state("failed", "out of GPUs")
+            with pytest.raises(JobEndedError, match="out of GPUs"):
+                await task
+            with pytest.raises(JobEndedError, match="out of GPUs"):
+                await client.rollouts(PROMPT)
+
+    run(sample())

@@ -152,7 +152,7 @@ class AsyncRolloutClient:
             JobEndedError: the job has ended, and no other job with its name appeared in time.
             VersionMismatchError: the job uses another version of the protocol.
             NameInUseError: another process is connected under this name.
-            RedisUnreachableError: Redis did not answer for ten seconds.
+            RedisUnreachableError: Redis did not answer for half a minute, or for *reconnect_timeout*.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
         if self._is_closed:

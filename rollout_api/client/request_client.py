@@ -74,7 +74,7 @@ class RequestClient:
             JobNotFoundError: the job did not appear in time.
             JobEndedError: the job has ended.
             VersionMismatchError: the job is of a version that does not keep rollouts.
-            RedisUnreachableError: Redis did not answer for ten seconds.
+            RedisUnreachableError: Redis did not answer for half a minute, or for *reconnect_timeout*.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
         try:

@@ -19,8 +19,10 @@ from rollout_api.errors import RedisRefusedError, RedisUnreachableError
 
 logger = logging.getLogger(__name__)
 
-FIRST_CONNECTION_S = 10.0
-"""Seconds for which a client tries to reach a server that has never answered: its address may be wrong."""
+FIRST_CONNECTION_S = 30.0
+"""Seconds for which a client tries to reach a server that has never answered: long enough for a failover, and not too
+long if the address is wrong.
+"""
 MAX_OUTAGE_S = 7.0
 """Seconds that :func:`retry` bridges: a hiccup is survived, and a user still gets an error within 10 s."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0

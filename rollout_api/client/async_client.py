@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.client.connection import JobConnection
 from rollout_api.client.groups import without_failures
 from rollout_api.client.job_info import JobInfo, find_job
 from rollout_api.client.job_monitor import JobMonitor
@@ -42,11 +42,9 @@ from rollout_api.protocol.messages import (
     WeightsKind,
     encode,
 )
-from rollout_api.redis_client.client_connection import RedisTarget, open_client, server_name
+from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
-CLOSED = "the client is closed; connect another one"
-"""Error of calls to a client that was closed."""
 _STATUS_POLL_INTERVAL_S = 0.05
 """Time between two checks whether the job has published a status."""
 
@@ -62,7 +60,7 @@ class _Session:
     monitoring: asyncio.Task[None]
 
 
-class AsyncRolloutClient:
+class AsyncRolloutClient(JobConnection):
     """A trainer's connection to one job: ``async with AsyncRolloutClient.connect(…) as client``.
 
     The client reads results in a task on the running event loop, so other work must not block the loop for long. A
@@ -86,8 +84,7 @@ class AsyncRolloutClient:
         history_redis: RedisTarget | None,
         limits: ClientLimits,
     ) -> None:
-        if (job is None) == (uid is None):
-            raise InvalidRequestError("pass either the name of the job ('namespace/name') or its uid, but not both")
+        super().__init__(target, job, uid, timeout, reconnect_timeout)
         if not re.match(CLIENT_PATTERN, name):
             raise InvalidRequestError(
                 f"client name {name!r}: use at most 63 letters, digits, dots, dashes and underscores, beginning with a "
@@ -95,16 +92,12 @@ class AsyncRolloutClient:
             )
         self.name = name
         """Name of this client."""
-        self._job_name = None if job is None else (job if "/" in job else f"default/{job}")
-        self._uid, self._timeout, self._limits = uid, timeout, limits
-        self._redis = open_client(target)
-        self._policy = ClientRetryPolicy(server_name(self._redis), reconnect_timeout)
+        self._limits = limits
         self._history: tuple[HistoryClient, ClientRetryPolicy] | None = None
         if history_redis is not None:
             history, server = connect_to_history(history_redis)
             self._history = history, ClientRetryPolicy(server, reconnect_timeout)
         self._session: _Session | None = None
-        self._is_closed = False
 
     # Connection.
 
@@ -155,8 +148,7 @@ class AsyncRolloutClient:
             RedisUnreachableError: Redis did not answer for half a minute, or for *reconnect_timeout*.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
-        if self._is_closed:
-            raise RolloutClientError(CLOSED)
+        self._check_not_closed()
         try:
             self._session = await self._open_session()
         except BaseException:
@@ -208,14 +200,6 @@ class AsyncRolloutClient:
         if self._history is not None:
             await self._history[0].aclose()
 
-    async def __aenter__(self) -> Self:
-        return await self.open()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
     @property
     def job(self) -> JobInfo:
         """Description of the job.
@@ -237,10 +221,8 @@ class AsyncRolloutClient:
 
     @property
     def _connected(self) -> _Session:
-        if self._is_closed:
-            raise RolloutClientError(CLOSED)
         if self._session is None:
-            raise RolloutClientError("the client is not connected yet: use it in 'async with', or await client.open()")
+            raise self._not_connected()
         return self._session
 
     # Rollouts.

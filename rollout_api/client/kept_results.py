@@ -160,9 +160,10 @@ class KeptResults:
             for batch in _batches(opened for opened in unsent if not opened.answer.done()):
                 try:
                     await self._send(batch)
-                except RolloutClientError as error:
+                except Exception as error:
+                    failure = _as_client_error(error, "sending requests")
                     for opened in batch:
-                        opened.fail(error)
+                        opened.fail(failure)
             abandoned, self._abandoned = self._abandoned, []
             if abandoned:
                 try:
@@ -220,8 +221,9 @@ class KeptResults:
                 except RolloutClientError as failure:
                     self.fail_all(failure)
                 await asyncio.sleep(_RETRY_PAUSE_S)
-            except RolloutClientError as failure:
-                self.fail_all(failure)
+            except Exception as error:  # a task that ended would leave all requests waiting
+                self.fail_all(_as_client_error(error, "receiving rollouts"))
+                await asyncio.sleep(_RETRY_PAUSE_S)
 
     async def _read_updates(self) -> list[_OpenRequest]:
         """Return the open requests for which the job has new rollouts; wait up to a second for them."""
@@ -262,6 +264,14 @@ class KeptResults:
                 opened.add(names, values)
             except CodecError as error:
                 opened.fail(UnreadableResultError({opened.request.request_id: str(error)}))
+
+
+def _as_client_error(error: Exception, action: str) -> RolloutClientError:
+    """Return the error for the callers of failed requests; an unexpected one is logged."""
+    if isinstance(error, RolloutClientError):
+        return error
+    logger.error("%s failed.", action.capitalize(), exc_info=error)
+    return RolloutClientError(f"{action} failed: {type(error).__name__}: {error}")
 
 
 def _batches(requests: Iterable[_OpenRequest]) -> Iterable[list[_OpenRequest]]:

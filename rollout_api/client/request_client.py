@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from types import TracebackType
 from typing import Any, Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.client.connection import CLOSED, JobConnection
 from rollout_api.client.job_info import JobInfo, find_job
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.kept_results import KeptResults
@@ -17,8 +17,7 @@ from rollout_api.client.request_sender import RequestSender
 from rollout_api.errors import RolloutClientError, VersionMismatchError
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import Capability, Rollout
-from rollout_api.redis_client.client_connection import RedisTarget, open_client, server_name
-from rollout_api.redis_client.retry import ClientRetryPolicy
+from rollout_api.redis_client.client_connection import RedisTarget
 
 CLIENT_NAME = "requests"
 """Name under which these clients send requests. It has no result stream."""
@@ -26,7 +25,7 @@ DEFAULT_KEEP_SECONDS = 600
 """How long the rollouts of a request are kept by default."""
 
 
-class RequestClient:
+class RequestClient(JobConnection):
     """A connection to one job that requests rollouts by id: ``async with RequestClient.connect(…) as client``.
 
     Its rollouts stay in Redis for a while, under the id of their request. A call with the same id therefore returns the
@@ -37,10 +36,7 @@ class RequestClient:
     def __init__(
         self, target: RedisTarget, job: str | None, uid: str | None, timeout: float, reconnect_timeout: float
     ) -> None:
-        self._job_name = None if job is None else (job if "/" in job else f"default/{job}")
-        self._uid, self._timeout = uid, timeout
-        self._redis = open_client(target)
-        self._policy = ClientRetryPolicy(server_name(self._redis), reconnect_timeout)
+        super().__init__(target, job, uid, timeout, reconnect_timeout)
         self._job: JobInfo | None = None
         self._results: KeptResults | None = None
         self._monitor: JobMonitor | None = None
@@ -64,6 +60,9 @@ class RequestClient:
             uid: uid of the job, instead of *job*.
             timeout: seconds to wait for the job to appear.
             reconnect_timeout: seconds for which Redis may be unreachable before requests fail.
+
+        Raises:
+            InvalidRequestError: an argument cannot be used.
         """
         return cls(redis, job, uid, timeout, reconnect_timeout)
 
@@ -77,6 +76,7 @@ class RequestClient:
             RedisUnreachableError: Redis did not answer for half a minute, or for *reconnect_timeout*.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
+        self._check_not_closed()
         try:
             job, ending = await find_job(
                 self._redis, self._policy, CLIENT_NAME, self._job_name, self._uid, self._timeout
@@ -102,17 +102,13 @@ class RequestClient:
         return self
 
     async def close(self) -> None:
-        """Disconnect. Requests stay in the job, and their rollouts are kept."""
+        """Disconnect. Requests stay in the job, and their rollouts are kept; calls that wait for them fail."""
+        self._is_closed = True
         await cancel_and_wait(*self._tasks)
+        if self._results is not None:
+            self._results.fail_all(RolloutClientError(CLOSED))
+        self._job = self._results = None
         await self._redis.aclose()
-
-    async def __aenter__(self) -> Self:
-        return await self.open()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
 
     @property
     def job(self) -> JobInfo:
@@ -122,7 +118,7 @@ class RequestClient:
             RolloutClientError: the client is not connected yet.
         """
         if self._job is None:
-            raise RolloutClientError("the client is not connected yet: use it in 'async with', or await client.open()")
+            raise self._not_connected()
         return self._job
 
     @property
@@ -175,5 +171,5 @@ class RequestClient:
         )
         results = self._results
         if results is None:
-            raise RolloutClientError("the client is not connected yet: use it in 'async with', or await client.open()")
+            raise self._not_connected()
         return await results.rollouts(prepared, may_be_answered=bool(request_id))

@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
-from rollout_api.client.async_client import CLOSED, AsyncRolloutClient
+from rollout_api.client.async_client import AsyncRolloutClient
+from rollout_api.client.connection import CLOSED
 from rollout_api.client.groups import GroupCollector, Groups, without_failures
 from rollout_api.client.job_info import JobInfo
 from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits

@@ -223,7 +223,36 @@ def test_invalid_prompts_and_jobs_are_errors(redis_url: str, job: FakeJob) -> No
     with pytest.raises(VersionMismatchError, match="does not keep rollouts by request; upgrade the job's image"):
         run(sample(PROMPT))
     with pytest.raises(RolloutClientError, match="not connected yet"):
-        RequestClient.connect(redis_url, job.name).job  # noqa: B018
+        run(RequestClient.connect(redis_url, job.name).rollouts(PROMPT))
+    with pytest.raises(InvalidRequestError, match="either the name of the job"):
+        RequestClient.connect(redis_url)
+
+
+def test_closing_the_client_ends_calls_that_wait(redis_url: str, job: FakeJob) -> None:
+    async def close_early() -> None:
+        client = await RequestClient.connect(redis_url, job.name).open()
+        waiting = asyncio.ensure_future(client.rollouts(PROMPT, request_id="a"))
+        await wait_for_async(lambda: bool(job.requests()))
+        await client.close()
+        for call in (waiting, client.rollouts(PROMPT), client.open()):
+            with pytest.raises(RolloutClientError, match="the client is closed; connect another one"):
+                await call
+
+    run(close_early())
+
+
+def test_an_update_that_cannot_be_read_does_not_end_the_receiver(redis_url: str, job: FakeJob) -> None:
+    async def sample() -> None:
+        async with connected(redis_url, job) as client:
+            call = asyncio.ensure_future(client.rollouts(PROMPT, request_id="a"))
+            await wait_for_async(lambda: bool(job.requests()))
+            job.redis.xadd(job.keys.kept_updates, {"unknown": b""})
+            with pytest.raises(RolloutClientError, match="receiving rollouts failed: KeyError"):
+                await call
+            job.answer(job.requests()[0])
+            assert 2 == len(await client.rollouts(PROMPT, request_id="a"))
+
+    run(sample())
 
 
 def test_an_ended_job_fails_its_requests(redis_url: str, job: FakeJob) -> None:

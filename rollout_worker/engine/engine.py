@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -23,6 +24,11 @@ from rollout_worker.engine.response import GenerationResult
 from rollout_worker.engine.vllm_client import VllmClient
 from rollout_worker.engine.weight_loading import PassedWeights, WeightLoader
 from rollout_worker.engine.weight_versions import WeightVersionTracker
+
+_STARTING = threading.Lock()
+"""Held while an engine of this process starts. vLLM inherits this process's environment variables and replaces its
+metrics in the process's registry, so that two engines that start at the same time can take each other's variables, or
+fail with "Duplicated timeseries"."""
 
 
 class Engine:
@@ -45,22 +51,15 @@ class Engine:
         """Start vLLM's processes and load the model.
 
         The environment variables of :func:`engine_environment` are added to those of this process, from which vLLM's
-        processes inherit them.
+        processes inherit them. Engines of one process start one after another.
 
         Raises:
             EngineError: if vLLM does not start. The cause is in the message and in vLLM's log.
         """
-        os.environ.update(engine_environment(config, os.environ))
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         counters = EngineCounters()
         try:
             # In a thread, because it blocks while the model is loaded.
-            llm = await asyncio.to_thread(
-                AsyncLLM.from_engine_args,
-                engine_args(vllm_settings(config)),
-                stat_loggers=[counters.as_stat_logger()],
-            )
+            llm = await asyncio.to_thread(_start_vllm, config, counters)
         except Exception as error:  # arguments of wrong types cause errors of any type
             extra = f" and engine.extraArgs {', '.join(config.spec.extra_args)}" if config.spec.extra_args else ""
             cause = str(error) or type(error).__name__
@@ -264,3 +263,12 @@ class Engine:
     def close(self) -> None:
         """Stop the engine's processes."""
         self._client.close()
+
+
+def _start_vllm(config: EngineConfig, counters: EngineCounters) -> Any:
+    """Return a new ``AsyncLLM``."""
+    with _STARTING:
+        os.environ.update(engine_environment(config, os.environ))
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(engine_args(vllm_settings(config)), stat_loggers=[counters.as_stat_logger()])

@@ -44,7 +44,6 @@ from rollout_worker.engine.model_source import (
     tokenizer_fingerprint,
 )
 from rollout_worker.history.metadata import HistoryMismatchError
-from rollout_worker.history_service.cli import app as history_app
 from rollout_worker.job.dataset.report import EpochMode
 from rollout_worker.runtime.exit_message import exit_with_error
 
@@ -88,7 +87,6 @@ ModelCache = Annotated[
     Path | None,
     typer.Option(help="Directory of models.", show_default="$ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models"),
 ]
-app.add_typer(history_app, name="history")
 
 
 @app.command()
@@ -453,6 +451,18 @@ def _fail_manifest(file: Path | None, error: ManifestError) -> NoReturn:
     for field in error.errors:
         error_console.print(f"  {field.path}: {field.message}", markup=False, soft_wrap=True, highlight=False)
     sys.exit(EXIT_MANIFEST)
+
+
+@app.command(
+    add_help_option=False,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+)
+def history(context: typer.Context) -> None:
+    """Inspect, move and maintain histories of rollouts in Redis."""
+    # The other commands start faster without its modules, and rollouts wait for the start of a head.
+    from rollout_worker.history_service.cli import app as history_app
+
+    history_app(context.args, prog_name="rollout history")
 
 
 def main() -> None:

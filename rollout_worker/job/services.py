@@ -12,17 +12,20 @@ import logging
 import signal
 import sys
 import threading
+import time
 from enum import StrEnum
 
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_api.status_token import StatusToken
 from rollout_worker.history.maintenance.thread import MaintenanceThread
 from rollout_worker.job.coordinator import Coordinator
-from rollout_worker.job.coordinator.status_server import StatusServer
 from rollout_worker.job.job_store import StaleCoordinatorError
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import JobSetup
 
+_STATUS_SERVER_DELAY_S = 2.0
+"""Seconds after which the status server starts although there is no status."""
+_POLL_INTERVAL_S = 0.02
 EXIT_SUPERSEDED = 9
 """Exit code of a coordinator that another coordinator has replaced."""
 
@@ -37,7 +40,11 @@ class Service(StrEnum):
 
 
 async def coordinate(setup: JobSetup) -> int:
-    """Run the coordinator and its status server, and return the exit code."""
+    """Run the coordinator and its status server, and return the exit code.
+
+    The status server follows the coordinator, because rollouts wait for that one, and its modules load slowly.
+    """
+    token = StatusToken.from_environment()
     coordinator = Coordinator(
         setup.job,
         setup.job_store(),
@@ -46,12 +53,26 @@ async def coordinate(setup: JobSetup) -> int:
         separate_history=bool(setup.history_url),
         total_rollouts=setup.total_rollouts,
     )
-    await StatusServer(coordinator.board, StatusToken.from_environment()).start(setup.http_host, setup.http_port)
+    coordinating = asyncio.create_task(coordinator.run())
+    serving = asyncio.create_task(_serve_status(coordinator, token, setup))
+    await asyncio.wait([coordinating, serving], return_when=asyncio.FIRST_EXCEPTION)
     try:
-        await coordinator.run()
+        if serving.done():
+            serving.result()
+        await coordinating
     except StaleCoordinatorError:
         return EXIT_SUPERSEDED
     return 0
+
+
+async def _serve_status(coordinator: Coordinator, token: StatusToken, setup: JobSetup) -> None:
+    """Start the status server once the coordinator has published a status, or has no Redis to publish it to."""
+    deadline = time.monotonic() + _STATUS_SERVER_DELAY_S
+    while coordinator.board.last is None and time.monotonic() < deadline:
+        await asyncio.sleep(_POLL_INTERVAL_S)
+    from rollout_worker.job.coordinator.status_server import StatusServer
+
+    await StatusServer(coordinator.board, token).start(setup.http_host, setup.http_port)
 
 
 def relay(setup: JobSetup) -> int:

@@ -23,6 +23,10 @@ class JobEndedError(RolloutClientError):
     """The job has ended or is closed, and answers no more requests."""
 
 
+class JobFullError(RolloutClientError):
+    """The job has as many open rollouts as it may have; nothing was sent. Try again later."""
+
+
 class VersionMismatchError(RolloutClientError):
     """Job and client use different versions of the protocol."""
 

@@ -14,7 +14,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "code-map.md"
 
-BLOCKS = ("rollout_api", "rollout_worker", "operator", "scripts", "benchmarks", "examples", "tests/support")
+BLOCKS = (
+    "rollout_api",
+    "rollout_server",
+    "rollout_worker",
+    "operator",
+    "scripts",
+    "benchmarks",
+    "examples",
+    "tests/support",
+)
 """Folders whose files the page lists, each in a marked block."""
 COMMENTS = {".lua": "--", ".cpp": "//", ".hpp": "//", ".yaml": "#", ".sh": "#", "": "#", ".go": "//"}
 """Suffix of files that are described by the comment at their top → how a line of it begins."""

@@ -19,7 +19,7 @@ from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundEr
 from rollout_api.manifest.spec import Sampling
 from rollout_api.manifest.validation_errors import first_error
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_api.protocol.messages import SCHEMA_VERSION, Partial, RolloutRequest, encode
+from rollout_api.protocol.messages import SCHEMA_VERSION, Capability, Partial, RolloutRequest, encode
 from rollout_api.redis_client.client_connection import server_name
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
@@ -112,6 +112,8 @@ class JobInfo:
         trajectory_id: str | None = None,
         turn: int = 0,
         keep_seconds: int | None = None,
+        stream: bool = False,
+        identity: bytes | None = None,
     ) -> PreparedRequest:
         """Validate a prompt and return the request for it.
 
@@ -128,6 +130,8 @@ class JobInfo:
             turn: turn within the trajectory.
             keep_seconds: seconds for which the rollouts are kept under the request's id, instead of being sent to the
                 client's result stream.
+            stream: whether the tokens can be read while they are sampled; ignored by jobs that cannot stream.
+            identity: what is hashed instead of the request.
 
         Raises:
             InvalidRequestError: the job cannot serve the prompt; the message says why, and what to do.
@@ -157,11 +161,13 @@ class JobInfo:
             "draft_budget": prompt.draft_budget,
             "half_logprobs": prompt.half_logprobs,
             "keep_seconds": keep_seconds,
+            "stream": stream and Capability.STREAMED_TOKENS in self.capabilities,
         }
         ids: dict[str, Any] = {"job_uid": self.uid, "request_id": id_prefix, "reply_to": client}
         try:
             draft = RolloutRequest(**ids, prompt_token_ids=tokens, sampling=overrides, **_without_defaults(hashed))
-            request_id = f"{id_prefix}-{blake2b(encode(draft), digest_size=6).hexdigest()}"
+            hashed_data = encode(draft) if identity is None else identity
+            request_id = f"{id_prefix}-{blake2b(hashed_data, digest_size=6).hexdigest()}"
             fields = {**draft.model_dump(exclude_unset=True), **_without_defaults(not_hashed), "request_id": request_id}
             request = RolloutRequest.model_validate(fields)
         except ValidationError as invalid:

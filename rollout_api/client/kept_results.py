@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +15,21 @@ import redis.asyncio
 
 from rollout_api.client.job_info import PreparedRequest
 from rollout_api.client.request_sender import RequestSender
-from rollout_api.errors import RequestRefusedError, RolloutClientError, UnreadableResultError
-from rollout_api.protocol.keys import KEPT_REFUSAL_FIELD, REQUEST_FIELD, MessageKeys
-from rollout_api.protocol.messages import CodecError, Refusal, Rollout, decode
+from rollout_api.errors import JobFullError, RequestRefusedError, RolloutClientError, UnreadableResultError
+from rollout_api.protocol.keys import KEPT_REFUSAL_FIELD, MESSAGE_FIELD, REQUEST_FIELD, MessageKeys
+from rollout_api.protocol.messages import CodecError, FinishReason, Partial, Refusal, Rollout, decode
 from rollout_api.redis_client.client_connection import READ_BLOCK_MS
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
 logger = logging.getLogger(__name__)
 
+TokensCallback = Callable[[int, Partial], None]
+"""Receives a sample, and the tokens that follow those of the previous call for this sample."""
+
+_LOST_TOKENS = (
+    "Redis was restarted and has lost tokens that were streamed; send the request again to receive the rollout that "
+    "was sampled instead"
+)
 _UPDATES_PER_READ = 1000
 """Updates that are read from Redis at once."""
 _REQUESTS_PER_BATCH = 256
@@ -39,17 +47,62 @@ class _OpenRequest:
     request: PreparedRequest
     may_be_answered: bool
     """Whether the rollouts may be there already."""
+    may_wait: bool
+    """Whether it may wait in Redis while the job has no room for it."""
     answer: asyncio.Future[list[Rollout]]
+    is_in_job: bool = False
+    """Whether the job has admitted it, from this process or another one."""
     received: dict[int, Rollout] = field(default_factory=dict)
     """Sample → rollout."""
+    listeners: list[TokensCallback] = field(default_factory=list)
+    """Receive the tokens of unfinished rollouts."""
+    streamed: dict[int, list[Partial]] = field(default_factory=dict)
+    """Sample → its tokens that were streamed."""
     num_waiters: int = 0
     was_sent: bool = False
+
+    @property
+    def num_missing(self) -> int:
+        """Number of rollouts that were not received yet."""
+        return self.request.n - len(self.received)
 
     def fail(self, error: RolloutClientError) -> None:
         """Make all waiters raise *error*."""
         if not self.answer.done():
             self.answer.set_exception(error)
             self.answer.exception()  # it is no mistake if nobody waits any more
+
+    def listen(self, listener: TokensCallback) -> None:
+        """Pass all tokens of unfinished rollouts to *listener*, beginning with those that have been streamed before."""
+        for sample, parts in self.streamed.items():
+            for part in parts:
+                listener(sample, part)
+        self.listeners.append(listener)
+
+    def add_tokens(self, sample: int, entries: Sequence[tuple[bytes, dict[bytes, bytes]]]) -> None:
+        """Pass on what was read from the stream of a sample's tokens.
+
+        Raises:
+            CodecError: an entry cannot be decoded.
+        """
+        if sample in self.received or self.answer.done():
+            return
+        for entry_id, fields in entries:
+            part = decode(fields[MESSAGE_FIELD.encode()])
+            if not isinstance(part, Partial):
+                raise CodecError(f"a {part.kind} in place of tokens")
+            end, num_streamed = int(entry_id.partition(b"-")[0]), self.num_streamed(sample)
+            if end <= num_streamed:  # another task has read it meanwhile
+                continue
+            if end - part.num_tokens != num_streamed:
+                raise CodecError(_LOST_TOKENS)
+            self.streamed.setdefault(sample, []).append(part)
+            for listener in self.listeners:
+                listener(sample, part)
+
+    def num_streamed(self, sample: int) -> int:
+        """Return how many tokens of a sample have been streamed."""
+        return sum(part.num_tokens for part in self.streamed.get(sample, ()))
 
     def add(self, fields: Sequence[str], values: Sequence[bytes | None]) -> None:
         """Add what was read.
@@ -65,6 +118,7 @@ class _OpenRequest:
         for name, value in zip(fields, values, strict=True):
             message = None if value is None else decode(value)
             if isinstance(message, Rollout):
+                self._check_streamed(int(name), message)
                 self.received[int(name)] = message
             elif isinstance(message, Refusal):
                 refusal = message
@@ -74,6 +128,11 @@ class _OpenRequest:
             self.answer.set_result([self.received[sample] for sample in range(self.request.n)])
         elif refusal is not None:
             self.fail(RequestRefusedError({refusal.request_id: refusal.reason}))
+
+    def _check_streamed(self, sample: int, rollout: Rollout) -> None:
+        streamed = [token for part in self.streamed.get(sample, ()) for token in part.token_ids]
+        if rollout.finish_reason is not FinishReason.FAILED and rollout.token_ids[: len(streamed)] != streamed:
+            raise CodecError(_LOST_TOKENS)
 
 
 class KeptResults:
@@ -101,21 +160,32 @@ class KeptResults:
         self._unsent: list[_OpenRequest] = []
         self._abandoned: list[str] = []
         self._has_work = asyncio.Event()
-        self._position = "0"
+        self._positions: dict[str, str] = dict.fromkeys((keys.kept_updates, keys.token_updates), "0")
+        """Stream of updates → id of the last entry that was read."""
 
     @property
     def num_awaited(self) -> int:
         """Number of rollouts that are awaited."""
-        return sum(opened.request.n - len(opened.received) for opened in self._open.values())
+        return sum(opened.num_missing for opened in self._open.values())
 
-    async def rollouts(self, request: PreparedRequest, *, may_be_answered: bool) -> list[Rollout]:
+    async def rollouts(
+        self,
+        request: PreparedRequest,
+        *,
+        may_be_answered: bool,
+        on_tokens: TokensCallback | None = None,
+        may_wait: bool = True,
+    ) -> list[Rollout]:
         """Return the rollouts of a request, ordered by sample.
 
         Args:
             request: the request.
             may_be_answered: whether it may have been sent before. If not, it is cancelled with this call.
+            on_tokens: receives the tokens of unfinished rollouts, if the request was sent to stream them.
+            may_wait: whether it may wait in Redis while the job has no room for it.
 
         Raises:
+            JobFullError: the job has no room, and the request may not wait.
             RequestRefusedError: the job refused the request, or no longer keeps its rollouts.
             UnreadableResultError: a rollout cannot be decoded.
             JobEndedError: the job has ended.
@@ -124,14 +194,18 @@ class KeptResults:
         opened = self._open.get(request.request_id)
         if opened is None:
             answer: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
-            opened = self._open[request.request_id] = _OpenRequest(request, may_be_answered, answer)
+            opened = self._open[request.request_id] = _OpenRequest(request, may_be_answered, may_wait, answer)
             self._unsent.append(opened)
             self._has_work.set()
         opened.num_waiters += 1
+        if on_tokens is not None:
+            opened.listen(on_tokens)
         try:
             return await asyncio.shield(opened.answer)
         finally:
             opened.num_waiters -= 1
+            if on_tokens is not None:
+                opened.listeners.remove(on_tokens)
             if not opened.num_waiters:
                 del self._open[request.request_id]
                 if not opened.answer.done():
@@ -173,12 +247,38 @@ class KeptResults:
 
     async def _send(self, batch: Sequence[_OpenRequest]) -> None:
         await self._fetch([opened for opened in batch if opened.may_be_answered])
+        await self._find_admitted([opened for opened in batch if opened.may_be_answered and not opened.answer.done()])
         batch = [opened for opened in batch if not opened.answer.done()]
         if batch and self.ending is not None:
             raise self.ending
+        num_awaited = sum(opened.num_missing for opened in self._open.values() if opened.was_sent)
         for opened in batch:
-            opened.was_sent = True
+            if opened.may_wait or opened.is_in_job or self._sender.has_room(opened.request.n, num_awaited):
+                opened.was_sent = True
+                self._sender.count_sent(opened.request.n)
+                num_awaited += opened.request.n
+            else:
+                opened.fail(
+                    JobFullError(
+                        "the job has as many open rollouts as it may have (spec.queue.maxRollouts); try again later"
+                    )
+                )
+        batch = [opened for opened in batch if opened.was_sent]
         await self._sender.append(self._keys.requests, [opened.request.data for opened in batch], "send requests")
+
+    async def _find_admitted(self, batch: Sequence[_OpenRequest]) -> None:
+        """Find out which requests the job has admitted before."""
+
+        async def read() -> list[Any]:
+            pipeline = self._client.pipeline(transaction=False)
+            for opened in batch:
+                pipeline.exists(self._keys.ledger(opened.request.request_id))
+            return list(await pipeline.execute())
+
+        if batch:
+            found = await self._policy.run(read, action="send requests")
+            for opened, exists in zip(batch, found, strict=True):
+                opened.is_in_job = bool(exists)
 
     # Receiving.
 
@@ -190,11 +290,17 @@ class KeptResults:
             RedisRefusedError: Redis refused a command.
         """
 
-        async def last_update() -> str:
-            newest: Any = await self._client.xrevrange(self._keys.kept_updates, count=1)
-            return newest[0][0].decode() if newest else "0"
+        async def last_updates() -> list[Any]:
+            pipeline = self._client.pipeline(transaction=False)
+            for stream in self._positions:
+                pipeline.xrevrange(stream, count=1)
+            return list(await pipeline.execute())
 
-        self._position = await self._policy.run(last_update, action="receive rollouts")
+        newest = await self._policy.run(last_updates, action="receive rollouts")
+        self._positions = {
+            stream: entries[0][0].decode() if entries else "0"
+            for stream, entries in zip(self._positions, newest, strict=True)
+        }
 
     async def receive(self) -> None:
         """Receive rollouts until this task is cancelled. While Redis is unreachable for too long, requests fail."""
@@ -226,14 +332,13 @@ class KeptResults:
                 await asyncio.sleep(_RETRY_PAUSE_S)
 
     async def _read_updates(self) -> list[_OpenRequest]:
-        """Return the open requests for which the job has new rollouts; wait up to a second for them."""
-        stream = self._keys.kept_updates
-        reply: Any = await self._client.xread({stream: self._position}, count=_UPDATES_PER_READ, block=READ_BLOCK_MS)
-        if not reply:
-            return []
-        [(_, entries)] = reply
-        self._position = entries[-1][0].decode()
-        updated = {fields[REQUEST_FIELD.encode()].decode() for _, fields in entries}
+        """Return the open requests with new rollouts, or with new tokens; wait up to a second for them."""
+        positions: dict[Any, Any] = dict(self._positions)
+        reply: Any = await self._client.xread(positions, count=_UPDATES_PER_READ, block=READ_BLOCK_MS)
+        updated: set[str] = set()
+        for stream, entries in reply or ():
+            self._positions[stream.decode()] = entries[-1][0].decode()
+            updated |= {fields[REQUEST_FIELD.encode()].decode() for _, fields in entries}
         return [opened for request_id in updated if (opened := self._open.get(request_id)) is not None]
 
     async def _send_again(self) -> None:
@@ -252,18 +357,41 @@ class KeptResults:
             for opened in batch
         ]
 
+        streams = [
+            (opened, sample)
+            for opened in batch
+            if opened.listeners
+            for sample in range(opened.request.n)
+            if sample not in opened.received
+        ]
+
         async def read() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
             for opened, names in zip(batch, fields, strict=True):
                 pipeline.hmget(self._keys.kept(opened.request.request_id), names)
+            for opened, sample in streams:
+                key = self._keys.tokens(opened.request.request_id, sample)
+                pipeline.xrange(key, f"({opened.num_streamed(sample)}-0")
             return list(await pipeline.execute())
 
         found = await self._policy.run(read, action="receive rollouts")
-        for opened, names, values in zip(batch, fields, found, strict=True):
-            try:
+        for opened, names, values in zip(batch, fields, found[: len(batch)], strict=True):
+            with _failing(opened):
                 opened.add(names, values)
-            except CodecError as error:
-                opened.fail(UnreadableResultError({opened.request.request_id: str(error)}))
+        for (opened, sample), entries in zip(streams, found[len(batch) :], strict=True):
+            with _failing(opened):
+                opened.add_tokens(sample, entries)
+
+
+@contextmanager
+def _failing(opened: _OpenRequest) -> Iterator[None]:
+    """Let *opened* fail if a message of it cannot be decoded, or if a listener raises an error."""
+    try:
+        yield
+    except CodecError as error:
+        opened.fail(UnreadableResultError({opened.request.request_id: str(error)}))
+    except Exception as error:
+        opened.fail(_as_client_error(error, "receiving tokens"))
 
 
 def _as_client_error(error: Exception, action: str) -> RolloutClientError:

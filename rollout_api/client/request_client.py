@@ -8,12 +8,13 @@ from typing import Any, Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.connection import CLOSED, JobConnection
-from rollout_api.client.job_info import JobInfo, find_job
+from rollout_api.client.job_info import JobInfo, PreparedRequest, find_job
 from rollout_api.client.job_monitor import JobMonitor
-from rollout_api.client.kept_results import KeptResults
+from rollout_api.client.kept_results import KeptResults, TokensCallback
 from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_sender import RequestSender
+from rollout_api.client.turn_records import TurnRecords
 from rollout_api.errors import RolloutClientError, VersionMismatchError
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import Capability, Rollout
@@ -39,6 +40,7 @@ class RequestClient(JobConnection):
         super().__init__(target, job, uid, timeout, reconnect_timeout)
         self._job: JobInfo | None = None
         self._results: KeptResults | None = None
+        self._turns: TurnRecords | None = None
         self._monitor: JobMonitor | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -93,6 +95,7 @@ class RequestClient(JobConnection):
             await self._redis.aclose()
             raise
         self._job, self._results = job, results
+        self._turns = TurnRecords(self._redis, keys, self._policy)
         self._monitor = JobMonitor(self._redis, job, self._job_name, None, results, sender, limits)
         self._tasks = [
             asyncio.create_task(results.send(), name="send requests"),
@@ -107,7 +110,7 @@ class RequestClient(JobConnection):
         await cancel_and_wait(*self._tasks)
         if self._results is not None:
             self._results.fail_all(RolloutClientError(CLOSED))
-        self._job = self._results = None
+        self._job = self._results = self._turns = None
         await self._redis.aclose()
 
     @property
@@ -120,6 +123,17 @@ class RequestClient(JobConnection):
         if self._job is None:
             raise self._not_connected()
         return self._job
+
+    @property
+    def turns(self) -> TurnRecords:
+        """Records of the turns of conversations.
+
+        Raises:
+            RolloutClientError: the client is not connected yet.
+        """
+        if self._turns is None:
+            raise self._not_connected()
+        return self._turns
 
     @property
     def status(self) -> dict[str, Any]:
@@ -140,6 +154,7 @@ class RequestClient(JobConnection):
         step: int | None = None,
         trajectory_id: str | None = None,
         turn: int = 0,
+        on_tokens: TokensCallback | None = None,
     ) -> list[Rollout]:
         """Return the rollouts of a prompt, ordered by sample.
 
@@ -151,15 +166,51 @@ class RequestClient(JobConnection):
             step: number of the training step.
             trajectory_id: id of the multi-turn trajectory that the prompt continues.
             turn: number of the turn within its trajectory.
+            on_tokens: called with a sample and its next tokens while they are sampled. The rollout begins with them,
+                and may have further tokens.
 
         Raises:
             InvalidRequestError: the job cannot serve the prompt; nothing was sent.
             RequestRefusedError: the job refused the request, or no longer keeps its rollouts.
-            UnreadableResultError: a rollout cannot be decoded.
+            UnreadableResultError: a rollout cannot be decoded, or does not begin with the tokens that were streamed,
+                because Redis has lost them.
             JobEndedError: the job has ended.
             RedisUnreachableError: Redis was unreachable for too long.
         """
-        prepared = self.job.prepare(
+        prepared = self.prepare(
+            prompt,
+            request_id=request_id,
+            keep_seconds=keep_seconds,
+            step=step,
+            trajectory_id=trajectory_id,
+            turn=turn,
+            stream=on_tokens is not None,
+        )
+        return await self.receive(prepared, may_be_answered=bool(request_id), on_tokens=on_tokens)
+
+    def prepare(
+        self,
+        prompt: Prompt,
+        *,
+        request_id: str = "",
+        keep_seconds: int = DEFAULT_KEEP_SECONDS,
+        step: int | None = None,
+        trajectory_id: str | None = None,
+        turn: int = 0,
+        stream: bool = False,
+        identity: bytes | None = None,
+    ) -> PreparedRequest:
+        """Validate a prompt and return the request for it, without sending it. See :meth:`rollouts`.
+
+        Args:
+            stream: whether the tokens can be received while they are sampled.
+            identity: what must be equal for a call with the same *request_id* to be a repetition; default: the prompt
+                and its settings.
+
+        Raises:
+            InvalidRequestError: the job cannot serve the prompt.
+        """
+        return self.job.prepare(
             prompt,
             request_id or uuid.uuid4().hex,
             client=CLIENT_NAME,
@@ -168,8 +219,31 @@ class RequestClient(JobConnection):
             trajectory_id=trajectory_id,
             turn=turn,
             keep_seconds=keep_seconds,
+            stream=stream,
+            identity=identity,
         )
-        results = self._results
-        if results is None:
+
+    async def receive(
+        self,
+        request: PreparedRequest,
+        *,
+        may_be_answered: bool,
+        on_tokens: TokensCallback | None = None,
+        may_wait: bool = True,
+    ) -> list[Rollout]:
+        """Send a request, and return its rollouts, ordered by sample. See :meth:`rollouts`.
+
+        Args:
+            request: the request.
+            may_be_answered: whether it may have been sent before. If not, it is cancelled with this call.
+            on_tokens: receives tokens while they are sampled.
+            may_wait: whether the request may wait in Redis while the job has no room for it.
+
+        Raises:
+            JobFullError: the job has no room, and the request may not wait.
+        """
+        if self._results is None:
             raise self._not_connected()
-        return await results.rollouts(prepared, may_be_answered=bool(request_id))
+        return await self._results.rollouts(
+            request, may_be_answered=may_be_answered, on_tokens=on_tokens, may_wait=may_wait
+        )

@@ -56,6 +56,25 @@ class RequestSender:
         self._open_in_job = int(status.get("waiting", 0)) + int(status.get("assigned", 0)) if status else None
         self._sent_since_status = 0
 
+    def has_room(self, num_rollouts: int, num_awaited: int) -> bool:
+        """Return whether the job takes more rollouts, by the coordinator's count and by this client's.
+
+        Args:
+            num_rollouts: number of rollouts to request.
+            num_awaited: number of rollouts that this client has requested and not received.
+        """
+        in_job = self._num_in_job(num_awaited)
+        # A job in which nothing is open takes every request that passed validation.
+        return not in_job or in_job + num_rollouts <= self._job.max_rollouts
+
+    def count_sent(self, num_rollouts: int) -> None:
+        """Count rollouts that were requested with :meth:`append`."""
+        self._sent_since_status += num_rollouts
+
+    def _num_in_job(self, num_awaited: int) -> int:
+        known = self._open_in_job
+        return num_awaited if known is None else max(num_awaited, known + self._sent_since_status)
+
     async def append(self, stream: str, messages: Sequence[bytes], action: str) -> list[str]:
         """Append messages to a stream and return the ids of their entries.
 
@@ -134,8 +153,7 @@ class RequestSender:
 
     def _next_batch(self, queue: deque[PendingRequest], num_awaited: int) -> list[PendingRequest]:
         """Remove from *queue* the requests that fit into the job, by the coordinator's count and by this client's."""
-        known = self._open_in_job
-        in_job = num_awaited if known is None else max(num_awaited, known + self._sent_since_status)
+        in_job = self._num_in_job(num_awaited)
         batch: list[PendingRequest] = []
         size = 0
         while queue and len(batch) < _BATCH and size < _BATCH_BYTES:

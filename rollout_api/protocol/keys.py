@@ -109,6 +109,15 @@ class MessageKeys:
         """Stream, written by the job and by clients: messages that could not be decoded or processed, with reasons."""
         return self._key("dead-letters")
 
+    @property
+    def token_updates(self) -> str:
+        """Short, lossy stream, written by engines: ids of requests with new tokens."""
+        return self._key("token-updates")
+
+    def turn(self, record_id: str) -> str:
+        """String with expiry, written by servers: a turn of a conversation, by a hash of its text up to its end."""
+        return self._key(f"turn:{record_id}")
+
     # Keys that only the processes of the job use.
 
     def ledger(self, request_id: str) -> str:
@@ -124,6 +133,14 @@ class MessageKeys:
     def partials(self) -> str:
         """Hash, written by engines: rollout id → checkpointed partial rollout."""
         return self._key("partials")
+
+    def tokens(self, request_id: str, sample: int) -> str:
+        """Stream, written by engines: tokens of a rollout that is streamed, until it finishes.
+
+        The id of an entry is ``<number of tokens including those of the entry>-0``. The entries take the place of a
+        checkpoint in :attr:`partials`.
+        """
+        return self._key(f"tokens:{request_id}:{sample}")
 
     @property
     def attempts(self) -> str:

@@ -68,6 +68,8 @@ class Capability(StrEnum):
 
     KEPT_RESULTS = "kept-results"
     """Requests may have ``keep_seconds``."""
+    STREAMED_TOKENS = "streamed-tokens"
+    """Requests may have ``stream``."""
 
 
 class DraftMode(StrEnum):
@@ -162,11 +164,55 @@ class _Response(_Message):
         """Weight version that sampled the last token; None without tokens."""
         return self.weight_spans[-1].weight_version if self.weight_spans else None
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self.token_ids)
+
+    def since(self, start: int) -> Partial:
+        """Return the tokens from index *start* on, as a partial of their own."""
+        return Partial(
+            token_ids=self.token_ids[start:],
+            logprobs=None if self.logprobs is None else self.logprobs[start:],
+            weight_spans=spans_since(self.weight_spans, start, len(self.token_ids)),
+        )
+
 
 class Partial(_Response):
-    """A partial rollout: the checkpoint of an unfinished rollout, or the prefix from which a request continues."""
+    """Tokens of a response.
+
+    They are the checkpoint of an unfinished rollout, tokens of it that are streamed, or the prefix from which a request
+    continues.
+    """
 
     kind: Literal["partial"] = "partial"
+
+    @classmethod
+    def join(cls, parts: Sequence[Partial]) -> Self:
+        """Return the tokens of *parts*, one after the other."""
+        spans: list[WeightSpan] = []
+        tokens: list[int] = []
+        logprobs: list[float] | None = [] if all(part.logprobs is not None for part in parts) else None
+        for part in parts:
+            for span in part.weight_spans:
+                if not spans or spans[-1].weight_version != span.weight_version:
+                    start = len(tokens) + span.start
+                    spans.append(WeightSpan(start=start, weight_version=span.weight_version))
+            tokens += part.token_ids
+            if logprobs is not None:
+                logprobs += part.logprobs or ()
+        return cls(token_ids=tokens, logprobs=logprobs, weight_spans=spans)
+
+
+def spans_since(spans: Sequence[WeightSpan], start: int, end: int) -> list[WeightSpan]:
+    """Return the weight spans of the tokens with indices *start* to *end*, relative to *start*."""
+    if not spans:
+        return []
+    clipped: list[WeightSpan] = []
+    for span, following in zip(spans, [*(span.start for span in spans[1:]), end], strict=True):
+        if start < following and span.start < end:
+            clipped.append(WeightSpan(start=max(0, span.start - start), weight_version=span.weight_version))
+    return clipped
 
 
 class RolloutRequest(_Message):
@@ -228,9 +274,16 @@ class RolloutRequest(_Message):
         description="Keep the rollouts under the id of the request, where every process can read them, for this many "
         "seconds after the last of them, instead of sending them to the client's result stream.",
     )
+    stream: bool = Field(
+        default=False,
+        description="Let every process read the tokens while they are sampled. It needs keep_seconds. Responses with "
+        "presence or frequency penalties are not streamed, because an interrupted one begins anew.",
+    )
 
     @model_validator(mode="after")
     def _check_turn(self) -> Self:
+        if self.stream and self.keep_seconds is None:
+            raise ValueError("stream needs keep_seconds")
         if self.turn and self.trajectory_id is None:
             raise ValueError(f"turn {self.turn} needs a trajectory_id")
         if self.turn and not self.problem_id:

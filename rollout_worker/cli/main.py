@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -280,6 +281,68 @@ def follower(
         )
         run_follower(setup, rank=rank, http_port=http_port)
     raise typer.Exit(EXIT_INTERRUPTED)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    file: ManifestFile,
+    redis: RedisUrl,
+    uid: Annotated[
+        str | None, typer.Option(help="Unique id of the job.", show_default="the newest job with the manifest's name")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8000,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory with one file for each client, which contains its bearer token, such as a mounted Secret.",
+            show_default="no tokens, so that everyone may use the server",
+        ),
+    ] = None,
+    max_requests_per_token: Annotated[
+        int, typer.Option(min=0, help="Number of requests that a client may have in progress; 0 for any number.")
+    ] = 0,
+    certificate: Annotated[Path | None, typer.Option(help="TLS certificate (PEM), with its chain.")] = None,
+    certificate_key: Annotated[Path | None, typer.Option(help="Key of the TLS certificate (PEM).")] = None,
+    model_cache: ModelCache = None,
+) -> None:
+    """Serve a running job over HTTP, with the APIs of OpenAI and vLLM.
+
+    Further options are passed to vLLM's API server, for example --enable-auto-tool-choice --tool-call-parser=hermes.
+    """
+    from rollout_api.client.request_client import RequestClient
+    from rollout_api.redis_client.checks import check
+    from rollout_api.redis_client.connection import connect
+    from rollout_server.access import AccessMiddleware, Tokens, TokensError
+    from rollout_server.server import ServerArgumentError, build_app, serve
+
+    async def run() -> None:
+        name = None if uid else f"{job.metadata.namespace}/{job.metadata.name}"
+        async with RequestClient.connect(redis, name, uid=uid) as client:
+            names = [job.spec.model.uri, job.metadata.name]
+            try:
+                app = await build_app(client, model, names, context.args)
+            except ServerArgumentError as error:
+                exit_with_error(EXIT_MANIFEST, str(error))
+            await serve(
+                app,
+                partial(AccessMiddleware, tokens=permitted, max_requests=max_requests_per_token),
+                host=host,
+                port=port,
+                ssl_certfile=certificate,
+                ssl_keyfile=certificate_key,
+            )
+
+    with exit_with_message(file, redis):
+        job = read_manifest(file)
+        try:
+            permitted = Tokens() if tokens is None else Tokens.read(tokens)
+        except TokensError as error:
+            exit_with_error(EXIT_STATE, str(error))
+        check(connect(redis), redis)
+        model = resolve_model(job.spec.model, model_cache or default_cache(), weights=False)
+        asyncio.run(run())
 
 
 @app.command()

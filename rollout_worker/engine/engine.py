@@ -17,7 +17,7 @@ from rollout_worker.engine.checkpoint_check import BroadcastWeights
 from rollout_worker.engine.compat import engine_args
 from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
 from rollout_worker.engine.errors import EngineError
-from rollout_worker.engine.generation import PartialCallback, ResponseGenerator
+from rollout_worker.engine.generation import PartialCallback, ResponseGenerator, TokensCallback
 from rollout_worker.engine.limits import HISTORY_POLL_INTERVAL_S
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.response import GenerationResult
@@ -114,6 +114,7 @@ class Engine:
         prefix: Partial | None = None,
         on_partial: PartialCallback | None = None,
         partial_interval: int = 0,
+        on_tokens: TokensCallback | None = None,
         stop_event: asyncio.Event | None = None,
     ) -> GenerationResult:
         """Generate one response of a request. Cancelling this call aborts the response.
@@ -127,6 +128,8 @@ class Engine:
                 engine is killed, no more than these tokens and those of one verification step are lost.
             partial_interval: maximum number of tokens between two calls of *on_partial*; 0 for no calls. Tokens that
                 vLLM returns while this process is busy come together in one call, and may exceed it.
+            on_tokens: receives a reference to the tokens of the response so far after each decoding step, except for
+                the last one.
             stop_event: once it is set, the response ends, and its tokens so far are returned.
 
         Raises:
@@ -139,6 +142,7 @@ class Engine:
             prefix=prefix,
             on_partial=on_partial,
             partial_interval=partial_interval,
+            on_tokens=on_tokens,
             stop_event=stop_event,
         )
 

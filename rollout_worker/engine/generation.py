@@ -19,7 +19,7 @@ from rollout_worker.engine.draft_counts import DraftCountReader, ResponseDraftCo
 from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
 from rollout_worker.engine.errors import AdmissionError, EngineError, translate_errors
 from rollout_worker.engine.limits import ABORT_RETRY_INTERVAL_S
-from rollout_worker.engine.response import GenerationResult, ResponseBuilder
+from rollout_worker.engine.response import GenerationResult, ResponseBuilder, TokensSoFar
 from rollout_worker.engine.sampling_params import vllm_sampling_params
 from rollout_worker.engine.stop_strings import StopStrings, token_decoder
 from rollout_worker.engine.vllm_client import VllmClient
@@ -28,6 +28,8 @@ from rollout_worker.policy.canary import CANARY_TOKENS, canary_sample
 
 PartialCallback = Callable[[Partial], None]
 """Receives all tokens of a response so far."""
+TokensCallback = Callable[[TokensSoFar], None]
+"""Receives a reference to the tokens of a response after each decoding step."""
 VersionStarts = list[tuple[int, int]]
 """(weight version, index of its first token), in order."""
 
@@ -85,6 +87,7 @@ class ResponseGenerator:
         prefix: Partial | None,
         on_partial: PartialCallback | None,
         partial_interval: int,
+        on_tokens: TokensCallback | None,
         stop_event: asyncio.Event | None,
     ) -> GenerationResult:
         """See :meth:`Engine.generate`."""
@@ -110,8 +113,9 @@ class ResponseGenerator:
         # vLLM does not know the stop strings of a continued response. It returns its tokens after each step, so that it
         # can be aborted after the one that completes a stop string.
         unknown_stop = stop_strings is not None and response.prefix_tokens > 0
+        each_step = unknown_stop or on_tokens is not None
         params = self._sampling_params(
-            request, sample, call_id, response.prefix_tokens, interval=1 if unknown_stop else interval
+            request, sample, call_id, response.prefix_tokens, interval=1 if each_step else interval
         )
         prompt = {
             "prompt_token_ids": request.prompt_token_ids + response.token_ids,
@@ -126,6 +130,7 @@ class ResponseGenerator:
                 adapter=adapter,
                 on_partial=on_partial if interval else None,
                 interval=interval,
+                on_tokens=on_tokens,
             )
             finished = self.last_finished = time.monotonic()
             counts = ResponseDraftCounts()
@@ -212,6 +217,7 @@ class ResponseGenerator:
         adapter: Adapter | None,
         on_partial: PartialCallback | None,
         interval: int,
+        on_tokens: TokensCallback | None,
     ) -> tuple[Any, VersionStarts]:
         """Append vLLM's tokens to *response*; return its last ``RequestOutput`` and the starts of weight versions."""
         output: Any = None
@@ -231,6 +237,8 @@ class ResponseGenerator:
                 if on_partial is not None and not ended and len(response.token_ids) - reported >= interval:
                     reported = len(response.token_ids)
                     on_partial(response.partial(starts))
+                if on_tokens is not None and not ended:
+                    on_tokens(TokensSoFar(response, starts))
                 if response.stopped:
                     break  # which aborts it, unless vLLM has found the stop string, too
         if output is None or not (output.finished or response.stopped):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan
+from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan, spans_since
 from rollout_worker.engine.stop_strings import StopStrings
 
 
@@ -32,6 +32,23 @@ class GenerationResult:
     """``time.monotonic()`` when the engine was asked for the response."""
     finished: float
     """``time.monotonic()`` when the last token arrived."""
+
+
+class TokensSoFar:
+    """The tokens of a response that is being generated, without copying them."""
+
+    def __init__(self, response: ResponseBuilder, starts: Sequence[tuple[int, int]]) -> None:
+        """Refer to the current tokens of *response*; see :meth:`ResponseBuilder.weight_spans` for *starts*."""
+        self._response, self._starts = response, starts
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens."""
+        return len(self._response.token_ids)
+
+    def since(self, first: int) -> Partial:
+        """Return the tokens from index *first* on."""
+        return self._response.since(first, self._starts)
 
 
 class ResponseBuilder:
@@ -100,6 +117,14 @@ class ResponseBuilder:
     def partial(self, starts: Sequence[tuple[int, int]]) -> Partial:
         """Return all tokens so far; see :meth:`weight_spans` for *starts*."""
         return Partial(token_ids=self.token_ids, logprobs=self.logprobs, weight_spans=self.weight_spans(starts))
+
+    def since(self, first: int, starts: Sequence[tuple[int, int]]) -> Partial:
+        """Return the tokens so far from index *first* on; see :meth:`weight_spans` for *starts*."""
+        return Partial(
+            token_ids=self.token_ids[first:],
+            logprobs=None if self.logprobs is None else self.logprobs[first:],
+            weight_spans=spans_since(self.weight_spans(starts), first, len(self.token_ids)),
+        )
 
     def finish(
         self,

@@ -86,6 +86,8 @@ FAILURE_LOG_INTERVAL_S = 30.0
 
 # The engine worker
 
+TOKEN_STREAM_INTERVAL_S = 0.02
+"""Pause between two writes of the tokens of rollouts that are streamed."""
 HEARTBEAT_INTERVAL_S = 1.0
 """Seconds between two heartbeats of an engine."""
 HANDOVER_TIMEOUT_S = 4.0

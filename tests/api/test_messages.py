@@ -264,3 +264,34 @@ def test_inconsistent_request_is_rejected(fields: dict[str, object], expected_er
 def test_problem_ids_are_stable_and_distinct() -> None:
     assert problem_id_of([1, 2, 3]) == "b30a3c159d7e8193559a42a84f1fcae1"
     assert problem_id_of([1, 2, 3]) != problem_id_of([1, 2, 3, 0])
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.booleans()), max_size=6), st.data())
+def test_a_response_that_is_split_can_be_joined(lengths: list[tuple[int, bool]], data: st.DataObject) -> None:
+    """Spans of alternating versions are cut where the response is cut, and joined again."""
+    total = sum(length for length, _ in lengths)
+    starts = [sum(length for length, _ in lengths[:index]) for index in range(len(lengths))]
+    spans = [WeightSpan(start=start, weight_version=index) for index, start in enumerate(starts)]
+    logprobs = [-float(index) for index in range(total)] if data.draw(st.booleans()) else None
+    whole = Partial(token_ids=list(range(total)), logprobs=logprobs, weight_spans=spans)
+    cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=5)))
+    parts = []
+    for start, end in zip([0, *cuts], [*cuts, total], strict=True):
+        rest = whole.since(start)
+        assert whole.token_ids[start:] == rest.token_ids
+        cut = rest.model_dump() | {
+            "token_ids": rest.token_ids[: end - start],
+            "logprobs": None if rest.logprobs is None else rest.logprobs[: end - start],
+            "weight_spans": [span for span in rest.weight_spans if span.start < end - start],
+        }
+        parts.append(Partial.model_validate(cut))
+    joined = Partial.join(parts)
+    assert (whole.token_ids, whole.weight_spans) == (joined.token_ids, joined.weight_spans)
+    assert whole.logprobs == (joined.logprobs if total else whole.logprobs)
+
+
+def test_a_request_that_is_streamed_must_be_kept() -> None:
+    fields = {"job_uid": "job", "request_id": "r", "prompt_token_ids": [1]}
+    with pytest.raises(ValueError, match="stream needs keep_seconds"):
+        RolloutRequest.model_validate(fields | {"stream": True})
+    assert RolloutRequest.model_validate(fields | {"stream": True, "keep_seconds": 5}).stream

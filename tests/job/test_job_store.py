@@ -33,6 +33,7 @@ from rollout_worker.job.job_store import (
     Stream,
 )
 from rollout_worker.job.job_store.launcher import LauncherStore
+from rollout_worker.job.job_store.rollouts import AppendedTokens
 from rollout_worker.job.relay import Relay
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 
@@ -144,6 +145,57 @@ def test_a_partial_is_kept_until_its_rollout_ends(harness: StoreHarness) -> None
         assert not await rollouts.checkpoint(asked, 0, partial)
         assert (True, False, None) == await rollouts.start_state(asked, 0, with_partial=True)
         assert set() == await rollouts.partial_ids()
+
+    harness.run(scenario)
+
+
+def test_tokens_are_streamed_only_by_the_engine_that_has_the_rollout(harness: StoreHarness) -> None:
+    asked = request(n=1, keep_seconds=60, stream=True)
+    first = Partial(token_ids=[7, 8], logprobs=[-1.0, -2.0], weight_spans=[WeightSpan(start=0, weight_version=3)])
+    second = Partial(token_ids=[9], logprobs=[-3.0], weight_spans=[WeightSpan(start=0, weight_version=4)])
+    both = Partial(
+        token_ids=[7, 8, 9],
+        logprobs=[-1.0, -2.0, -3.0],
+        weight_spans=[WeightSpan(start=0, weight_version=3), WeightSpan(start=2, weight_version=4)],
+    )
+
+    async def scenario(job_store: JobStore) -> None:
+        rollouts, assignments, engines = job_store.rollouts, job_store.assignments, job_store.engines
+
+        async def append(engine: str, order: str, start: int, tokens: Partial) -> int:
+            [length] = await rollouts.append_tokens([AppendedTokens(engine, order, asked, 0, start, tokens)])
+            return length
+
+        async def order_to(engine: str) -> str:
+            await engines.heartbeat(engine, REPORT, register=True)
+            assert await assignments.send(coordinator, engine, [Order.sample(Assignment("r", 0, entry_id))])
+            [held] = await assignments.inbox(engine)
+            return held.order_id
+
+        entry_id = harness.submit(asked)
+        await job_store.requests.admit(entry_id, asked)
+        coordinator = await assignments.take_over()
+        order = await order_to("a")
+        await assignments.count_losses([str(asked.rollout_id(0))])
+        assert 2 == await append("a", order, 0, first)
+        assert {} == await assignments.loss_counts()  # progress resets the count
+        assert 2 == await append("a", order, 0, first)  # a repetition has no effect
+        assert 2 == await append("a", order, 5, second)  # nor do tokens after a gap
+        assert first == (await rollouts.start_state(asked, 0, with_partial=False)).partial
+
+        await engines.release("a")
+        assert await assignments.reclaim(coordinator, "a")
+        later = await order_to("b")
+        # The first engine continues to sample, but the rollout is no longer its own.
+        assert -1 == await append("a", order, 2, second)
+        assert not await rollouts.finish(asked, rollout(asked, 0), engine="a", order=order)
+        assert 3 == await append("b", later, 2, second)
+        assert [both] == await rollouts.partials([(asked, 0)])
+        assert await rollouts.finish(asked, rollout(asked, 0), engine="b", order=later)
+        assert -1 == await append("b", later, 3, second)
+        assert not await rollouts.finish(asked, rollout(asked, 0), engine="b", order=later)
+        assert 0 == harness.redis.exists(JOB.tokens("r", 0))
+        assert 1 == harness.redis.hlen(JOB.kept("r"))
 
     harness.run(scenario)
 

@@ -16,6 +16,7 @@ ROWS = re.compile(r"^\| (.+?) \|", re.MULTILINE)
 CODE = re.compile(r"`([^`\s]+)`")
 FOLDERS = {
     "rollout_api",
+    "rollout_server",
     "rollout_worker",
     "operator",
     "charts",

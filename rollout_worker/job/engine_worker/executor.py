@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import nullcontext
+from functools import partial
 
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout, RolloutRequest
 from rollout_api.redis_client.retry import retry_async
@@ -16,6 +18,7 @@ from rollout_worker.job.engine_worker.checkpoints import CheckpointWriter
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.requests import RequestCache
 from rollout_worker.job.engine_worker.running import RunningRollout, RunningRollouts
+from rollout_worker.job.engine_worker.token_streams import TokenStream, TokenStreams
 from rollout_worker.job.engine_worker.weight_updater import WeightUpdater
 from rollout_worker.job.job_store import Assignment, JobStore, Order, arrival_time
 
@@ -32,12 +35,14 @@ class RolloutExecutor:
         running: RunningRollouts,
         requests: RequestCache,
         checkpoints: CheckpointWriter,
+        token_streams: TokenStreams,
         announcer: HistoryAnnouncer,
         weights: WeightUpdater,
         checkpoint_tokens: int,
     ) -> None:
         self._engine, self._job_store, self._lease = engine, job_store, lease
-        self._running, self._requests, self._checkpoints = running, requests, checkpoints
+        self._running, self._requests = running, requests
+        self._checkpoints, self._token_streams = checkpoints, token_streams
         self._announcer, self._weights, self._checkpoint_tokens = announcer, weights, checkpoint_tokens
         self._failed = asyncio.Event()
         self._error: Exception | None = None
@@ -90,21 +95,21 @@ class RolloutExecutor:
             await self._return(running, engine_id, "draining")
             return
         started_at = time.time()
-        done, cancelled, prefix = await retry_async(
+        done, cancelled, resumed = await retry_async(
             lambda: self._job_store.rollouts.start_state(request, assignment.sample, with_partial=assignment.resumed)
         )
         if done:
             await self._acknowledge(running, engine_id)
             return
-        if prefix is not None and not can_continue(request.sampling):
-            prefix = None
+        if resumed is not None and not can_continue(request.sampling):
+            resumed = None
         if cancelled:
             running.stop(FinishReason.CANCELLED)
         self._start_deadline(running, request)
         if not await self._prepare(running, request):
             await self._return(running, engine_id, f"weight version {request.weight_version} is not served")
             return
-        await self._produce(running, request, prefix or request.prefix, engine_id, started_at)
+        await self._produce(running, request, resumed, engine_id, started_at)
 
     def _start_deadline(self, running: RunningRollout, request: RolloutRequest) -> None:
         if request.deadline_seconds is None:
@@ -131,35 +136,50 @@ class RolloutExecutor:
         self,
         running: RunningRollout,
         request: RolloutRequest,
-        prefix: Partial | None,
+        resumed: Partial | None,
         engine_id: str,
         started_at: float,
     ) -> None:
-        """Sample the rollout, then record it, or checkpoint it if another engine continues it."""
-        sample = running.assignment.sample
+        """Sample the rollout, then record it, or checkpoint it if another engine continues it.
+
+        Args:
+            running: the rollout.
+            request: its request.
+            resumed: what another engine has sampled of it.
+            engine_id: id of this engine.
+            started_at: Unix time at which it started.
+        """
+        prefix = resumed or request.prefix
+        sample, order_id = running.assignment.sample, running.order.order_id
+        stream: TokenStream | None = None
+        if request.stream and can_continue(request.sampling):
+            num_streamed = 0 if resumed is None else resumed.num_tokens
+            stream = TokenStream(engine_id, order_id, request, sample, num_streamed)
         generated: GenerationResult | None = None
         reason: FinishReason | None
         try:
             with self._announcer.in_use(request.problem):
-                generated = await self._generate(running, request, prefix)
+                generated = await self._generate(running, request, prefix, stream)
             reason, detail = generated.finish_reason or running.finish_reason, ""
         except AdmissionError as error:
             reason, detail = FinishReason.FAILED, str(error)
-        partial = None
+        tokens = resumed if stream is not None else None
         if generated is not None:
-            partial = Partial(
+            tokens = Partial(
                 token_ids=generated.token_ids, logprobs=generated.logprobs, weight_spans=generated.weight_spans
             )
         if reason is None:  # another engine continues the rollout
-            if partial is not None:
-                await retry_async(self._job_store.rollouts.checkpoint, request, sample, partial)
+            if tokens is not None and stream is not None:
+                await retry_async(self._token_streams.complete, stream, tokens)
+            elif tokens is not None:
+                await retry_async(self._job_store.rollouts.checkpoint, request, sample, tokens)
             if running.migrating:
                 await self._return(running, engine_id, "migrated")
             return
         rollout = Rollout.from_request(
             request,
             sample,
-            partial,
+            tokens,
             reason,
             detail=detail,
             num_decoding_steps=generated.num_decoding_steps if generated else 0,
@@ -170,20 +190,22 @@ class RolloutExecutor:
             started_at=started_at,
             finished_at=time.time(),
         )
-        order_id = running.order.order_id
         await retry_async(lambda: self._job_store.rollouts.finish(request, rollout, engine=engine_id, order=order_id))
 
     async def _generate(
-        self, running: RunningRollout, request: RolloutRequest, prefix: Partial | None
+        self, running: RunningRollout, request: RolloutRequest, prefix: Partial | None, stream: TokenStream | None
     ) -> GenerationResult:
-        return await self._engine.generate(
-            request,
-            running.assignment.sample,
-            prefix=prefix,
-            on_partial=lambda partial: self._checkpoints.add(running.key, request, partial),
-            partial_interval=self._checkpoint_tokens,
-            stop_event=running.stopped,
-        )
+        with nullcontext() if stream is None else self._token_streams.open(stream):
+            return await self._engine.generate(
+                request,
+                running.assignment.sample,
+                prefix=prefix,
+                on_partial=partial(self._checkpoints.add, running.key, request),
+                # Tokens that are streamed need no other checkpoints.
+                partial_interval=self._checkpoint_tokens if stream is None else 0,
+                on_tokens=None if stream is None else partial(self._token_streams.add, stream),
+                stop_event=running.stopped,
+            )
 
     async def _acknowledge(self, running: RunningRollout, engine_id: str) -> None:
         """Remove an assignment that needs no work from the inbox."""

@@ -20,6 +20,7 @@ from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.monitor import EngineMonitor
 from rollout_worker.job.engine_worker.requests import RequestCache
 from rollout_worker.job.engine_worker.running import RunningRollouts
+from rollout_worker.job.engine_worker.token_streams import TokenStreams
 from rollout_worker.job.engine_worker.weight_updater import WeightUpdater
 from rollout_worker.job.job_store import EngineReport, JobStore
 from rollout_worker.job.job_store.assignments import RolloutKey
@@ -39,6 +40,7 @@ class EngineWorker:
     - :class:`InboxReader` reads the coordinator's orders,
     - :class:`RolloutExecutor` produces the assigned rollouts,
     - :class:`CheckpointWriter` writes their partials,
+    - :class:`TokenStreams` writes the tokens of those that are streamed,
     - :class:`WeightUpdater` loads published weights and passes them on to other engines,
     - :class:`HistoryAnnouncer` tells the drafter which histories it needs,
     - :class:`EngineMonitor` reads the engine's statistics, and
@@ -89,6 +91,7 @@ class EngineWorker:
         self._engine, self._job_store = engine, job_store
         self._running = RunningRollouts()
         self._checkpoints = CheckpointWriter(job_store)
+        self._token_streams = TokenStreams(job_store)
         self._announcer = HistoryAnnouncer(engine, store, job_store.keys.uid)
         self._lease = EngineLease(engine, job_store, report, self._running, self._checkpoints)
         self._weights = WeightUpdater(engine, job_store, transport, self._lease, self._running, self._announcer)
@@ -99,6 +102,7 @@ class EngineWorker:
             running=self._running,
             requests=RequestCache(job_store, sampling),
             checkpoints=self._checkpoints,
+            token_streams=self._token_streams,
             announcer=self._announcer,
             weights=self._weights,
             checkpoint_tokens=checkpoint_tokens,
@@ -142,6 +146,7 @@ class EngineWorker:
                 self._inbox.run(),
                 self._executor.run(),
                 self._checkpoints.run(),
+                self._token_streams.run(),
                 self._weights.run(),
                 self._weights.pass_on(),
                 self._announcer.run(),

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import redis.asyncio
 
-from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.keys import MESSAGE_FIELD, REQUEST_FIELD, MessageKeys
 from rollout_api.protocol.messages import (
     Partial,
     Purpose,
@@ -37,6 +37,20 @@ class StartState(NamedTuple):
     """The partial rollout to continue from, if there is one."""
 
 
+class AppendedTokens(NamedTuple):
+    """Tokens to append to the stream of a rollout."""
+
+    engine: str
+    """Id of the engine that has sampled them."""
+    order: str
+    """Id of its order for the rollout."""
+    request: RolloutRequest
+    sample: int
+    start: int
+    """Number of tokens before these."""
+    tokens: Partial
+
+
 class RolloutStore:
     """Checkpoints running rollouts and records finished ones."""
 
@@ -44,6 +58,7 @@ class RolloutStore:
         self._client, self._keys = client, keys
         self._finish_function = async_function(client, __package__, "finish")
         self._checkpoint_function = async_function(client, __package__, "checkpoint")
+        self._append_function = async_function(client, __package__, "append_tokens")
 
     async def finish(self, request: RolloutRequest, rollout: Rollout, *, engine: str = "", order: str = "") -> bool:
         """Record an ended rollout, send it to the client and queue it for the history, in one atomic operation.
@@ -85,6 +100,7 @@ class RolloutStore:
                 keys.trajectory(request.trajectory_id or ""),
                 keys.totals,
                 keys.kept_updates,
+                keys.tokens(request.request_id, rollout_id.sample),
             ],
             args=[
                 rollout.rollout_id,
@@ -105,6 +121,7 @@ class RolloutStore:
                 pack_tokens(context),
                 measure(request, rollout, rollout_id.sample),
                 request.keep_seconds or 0,
+                int(request.stream),
             ],
             client=client,
         )
@@ -121,28 +138,79 @@ class RolloutStore:
         )
         return bool(stored)
 
+    async def append_tokens(self, appended: Sequence[AppendedTokens]) -> list[int | Exception]:
+        """Append tokens to the streams of running rollouts.
+
+        Returns:
+            For each, the number of tokens in the stream; they are appended only if it was ``start``. -1 if the rollout
+            has ended or belongs to another engine. The error for those that Redis could not append.
+
+        Raises:
+            redis.RedisError: Redis fails.
+        """
+        keys = self._keys
+        pipeline = self._client.pipeline(transaction=False)
+        for one in appended:
+            request_id = one.request.request_id
+            await self._append_function(
+                keys=[
+                    keys.ledger(request_id),
+                    keys.inbox(one.engine),
+                    keys.tokens(request_id, one.sample),
+                    keys.attempts,
+                ],
+                args=[
+                    str(one.request.rollout_id(one.sample)),
+                    one.sample,
+                    one.order,
+                    one.start,
+                    one.start + len(one.tokens.token_ids),
+                    encode(one.tokens),
+                ],
+                client=pipeline,
+            )
+        for request_id in {one.request.request_id for one in appended}:
+            pipeline.xadd(keys.token_updates, {REQUEST_FIELD: request_id}, maxlen=MAX_EVENTS)
+        replies = await pipeline.execute(raise_on_error=False)
+        return [reply if isinstance(reply, Exception) else int(reply) for reply in replies[: len(appended)]]
+
     async def partials(self, samples: Sequence[tuple[RolloutRequest, int]]) -> list[Partial | None]:
         """Return the last partial of each sample."""
-        ids = [str(request.rollout_id(sample)) for request, sample in samples]
-        found: Any = await self._client.hmget(self._keys.partials, ids)
-        return [_decode_partial(data) for data in found]
+        pipeline = self._client.pipeline(transaction=False)
+        for request, sample in samples:
+            self._read_partial(pipeline, request, sample)
+        return [_decode_partial(data) for data in await pipeline.execute()]
 
     async def partial_ids(self) -> set[str]:
         """Return the ids of all rollouts that have a partial."""
         return {as_text(key) for key in await self._client.hkeys(self._keys.partials)}
 
     async def start_state(self, request: RolloutRequest, sample: int, *, with_partial: bool) -> StartState:
-        """Return what an engine must know before it starts a rollout; the partial only if it is asked for."""
+        """Return what an engine must know before it starts a rollout.
+
+        The partial is included only if it is asked for, or if the rollout is streamed.
+        """
         pipeline = self._client.pipeline(transaction=False)
         ledger = self._keys.ledger(request.request_id)
         pipeline.hexists(ledger, str(sample))
         pipeline.hget(ledger, "cancelled")
-        if with_partial:
-            pipeline.hget(self._keys.partials, str(request.rollout_id(sample)))
+        if with_partial or request.stream:
+            self._read_partial(pipeline, request, sample)
         ended, cancelled, *partial = await pipeline.execute()
         return StartState(bool(ended), cancelled == b"1", _decode_partial(partial[0]) if partial else None)
 
+    def _read_partial(self, pipeline: Any, request: RolloutRequest, sample: int) -> None:
+        """Add a command to *pipeline*, for whose reply :func:`_decode_partial` returns the last partial of a sample."""
+        if request.stream:
+            pipeline.xrange(self._keys.tokens(request.request_id, sample))
+        else:
+            pipeline.hget(self._keys.partials, str(request.rollout_id(sample)))
 
-def _decode_partial(data: bytes | None) -> Partial | None:
-    message = None if data is None else decode(data)
-    return message if isinstance(message, Partial) else None
+
+def _decode_partial(reply: bytes | list[tuple[bytes, dict[bytes, bytes]]] | None) -> Partial | None:
+    """Return the partial in a checkpoint, or in the entries of a stream of tokens."""
+    if not reply:
+        return None
+    encoded = [reply] if isinstance(reply, bytes) else [fields[MESSAGE_FIELD.encode()] for _, fields in reply]
+    parts = [part for data in encoded if isinstance(part := decode(data), Partial)]
+    return Partial.join(parts) if len(parts) > 1 else next(iter(parts), None)

@@ -2,21 +2,24 @@
 -- Record once that a rollout has ended: in the ledger, the client's results, the outbox and the totals. The last
 -- rollout of a request also ends the request.
 -- KEYS: ledger of the request, requests, results of the client or kept results of the request, outbox, partials,
---   attempts, events, inbox of the engine, trajectory, totals, updates of kept results (one hash slot).
+--   attempts, events, inbox of the engine, trajectory, totals, updates of kept results, tokens of the rollout (one hash
+--   slot).
 -- ARGV: rollout id, sample, ledger entry, result, the rollout for the history (empty: it is not stored there),
 --   id of the order (empty: there is none), engine, request id, seconds that the ledger is kept after the end of the
 --   request, seconds that the trajectory's engine is remembered (0: there is no trajectory), maximum number of events,
 --   tokens, decoding steps, draft tokens, accepted draft tokens, last tokens of the prompt for the history (empty:
 --   none), measurement for the canary test (empty: none), seconds for which the result is kept under the request (0: it
---   is sent to the client's stream).
--- Returns 1 if the rollout is recorded, 0 if it was recorded before, -1 if its request is unknown.
+--   is sent to the client's stream), 1 if the rollout is streamed and 0 otherwise.
+-- Returns 1 if the rollout is recorded, 0 if it was recorded before or is streamed by another engine now, -1 if its
+-- request is unknown.
 local ledger, rollout, sample, engine = KEYS[1], ARGV[1], ARGV[2], ARGV[7]
-if ARGV[6] ~= '' then
-  redis.call('XDEL', KEYS[8], ARGV[6])
-end
+local has_order = ARGV[6] == '' or redis.call('XDEL', KEYS[8], ARGV[6]) == 1
 local request = redis.call('HMGET', ledger, 'entry', 'n')
 if not request[1] then
   return -1
+end
+if ARGV[19] == '1' and not has_order then
+  return 0
 end
 if redis.call('HSETNX', ledger, sample, ARGV[3]) == 0 then
   return 0
@@ -42,6 +45,9 @@ redis.call('HINCRBY', KEYS[10], 'draft_tokens', ARGV[14])
 redis.call('HINCRBY', KEYS[10], 'accepted_tokens', ARGV[15])
 redis.call('HDEL', KEYS[5], rollout)
 redis.call('HDEL', KEYS[6], rollout)
+if ARGV[19] == '1' then
+  redis.call('UNLINK', KEYS[12])
+end
 if ARGV[10] ~= '0' then
   redis.call('SET', KEYS[9], engine, 'EX', ARGV[10])
 end

@@ -1,0 +1,104 @@
+"""Records of the turns of conversations, by which servers recognise the conversation that a prompt continues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import msgpack
+import redis.asyncio
+
+from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.messages import CodecError, pack_tokens, unpack_tokens
+from rollout_api.redis_client.retry import ClientRetryPolicy
+
+TURN_RETENTION_S = 900
+"""Seconds for which a turn is remembered after its response, or after the conversation was last continued."""
+
+
+@dataclass(frozen=True)
+class TurnRecord:
+    """A turn that has been sampled."""
+
+    previous: str
+    """Id of the record of the previous turn; empty for the first turn."""
+    token_ids: list[int]
+    """Tokens of the conversation that follow those of the previous turn: the rest of the prompt, and the response."""
+    trajectory_id: str
+    """Id of the conversation."""
+    turn: int
+    """Number of the turn."""
+    problem_id: str
+    """Problem of the conversation."""
+
+    def encode(self) -> bytes:
+        """Return the record as bytes."""
+        packed: bytes = msgpack.packb(
+            [self.previous, pack_tokens(self.token_ids), self.trajectory_id, self.turn, self.problem_id]
+        )
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return the record that *data* encodes.
+
+        Raises:
+            CodecError: it is not a record.
+        """
+        try:
+            previous, tokens, trajectory_id, turn, problem_id = msgpack.unpackb(data)
+            return cls(previous, unpack_tokens(tokens), trajectory_id, turn, problem_id)
+        except (ValueError, TypeError) as error:
+            raise CodecError(f"not the record of a turn: {error}") from None
+
+
+class TurnRecords:
+    """Reads and writes records of turns.
+
+    Args:
+        client: connection to Redis.
+        keys: keys of the job.
+        policy: how failing commands are retried.
+    """
+
+    def __init__(self, client: redis.asyncio.Redis, keys: MessageKeys, policy: ClientRetryPolicy) -> None:
+        self._client, self._keys, self._policy = client, keys, policy
+
+    async def read(self, record_ids: Sequence[str]) -> dict[str, TurnRecord]:
+        """Return the records with these ids that exist, which are then remembered for longer.
+
+        Raises:
+            RedisUnreachableError: Redis was unreachable for too long.
+        """
+        if not record_ids:
+            return {}
+
+        async def read_all() -> list[Any]:
+            pipeline = self._client.pipeline(transaction=False)
+            for record_id in record_ids:
+                pipeline.getex(self._keys.turn(record_id), ex=TURN_RETENTION_S)
+            return list(await pipeline.execute())
+
+        found = await self._policy.run(read_all, action="read the turns of a conversation")
+        return {
+            record_id: TurnRecord.decode(data)
+            for record_id, data in zip(record_ids, found, strict=True)
+            if data is not None
+        }
+
+    async def write(self, records: Mapping[str, TurnRecord]) -> None:
+        """Write records under their ids. The first of several with the same id, which have the same text, counts.
+
+        Raises:
+            RedisUnreachableError: Redis was unreachable for too long.
+        """
+
+        async def write_all() -> None:
+            pipeline = self._client.pipeline(transaction=False)
+            for record_id, record in records.items():
+                pipeline.set(self._keys.turn(record_id), record.encode(), ex=TURN_RETENTION_S, nx=True)
+            await pipeline.execute()
+
+        if records:
+            await self._policy.run(write_all, action="record the turns of conversations")

@@ -1,0 +1,307 @@
+"""A rollout job in the place of vLLM's engine core."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
+from types import SimpleNamespace
+from typing import Any
+
+import msgpack
+from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from rollout_api.client.job_info import PreparedRequest
+from rollout_api.client.prompts import Prompt
+from rollout_api.client.request_client import RequestClient
+from rollout_api.errors import (
+    InvalidRequestError,
+    JobEndedError,
+    JobFullError,
+    RedisUnreachableError,
+    RequestRefusedError,
+    RolloutClientError,
+)
+from rollout_api.protocol.messages import FinishReason, Partial, Rollout
+from rollout_server.conversations import Continuation, Conversations
+from rollout_server.engine_outputs import ResponseOutputs
+from rollout_server.request_context import (
+    REQUEST_IDS_HEADER,
+    TURN_HEADER,
+    ContextError,
+    RequestContext,
+    RolloutFields,
+    current_context,
+)
+from rollout_server.sampling import UnsupportedSamplingError, sampling_overrides
+
+logger = logging.getLogger(__name__)
+
+_RECORD_TIMEOUT_S = 2.0
+"""Seconds for which a response may wait until its conversation is recorded."""
+
+
+@dataclass
+class Group:
+    """The requests of vLLM's server for the samples of one prompt, which become one request to the job."""
+
+    params: SamplingParams
+    """Sampling parameters, with the number of samples."""
+    client_tokens: Sequence[int] = ()
+    """Tokens of the prompt before those of earlier turns were replaced; empty if they were not."""
+    continuation: Continuation | None = None
+    """What is known of the conversation that the prompt continues."""
+    requests: list[EngineCoreRequest] = field(default_factory=list)
+    trajectory_id: str | None = None
+    turn: int = 0
+    num_aborted: int = 0
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether the server wants tokens before a response is complete."""
+        return self.params.output_kind is not RequestOutputKind.FINAL_ONLY
+
+
+_adding: ContextVar[Group] = ContextVar("group")
+
+
+class JobEngineCore:
+    """Takes the place of the client of vLLM's engine core, and has a job sample the responses.
+
+    Args:
+        client: connection to the job.
+        output_processor: receives the errors of requests.
+        conversations: records the responses to messages.
+    """
+
+    engine_ranks_managed = (0,)
+
+    def __init__(self, client: RequestClient, output_processor: OutputProcessor, conversations: Conversations) -> None:
+        self.resources = SimpleNamespace(engine_dead=False)
+        self._client, self._output_processor, self._conversations = client, output_processor, conversations
+        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._running: dict[str, tuple[Group, asyncio.Task[None]]] = {}
+        """Request of vLLM's server → its group, and the task that receives the group's rollouts."""
+
+    @contextmanager
+    def group(self, group: Group) -> Iterator[None]:
+        """Make one request of the requests that are added within this context."""
+        token = _adding.set(group)
+        try:
+            yield
+        finally:
+            _adding.reset(token)
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Send a request to the job, after the last one of its group was added.
+
+        Raises:
+            VLLMError: the job cannot serve the request.
+        """
+        group = _adding.get()
+        group.requests.append(request)
+        if len(group.requests) < group.params.n:
+            return
+        context = current_context()
+        try:
+            prepared = self._prepare(group, context)
+        except BaseException:
+            # vLLM's server does so itself if there are several.
+            self._output_processor.abort_requests([member.request_id for member in group.requests], internal=True)
+            raise
+        task = asyncio.create_task(self._sample(group, prepared, context))
+        for member in group.requests:
+            self._running[member.request_id] = group, task
+        task.add_done_callback(lambda _: self._forget(group))
+        await context.prepared()
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        """Return the next outputs."""
+        await asyncio.sleep(0)  # other tasks must run, too, while there are many outputs
+        return await self._outputs.get()
+
+    async def abort_requests_async(self, request_ids: Sequence[str]) -> None:
+        """Cancel requests. Those of a group are one request to the job, which is cancelled with the last of them."""
+        for request_id in request_ids:
+            group, task = self._running.pop(request_id, (None, None))
+            if group is not None and task is not None:
+                group.num_aborted += 1
+                if group.num_aborted == group.params.n:
+                    task.cancel()
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        """Return the tasks of vLLM that the job performs."""
+        return ("generate",)
+
+    async def reset_mm_cache_async(self) -> None:
+        """Do nothing, because multimodal prompts are refused."""
+
+    async def is_sleeping_async(self) -> bool:
+        """Return that the job is awake."""
+        return False
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Cancel all requests."""
+        for _, task in list(self._running.values()):
+            task.cancel()
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a function that refuses an operation of vLLM's engine core that a job does not have."""
+        if not name.endswith("_async") and "elastic" not in name:
+            raise AttributeError(name)
+
+        async def refuse(*_: Any, **__: Any) -> None:
+            operation = name.removesuffix("_async").replace("_", " ")
+            raise NotImplementedError(f"a rollout job does not support this operation of vLLM's engine: {operation}")
+
+        return refuse
+
+    def _forget(self, group: Group) -> None:
+        for request in group.requests:
+            self._running.pop(request.request_id, None)
+
+    def _prepare(self, group: Group, context: RequestContext) -> PreparedRequest:
+        """Return the request for a group.
+
+        Raises:
+            VLLMError: the job cannot serve it.
+        """
+        request_id = context.next_request_id()
+        try:
+            fields = RolloutFields.parse(context.headers, group.params.extra_args or {})
+            sampling = sampling_overrides(group.params)
+        except (ContextError, UnsupportedSamplingError) as error:
+            raise VLLMValidationError(str(error), parameter=error.parameter) from None
+        client_tokens = group.client_tokens or group.requests[0].prompt_token_ids or ()
+        identity: bytes = msgpack.packb([list(client_tokens), sampling, fields.as_list()])
+        fields = self._with_conversation(fields, group, context, request_id)
+        prompt = _prompt(group.requests[0], sampling, fields)
+        try:
+            prepared = self._client.prepare(
+                prompt,
+                request_id=request_id,
+                # What is known of a conversation may change until a call is repeated.
+                identity=identity if request_id else None,
+                step=fields.step,
+                trajectory_id=fields.trajectory_id,
+                turn=fields.turn or 0,
+                stream=group.is_streamed,
+            )
+        except RolloutClientError as error:
+            raise http_error(error) from None
+        group.trajectory_id, group.turn = fields.trajectory_id, fields.turn or 0
+        context.report(REQUEST_IDS_HEADER, f"{self._client.job.uid}/{prepared.request_id}")
+        if context.has_messages:
+            context.report(TURN_HEADER, str(group.turn))
+        return prepared
+
+    @staticmethod
+    def _with_conversation(
+        fields: RolloutFields, group: Group, context: RequestContext, request_id: str
+    ) -> RolloutFields:
+        """Return the fields, with those that follow from the conversation if the client has not set them."""
+        if group.continuation is not None:
+            last = group.continuation.last_turn
+            return replace(
+                fields,
+                trajectory_id=fields.trajectory_id or last.trajectory_id,
+                turn=last.turn + 1 if fields.turn is None else fields.turn,
+                problem_id=fields.problem_id or last.problem_id,
+            )
+        session_id = group.requests[0].session_id
+        if fields.trajectory_id is None and (session_id or context.has_messages):
+            return replace(fields, trajectory_id=session_id or request_id or uuid.uuid4().hex)
+        return fields
+
+    async def _sample(self, group: Group, prepared: PreparedRequest, context: RequestContext) -> None:
+        """Receive the rollouts of a group."""
+        responses = [ResponseOutputs(request) for request in group.requests]
+
+        def put_tokens(sample: int, tokens: Partial) -> None:
+            self._put(responses[sample].append(tokens))
+
+        try:
+            rollouts = await self._client.receive(
+                prepared,
+                may_be_answered=bool(context.idempotency_key),
+                may_wait=False,
+                on_tokens=put_tokens if group.is_streamed else None,
+            )
+            for rollout in rollouts:
+                if rollout.finish_reason is FinishReason.FAILED:
+                    raise GracefulHTTPError(rollout.detail or "the rollout failed", HTTPStatus.INTERNAL_SERVER_ERROR)
+            if context.has_messages:
+                await self._record(group, rollouts)
+            for response, rollout in zip(responses, rollouts, strict=True):
+                self._put(response.finish(rollout))
+        except Exception as error:
+            self._fail(group, error if isinstance(error, VLLMError) else http_error(error))
+
+    async def _record(self, group: Group, rollouts: Sequence[Rollout]) -> None:
+        """Record the turn of a conversation, if Redis does not take too long."""
+        prompt = group.requests[0].prompt_token_ids or []
+        try:
+            async with asyncio.timeout(_RECORD_TIMEOUT_S):
+                await self._conversations.record(
+                    prompt, rollouts, group.continuation, trajectory_id=group.trajectory_id or "", turn=group.turn
+                )
+        except (TimeoutError, RolloutClientError) as error:
+            reason = str(error) or f"Redis took more than {_RECORD_TIMEOUT_S:g} s"
+            logger.warning("The turn of a conversation is not recorded, so its next turn will be unknown: %s", reason)
+
+    def _put(self, outputs: Iterable[EngineCoreOutputs]) -> None:
+        for output in outputs:
+            self._outputs.put_nowait(output)
+
+    def _fail(self, group: Group, error: VLLMError) -> None:
+        """Make the callers of a group raise *error*."""
+        processor = self._output_processor
+        queues = {
+            id(state.queue): state.queue
+            for request in group.requests
+            if (state := processor.request_states.get(request.request_id)) is not None and state.queue is not None
+        }
+        for queue in queues.values():
+            processor.abort_requests([queue.request_id], internal=True)
+            queue.put(error)
+
+
+def http_error(error: Exception) -> VLLMError:
+    """Return the error of vLLM's server, which determines the HTTP status, for an error of the client."""
+    if isinstance(error, InvalidRequestError | RequestRefusedError):
+        return VLLMValidationError(str(error))
+    if isinstance(error, JobFullError):
+        return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
+    if isinstance(error, RedisUnreachableError | JobEndedError):
+        return GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
+    if not isinstance(error, RolloutClientError):
+        logger.error("A request failed.", exc_info=error)
+    return GracefulHTTPError(str(error) or type(error).__name__, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _prompt(request: EngineCoreRequest, sampling: dict[str, Any], fields: RolloutFields) -> Prompt:
+    """Return the prompt of a request.
+
+    Raises:
+        VLLMValidationError: it does not consist of tokens alone.
+    """
+    if request.prompt_token_ids is None or request.prompt_embeds is not None or request.mm_features:
+        raise VLLMValidationError("engines of a rollout job generate text from tokens only")
+    return Prompt(
+        token_ids=request.prompt_token_ids,
+        problem_id=fields.problem_id,
+        sampling=sampling,
+        purpose=fields.purpose,
+        # vLLM processes requests with lower values first.
+        priority=fields.priority - request.priority,
+        deadline_seconds=fields.deadline_seconds,
+        weight_version=fields.weight_version,
+    )

@@ -1,0 +1,104 @@
+"""vLLM's engine client for a rollout job, so that vLLM's server can be used unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.renderers import renderer_from_config
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from rollout_api.client.request_client import RequestClient
+from rollout_api.errors import RolloutClientError
+from rollout_server.conversations import Conversations
+from rollout_server.engine_core import Group, JobEngineCore, http_error
+from rollout_server.request_context import PREFIX_HEADER, current_context
+from rollout_worker.engine.compat import model_end_tokens
+
+
+class JobEngine(AsyncLLM):
+    """vLLM's engine client, whose engine core is a rollout job.
+
+    It differs from its base class in its construction, and in what it does to a request before it passes it on.
+
+    Args:
+        vllm_config: configuration of the model.
+        client: connection to the job.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, client: RequestClient) -> None:
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.scheduler_config = vllm_config.scheduler_config
+        self.observability_config = vllm_config.observability_config
+        self.log_requests = self.log_stats = False
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self.admission_stats = self.logger_manager = self.profiler = None
+        self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=False, stream_interval=1)
+        self._elastic_ep_lock, self._profile_lock = asyncio.Lock(), asyncio.Lock()
+        self._job_defaults = client.job.sampling
+        self._conversations = Conversations(client, self.renderer.tokenizer, model_end_tokens(self))
+        self.engine_core: Any = JobEngineCore(client, self.output_processor, self._conversations)
+        self.output_handler: asyncio.Task[None] | None = None
+
+    def __del__(self) -> None:
+        """Do nothing: whoever has created the engine calls :meth:`shutdown`."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Cancel all requests, and end the threads that encode prompts."""
+        self.engine_core.shutdown()
+        self._conversations.close()
+        self.renderer.shutdown()
+        if self.output_handler is not None:
+            self.output_handler.cancel()
+
+    async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """See the base class.
+
+        Settings that the client has not set become the job's, and the tokens of earlier turns of a conversation become
+        those that were sampled. The samples of a prompt are passed on as one group.
+        """
+        params = self._with_job_defaults(params)
+        group = Group(params)
+        context = current_context()
+        if context.has_messages and isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
+            try:
+                group.continuation, source = await self._conversations.find(tokens)
+            except RolloutClientError as error:
+                raise http_error(error) from None
+            context.report(PREFIX_HEADER, source)
+            if group.continuation is not None:
+                group.client_tokens, continued = tokens, group.continuation.token_ids
+                prompt = {**prompt, "prompt_token_ids": continued}
+                if len(continued) > len(tokens) and params.max_tokens is not None:
+                    params.max_tokens = max(1, min(params.max_tokens, self.model_config.max_model_len - len(continued)))
+        with self.engine_core.group(group):
+            return await super().add_request(request_id, prompt, params, *args, **kwargs)
+
+    def _with_job_defaults(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters, with the job's settings in place of those that have vLLM's defaults.
+
+        vLLM's server has already applied those for which it has defaults of its own, such as the temperature.
+        """
+        defaults = self._job_defaults
+        params = params.clone()
+        for name in ("presence_penalty", "frequency_penalty", "min_tokens"):
+            if not getattr(params, name):
+                setattr(params, name, defaults[name])
+        if not params.allowed_token_ids and defaults["allowed_token_ids"]:
+            params.allowed_token_ids = list(defaults["allowed_token_ids"])
+        if not params.logit_bias and defaults["logit_bias"]:
+            params.logit_bias = dict(defaults["logit_bias"])
+        if not params.stop and defaults["stop"]:
+            params.stop = list(defaults["stop"])
+            if not params.include_stop_str_in_output:
+                params.output_text_buffer_length = max(map(len, params.stop)) - 1
+        if not params.stop_token_ids and defaults["stop_token_ids"]:
+            params.stop_token_ids = list(defaults["stop_token_ids"])
+            params.all_stop_token_ids.update(params.stop_token_ids)
+        return params

@@ -1,0 +1,222 @@
+"""What an HTTP request says about its rollouts, beyond the body that vLLM's server reads."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout_api.protocol.messages import Purpose
+
+IDEMPOTENCY_HEADER = "Idempotency-Key"
+"""Header with the id under which a repeated request returns the same rollouts."""
+REQUEST_IDS_HEADER = "X-Rollout-Request-Ids"
+"""Response header: for each prompt, the beginning of its rollouts' ids."""
+TURN_HEADER = "X-Rollout-Turn"
+"""Response header: number of the turn within the conversation."""
+PREFIX_HEADER = "X-Rollout-Prefix"
+"""Response header of conversations: where the tokens before the last messages come from; see :class:`PrefixSource`."""
+_HEADER_PREFIX = "x-rollout-"
+
+
+class PrefixSource(StrEnum):
+    """Where the tokens of the earlier turns of a conversation come from."""
+
+    SAMPLED = "sampled"
+    """The messages have the tokens that were sampled."""
+    RESTORED = "restored"
+    """The messages have other tokens, which were replaced by those that were sampled."""
+    UNKNOWN = "unknown"
+    """No earlier turn is known, so that all tokens are those of the messages."""
+
+
+class ContextError(ValueError):
+    """A header or an extra argument has an invalid value; ``parameter`` is its name."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(f"{parameter}: {message}")
+        self.parameter = parameter
+
+
+@dataclass(frozen=True)
+class RolloutFields:
+    """What a request says about its rollouts."""
+
+    problem_id: str = ""
+    """Id under which the history keeps the rollouts; default: a hash of the prompt."""
+    trajectory_id: str | None = None
+    """Id of the conversation that the prompt continues."""
+    turn: int | None = None
+    """Number of the turn within its trajectory."""
+    purpose: Purpose = Purpose.TRAIN
+    """Whether the rollouts are for training or for an evaluation."""
+    step: int | None = None
+    """Training step."""
+    priority: int = 0
+    """Requests with a higher priority start earlier."""
+    weight_version: int | None = None
+    """Weight version that samples all tokens."""
+    deadline_seconds: float | None = None
+    """Seconds after which rollouts end with the tokens sampled so far."""
+
+    @classmethod
+    def parse(cls, headers: Mapping[str, str], extra_args: Mapping[str, Any]) -> RolloutFields:
+        """Read the fields from headers ``X-Rollout-…`` and from ``vllm_xargs`` in the body, which take precedence.
+
+        Args:
+            headers: field, with hyphens or underscores → value.
+            extra_args: ``rollout_`` and the field → value; other arguments are ignored.
+
+        Raises:
+            ContextError: a value is invalid, or a field is unknown.
+        """
+        given: dict[str, tuple[str, Any]] = {}
+        for name, value in headers.items():
+            given[name.replace("-", "_")] = (f"X-Rollout-{name.title()}", value)
+        for name, value in extra_args.items():
+            if name.startswith("rollout_"):
+                given[name.removeprefix("rollout_")] = (f"vllm_xargs.{name}", value)
+        values: dict[str, Any] = {}
+        for alias, (where, value) in given.items():
+            field_name = _ALIASES.get(alias)
+            if field_name is None:
+                raise ContextError(where, f"unknown; known are {', '.join(_ALIASES)}")
+            try:
+                values[field_name] = _PARSERS[field_name](value)
+            except (TypeError, ValueError):
+                raise ContextError(where, f"{value!r} is not {_DESCRIPTIONS[field_name]}") from None
+        return cls(**values)
+
+    def as_list(self) -> list[Any]:
+        """Return the values, which can be packed."""
+        return list(asdict(self).values())
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError
+    return value
+
+
+_ALIASES = {
+    "problem": "problem_id",
+    "trajectory": "trajectory_id",
+    "turn": "turn",
+    "purpose": "purpose",
+    "step": "step",
+    "priority": "priority",
+    "weight_version": "weight_version",
+    "deadline_seconds": "deadline_seconds",
+}
+_PARSERS: dict[str, Any] = {
+    "problem_id": _text,
+    "trajectory_id": _text,
+    "turn": int,
+    "purpose": Purpose,
+    "step": int,
+    "priority": int,
+    "weight_version": int,
+    "deadline_seconds": float,
+}
+_DESCRIPTIONS = {
+    "problem_id": "a text that is not empty",
+    "trajectory_id": "a text that is not empty",
+    "turn": "an integer",
+    "purpose": f"one of {', '.join(Purpose)}",
+    "step": "an integer",
+    "priority": "an integer",
+    "weight_version": "an integer",
+    "deadline_seconds": "a number",
+}
+
+
+@dataclass
+class RequestContext:
+    """What the headers of the current HTTP request say, and what its response headers will say."""
+
+    idempotency_key: str = ""
+    """Id under which a repeated request returns the same rollouts; empty without."""
+    headers: dict[str, str] = field(default_factory=dict)
+    """Headers ``X-Rollout-…`` without this prefix → values."""
+    has_messages: bool = False
+    """Whether the prompt arrives as messages, whose tokens vLLM's server chooses."""
+    num_prompts: int = 0
+    """Number of prompts of this HTTP request so far."""
+    response_headers: dict[str, list[str]] = field(default_factory=dict)
+    """Response header → its values, one for each prompt."""
+    start_response: Callable[[], Awaitable[None]] | None = None
+    """Sends the headers of a response that is streamed; None if they were sent, or wait for the body."""
+
+    def next_request_id(self) -> str:
+        """Return the id of the request for the next prompt; empty if a new one may be chosen."""
+        index, self.num_prompts = self.num_prompts, self.num_prompts + 1
+        return f"{self.idempotency_key}.{index}" if self.idempotency_key else ""
+
+    async def prepared(self) -> None:
+        """Send the headers of a response that is streamed, once a prompt has been accepted."""
+        if (start := self.start_response) is not None:
+            self.start_response = None
+            await start()
+
+    def report(self, header: str, value: str) -> None:
+        """Add a value to a response header."""
+        self.response_headers.setdefault(header, []).append(value)
+
+
+_current: ContextVar[RequestContext | None] = ContextVar("rollout_request", default=None)
+
+
+def current_context() -> RequestContext:
+    """Return the context of the HTTP request that is being processed; an empty one outside of requests."""
+    return _current.get() or RequestContext()
+
+
+class RequestContextMiddleware:
+    """ASGI middleware that provides :func:`current_context`, and adds the response header."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Process one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        context = RequestContext(
+            idempotency_key=headers.get(IDEMPOTENCY_HEADER, "").strip(),
+            has_messages=scope["path"].endswith("/chat/completions"),
+            headers={
+                name.removeprefix(_HEADER_PREFIX): value
+                for name, value in headers.items()
+                if name.startswith(_HEADER_PREFIX)
+            },
+        )
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] != "http.response.start":
+                await context.prepared()
+                await send(message)
+                return
+
+            async def start() -> None:
+                headers = MutableHeaders(scope=message)
+                for name, values in context.response_headers.items():
+                    headers.append(name, ",".join(values))
+                await send(message)
+
+            # A response that is streamed starts before vLLM's server looks at the prompts.
+            context.start_response = start
+            if context.response_headers:
+                await context.prepared()
+
+        token = _current.set(context)
+        try:
+            await self._app(scope, receive, send_with_headers)
+        finally:
+            _current.reset(token)

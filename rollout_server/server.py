@@ -1,0 +1,136 @@
+"""Serves a job over HTTP with vLLM's API server."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from rollout_api.client.request_client import RequestClient
+from rollout_server.request_context import RequestContextMiddleware
+
+logger = logging.getLogger(__name__)
+
+_KEEP_ALIVE_S = 75
+"""Seconds for which an idle connection stays open: longer than clients keep theirs, which then close it first."""
+_SHUTDOWN_S = 30
+"""Seconds that running requests have to finish when the server is told to end. They can be sent again afterwards."""
+
+
+class ServerArgumentError(ValueError):
+    """An argument of vLLM's API server cannot be used."""
+
+
+async def build_app(client: RequestClient, model: Path, names: Sequence[str], arguments: Sequence[str] = ()) -> FastAPI:
+    """Return vLLM's API server for a job.
+
+    Args:
+        client: connection to the job, which the caller closes.
+        model: directory of the model's configuration and tokenizer.
+        names: names by which HTTP requests may call the model.
+        arguments: further command line arguments of vLLM's API server, for example ``--tool-call-parser=hermes``.
+
+    Raises:
+        ServerArgumentError: an argument cannot be used.
+    """
+    from vllm import AsyncEngineArgs
+    from vllm.config import DeviceConfig, VllmConfig
+    from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+    from vllm.entrypoints.launchers.app import build_app as build_vllm_app
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    from rollout_server.job_engine import JobEngine
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="rollout serve", add_help=False))
+    try:
+        args = parser.parse_args([*_arguments(client, model, names), *arguments])
+        validate_parsed_serve_args(args)
+    except SystemExit:  # the parser has printed what is wrong
+        raise ServerArgumentError(f"vLLM's API server does not accept {' '.join(arguments)}") from None
+    except (TypeError, ValueError) as error:
+        raise ServerArgumentError(str(error)) from None
+    if args.tool_parser_plugin:
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if args.reasoning_parser_plugin:
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    model_config = engine_args.create_model_config()
+    # The server only tokenizes. It needs neither a GPU nor kernels for quantized weights.
+    model_config.quantization = None
+    vllm_config = VllmConfig(
+        model_config=model_config,
+        device_config=DeviceConfig(device="cpu"),
+        logging_config=engine_args.create_logging_config(),
+        structured_outputs_config=engine_args.create_structured_outputs_config(),
+    )
+    engine = JobEngine(vllm_config, client)
+    tasks = await engine.get_supported_tasks()
+    app: FastAPI = build_vllm_app(args, tasks, model_config)
+    await init_app_state(engine, app.state, args, tasks)
+    for serving in vars(app.state)["_state"].values():
+        # vLLM would reduce a client's max_tokens to the job's default.
+        if getattr(serving, "override_max_tokens", None) is not None:
+            serving.override_max_tokens = None
+    return app
+
+
+def _arguments(client: RequestClient, model: Path, names: Sequence[str]) -> list[str]:
+    """Return the arguments of vLLM's API server that follow from the job."""
+    sampling = client.job.sampling
+    defaults: dict[str, Any] = {
+        name: sampling[name] for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    }
+    defaults["max_new_tokens"] = sampling["max_tokens"]
+    return [
+        f"--model={model}",
+        "--served-model-name",
+        *names,
+        f"--max-model-len={client.job.max_model_len}",
+        "--generation-config=vllm",
+        f"--override-generation-config={json.dumps(defaults)}",
+        "--enable-scale-out",
+        "--enable-prompt-tokens-details",
+        "--disable-log-stats",
+    ]
+
+
+async def serve(app: FastAPI, access: Callable[[ASGIApp], ASGIApp], *, host: str, port: int, **settings: Any) -> None:
+    """Serve until the process is told to end; running requests may then finish.
+
+    Args:
+        app: the application.
+        access: adds middleware that decides who may use the server.
+        host: address to listen on.
+        port: port to listen on; 0 for any free one.
+        settings: further settings of uvicorn.
+    """
+    config = uvicorn.Config(
+        access(as_asgi(app)),
+        host=host,
+        port=port,
+        log_level="info",
+        access_log=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_SHUTDOWN_S,
+        **settings,
+    )
+    server = uvicorn.Server(config)
+    app.state.server, engine = server, app.state.engine_client
+    try:
+        await server.serve()
+    finally:
+        engine.shutdown()
+
+
+def as_asgi(app: FastAPI) -> ASGIApp:
+    """Return the application with the middleware that reads what requests say about their rollouts."""
+    return RequestContextMiddleware(app)

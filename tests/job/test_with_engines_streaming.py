@@ -1,0 +1,171 @@
+"""Rollouts whose tokens are streamed while two real engines sample them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from rollout_api import AsyncRolloutClient, Prompt, RequestClient, Rollout
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import Partial
+from tests.support.in_process_job import LiveJob
+from tests.support.live_job_harness import ENDLESS, JobHarness, assert_delivered_once
+from tests.support.reference_model import ReferenceDistribution
+
+PROMPT = [1, 2, 3, 4]
+LENGTH = 300
+
+
+class Received:
+    """The tokens that a caller has received, by sample."""
+
+    def __init__(self) -> None:
+        self.parts: defaultdict[int, list[Partial]] = defaultdict(list)
+
+    def __call__(self, sample: int, tokens: Partial) -> None:
+        self.parts[sample].append(tokens)
+
+    def num_tokens(self, sample: int) -> int:
+        return sum(len(part.token_ids) for part in self.parts[sample])
+
+    def assert_beginning_of(self, rollouts: list[Rollout]) -> None:
+        """Check that the tokens, log-probabilities and versions are those with which the rollouts begin."""
+        for sample, rollout in enumerate(rollouts):
+            received = Partial.join(self.parts[sample])
+            length = len(received.token_ids)
+            assert rollout.token_ids[:length] == received.token_ids
+            assert rollout.logprobs is not None
+            assert rollout.logprobs[:length] == received.logprobs
+            assert [span for span in rollout.weight_spans if span.start < length] == received.weight_spans
+
+
+def endless(n: int = 2) -> Prompt:
+    """Return a prompt whose rollouts have LENGTH tokens."""
+    return Prompt(PROMPT, sampling=Sampling(n=n, max_tokens=LENGTH, logprobs=True, allowed_token_ids=ENDLESS))
+
+
+def connect(job_harness: JobHarness, running: LiveJob) -> RequestClient:
+    return RequestClient.connect(job_harness.url, uid=running.uid)
+
+
+def test_tokens_arrive_while_they_are_sampled(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
+        received = Received()
+        async with connect(job_harness, running) as client:
+            rollouts = await client.rollouts(endless(), on_tokens=received)
+        received.assert_beginning_of(rollouts)
+        for sample in range(2):
+            # About one decoding step takes as long as the pause between two writes.
+            assert 1 <= len(received.parts[sample][0].token_ids) < 50
+            assert len(received.parts[sample]) >= 5
+            assert received.num_tokens(sample) > LENGTH // 2
+        assert_delivered_once(running, rollouts, 2)
+        assert [] == list(running.redis.scan_iter("*:tokens:*"))
+
+    job_harness.run(scenario)
+
+
+def test_another_engine_continues_after_the_tokens_that_were_streamed(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
+        reference = ReferenceDistribution(job_harness.models / "0")
+        received = Received()
+        async with connect(job_harness, running) as client:
+            prompt = endless(8)
+            task = asyncio.ensure_future(client.rollouts(prompt, on_tokens=received))
+            await running.until(lambda: all(received.num_tokens(sample) > 20 for sample in range(8)))
+            assert running.workers["engine-0"].running
+            await running.kill("engine-0")
+            rollouts = await task
+        received.assert_beginning_of(rollouts)
+        assert_delivered_once(running, rollouts, 8)
+        for rollout in rollouts:
+            assert LENGTH == len(rollout.token_ids)
+            assert rollout.logprobs is not None
+            sampling = Sampling(logprobs=True, allowed_token_ids=ENDLESS)
+            assert reference.max_error(PROMPT, rollout.token_ids, rollout.logprobs, sampling) < 1e-3
+
+    job_harness.run(scenario)
+
+
+def test_an_engine_that_leaves_hands_its_streams_over(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
+        received = Received()
+        sampled_before = sum(engine.counters.tokens for engine in job_harness.engines.values())
+        async with connect(job_harness, running) as client:
+            task = asyncio.ensure_future(client.rollouts(endless(8), on_tokens=received))
+            await running.until(lambda: all(received.num_tokens(sample) > 20 for sample in range(8)))
+            assert running.workers["engine-0"].running
+            await running.drain("engine-0")
+            rollouts = await task
+        sampled = sum(engine.counters.tokens for engine in job_harness.engines.values()) - sampled_before
+        assert 8 * LENGTH == sampled  # no token was sampled twice
+        received.assert_beginning_of(rollouts)
+        assert_delivered_once(running, rollouts, 8)
+
+    job_harness.run(scenario)
+
+
+def test_a_process_that_joins_late_receives_all_tokens(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
+        first, same_process, other_process = Received(), Received(), Received()
+        async with connect(job_harness, running) as one, connect(job_harness, running) as another:
+            tasks = [asyncio.ensure_future(one.rollouts(endless(), request_id="a", on_tokens=first))]
+            await running.until(lambda: first.num_tokens(0) > 50)
+            for client, received in ((one, same_process), (another, other_process)):
+                tasks.append(asyncio.ensure_future(client.rollouts(endless(), request_id="a", on_tokens=received)))
+            found = await asyncio.gather(*tasks)
+        assert found[0] == found[1] == found[2]
+        for received in (first, same_process, other_process):
+            received.assert_beginning_of(found[0])
+            assert received.num_tokens(0) > 50
+        assert_delivered_once(running, found[0], 2)
+
+    job_harness.run(scenario)
+
+
+def test_an_engine_whose_rollouts_were_given_to_another_one_can_neither_stream_nor_finish_them(
+    job_harness: JobHarness,
+) -> None:
+    """It is paused for so long that its lease expires, and continues afterwards."""
+
+    async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
+        received = Received()
+        async with connect(job_harness, running) as client:
+            task = asyncio.ensure_future(client.rollouts(endless(8), on_tokens=received))
+            await running.until(lambda: all(received.num_tokens(sample) > 20 for sample in range(8)))
+            paused = running.workers["engine-0"]
+            assert paused.running
+            # Its heartbeats end, but not its rollouts.
+            running.redis.delete(running.keys.lease(paused.engine_id))
+            rollouts = await task
+        received.assert_beginning_of(rollouts)
+        assert_delivered_once(running, rollouts, 8)
+
+    job_harness.run(scenario)
+
+
+def test_rollouts_that_could_not_be_continued_are_not_streamed(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
+        received = Received()
+        sampling = Sampling(n=2, max_tokens=100, presence_penalty=0.5, allowed_token_ids=ENDLESS)
+        async with connect(job_harness, running) as client:
+            rollouts = await client.rollouts(Prompt(PROMPT, sampling=sampling), on_tokens=received)
+        assert not received.parts
+        assert [100, 100] == [len(rollout.token_ids) for rollout in rollouts]
+
+    job_harness.run(scenario)
+
+
+def test_a_stop_string_ends_a_rollout_that_is_streamed(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, _: AsyncRolloutClient) -> None:
+        received = Received()
+        sampling = Sampling(n=2, max_tokens=LENGTH, logprobs=True, allowed_token_ids=[5, 6], stop=["w5 w6 w5 w5 w6"])
+        async with connect(job_harness, running) as client:
+            rollouts = await client.rollouts(Prompt(PROMPT, sampling=sampling), on_tokens=received)
+        received.assert_beginning_of(rollouts)
+        for sample, rollout in enumerate(rollouts):
+            if rollout.finish_reason == "stop":
+                assert [5, 6, 5, 5, 6] == rollout.token_ids[-5:]
+                assert received.num_tokens(sample) < len(rollout.token_ids)
+
+    job_harness.run(scenario)

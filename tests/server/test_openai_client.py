@@ -1,0 +1,348 @@
+"""OpenAI's client, unmodified, with the server of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import openai as openai_package
+import pytest
+from openai import AsyncOpenAI, OpenAI
+
+from rollout_api import FinishReason, Purpose, Refusal, RolloutRequest
+from tests.support.served_job import MODEL_NAME, ServedJob, serving
+from tests.support.waiting import wait_for
+
+T = TypeVar("T")
+MESSAGES: Any = [{"role": "user", "content": "one two"}]
+WEATHER_TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def while_calling(call: Callable[[], T], then: Callable[[], None]) -> T:
+    """Run *then* while *call* waits in a thread, and return its result."""
+    with ThreadPoolExecutor(1) as pool:
+        result: Future[T] = pool.submit(call)
+        then()
+        return result.result(timeout=30)
+
+
+def answering(job: ServedJob, *texts: str, end: FinishReason = FinishReason.STOP) -> Callable[[], None]:
+    """Return a function that waits for a request and answers it."""
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        job.answer_text(request, *texts, end=end)
+
+    return answer
+
+
+def test_a_completion_is_a_rollout(openai: OpenAI, job: ServedJob) -> None:
+    found: list[RolloutRequest] = []
+
+    def answer() -> None:
+        found.extend(job.wait_for_requests(1))
+        job.answer_text(found[0], "three four", end=FinishReason.LENGTH)
+
+    completion = while_calling(
+        lambda: openai.completions.create(model=MODEL_NAME, prompt="one two", max_tokens=9, temperature=0.5), answer
+    )
+    assert "three four" == completion.choices[0].text
+    assert "length" == completion.choices[0].finish_reason
+    [request] = found
+    assert job.tokens("one two") == request.prompt_token_ids
+    assert (1, 9, 0.5) == (request.sampling.n, request.sampling.max_tokens, request.sampling.temperature)
+    assert completion.usage is not None
+    assert len(job.tokens("three four")) == completion.usage.completion_tokens
+
+
+def test_settings_that_a_request_omits_are_the_jobs(openai: OpenAI, job: ServedJob) -> None:
+    found: list[RolloutRequest] = []
+
+    def answer() -> None:
+        found.extend(job.wait_for_requests(1))
+        job.answer_text(found[0], "x")
+
+    while_calling(lambda: openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES), answer)
+    # One response is the default of the API, whatever the job's number of rollouts.
+    assert (1, 64, 1.0) == (
+        found[0].sampling.n,
+        found[0].sampling.max_tokens,
+        found[0].sampling.temperature,
+    )
+    assert "seed" not in found[0].sampling.model_fields_set
+
+
+def test_a_chat_completion_has_the_models_template_and_the_behavior_log_probabilities(
+    openai: OpenAI, job: ServedJob
+) -> None:
+    found: list[RolloutRequest] = []
+
+    def answer() -> None:
+        found.extend(job.wait_for_requests(1))
+        job.answer_text(found[0], "three", "four five")
+
+    completion = while_calling(
+        lambda: openai.chat.completions.create(
+            model=MODEL_NAME, messages=MESSAGES, n=2, logprobs=True, extra_body={"return_token_ids": True}
+        ),
+        answer,
+    )
+    assert "<|im_start|>user\none two<|im_end|>\n<|im_start|>assistant\n" == job.text(found[0].prompt_token_ids)
+    assert (2, True) == (found[0].sampling.n, found[0].sampling.logprobs)
+    assert ["three", "four five"] == [choice.message.content for choice in completion.choices]
+    for sample, choice in enumerate(completion.choices):
+        expected = job.rollout(found[0], sample, ["three", "four five"][sample])
+        assert "stop" == choice.finish_reason
+        assert expected.token_ids == choice.token_ids  # type: ignore[attr-defined]
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert expected.logprobs == [entry.logprob for entry in choice.logprobs.content]
+    assert found[0].prompt_token_ids == completion.prompt_token_ids  # type: ignore[attr-defined]
+
+
+def test_tokens_can_be_the_prompt(openai: OpenAI, job: ServedJob) -> None:
+    found: list[RolloutRequest] = []
+
+    def answer() -> None:
+        found.extend(job.wait_for_requests(2))
+        for request in found:
+            job.answer_text(request, job.text(request.prompt_token_ids))
+
+    prompts = [job.tokens("one"), job.tokens("two three")]
+    completion = while_calling(lambda: openai.completions.create(model=MODEL_NAME, prompt=prompts), answer)
+    assert prompts == [request.prompt_token_ids for request in found]
+    assert ["one", "two three"] == [choice.text for choice in completion.choices]
+
+
+def test_text_is_streamed_while_it_is_sampled(openai: OpenAI, job: ServedJob) -> None:
+    stream = openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, stream=True, logprobs=True)
+    [request] = job.wait_for_requests(1)
+    assert request.stream
+    chunks = iter(stream)
+
+    def next_text() -> str:
+        while not (text := next(chunks).choices[0].delta.content):
+            pass
+        return text
+
+    job.stream_text(request, 0, "one two")
+    assert "one two" == next_text()
+    job.stream_text(request, 0, " three", after="one two")
+    assert " three" == next_text()
+    job.answer_text(request, "one two three four")
+    rest = [chunk.choices[0] for chunk in chunks]
+    assert " four" == "".join(choice.delta.content or "" for choice in rest)
+    assert "stop" == rest[-1].finish_reason
+
+
+def test_the_asynchronous_client_streams_several_samples(server: str, job: ServedJob) -> None:
+    async def texts() -> dict[int, str]:
+        found = {0: "", 1: ""}
+        async with AsyncOpenAI(base_url=f"{server}/v1", api_key="none") as client:
+            stream = await client.completions.create(model=MODEL_NAME, prompt="one", n=2, stream=True)
+            [request] = await asyncio.to_thread(job.wait_for_requests, 1)
+            job.stream_text(request, 1, "four")
+            job.answer_text(request, "two three", "four five")
+            async for chunk in stream:
+                for choice in chunk.choices:
+                    found[choice.index] += choice.text
+        return found
+
+    assert {0: "two three", 1: "four five"} == asyncio.run(texts())
+
+
+def test_a_stop_string_is_cut_off(openai: OpenAI, job: ServedJob) -> None:
+    completion = while_calling(
+        lambda: openai.completions.create(model=MODEL_NAME, prompt="one", stop=["four"]),
+        lambda: _answer_without_end_token(job, "two three four"),
+    )
+    assert ("two three ", "stop") == (completion.choices[0].text, completion.choices[0].finish_reason)
+
+
+def _answer_without_end_token(job: ServedJob, text: str) -> None:
+    [request] = job.wait_for_requests(1)
+    assert ["four"] == request.sampling.stop
+    rollout = job.rollout(request, 0, text, FinishReason.LENGTH).model_copy(update={"finish_reason": FinishReason.STOP})
+    job.keep(request, "0", rollout)
+    job.delete_request(request)
+
+
+def test_tools_are_called(openai: OpenAI, job: ServedJob) -> None:
+    text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    completion = while_calling(
+        lambda: openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, tools=[WEATHER_TOOL]),
+        answering(job, text),
+    )
+    assert "tool_calls" == completion.choices[0].finish_reason
+    [call] = completion.choices[0].message.tool_calls or []
+    assert call.type == "function"
+    assert ("weather", {"city": "Oslo"}) == (call.function.name, json.loads(call.function.arguments))
+
+
+def test_a_repeated_call_with_an_idempotency_key_gets_the_same_rollouts_from_every_server(
+    openai: OpenAI, job: ServedJob, redis_url: str, model: Path
+) -> None:
+    def call(client: OpenAI) -> list[str]:
+        completion = client.completions.create(
+            model=MODEL_NAME, prompt=["one", "two"], n=2, extra_headers={"Idempotency-Key": "a"}
+        )
+        return [choice.text for choice in completion.choices]
+
+    def answer() -> None:
+        for number, request in enumerate(job.wait_for_requests(2)):
+            job.answer_text(request, f"three{number}", f"four{number}")
+
+    first = while_calling(lambda: call(openai), answer)
+    with (
+        serving(job, redis_url, model) as other,
+        OpenAI(base_url=f"{other}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert first == call(openai) == call(client)
+    assert sorted(first) == sorted(["three0", "four0", "three1", "four1"])
+    assert 4 == len(job.sampled)
+
+
+def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: ServedJob) -> None:
+    found: list[RolloutRequest] = []
+
+    def answer() -> None:
+        found.extend(job.wait_for_requests(1))
+        job.answer_text(found[0], "x")
+
+    response = while_calling(
+        lambda: openai.completions.with_raw_response.create(
+            model=MODEL_NAME,
+            prompt="one",
+            extra_headers={"X-Rollout-Problem": "p7", "X-Rollout-Step": "5", "X-Rollout-Purpose": "train"},
+            extra_body={"vllm_xargs": {"rollout_purpose": "eval", "rollout_trajectory": "t", "rollout_turn": 2}},
+        ),
+        answer,
+    )
+    [request] = found
+    assert ("p7", 5, Purpose.EVAL) == (request.problem_id, request.step, request.purpose)
+    assert ("t", 2) == (request.trajectory_id, request.turn)
+    assert f"{job.uid}/{request.request_id}" == response.headers["X-Rollout-Request-Ids"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "parameter", "message"),
+    [
+        ({"logprobs": 3}, "logprobs", "logprobs=0"),
+        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs", "do not support prompt_logprobs"),
+        ({"extra_body": {"ignore_eos": True}}, "ignore_eos", "do not support ignore_eos"),
+        ({"extra_headers": {"X-Rollout-Step": "x"}}, "X-Rollout-Step", "'x' is not an integer"),
+        ({"extra_headers": {"X-Rollout-Probelm": "x"}}, "X-Rollout-Probelm", "known are problem"),
+        ({"max_tokens": 300}, "max_tokens", "300"),
+        ({"temperature": -1}, "temperature", "non-negative"),
+    ],
+)
+def test_what_the_job_cannot_do_is_an_error_that_names_the_field(
+    openai: OpenAI, job: ServedJob, settings: Any, parameter: str, message: str
+) -> None:
+    with pytest.raises(openai_package.BadRequestError, match=message) as error:
+        openai.completions.create(model=MODEL_NAME, prompt="one", **settings)
+    assert parameter in (error.value.param or "") or parameter in str(error.value)
+    assert [] == job.requests()
+
+
+def test_an_unknown_model_is_not_found(openai: OpenAI) -> None:
+    with pytest.raises(openai_package.NotFoundError, match="other"):
+        openai.completions.create(model="other", prompt="one")
+
+
+def test_a_rollout_that_fails_is_an_error_with_its_reason(openai: OpenAI, job: ServedJob) -> None:
+    def fail() -> None:
+        [request] = job.wait_for_requests(1)
+        rollout = job.rollout(request, 0, "", FinishReason.LENGTH)
+        failed = rollout.model_copy(update={"finish_reason": FinishReason.FAILED, "detail": "minP does not work"})
+        job.keep(request, "0", failed)
+
+    with pytest.raises(openai_package.InternalServerError, match="minP does not work"):
+        while_calling(lambda: openai.completions.create(model=MODEL_NAME, prompt="one"), fail)
+
+
+def test_a_refused_request_is_an_error_with_the_reason(openai: OpenAI, job: ServedJob) -> None:
+    def refuse() -> None:
+        [request] = job.wait_for_requests(1)
+        job.keep(request, "refusal", Refusal(request_id=request.request_id, reason="no such version"))
+
+    with pytest.raises(openai_package.BadRequestError, match="no such version"):
+        while_calling(lambda: openai.completions.create(model=MODEL_NAME, prompt="one"), refuse)
+
+
+def test_a_job_that_has_ended_is_unavailable(openai: OpenAI, job: ServedJob) -> None:
+    def end() -> None:
+        job.wait_for_requests(1)
+        job.set_state("failed", "the model was deleted")
+
+    with pytest.raises(openai_package.InternalServerError, match="the model was deleted") as error:
+        while_calling(lambda: openai.completions.create(model=MODEL_NAME, prompt="one"), end)
+    assert 503 == error.value.status_code
+
+
+def test_a_client_that_disconnects_cancels_its_request(server: str, job: ServedJob) -> None:
+    def disconnect(**headers: str) -> None:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(
+                f"{server}/v1/completions", json={"model": MODEL_NAME, "prompt": "one"}, headers=headers, timeout=1
+            )
+
+    disconnect()
+    [request] = job.requests()
+    wait_for(job.control_messages)
+    assert [[request.request_id]] == [message.request_ids for message in job.control_messages()]  # type: ignore[union-attr]
+    disconnect(**{"Idempotency-Key": "a"})  # its client will call again
+    time.sleep(1)
+    assert 1 == len(job.control_messages())
+
+
+def test_other_endpoints(server: str, job: ServedJob) -> None:
+    with httpx.Client(base_url=server) as client:
+        assert 200 == client.get("/health").status_code
+        assert [MODEL_NAME] == [entry["id"] for entry in client.get("/v1/models").json()["data"]]
+        assert 256 == client.get("/v1/models").json()["data"][0]["max_model_len"]
+        reply = client.post("/tokenize", json={"model": MODEL_NAME, "prompt": "one two"})
+        assert job.tokens("one two") == reply.json()["tokens"]
+        reply = client.post("/detokenize", json={"model": MODEL_NAME, "tokens": job.tokens("one two")})
+        assert "one two" == reply.json()["prompt"]
+
+
+def test_tokens_in_and_out_without_text(server: str, job: ServedJob) -> None:
+    def generate() -> dict[str, Any]:
+        body = {
+            "model": MODEL_NAME,
+            "token_ids": job.tokens("one"),
+            "sampling_params": {"max_tokens": 5, "logprobs": 0},
+        }
+        reply = httpx.post(f"{server}/inference/v1/generate", json=body, timeout=30)
+        assert 200 == reply.status_code, reply.text
+        parsed: dict[str, Any] = reply.json()
+        return parsed
+
+    reply = while_calling(generate, answering(job, "two three"))
+    assert [*job.tokens("two three"), job.tokenizer.eos_token_id] == reply["choices"][0]["token_ids"]
+
+
+def test_many_calls_at_once(openai: OpenAI, job: ServedJob) -> None:
+    """Each gets the answer to its own prompt."""
+
+    def call(number: int) -> str:
+        return openai.completions.create(model=MODEL_NAME, prompt=f"number {number}", max_tokens=20).choices[0].text
+
+    def answer(request: RolloutRequest) -> None:
+        job.answer_text(request, job.text(request.prompt_token_ids).removeprefix("number "))
+
+    with job.serving(answer), ThreadPoolExecutor(32) as pool:
+        assert [str(number) for number in range(200)] == list(pool.map(call, range(200)))

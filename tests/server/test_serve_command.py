@@ -1,0 +1,85 @@
+"""``rollout serve`` as a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from rollout_worker.runtime.ports import free_port
+from tests.support.served_job import ServedJob
+from tests.support.waiting import wait_for
+
+TOKEN = "a-token-that-is-long-enough"
+COMMAND = [sys.executable, "-m", "rollout_worker.cli", "serve"]
+
+
+@pytest.fixture
+def manifest(tmp_path: Path, model: Path) -> Path:
+    spec = {"model": {"uri": str(model)}, "source": {"trainer": {}}, "workers": {"gpusPerWorker": 0}}
+    job = {"apiVersion": "das.rollout.dev/v1beta1", "kind": "RolloutJob", "metadata": {"name": "math"}, "spec": spec}
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    return file
+
+
+@contextmanager
+def running(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    port = free_port()
+    process = subprocess.Popen([*COMMAND, *arguments, "--port", str(port)])
+    url = f"http://127.0.0.1:{port}"
+
+    def is_healthy() -> bool:
+        assert process.poll() is None
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_for(is_healthy, 90)
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(*arguments: str | Path) -> tuple[int, str]:
+    ended = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=90, check=False)
+    return ended.returncode, ended.stderr
+
+
+def test_a_job_is_served_until_sigterm(manifest: Path, job: ServedJob, redis_url: str, tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.mkdir()
+    (tokens / "trainer").write_text(TOKEN)
+    options = ["--tokens", str(tokens), "--enable-auto-tool-choice", "--tool-call-parser=hermes"]
+    with running("-f", manifest, "--redis", redis_url, *options) as (process, url):
+        body = {"model": "math", "prompt": "one"}
+        assert 401 == httpx.post(f"{url}/v1/completions", json=body).status_code
+        with job.serving(lambda request: job.answer_text(request, "two")):
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            reply = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=20)
+        assert "two" == reply.json()["choices"][0]["text"]
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=30) in (0, -signal.SIGTERM)
+
+
+def test_what_cannot_be_used_is_named(manifest: Path, job: ServedJob, redis_url: str, tmp_path: Path) -> None:
+    code, message = run("-f", manifest, "--redis", redis_url, "--tokens", tmp_path / "missing")
+    assert code == 5
+    assert "the tokens cannot be read" in message
+    code, message = run("-f", manifest, "--redis", redis_url, "--no-such-option=1")
+    assert code == 2
+    assert "--no-such-option" in message
+    code, message = run("-f", manifest, "--redis", "redis://127.0.0.1:1/0")
+    assert code == 3
+    assert "127.0.0.1:1" in message

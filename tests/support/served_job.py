@@ -1,0 +1,147 @@
+"""A fake job that is served over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from safetensors.numpy import save_file
+from starlette.types import ASGIApp
+
+from rollout_api import FinishReason, RequestClient, Rollout, RolloutRequest, WeightSpan, encode
+from rollout_api.protocol.messages import Partial
+from rollout_server.server import as_asgi, build_app
+from rollout_worker.tiny_model.tokenizer import build_tokenizer, load_tokenizer
+from tests.support.fake_job import VOCABULARY, FakeJob
+from tests.support.waiting import wait_for
+
+MODEL_NAME = "das/tiny"
+"""Name by which the server knows the model."""
+
+
+def make_configuration(directory: Path) -> Path:
+    """Write a model's configuration and tokenizer, and a file in place of its weights, which no server loads."""
+    from transformers import Qwen3Config
+
+    texts = ["one two three four five six seven eight nine ten", "<tool_call></tool_call>"]
+    tokenizer = build_tokenizer(texts, vocabulary=VOCABULARY)
+    tokenizer.chat_template = tokenizer.chat_template.replace("message['content']", "(message['content'] or '')")
+    tokenizer.save_pretrained(directory)
+    Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=VOCABULARY,
+        max_position_embeddings=512,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=64,
+        eos_token_id=tokenizer.eos_token_id,
+    ).save_pretrained(directory)
+    save_file({"none": np.zeros(1, dtype=np.float32)}, directory / "model.safetensors")
+    return directory
+
+
+class ServedJob(FakeJob):
+    """A fake job whose responses are texts of the model's tokenizer."""
+
+    def __init__(self, url: str, model: Path, **settings: Any) -> None:
+        super().__init__(url, **settings)
+        self.tokenizer = load_tokenizer(model)
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens."""
+        return str(self.tokenizer.decode(tokens))
+
+    def rollout(
+        self, request: RolloutRequest, sample: int, text: str, end: FinishReason = FinishReason.STOP
+    ) -> Rollout:
+        """Return a rollout with this text; one that has stopped ends with the end-of-sequence token."""
+        tokens = self.tokens(text) + ([self.tokenizer.eos_token_id] if end is FinishReason.STOP else [])
+        return self.make_rollout(request, sample, finish_reason=end).model_copy(
+            update={
+                "token_ids": tokens,
+                "logprobs": [-0.25 * (1 + index % 4) for index in range(len(tokens))],
+                "weight_spans": [WeightSpan(start=0, weight_version=3)] if tokens else [],
+            }
+        )
+
+    def answer_text(self, request: RolloutRequest, *texts: str, end: FinishReason = FinishReason.STOP) -> None:
+        """Answer all samples of a request with these texts, one after the other."""
+        for sample in range(self.num_samples(request)):
+            rollout = self.rollout(request, sample, texts[sample % len(texts)], end)
+            self.sampled.append(rollout.rollout_id)
+            self.keep(request, str(sample), rollout)
+        self.delete_request(request)
+
+    def stream_text(self, request: RolloutRequest, sample: int, text: str, *, after: str = "") -> None:
+        """Stream the tokens of a text that follows the text *after*."""
+        before, tokens = len(self.tokens(after)), self.tokens(text)
+        part = Partial(
+            token_ids=tokens,
+            logprobs=[-0.25 * (1 + index % 4) for index in range(before, before + len(tokens))],
+            weight_spans=[WeightSpan(start=0, weight_version=3)],
+        )
+        key = self.keys.tokens(request.request_id, sample)
+        self.redis.xadd(key, {"d": encode(part)}, id=f"{before + len(tokens)}-0")
+        self.redis.xadd(self.keys.token_updates, {"r": request.request_id})
+
+
+@contextmanager
+def serving(
+    job: FakeJob,
+    url: str,
+    model: Path,
+    arguments: Sequence[str] = (),
+    wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+) -> Iterator[str]:
+    """Serve a job at the URL that is returned, until the block ends.
+
+    Args:
+        job: the job.
+        url: URL of the job's Redis.
+        model: directory of the model's configuration and tokenizer.
+        arguments: further arguments of vLLM's API server.
+        wrap: adds middleware.
+    """
+    servers: list[uvicorn.Server] = []
+    errors: list[BaseException] = []
+
+    async def run() -> None:
+        async with RequestClient.connect(url, job.name, reconnect_timeout=2) as client:
+            app = await build_app(client, model, [MODEL_NAME], arguments)
+            server = uvicorn.Server(uvicorn.Config(wrap(as_asgi(app)), port=0, log_level="warning"))
+            app.state.server, engine = server, app.state.engine_client
+            servers.append(server)
+            await server.serve()
+            engine.shutdown()
+
+    def run_and_record() -> None:
+        try:
+            asyncio.run(run())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run_and_record, daemon=True)
+    thread.start()
+    wait_for(lambda: errors or (servers and servers[0].started), 60)
+    if errors:
+        raise errors[0]
+    port = servers[0].servers[0].sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        servers[0].should_exit = True
+        thread.join(timeout=20)
+    if errors:
+        raise errors[0]

@@ -160,7 +160,10 @@ class JobEngineCore:
 
         async def refuse(*_: Any, **__: Any) -> None:
             operation = name.removesuffix("_async").replace("_", " ")
-            raise NotImplementedError(f"a rollout job does not support this operation of vLLM's engine: {operation}")
+            raise NotImplementedError(
+                f"a rollout job does not support this operation of vLLM's engine: {operation}; remove the call, or use "
+                "the job's Python client"
+            )
 
         return refuse
 

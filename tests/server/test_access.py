@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -36,11 +37,11 @@ def server(job: ServedJob, redis_url: str, model: Path, tokens: Path) -> Iterato
         yield url
 
 
-def post(server: str, token: str, key: str = "", **options: object) -> httpx.Response:
+def post(server: str, token: str, key: str = "", n: int = 1) -> httpx.Response:
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     if key:
         headers["Idempotency-Key"] = key
-    return httpx.post(f"{server}/v1/completions", headers=headers, timeout=20, **{"json": BODY, **options})  # type: ignore[arg-type]
+    return httpx.post(f"{server}/v1/completions", headers=headers, timeout=20, json={**BODY, "n": n})
 
 
 def test_requests_need_a_token(server: str, job: ServedJob) -> None:
@@ -93,16 +94,16 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 def test_a_job_without_room_answers_429(redis_url: str, model: Path) -> None:
     job = ServedJob(redis_url, model, max_rollouts=2)
-    wrap = lambda app: AccessMiddleware(app, Tokens())  # noqa: E731
+    wrap = partial(AccessMiddleware, tokens=Tokens())
     with serving(job, redis_url, model, wrap=wrap) as server, ThreadPoolExecutor(2) as pool:
-        running = pool.submit(post, server, "", json={**BODY, "n": 2}, key="a")
+        running = pool.submit(post, server, "", key="a", n=2)
         [request] = job.wait_for_requests(1)
         refused = post(server, "")
         assert (429, "1") == (refused.status_code, refused.headers["Retry-After"])
         assert "open rollouts" in refused.json()["error"]["message"]
         # A call that is repeated needs no room.
         job.redis.hset(job.keys.ledger(request.request_id), "n", 2)
-        repeated = pool.submit(post, server, "", json={**BODY, "n": 2}, key="a")
+        repeated = pool.submit(post, server, "", key="a", n=2)
         time.sleep(0.5)
         job.answer_text(request, "two")
         assert [200, 200] == [reply.result(timeout=20).status_code for reply in (running, repeated)]

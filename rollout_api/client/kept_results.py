@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,14 +51,14 @@ class _OpenRequest:
     may_wait: bool
     """Whether it may wait in Redis while the job has no room for it."""
     answer: asyncio.Future[list[Rollout]]
-    is_in_job: bool = False
-    """Whether the job has admitted it, from this process or another one."""
     received: dict[int, Rollout] = field(default_factory=dict)
     """Sample → rollout."""
     listeners: list[TokensCallback] = field(default_factory=list)
     """Receive the tokens of unfinished rollouts."""
     streamed: dict[int, list[Partial]] = field(default_factory=dict)
     """Sample → its tokens that were streamed."""
+    num_streamed: Counter[int] = field(default_factory=Counter)
+    """Sample → number of its tokens that were streamed."""
     num_waiters: int = 0
     was_sent: bool = False
 
@@ -91,18 +92,15 @@ class _OpenRequest:
             part = decode(fields[MESSAGE_FIELD.encode()])
             if not isinstance(part, Partial):
                 raise CodecError(f"a {part.kind} in place of tokens")
-            end, num_streamed = int(entry_id.partition(b"-")[0]), self.num_streamed(sample)
+            end, num_streamed = int(entry_id.partition(b"-")[0]), self.num_streamed[sample]
             if end <= num_streamed:  # another task has read it meanwhile
                 continue
             if end - part.num_tokens != num_streamed:
                 raise CodecError(_LOST_TOKENS)
             self.streamed.setdefault(sample, []).append(part)
+            self.num_streamed[sample] = end
             for listener in self.listeners:
                 listener(sample, part)
-
-    def num_streamed(self, sample: int) -> int:
-        """Return how many tokens of a sample have been streamed."""
-        return sum(part.num_tokens for part in self.streamed.get(sample, ()))
 
     def add(self, fields: Sequence[str], values: Sequence[bytes | None]) -> None:
         """Add what was read.
@@ -247,27 +245,31 @@ class KeptResults:
 
     async def _send(self, batch: Sequence[_OpenRequest]) -> None:
         await self._fetch([opened for opened in batch if opened.may_be_answered])
-        await self._find_admitted([opened for opened in batch if opened.may_be_answered and not opened.answer.done()])
         batch = [opened for opened in batch if not opened.answer.done()]
         if batch and self.ending is not None:
             raise self.ending
         num_awaited = sum(opened.num_missing for opened in self._open.values() if opened.was_sent)
+        excess: list[_OpenRequest] = []
         for opened in batch:
-            if opened.may_wait or opened.is_in_job or self._sender.has_room(opened.request.n, num_awaited):
+            if opened.may_wait or self._sender.has_room(opened.request.n, num_awaited):
                 opened.was_sent = True
                 self._sender.count_sent(opened.request.n)
                 num_awaited += opened.request.n
             else:
-                opened.fail(
-                    JobFullError(
-                        "the job has as many open rollouts as it may have (spec.queue.maxRollouts); try again later"
-                    )
+                excess.append(opened)
+        for opened in await self._not_admitted(excess):
+            opened.fail(
+                JobFullError(
+                    "the job has as many open rollouts as it may have (spec.queue.maxRollouts); try again later"
                 )
+            )
+        for opened in excess:
+            opened.was_sent = not opened.answer.done()
         batch = [opened for opened in batch if opened.was_sent]
         await self._sender.append(self._keys.requests, [opened.request.data for opened in batch], "send requests")
 
-    async def _find_admitted(self, batch: Sequence[_OpenRequest]) -> None:
-        """Find out which requests the job has admitted before."""
+    async def _not_admitted(self, batch: Sequence[_OpenRequest]) -> list[_OpenRequest]:
+        """Return the requests that the job has not admitted before, from this process or another one."""
 
         async def read() -> list[Any]:
             pipeline = self._client.pipeline(transaction=False)
@@ -275,10 +277,8 @@ class KeptResults:
                 pipeline.exists(self._keys.ledger(opened.request.request_id))
             return list(await pipeline.execute())
 
-        if batch:
-            found = await self._policy.run(read, action="send requests")
-            for opened, exists in zip(batch, found, strict=True):
-                opened.is_in_job = bool(exists)
+        found = await self._policy.run(read, action="send requests") if batch else []
+        return [opened for opened, is_admitted in zip(batch, found, strict=True) if not is_admitted]
 
     # Receiving.
 
@@ -371,7 +371,7 @@ class KeptResults:
                 pipeline.hmget(self._keys.kept(opened.request.request_id), names)
             for opened, sample in streams:
                 key = self._keys.tokens(opened.request.request_id, sample)
-                pipeline.xrange(key, f"({opened.num_streamed(sample)}-0")
+                pipeline.xrange(key, f"({opened.num_streamed[sample]}-0")
             return list(await pipeline.execute())
 
         found = await self._policy.run(read, action="receive rollouts")

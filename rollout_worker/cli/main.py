@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import sys
 import time
 from collections.abc import Coroutine, Iterator
@@ -340,6 +341,7 @@ def serve(
             permitted = Tokens() if tokens is None else Tokens.read(tokens)
         except TokensError as error:
             exit_with_error(EXIT_STATE, str(error))
+        _check_certificate(certificate, certificate_key)
         check(connect(redis), redis)
         model = resolve_model(job.spec.model, model_cache or default_cache(), weights=False)
         asyncio.run(run())
@@ -504,6 +506,22 @@ def _check_writable(file: Path) -> None:
         file.open("a").close()
     except OSError as error:
         exit_with_error(EXIT_STATE, f"cannot write {file} (--json): {error.strerror}")
+
+
+def _check_certificate(certificate: Path | None, key: Path | None) -> None:
+    """Exit with a message if a TLS certificate cannot be used."""
+    if certificate is None and key is None:
+        return
+    if certificate is None or key is None:
+        exit_with_error(EXIT_STATE, "--certificate and --certificate-key belong together; pass both or neither")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except OSError as error:  # ssl.SSLError is one
+        exit_with_error(
+            EXIT_STATE,
+            f"the TLS certificate {certificate} with the key {key} cannot be used: {error}; pass two PEM files that "
+            "belong together",
+        )
 
 
 def _fail_manifest(file: Path | None, error: ManifestError) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from rollout_worker.runtime.ports import free_port
+from tests.support.redis_servers import Certificates
 from tests.support.served_job import ServedJob
 from tests.support.waiting import wait_for
 
@@ -32,15 +34,17 @@ def manifest(tmp_path: Path, model: Path) -> Path:
 
 
 @contextmanager
-def running(*arguments: str | Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def running(*arguments: str | Path, certificate: Path | None = None) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     port = free_port()
     process = subprocess.Popen([*COMMAND, *arguments, "--port", str(port)])
-    url = f"http://127.0.0.1:{port}"
+    scheme = "http" if certificate is None else "https"
+    url = f"{scheme}://127.0.0.1:{port}"
+    verify = True if certificate is None else ssl.create_default_context(cafile=str(certificate))
 
     def is_healthy() -> bool:
         assert process.poll() is None
         try:
-            return httpx.get(f"{url}/health").status_code == 200
+            return httpx.get(f"{url}/health", verify=verify).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -71,6 +75,22 @@ def test_a_job_is_served_until_sigterm(manifest: Path, job: ServedJob, redis_url
         assert "two" == reply.json()["choices"][0]["text"]
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=30) in (0, -signal.SIGTERM)
+
+
+def test_a_job_is_served_over_tls(manifest: Path, job: ServedJob, redis_url: str, tmp_path: Path) -> None:
+    files = Certificates.make(tmp_path)
+    options = ["--certificate", files.certificate, "--certificate-key", files.key]
+    with running("-f", manifest, "--redis", redis_url, *options, certificate=files.certificate) as (_, url):
+        with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            httpx.get(f"{url}/health")
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"{url.replace('https', 'http')}/health")
+    code, message = run("-f", manifest, "--redis", redis_url, *options[:2])
+    assert code == 5
+    assert "--certificate-key belong together" in message
+    code, message = run("-f", manifest, "--redis", redis_url, *options[:3], files.certificate)
+    assert code == 5
+    assert "pass two PEM files" in message
 
 
 def test_what_cannot_be_used_is_named(manifest: Path, job: ServedJob, redis_url: str, tmp_path: Path) -> None:

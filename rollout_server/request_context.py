@@ -82,14 +82,14 @@ class RolloutFields:
             if name.startswith("rollout_"):
                 given[name.removeprefix("rollout_")] = (f"vllm_xargs.{name}", value)
         values: dict[str, Any] = {}
-        for alias, (where, value) in given.items():
-            field_name = _ALIASES.get(alias)
-            if field_name is None:
-                raise ContextError(where, f"unknown; known are {', '.join(_ALIASES)}")
+        for name, (where, value) in given.items():
+            if name not in _FIELDS:
+                raise ContextError(where, f"unknown; known are {', '.join(_FIELDS)}")
+            field_name, parse, description = _FIELDS[name]
             try:
-                values[field_name] = _PARSERS[field_name](value)
+                values[field_name] = parse(value)
             except (TypeError, ValueError):
-                raise ContextError(where, f"{value!r} is not {_DESCRIPTIONS[field_name]}") from None
+                raise ContextError(where, f"{value!r} is not {description}") from None
         return cls(**values)
 
     def as_list(self) -> list[Any]:
@@ -103,36 +103,17 @@ def _text(value: Any) -> str:
     return value
 
 
-_ALIASES = {
-    "problem": "problem_id",
-    "trajectory": "trajectory_id",
-    "turn": "turn",
-    "purpose": "purpose",
-    "step": "step",
-    "priority": "priority",
-    "weight_version": "weight_version",
-    "deadline_seconds": "deadline_seconds",
+_FIELDS: dict[str, tuple[str, Callable[[Any], Any], str]] = {
+    "problem": ("problem_id", _text, "a text that is not empty"),
+    "trajectory": ("trajectory_id", _text, "a text that is not empty"),
+    "turn": ("turn", int, "an integer"),
+    "purpose": ("purpose", Purpose, f"one of {', '.join(Purpose)}"),
+    "step": ("step", int, "an integer"),
+    "priority": ("priority", int, "an integer"),
+    "weight_version": ("weight_version", int, "an integer"),
+    "deadline_seconds": ("deadline_seconds", float, "a number"),
 }
-_PARSERS: dict[str, Any] = {
-    "problem_id": _text,
-    "trajectory_id": _text,
-    "turn": int,
-    "purpose": Purpose,
-    "step": int,
-    "priority": int,
-    "weight_version": int,
-    "deadline_seconds": float,
-}
-_DESCRIPTIONS = {
-    "problem_id": "a text that is not empty",
-    "trajectory_id": "a text that is not empty",
-    "turn": "an integer",
-    "purpose": f"one of {', '.join(Purpose)}",
-    "step": "an integer",
-    "priority": "an integer",
-    "weight_version": "an integer",
-    "deadline_seconds": "a number",
-}
+"""Name in a request → field of :class:`RolloutFields`, what reads its value, and what the value must be."""
 
 
 @dataclass

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +75,31 @@ async def build_app(client: RequestClient, model: Path, names: Sequence[str], ar
     )
     engine = JobEngine(vllm_config, client)
     tasks = await engine.get_supported_tasks()
-    app: FastAPI = build_vllm_app(args, tasks, model_config)
+    with _log_levels_kept():
+        app: FastAPI = build_vllm_app(args, tasks, model_config)
     await init_app_state(engine, app.state, args, tasks)
     for serving in vars(app.state)["_state"].values():
         # vLLM would reduce a client's max_tokens to the job's default.
         if getattr(serving, "override_max_tokens", None) is not None:
             serving.override_max_tokens = None
     return app
+
+
+@contextmanager
+def _log_levels_kept() -> Iterator[None]:
+    """Restore the levels of the root logger and of its handlers.
+
+    vLLM's API server imports ``model_hosting_container_standards``, which hides all warnings of the process when it is
+    imported: it sets these levels to ``ERROR``.
+    """
+    root = logging.getLogger()
+    level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler, handler_level in handlers:
+            handler.setLevel(handler_level)
 
 
 def _arguments(client: RequestClient, model: Path, names: Sequence[str]) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from rollout_worker.runtime.ports import free_port
-from tests.support.redis_servers import Certificates
+from tests.support.redis_servers import Certificates, Server
 from tests.support.served_job import ServedJob
 from tests.support.waiting import wait_for
 
@@ -77,9 +77,23 @@ def test_a_job_is_served_until_sigterm(manifest: Path, job: ServedJob, redis_url
         assert process.wait(timeout=30) in (0, -signal.SIGTERM)
 
 
+def test_warnings_are_printed(manifest: Path, model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Server(tmp_path) as redis:
+        ServedJob(redis.url, model)
+        with running("-f", manifest, "--redis", redis.url):
+            redis.kill()
+            printed: list[str] = []
+
+            def is_warned() -> bool:
+                printed.append(capfd.readouterr().err)
+                return "does not answer" in "".join(printed)
+
+            wait_for(is_warned, 30, lambda: "".join(printed))
+
+
 def test_a_job_is_served_over_tls(manifest: Path, job: ServedJob, redis_url: str, tmp_path: Path) -> None:
     files = Certificates.make(tmp_path)
-    options = ["--certificate", files.certificate, "--certificate-key", files.key]
+    options: list[str | Path] = ["--certificate", files.certificate, "--certificate-key", files.key]
     with running("-f", manifest, "--redis", redis_url, *options, certificate=files.certificate) as (_, url):
         with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
             httpx.get(f"{url}/health")

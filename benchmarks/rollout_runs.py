@@ -31,7 +31,9 @@ MAX_DRAFT, SUFFIX_DRAFT, NGRAM_DRAFT = 16, 32, 5
 """Maximum tokens of a draft: a job's default, vLLM's suffix decoding, and vLLM's n-grams."""
 GROUP_SIZE = 8
 """Rollouts of one problem that run together, if the batch has room for them."""
-KV_CACHE_BYTES = (8 if torch.cuda.is_available() else 2) << 30
+KV_CACHE_BYTES = (6 if torch.cuda.is_available() else 2) << 30
+_GPU_MEMORY_UTILIZATION = 0.25
+"""The share of a GPU that must be free when an engine starts, because the engines of all modes share it."""
 _MODEL_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 _JOB = "benchmark"
 _HISTORY_TIMEOUT_S = 60.0
@@ -296,7 +298,11 @@ def engine_config(
         enforce_eager=eager,
         dtype=dtype,
     )
-    overrides: dict[str, Any] = {"worker_extension_cls": _FORCED_ENGINE, **_VLLM_SETTINGS.get(mode, {})}
+    overrides: dict[str, Any] = {
+        "gpu_memory_utilization": _GPU_MEMORY_UTILIZATION,
+        "worker_extension_cls": _FORCED_ENGINE,
+        **_VLLM_SETTINGS.get(mode, {}),
+    }
     if not any(model.glob("*.safetensors")):
         overrides["load_format"] = "dummy"
     drafting = None

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.figures import Figure, report
@@ -26,27 +27,30 @@ _PROMPT = 64
 """Length of a prompt, in tokens."""
 
 
-async def profile_steps(model: str, batch: int, budget: int) -> StepProfile:
-    """Return where the time of steps goes.
+async def profile_steps(model: str, batch: int, budgets: Sequence[int]) -> list[StepProfile]:
+    """Return where the time of steps goes, for each budget.
 
     Args:
         model: a key of :data:`MODELS`.
         batch: number of rollouts.
-        budget: number of draft tokens of each rollout in each step; 0: none are drafted.
+        budgets: numbers of draft tokens of each rollout in each step; 0: none are drafted.
     """
     directory = MODELS[model](positions=POSITIONS)
+    profiles = []
     with redis_server() as url, tempfile.TemporaryDirectory() as folder:
         async with start_engines([UNGOVERNED], directory, url, max_tokens=POSITIONS - 64, batch=batch) as engines:
-            trace = Path(folder) / "trace.json"
-            await _record(engines[UNGOVERNED], batch, budget, trace)
-        return analyze(json.loads(trace.read_text())["traceEvents"])
+            await engines[UNGOVERNED].collective_rpc("bench_name_ranges")
+            for budget in budgets:
+                trace = Path(folder) / "trace.json"
+                await _record(engines[UNGOVERNED], batch, budget, trace)
+                profiles.append(analyze(json.loads(trace.read_text())["traceEvents"]))
+    return profiles
 
 
 async def _record(engine: Engine, batch: int, budget: int, trace: Path) -> None:
-    await engine.collective_rpc("bench_name_ranges")
-    await decode(engine, batch, budget, _PROMPT, name="warm-up")
+    await decode(engine, batch, budget, _PROMPT, name=f"{budget}-warm-up")
     await engine.collective_rpc("bench_start_profile")
-    await decode(engine, batch, budget, _PROMPT, name="profiled")
+    await decode(engine, batch, budget, _PROMPT, name=f"{budget}-profiled")
     await engine.collective_rpc("bench_stop_profile", str(trace))
 
 
@@ -77,9 +81,9 @@ def main() -> None:
     parser.add_argument("--budgets", default="0,6", help="comma-separated numbers of draft tokens [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
+    budgets = [int(budget) for budget in options.budgets.split(",")]
     figures, profiles = [], []
-    for budget in map(int, options.budgets.split(",")):
-        profile = asyncio.run(profile_steps(options.model, options.batch, budget))
+    for budget, profile in zip(budgets, asyncio.run(profile_steps(options.model, options.batch, budgets)), strict=True):
         figures += figures_of(profile, options.batch, budget)
         profiles.append({"batch": options.batch, "budget": budget, **profile._asdict()})
     report(options.json, figures, model=options.model, profiles=profiles)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from benchmarks.figures import Figure, report
@@ -20,7 +22,7 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import RolloutRequest
 from rollout_worker.engine.engine import Engine
 
-_BATCHES = (1, 4, 16)
+BATCHES = (1, 4, 16)
 _BUDGETS = (0, 2, 6, 16)
 _PROMPTS = (32, 1024)
 """Prompt lengths in tokens."""
@@ -41,7 +43,7 @@ async def decode(engine: Engine, batch: int, budget: int, prompt: int, *, name: 
         prompt: number of tokens of each prompt.
         name: distinguishes the rollouts from those of other calls.
     """
-    length = min(POSITIONS - prompt, _STEPS * (budget + 1))
+    length = _response_length(prompt, budget)
     requests = [
         RolloutRequest(
             job_uid="step-times",
@@ -58,6 +60,10 @@ async def decode(engine: Engine, batch: int, budget: int, prompt: int, *, name: 
     await asyncio.gather(*(engine.generate(request, 0) for request in requests))
 
 
+def _response_length(prompt: int, budget: int) -> int:
+    return min(POSITIONS - prompt, _STEPS * (budget + 1))
+
+
 def _kv_bytes_per_token(model: Path) -> int:
     """Return the size of one token's keys and values in bfloat16."""
     config = json.loads((model / "config.json").read_text())
@@ -65,28 +71,32 @@ def _kv_bytes_per_token(model: Path) -> int:
     return int(2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * head_dim)
 
 
-async def fit_cost_model(name: str = "267m") -> dict[str, float]:
+async def fit_cost_model(name: str = "267m", batches: Sequence[int] = BATCHES) -> dict[str, float]:
     """Measure verification steps and return the fitted cost model of an engine on this machine.
+
+    Args:
+        name: a key of :data:`MODELS`.
+        batches: numbers of rollouts. Combinations with a context that exceeds the KV cache are left out.
 
     Returns:
         The fields of :class:`StepCost`, the capacity ``kv_tokens`` of the KV cache, and ``error``, the median relative
         error of the fit.
     """
     model = MODELS[name](positions=POSITIONS)
+    kv_tokens = KV_CACHE_BYTES // _kv_bytes_per_token(model)
     with redis_server() as url:
-        async with start_engines([UNGOVERNED], model, url, max_tokens=POSITIONS - 64, batch=max(_BATCHES)) as engines:
+        async with start_engines([UNGOVERNED], model, url, max_tokens=POSITIONS - 64, batch=max(batches)) as engines:
             engine = engines[UNGOVERNED]
-            for prompt in _PROMPTS:
-                for batch in _BATCHES:
-                    for budget in _BUDGETS:
-                        await decode(engine, batch, budget, prompt, name=f"{batch}-{budget}-{prompt}")
+            for prompt, batch, budget in product(_PROMPTS, batches, _BUDGETS):
+                if batch * (prompt + _response_length(prompt, budget)) <= kv_tokens:
+                    await decode(engine, batch, budget, prompt, name=f"{batch}-{budget}-{prompt}")
             stats = await engine.stats()
     return {
         "base_s": stats["cost_base_seconds"],
         "per_token_s": stats["cost_token_seconds"],
         "per_context_token_s": stats["cost_context_token_seconds"],
         "drafting_s": stats["cost_drafting_seconds"],
-        "kv_tokens": KV_CACHE_BYTES // _kv_bytes_per_token(model),
+        "kv_tokens": kv_tokens,
         "error": stats["cost_error_ratio"],
     }
 
@@ -107,10 +117,13 @@ def main() -> None:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add_model_argument(parser)
+    default = ",".join(map(str, BATCHES))
+    parser.add_argument("--batch", default=default, help="comma-separated numbers of rollouts [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
-    cost = asyncio.run(fit_cost_model(options.model))
-    report(options.json, figures_of(cost), **cost)
+    batches = [int(batch) for batch in options.batch.split(",")]
+    cost = asyncio.run(fit_cost_model(options.model, batches))
+    report(options.json, figures_of(cost), model=options.model, batches=batches, **cost)
 
 
 if __name__ == "__main__":

@@ -221,6 +221,10 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
         # V2 needs Triton, which runs its kernels on CPUs in its interpreter.
         if ({**defaults, **inherited})["VLLM_USE_V2_MODEL_RUNNER"] == "1":
             defaults["TRITON_INTERPRET"] = "1"
+    else:
+        # vLLM would fork this process. A forked process cannot use CUDA if this one has, even if it only asked whether
+        # there is a GPU ("Cannot re-initialize CUDA in forked subprocess").
+        defaults["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     variables = {name: value for name, value in defaults.items() if name not in inherited}
     if config.drafting is not None:
         positions = max_positions(config.model)

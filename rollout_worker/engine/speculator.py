@@ -77,7 +77,8 @@ class HistorySpeculator(BaseSpeculator):
         """The steps for which nothing was drafted yet, oldest first. The pipeline holds one for each of its stages."""
         self.on_launched: Callable[[list[str]], None] | None = None
         """Called with the requests of a step when everything that it runs on the device was launched."""
-        self._no_drafts = torch.full((rows, width), _NO_DRAFT, dtype=torch.int64, device=device)
+        # vLLM runs steps with these drafts to warm up, so that they must be in the vocabulary.
+        self._placeholders = torch.zeros((rows, width), dtype=torch.int64, device=device)
         self._req_states, self._is_cuda = req_states, device.type == "cuda"
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -104,7 +105,14 @@ class HistorySpeculator(BaseSpeculator):
             self.sampled.append(SampledStep(input_batch.req_ids, rows, self.verified[rows], total_len, copied))
             if self.on_launched is not None:
                 self.on_launched(input_batch.req_ids)
-        return self._no_drafts[: input_batch.num_reqs]
+        return self._placeholders[: input_batch.num_reqs]
+
+    def invalidate_placeholders(self) -> None:
+        """Return tokens that no grammar accepts from now on, because :class:`DraftScheduling` replaces all drafts.
+
+        vLLM checks the drafts of requests with a grammar before they are replaced.
+        """
+        self._placeholders.fill_(_NO_DRAFT)
 
 
 class DraftScheduling:
@@ -139,6 +147,7 @@ class DraftScheduling:
         """Number of draft tokens of the step that is executed, by row."""
         if runner.speculator is not None:
             runner.speculator.verified = self._verified
+            runner.speculator.invalidate_placeholders()
         self._execute_model, worker.execute_model = worker.execute_model, self.execute_model
         self._prepare_inputs, runner.prepare_inputs = runner.prepare_inputs, self.prepare_inputs
         self._make_lora_inputs = runner.lora_state.make_lora_inputs

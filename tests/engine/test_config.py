@@ -43,6 +43,12 @@ def test_variables_of_the_user_are_not_replaced(model: Path) -> None:
     assert "OMP_NUM_THREADS" not in engine_environment(replace(config, cpu=False), {})
 
 
+def test_engines_on_gpus_do_not_fork_a_process_that_may_have_used_cuda(model: Path) -> None:
+    config = engine_config(model)
+    assert "spawn" == engine_environment(replace(config, cpu=False), {})["VLLM_WORKER_MULTIPROC_METHOD"]
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in engine_environment(config, {})
+
+
 def test_eager_cpu_engines_need_no_compiler_for_tensor_parallelism(model: Path) -> None:
     config = engine_config(model)
 

@@ -177,3 +177,27 @@ def test_sampled_tokens_are_exact_with_the_layout_for_cuda_graphs(
     for result in results[:64]:
         assert result.logprobs is not None
         assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
+
+
+def test_an_engine_starts_where_vllm_runs_steps_with_drafts_before_drafting_has_started(
+    model: Path,
+    loop: LoopThread,
+    drafting_config: DraftingConfig,
+    history_store: HistoryStore,
+    plain_engine: EngineHarness,
+) -> None:
+    """On GPUs, a token outside the vocabulary stops the engine with "device-side assert triggered"."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=":")
+    overrides = {"worker_extension_cls": "tests.support.faulty_extension.WarmUpExtension"}
+    engine = loop.run(Engine.start(replace(engine_config(model, drafting_config), overrides=overrides)))
+    patch.undo()
+    try:
+        expected = tokens_of(plain_engine.sample(PROMPTS, GREEDY))
+        harness = EngineHarness(engine, loop, history_store)
+        harness.add_history("warm-up", expected[::2])
+        actual = harness.sample(PROMPTS, GREEDY, "warm-up")
+        assert expected == tokens_of(actual)
+        assert accepted_share(actual) > 0.2
+    finally:
+        engine.close()

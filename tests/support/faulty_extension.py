@@ -71,3 +71,14 @@ class ExactVerificationExtension(DraftingExtension):
 
         assert self.model_runner.adaptive_verification is None
         self.model_runner.adaptive_verification = ExactVerification(self.model_runner.input_buffers.query_start_loc)
+
+
+class WarmUpExtension(DraftingExtension):
+    """Runs the steps with drafts that vLLM runs on GPUs, before drafting starts, to compile its kernels."""
+
+    def das_start_drafting(self, drafting: dict[str, Any]) -> bool:
+        from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+        # Triton's interpreter does not support the kernel that applies a grammar.
+        warmup_kernels(self.model_runner, self.execute_model, lambda _: self.sample_tokens(None))
+        return super().das_start_drafting(drafting)

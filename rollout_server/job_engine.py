@@ -42,7 +42,9 @@ class JobEngine(AsyncLLM):
         self.output_processor = OutputProcessor(self.renderer.tokenizer, log_stats=False, stream_interval=1)
         self._elastic_ep_lock, self._profile_lock = asyncio.Lock(), asyncio.Lock()
         self._job_defaults = client.job.sampling
-        self._conversations = Conversations(client, self.renderer.tokenizer, model_end_tokens(self))
+        self.end_tokens = model_end_tokens(self)
+        """Tokens with which the model ends a response."""
+        self._conversations = Conversations(client, self.renderer.tokenizer, self.end_tokens)
         self.engine_core: Any = JobEngineCore(client, self.output_processor, self._conversations)
         self.output_handler: asyncio.Task[None] | None = None
 

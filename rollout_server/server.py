@@ -50,6 +50,7 @@ async def build_app(client: RequestClient, model: Path, names: Sequence[str], ar
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from rollout_server.job_engine import JobEngine
+    from rollout_server.sglang_api import SglangApi
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="rollout serve", add_help=False))
     try:
@@ -77,6 +78,7 @@ async def build_app(client: RequestClient, model: Path, names: Sequence[str], ar
     tasks = await engine.get_supported_tasks()
     with _log_levels_kept():
         app: FastAPI = build_vllm_app(args, tasks, model_config)
+    app.include_router(SglangApi(client, engine.get_tokenizer(), engine.end_tokens).router())
     await init_app_state(engine, app.state, args, tasks)
     for serving in vars(app.state)["_state"].values():
         # vLLM would reduce a client's max_tokens to the job's default.

@@ -15,6 +15,7 @@ from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.turn_records import TurnRecords
+from rollout_api.client.weight_publisher import WeightPublisher
 from rollout_api.errors import RolloutClientError, VersionMismatchError
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import Capability, Rollout
@@ -41,6 +42,7 @@ class RequestClient(JobConnection):
         self._job: JobInfo | None = None
         self._results: KeptResults | None = None
         self._turns: TurnRecords | None = None
+        self._publisher: WeightPublisher | None = None
         self._monitor: JobMonitor | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -96,6 +98,7 @@ class RequestClient(JobConnection):
             raise
         self._job, self._results = job, results
         self._turns = TurnRecords(self._redis, keys, self._policy)
+        self._publisher = WeightPublisher(self._redis, keys, sender, self._policy)
         self._monitor = JobMonitor(self._redis, job, self._job_name, None, results, sender, limits)
         self._tasks = [
             asyncio.create_task(results.send(), name="send requests"),
@@ -110,7 +113,7 @@ class RequestClient(JobConnection):
         await cancel_and_wait(*self._tasks)
         if self._results is not None:
             self._results.fail_all(RolloutClientError(CLOSED))
-        self._job = self._results = self._turns = None
+        self._job = self._results = self._turns = self._publisher = None
         await self._redis.aclose()
 
     @property
@@ -134,6 +137,17 @@ class RequestClient(JobConnection):
         if self._turns is None:
             raise self._not_connected()
         return self._turns
+
+    @property
+    def publisher(self) -> WeightPublisher:
+        """Publishes weights to the job.
+
+        Raises:
+            RolloutClientError: the client is not connected yet.
+        """
+        if self._publisher is None:
+            raise self._not_connected()
+        return self._publisher
 
     @property
     def status(self) -> dict[str, Any]:

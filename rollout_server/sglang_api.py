@@ -7,6 +7,7 @@ The endpoints and their fields were read in slime (commit ``624b824``: ``slime/r
 from __future__ import annotations
 
 import asyncio
+import copy
 import uuid
 from collections.abc import Sequence, Set
 from http import HTTPStatus
@@ -25,6 +26,8 @@ from rollout_api.protocol.messages import FinishReason, Partial, Rollout, Update
 from rollout_server.engine_core import http_error
 from rollout_server.request_context import REQUEST_IDS_HEADER, ContextError, RolloutFields, current_context
 
+_PUBLISH_TIMEOUT_S = 600.0
+"""Seconds that the engines have to load weights."""
 _ENDS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -127,7 +130,9 @@ class SglangApi:
     """
 
     def __init__(self, client: RequestClient, tokenizer: Any, end_tokens: Set[int]) -> None:
-        self._client, self._tokenizer, self._end_tokens = client, tokenizer, end_tokens
+        self._client, self._end_tokens = client, end_tokens
+        # A tokenizer may only be used by one thread at a time, and vLLM's server uses its own in threads.
+        self._tokenizer = copy.deepcopy(tokenizer)
         self._running: dict[str, _Running] = {}
 
     def router(self) -> APIRouter:
@@ -204,7 +209,7 @@ class SglangApi:
                 mode=UpdateMode.RECOMPUTE,
                 sha256=None,
                 wait=True,
-                timeout=600.0,
+                timeout=_PUBLISH_TIMEOUT_S,
             )
             published.raise_if_failed()
         except (InvalidRequestError, WeightsError) as error:

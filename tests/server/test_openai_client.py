@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import openai as openai_package
@@ -16,10 +15,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rollout_api import FinishReason, Purpose, Refusal, RolloutRequest
-from tests.support.served_job import MODEL_NAME, ServedJob, serving
+from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
 from tests.support.waiting import wait_for
 
-T = TypeVar("T")
 MESSAGES: Any = [{"role": "user", "content": "one two"}]
 WEATHER_TOOL: Any = {
     "type": "function",
@@ -28,24 +26,6 @@ WEATHER_TOOL: Any = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-
-
-def while_calling(call: Callable[[], T], then: Callable[[], None]) -> T:
-    """Run *then* while *call* waits in a thread, and return its result."""
-    with ThreadPoolExecutor(1) as pool:
-        result: Future[T] = pool.submit(call)
-        then()
-        return result.result(timeout=30)
-
-
-def answering(job: ServedJob, *texts: str, end: FinishReason = FinishReason.STOP) -> Callable[[], None]:
-    """Return a function that waits for a request and answers it."""
-
-    def answer() -> None:
-        [request] = job.wait_for_requests(1)
-        job.answer_text(request, *texts, end=end)
-
-    return answer
 
 
 def test_a_completion_is_a_rollout(openai: OpenAI, job: ServedJob) -> None:

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from rollout_api import FinishReason
-from tests.server.test_openai_client import answering, while_calling
-from tests.support.served_job import ServedJob
+from tests.support.served_job import ServedJob, answering, while_calling
 from tests.support.waiting import wait_for
 
 # slime.rollout.sglang_rollout.GenerateState.sampling_params, with slime's defaults

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import uvicorn
@@ -21,6 +22,7 @@ from rollout_worker.tiny_model.tokenizer import build_tokenizer, load_tokenizer
 from tests.support.fake_job import VOCABULARY, FakeJob
 from tests.support.waiting import wait_for
 
+T = TypeVar("T")
 MODEL_NAME = "das/tiny"
 """Name by which the server knows the model."""
 
@@ -95,6 +97,24 @@ class ServedJob(FakeJob):
         key = self.keys.tokens(request.request_id, sample)
         self.redis.xadd(key, {"d": encode(part)}, id=f"{before + len(tokens)}-0")
         self.redis.xadd(self.keys.token_updates, {"r": request.request_id})
+
+
+def while_calling(call: Callable[[], T], then: Callable[[], None]) -> T:
+    """Run *then* while *call* waits in a thread, and return its result."""
+    with ThreadPoolExecutor(1) as pool:
+        result: Future[T] = pool.submit(call)
+        then()
+        return result.result(timeout=30)
+
+
+def answering(job: ServedJob, *texts: str, end: FinishReason = FinishReason.STOP) -> Callable[[], None]:
+    """Return a function that waits for a request and answers it."""
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        job.answer_text(request, *texts, end=end)
+
+    return answer
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from dataclasses import dataclass
 from typing import Any, Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
@@ -27,6 +28,18 @@ DEFAULT_KEEP_SECONDS = 600
 """How long the rollouts of a request are kept by default."""
 
 
+@dataclass(frozen=True)
+class _Session:
+    """What an open client has."""
+
+    job: JobInfo
+    results: KeptResults
+    turns: TurnRecords
+    publisher: WeightPublisher
+    monitor: JobMonitor
+    tasks: list[asyncio.Task[None]]
+
+
 class RequestClient(JobConnection):
     """A connection to one job that requests rollouts by id: ``async with RequestClient.connect(…) as client``.
 
@@ -39,12 +52,7 @@ class RequestClient(JobConnection):
         self, target: RedisTarget, job: str | None, uid: str | None, timeout: float, reconnect_timeout: float
     ) -> None:
         super().__init__(target, job, uid, timeout, reconnect_timeout)
-        self._job: JobInfo | None = None
-        self._results: KeptResults | None = None
-        self._turns: TurnRecords | None = None
-        self._publisher: WeightPublisher | None = None
-        self._monitor: JobMonitor | None = None
-        self._tasks: list[asyncio.Task[None]] = []
+        self._session: _Session | None = None
 
     @classmethod
     def connect(
@@ -96,25 +104,35 @@ class RequestClient(JobConnection):
         except BaseException:
             await self._redis.aclose()
             raise
-        self._job, self._results = job, results
-        self._turns = TurnRecords(self._redis, keys, self._policy)
-        self._publisher = WeightPublisher(self._redis, keys, sender, self._policy)
-        self._monitor = JobMonitor(self._redis, job, self._job_name, None, results, sender, limits)
-        self._tasks = [
-            asyncio.create_task(results.send(), name="send requests"),
-            asyncio.create_task(results.receive(), name="receive rollouts"),
-            asyncio.create_task(self._monitor.run(), name=f"monitor of job {job.name}"),
-        ]
+        monitor = JobMonitor(self._redis, job, self._job_name, None, results, sender, limits)
+        self._session = _Session(
+            job=job,
+            results=results,
+            turns=TurnRecords(self._redis, keys, self._policy),
+            publisher=WeightPublisher(self._redis, keys, sender, self._policy),
+            monitor=monitor,
+            tasks=[
+                asyncio.create_task(results.send(), name="send requests"),
+                asyncio.create_task(results.receive(), name="receive rollouts"),
+                asyncio.create_task(monitor.run(), name=f"monitor of job {job.name}"),
+            ],
+        )
         return self
 
     async def close(self) -> None:
         """Disconnect. Requests stay in the job, and their rollouts are kept; calls that wait for them fail."""
         self._is_closed = True
-        await cancel_and_wait(*self._tasks)
-        if self._results is not None:
-            self._results.fail_all(RolloutClientError(CLOSED))
-        self._job = self._results = self._turns = self._publisher = None
+        session, self._session = self._session, None
+        if session is not None:
+            await cancel_and_wait(*session.tasks)
+            session.results.fail_all(RolloutClientError(CLOSED))
         await self._redis.aclose()
+
+    @property
+    def _connected(self) -> _Session:
+        if self._session is None:
+            raise self._not_connected()
+        return self._session
 
     @property
     def job(self) -> JobInfo:
@@ -123,9 +141,7 @@ class RequestClient(JobConnection):
         Raises:
             RolloutClientError: the client is not connected yet.
         """
-        if self._job is None:
-            raise self._not_connected()
-        return self._job
+        return self._connected.job
 
     @property
     def turns(self) -> TurnRecords:
@@ -134,9 +150,7 @@ class RequestClient(JobConnection):
         Raises:
             RolloutClientError: the client is not connected yet.
         """
-        if self._turns is None:
-            raise self._not_connected()
-        return self._turns
+        return self._connected.turns
 
     @property
     def publisher(self) -> WeightPublisher:
@@ -145,19 +159,17 @@ class RequestClient(JobConnection):
         Raises:
             RolloutClientError: the client is not connected yet.
         """
-        if self._publisher is None:
-            raise self._not_connected()
-        return self._publisher
+        return self._connected.publisher
 
     @property
     def status(self) -> dict[str, Any]:
         """Status of the job, about a second old (see docs/protocol.md); empty while no coordinator runs."""
-        return {} if self._monitor is None else self._monitor.status
+        return {} if self._session is None else self._session.monitor.status
 
     @property
     def num_awaited(self) -> int:
         """Number of rollouts that this client awaits."""
-        return 0 if self._results is None else self._results.num_awaited
+        return 0 if self._session is None else self._session.results.num_awaited
 
     async def rollouts(
         self,
@@ -256,8 +268,6 @@ class RequestClient(JobConnection):
         Raises:
             JobFullError: the job has no room, and the request may not wait.
         """
-        if self._results is None:
-            raise self._not_connected()
-        return await self._results.rollouts(
+        return await self._connected.results.rollouts(
             request, may_be_answered=may_be_answered, on_tokens=on_tokens, may_wait=may_wait
         )

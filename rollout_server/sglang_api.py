@@ -201,7 +201,9 @@ class SglangApi:
             elif body.weight_version.isdecimal():
                 version = int(body.weight_version)
             else:
-                raise InvalidRequestError(f"weight_version: {body.weight_version!r} is not a number")
+                raise InvalidRequestError(
+                    f"weight_version: {body.weight_version!r} is not a number; pass a number or omit it"
+                )
             published = await self._client.publisher.publish(
                 version,
                 body.model_path,
@@ -239,7 +241,7 @@ class SglangApi:
         key = context.next_request_id()
         request_id = body.rid or uuid.uuid4().hex
         if request_id in self._running:
-            raise VLLMValidationError(f"rid: a request {request_id} is running", parameter="rid")
+            raise VLLMValidationError(f"rid: a request {request_id!r} is running; use another rid", parameter="rid")
         running = self._running[request_id] = _Running()
         try:
             prepared = self._client.prepare(
@@ -279,7 +281,7 @@ class SglangApi:
 
     def _prompt_tokens(self, body: GenerateRequest) -> Sequence[int]:
         if (body.input_ids is None) == (body.text is None):
-            raise VLLMValidationError("a request needs either input_ids or text", parameter="input_ids")
+            raise VLLMValidationError("a request has either input_ids or text; pass one of them", parameter="input_ids")
         if body.input_ids is not None:
             return body.input_ids
         return list(self._tokenizer.encode(body.text))

@@ -14,7 +14,8 @@ from rollout_api.protocol.messages import UpdateMode
 from rollout_worker.engine.drafting_config import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
-from tests.support.engines import USES_V2, EngineHarness, engine_config
+from tests.support.engines import USES_V2, EngineHarness, engine_config, start_with_extension
+from tests.support.faulty_extension import ExactVerificationExtension, PlacesExtension, WarmUpExtension
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model
 from tests.support.responses import (
     MAX_LOGPROB_ERROR,
@@ -31,7 +32,6 @@ pytestmark = pytest.mark.skipif(
     not USES_V2, reason="run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make test-v2 sets"
 )
 
-REPOSITORY = Path(__file__).parents[2]
 GREEDY = Sampling(n=1, temperature=0, max_tokens=60, allowed_token_ids=WITHOUT_EOS)
 
 
@@ -116,11 +116,7 @@ def test_no_request_is_drafted_for_from_the_tokens_of_another_one(
     model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
 ) -> None:
     """vLLM preempts all requests at a weight update, and then gives their rows to others."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=":")
-    overrides = {"worker_extension_cls": "tests.support.faulty_extension.PlacesExtension"}
-    engine = loop.run(Engine.start(replace(engine_config(model, drafting_config), overrides=overrides)))
-    patch.undo()
+    engine = start_with_extension(loop, engine_config(model, drafting_config), PlacesExtension)
     harness = EngineHarness(engine, loop, history_store)
 
     async def run() -> None:
@@ -146,11 +142,7 @@ def exact_engine(
     model: Path, loop: LoopThread, drafting_config: DraftingConfig, history_store: HistoryStore
 ) -> Iterator[EngineHarness]:
     """An engine that lays out batches as with CUDA graphs, although there are none on CPUs."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=":")
-    overrides = {"worker_extension_cls": "tests.support.faulty_extension.ExactVerificationExtension"}
-    engine = loop.run(Engine.start(replace(engine_config(model, drafting_config), overrides=overrides)))
-    patch.undo()
+    engine = start_with_extension(loop, engine_config(model, drafting_config), ExactVerificationExtension)
     loop.run(engine.collective_rpc("test_verify_exactly"))
     yield EngineHarness(engine, loop, history_store)
     engine.close()
@@ -187,11 +179,7 @@ def test_an_engine_starts_where_vllm_runs_steps_with_drafts_before_drafting_has_
     plain_engine: EngineHarness,
 ) -> None:
     """On GPUs, a token outside the vocabulary stops the engine with "device-side assert triggered"."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=":")
-    overrides = {"worker_extension_cls": "tests.support.faulty_extension.WarmUpExtension"}
-    engine = loop.run(Engine.start(replace(engine_config(model, drafting_config), overrides=overrides)))
-    patch.undo()
+    engine = start_with_extension(loop, engine_config(model, drafting_config), WarmUpExtension)
     try:
         expected = tokens_of(plain_engine.sample(PROMPTS, GREEDY))
         harness = EngineHarness(engine, loop, history_store)

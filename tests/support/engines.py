@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
+import pytest
 
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.manifest.spec import Sampling
@@ -25,6 +26,7 @@ from rollout_worker.history.store import HistoryStore
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.reference_model import LoopThread
 
+_REPOSITORY = Path(__file__).parents[2]
 KEYS = HistoryKeys("default", "engine-tests")
 MAX_DRAFT_TOKENS = 6
 HISTORY_TIMEOUT_S = 30
@@ -36,6 +38,14 @@ def engine_config(model: Path, drafting: DraftingConfig | None = None) -> Engine
     """Return the configuration of a small CPU engine."""
     spec = EngineSpec.model_validate({**SMALL_CPU_ENGINE, "maxNumSeqs": 64})
     return EngineConfig(model=model, spec=spec, cpu=True, drafting=drafting)
+
+
+def start_with_extension(loop: LoopThread, config: EngineConfig, extension: type) -> Engine:
+    """Start an engine whose worker has a test's extension."""
+    name = f"{extension.__module__}.{extension.__qualname__}"
+    with pytest.MonkeyPatch.context() as patch:  # the worker process imports the extension
+        patch.setenv("PYTHONPATH", str(_REPOSITORY), prepend=":")
+        return loop.run(Engine.start(replace(config, overrides={"worker_extension_cls": name})))
 
 
 @dataclass

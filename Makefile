@@ -13,7 +13,7 @@ OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/trainers tests/chaos tests/clu
 V2 := PYTHONPATH=$(CURDIR)/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1
 V2_TESTS := $(addprefix tests/engine/test_,adapters.py continuation.py cpu_kernels.py drafting.py drafting_loop.py lossless.py model_runner_v2.py stop_strings.py weights.py)
 # The tests of a file, and files that share engines, run in one process: see tests/conftest.py.
-PARALLEL := --numprocesses
+PARALLEL := --no-loadscope-reorder --numprocesses
 
 help:  ## Show this help.
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"

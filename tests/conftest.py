@@ -23,8 +23,12 @@ settings.load_profile("shared machine")
 
 configure_ray()  # before a test module imports Ray
 
-SHARED_ENGINES = {"tests/engine/": "engine", "tests/job/test_with_engines": "job"}
-"""How the paths of test files that share engines begin."""
+_SHARED_ENGINE_TESTS = ("adapters", "continuation", "drafting", "lossless", "stop_strings", "weights")
+SHARED_ENGINES = {f"tests/engine/test_{name}.py": "engine" for name in _SHARED_ENGINE_TESTS}
+SHARED_ENGINES["tests/job/test_with_engines"] = "job"
+"""How the paths of test files that share engines begin → the engines that they share."""
+LONG_FILES = ("tests/job/test_several_machines.py", "tests/job/test_head_and_worker.py")
+"""Files with single tests that take minutes. They begin first, so that none is left at the end for one process."""
 
 
 class SharedEngineScheduling(LoadFileScheduling):
@@ -34,6 +38,11 @@ class SharedEngineScheduling(LoadFileScheduling):
         file = nodeid.split("::", 1)[0]
         shared = (group for prefix, group in SHARED_ENGINES.items() if file.startswith(prefix))
         return next(shared, file)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Move the longest tests to the beginning."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedEngineScheduling:

@@ -1,6 +1,7 @@
 """A job with several workers whose parts are killed: every rollout is delivered once and stored once.
 
-Run it with ``make test-chaos``. ``CHAOS_SEED`` determines what is killed when, and ``CHAOS_SECONDS`` for how long.
+Run it with ``make test-chaos``. ``CHAOS_SEED`` determines what is killed when, and ``CHAOS_SECONDS`` for how
+long, which is longer if not everything was killed by then.
 """
 
 from __future__ import annotations
@@ -296,8 +297,8 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
 
     def inject_faults() -> None:
         rng.shuffle(faults)
-        chosen = list(faults)  # each fault at least once, if there is time
-        while time.monotonic() < ends:
+        chosen = list(faults)  # each fault at least once
+        while chosen or time.monotonic() < ends:
             fault = chosen.pop() if chosen else rng.choice(faults)
             done.append((time.monotonic(), fault.__name__))
             fault(rng)
@@ -310,7 +311,7 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
         time.sleep(0.2)
     if failures:
         raise failures[0]
-    assert SECONDS < 200 or {fault.__name__ for fault in faults} == {name for _, name in done}
+    assert {fault.__name__ for fault in faults} == {name for _, name in done}
 
     # the head is killed separately, to measure what its replacement costs
     job.wait(lambda: len(job.server.raw_client().hgetall(KEYS.engines)) == 2, 420, "no two engines are back")

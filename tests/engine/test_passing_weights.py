@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -66,19 +67,20 @@ async def fingerprint(engine: Engine) -> list[list[tuple[str, str]]]:
 
 def settings(kind: str, model: Path) -> EngineConfig:
     config = replace(engine_config(model), seed=1, overrides={"worker_extension_cls": EXTENSION})
-    if kind == "adapters":
-        return replace(config, spec=config.spec.model_copy(update={"max_lora_rank": 8}))
-    if kind == "parallel":
-        return replace(config, spec=config.spec.model_copy(update={"tensor_parallel_size": 2}))
-    if kind == "bfloat16":
-        return replace(config, spec=config.spec.model_copy(update={"dtype": "bfloat16"}))
-    return config
+    changes: dict[str, Any] = {}
+    if "adapters" in kind:
+        changes["max_lora_rank"] = 8
+    if "parallel" in kind:
+        changes["tensor_parallel_size"] = 2
+    if "bfloat16" in kind:
+        changes["dtype"] = "bfloat16"
+    return replace(config, spec=config.spec.model_copy(update=changes))
 
 
 @asynccontextmanager
 async def running_pair(kind: str, root: Path) -> AsyncIterator[Pair]:
-    create = {"create": small_qwen3_moe} if kind == "experts" else {}
-    initial, newer = (make_model(root / str(seed), seed=seed, tied=kind == "tied", **create) for seed in (3, 9))
+    create = {"create": small_qwen3_moe} if "experts" in kind else {}
+    initial, newer = (make_model(root / str(seed), seed=seed, tied="tied" in kind, **create) for seed in (3, 9))
     engines = await asyncio.gather(*(Engine.start(settings(kind, initial)) for _ in range(2)))
     try:
         yield Pair(*engines, initial, newer)
@@ -87,7 +89,7 @@ async def running_pair(kind: str, root: Path) -> AsyncIterator[Pair]:
             await asyncio.to_thread(engine.close)
 
 
-@pytest.mark.parametrize("kind", ["plain", "tied", "experts", "adapters", "bfloat16", "parallel"])
+@pytest.mark.parametrize("kind", ["parallel", "tied with adapters", "experts in bfloat16"])
 def test_the_target_computes_what_the_source_computes(kind: str, loop: LoopThread, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running_pair(kind, tmp_path) as pair:
@@ -103,7 +105,7 @@ def test_the_target_computes_what_the_source_computes(kind: str, loop: LoopThrea
             assert await fingerprint(source) == await fingerprint(target)
             assert VERSION == target.weight_version
             assert [WeightSpan(start=0, weight_version=VERSION)] == (await generate(target, PROMPT)).weight_spans
-            if kind == "adapters":
+            if "adapters" in kind:
                 adapter = make_adapter(tmp_path / "adapter", pair.newer, 1)
                 for engine in (source, target):
                     await engine.load_adapter(adapter, VERSION + 1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_api.protocol.keys import MessageKeys
-from tests.support.pod_processes import EPOCHS, ROLLOUTS, UID, PodProcesses
+from tests.support.pod_processes import EPOCHS, UID, PodProcesses
 
 DAY_S = 24 * 3600
 EXPIRED = -2
@@ -32,7 +32,7 @@ def test_a_dataset_job_runs_from_start_to_end(pods: PodProcesses) -> None:
     os.kill(pods.redis, signal.SIGCONT)
 
     status = pods.wait(pods.status, "head", "worker")
-    assert (ROLLOUTS, None) == (status["total"], status["redis_error"])
+    assert (pods.num_rollouts, None) == (status["total"], status["redis_error"])
     pods.wait(lambda: pods.ready() == (200, "ok\n"), "head", "worker")
     (engine,) = pods.wait(lambda: pods.status().get("engines"), "head", "worker")
     assert ("pods-worker-0", "pods-worker-0/engine-0") == (engine["worker"], engine["name"])
@@ -48,7 +48,7 @@ def test_a_dataset_job_runs_from_start_to_end(pods: PodProcesses) -> None:
 
     assert 0 == pods.end("head", 180), pods.log("head")
     assert {1} == set(pods.in_history().values())
-    assert ROLLOUTS == len(pods.in_history())
+    assert pods.num_rollouts == len(pods.in_history())
     keys = MessageKeys(UID)
     assert b"closed" == pods.client.hget(keys.job, "state")
     expiries = {key: pods.client.ttl(key) for key in pods.client.scan_iter(keys.pattern())}

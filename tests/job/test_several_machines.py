@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED
-from tests.support.pod_processes import ROLLOUTS, PodProcesses
+from tests.support.pod_processes import PodProcesses
 
 PODS = ("head", "worker", "follower")
 
 
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[PodProcesses]:
-    running = PodProcesses(tmp_path, engine={"tensorParallelSize": 2}, workers={"podsPerWorker": 2})
+    running = PodProcesses(tmp_path, samples=8, engine={"tensorParallelSize": 2}, workers={"podsPerWorker": 2})
     yield running
     running.close()
 
@@ -50,4 +50,4 @@ def test_an_engine_on_two_machines_survives_the_loss_of_one_and_the_drain_of_bot
     pods.start_follower()
     assert 0 == pods.end("head", 400), pods.log("head")
     assert {1} == set(pods.in_history().values())
-    assert ROLLOUTS == len(pods.in_history())
+    assert pods.num_rollouts == len(pods.in_history())

@@ -30,20 +30,21 @@ from tests.support.waiting import wait_for
 
 UID = "a-job-of-pods"
 EPOCHS = 2
-SAMPLES = 32
-ROLLOUTS = EPOCHS * SAMPLES * sum(task["problems"] for task in TASKS)
 
 
 class PodProcesses:
     """The processes of a job, with the environment of its pods."""
 
-    def __init__(self, directory: Path, **sections: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, *, samples: int = 16, **sections: dict[str, Any]) -> None:
         """Start Redis and write the manifest of the job.
 
         Args:
             directory: directory for its files.
+            samples: rollouts of each problem.
             sections: additional fields of sections of its spec.
         """
+        self.num_rollouts = EPOCHS * samples * sum(task["problems"] for task in TASKS)
+        """Rollouts of the whole job."""
         make_policies(directory / "models", versions=EPOCHS)
         self._lock = os.open(directory / "redis-lock", os.O_CREAT | os.O_RDWR)
         self.server = EmbeddedRedis(directory / "redis", keep_open=self._lock)
@@ -67,7 +68,7 @@ class PodProcesses:
                     "dataset": {"tasks": TASKS, "epochs": EPOCHS, "checkpoints": ["policy/0", "policy/1"]},
                 },
                 "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, **sections.get("engine", {})},
-                "sampling": {"rolloutsPerPrompt": SAMPLES, "maxTokens": 300},
+                "sampling": {"rolloutsPerPrompt": samples, "maxTokens": 300},
                 "workers": {"gpusPerWorker": 0, **sections.get("workers", {})},
             },
         }

@@ -23,7 +23,7 @@ JOB = "chaos"
 WORKERS = 2
 BATCH = 8
 """Rollouts that an engine runs at a time."""
-PROMPTS = 24
+PROMPTS = WORKERS * BATCH
 START_TIMEOUT_S = 300
 """Seconds until a new job runs, and until it has finished three epochs then."""
 REPLACEMENT_TIMEOUT_S = 240

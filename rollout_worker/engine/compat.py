@@ -327,6 +327,48 @@ def reset_failed_reload(model: Any) -> None:
     layerwise.LOADING_LAYERS.clear()
 
 
+def rewind_cpu_generators(model_runner: Any) -> bool:
+    """Let the V1 model runner read the prompts of seeded responses in several steps on CPUs.
+
+    A step that does not reach the end of a prompt samples a token that is discarded, and V1 (seen in vLLM 0.32) then
+    sets the random generator of a seeded response back by four numbers. Generators on CPUs have no such position, and
+    the engine dies. This function sets them back to the state that they had before the step.
+
+    Args:
+        model_runner: vLLM's model runner.
+
+    Returns:
+        Whether it is a V1 model runner, whose methods are replaced.
+    """
+    if not hasattr(model_runner, "discard_request_mask"):
+        return False
+    sample, bookkeep = model_runner._sample, model_runner._bookkeeping_sync
+
+    def discarded() -> dict[int, Any]:
+        batch = model_runner.input_batch
+        mask = model_runner.discard_request_mask.np
+        return {row: generator for row, generator in batch.generators.items() if mask[row]}
+
+    def sample_and_rewind(*args: Any, **kwargs: Any) -> Any:
+        states = [(generator, generator.get_state()) for generator in discarded().values()]
+        output = sample(*args, **kwargs)
+        for generator, state in states:
+            generator.set_state(state)
+        return output
+
+    def bookkeep_without_generators(*args: Any, **kwargs: Any) -> Any:
+        generators, hidden = model_runner.input_batch.generators, discarded()
+        for row in hidden:
+            del generators[row]
+        try:
+            return bookkeep(*args, **kwargs)
+        finally:
+            generators.update(hidden)
+
+    model_runner._sample, model_runner._bookkeeping_sync = sample_and_rewind, bookkeep_without_generators
+    return True
+
+
 @contextmanager
 def packing_experts(model: Any) -> Iterator[None]:
     """Pack the weights of experts after a reload within this context if the reload does not.

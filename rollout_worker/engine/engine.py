@@ -16,6 +16,7 @@ from rollout_worker.engine.adapters import Adapters
 from rollout_worker.engine.checkpoint_check import BroadcastWeights
 from rollout_worker.engine.compat import engine_args
 from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
+from rollout_worker.engine.decoding_pause import DecodingPause
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.generation import PartialCallback, ResponseGenerator, TokensCallback
 from rollout_worker.engine.limits import HISTORY_POLL_INTERVAL_S
@@ -44,7 +45,10 @@ class Engine:
         """The loaded LoRA adapters."""
         self._client = VllmClient(llm)
         self._generator = ResponseGenerator(self._client, config, self.weight_versions, self.adapters)
-        self._loader = WeightLoader(self._client, config, self._generator, self.weight_versions, self.adapters)
+        self._pause = DecodingPause(self._client, self._generator)
+        self._loader = WeightLoader(
+            self._client, config, self._generator, self.weight_versions, self.adapters, self._pause
+        )
 
     @classmethod
     async def start(cls, config: EngineConfig) -> Engine:
@@ -77,6 +81,8 @@ class Engine:
             "das_exit_with_host", os.getpid(), action="starting to watch the host process"
         )
         await self.weight_versions.change(self.config.weight_version)
+        if self.config.cpu:
+            await self._client.collective_rpc("das_rewind_generators", action="patching its random generators")
         if self.config.cpu and self.config.spec.max_lora_rank:
             await self._client.collective_rpc("das_patch_adapters", action="patching its operators for adapters")
         drafting = self.config.drafting
@@ -145,6 +151,28 @@ class Engine:
             on_tokens=on_tokens,
             stop_event=stop_event,
         )
+
+    async def pause(self, *, finish_running: bool) -> None:
+        """Decode nothing until :meth:`resume` is called. Responses can be started and cancelled meanwhile.
+
+        Weights can be loaded meanwhile, unless they wait for responses to end.
+
+        Args:
+            finish_running: whether responses that vLLM has end first, while later ones wait; otherwise they continue
+                after the pause.
+
+        Raises:
+            EngineError: if the engine has died.
+        """
+        await self._pause.hold(finish_running=finish_running)
+
+    async def resume(self) -> None:
+        """Decode again. Does nothing if the engine is not paused.
+
+        Raises:
+            EngineError: if the engine has died.
+        """
+        await self._pause.release()
 
     async def load_weights(self, directory: Path, weight_version: int, mode: UpdateMode = UpdateMode.DRAIN) -> float:
         """Replace the weights. An update that has started is not cancelled; if it fails, the previous weights stay.

@@ -53,8 +53,9 @@ class ResponseGenerator:
         self._idle.set()
         self._admitting = asyncio.Event()
         self._admitting.set()
+        self._num_admission_pauses = 0
 
-    # Control by weight updates
+    # Control by pauses and weight updates
 
     @property
     def admission_paused(self) -> bool:
@@ -62,12 +63,15 @@ class ResponseGenerator:
         return not self._admitting.is_set()
 
     def pause_admission(self) -> None:
-        """Let new responses wait before they are passed to vLLM."""
+        """Let new responses wait before they are passed to vLLM, until each such call was followed by a resumption."""
+        self._num_admission_pauses += 1
         self._admitting.clear()
 
     def resume_admission(self) -> None:
-        """Pass new and waiting responses to vLLM."""
-        self._admitting.set()
+        """Pass new and waiting responses to vLLM again, unless another caller has paused admission, too."""
+        self._num_admission_pauses -= 1
+        if not self._num_admission_pauses:
+            self._admitting.set()
 
     async def wait_idle(self) -> None:
         """Wait until vLLM has no response, including those that it has queued or preempted."""

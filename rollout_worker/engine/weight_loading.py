@@ -14,6 +14,7 @@ from rollout_api.protocol.messages import UpdateMode
 from rollout_worker.engine.adapters import Adapters
 from rollout_worker.engine.checkpoint_check import BroadcastWeights, check_broadcast, check_checkpoint
 from rollout_worker.engine.config import EngineConfig
+from rollout_worker.engine.decoding_pause import DecodingPause
 from rollout_worker.engine.errors import EngineError, translate_errors
 from rollout_worker.engine.generation import ResponseGenerator
 from rollout_worker.engine.limits import MAX_READING_PAUSE_S
@@ -63,8 +64,9 @@ class WeightLoader:
         generator: ResponseGenerator,
         weight_versions: WeightVersionTracker,
         adapters: Adapters,
+        pause: DecodingPause,
     ) -> None:
-        self._client, self._config, self._generator = client, config, generator
+        self._client, self._config, self._generator, self._pause = client, config, generator, pause
         self._weight_versions, self._adapters = weight_versions, adapters
         self._loading = asyncio.Lock()
         self._directory: Path | None = config.model
@@ -177,8 +179,9 @@ class WeightLoader:
 
     async def _replace(self, new: _NewWeights) -> float:
         async with self._loading:
-            if self._adapters.current is not None or new.mode is UpdateMode.DRAIN:
-                self._generator.pause_admission()
+            if self._adapters.current is None and new.mode is not UpdateMode.DRAIN:
+                return await self._pause_and_load(new)
+            self._generator.pause_admission()
             try:
                 # Responses with an adapter must end first, because the adapter does not fit other full weights.
                 await self._adapters.wait_unused()
@@ -194,20 +197,13 @@ class WeightLoader:
         is_drained = new.mode is UpdateMode.DRAIN
         requested = time.monotonic()
         with translate_errors(new.action):
-            # Clearing the cache preempts running requests, so that their keys and values are computed again.
             clear_cache = new.mode is not UpdateMode.KEEP
-            await self._client.call(
-                self._client.llm.pause_generation(mode="wait" if is_drained else "keep", clear_cache=clear_cache)
-            )
-            try:
+            async with self._pause.while_loading(is_drained=is_drained, clear_cache=clear_cache):
                 await self._load_or_restore(new)
                 await self._weight_versions.change(new.version)
                 self._adapters.deactivate()
                 if not clear_cache:
                     self._generator.ignore_cached_prompts()
-            finally:
-                if not self._client.stopped:
-                    await self._client.call(self._client.llm.resume_generation())
         # With DRAIN, nothing was decoded since the last response ended.
         return time.monotonic() - (max(requested, self._generator.last_finished) if is_drained else requested)
 

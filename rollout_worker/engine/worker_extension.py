@@ -71,6 +71,12 @@ class EngineExtension:
 
         threading.Thread(target=exit_with_host, name="exit-with-host", daemon=True).start()
 
+    def das_rewind_generators(self) -> bool:
+        """See :func:`rollout_worker.engine.compat.rewind_cpu_generators`."""
+        from rollout_worker.engine.compat import rewind_cpu_generators
+
+        return rewind_cpu_generators(self.model_runner)
+
     def das_patch_adapters(self) -> bool:
         """See :func:`rollout_worker.engine.compat.patch_adapter_rows`."""
         from rollout_worker.engine.compat import patch_adapter_rows

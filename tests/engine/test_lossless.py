@@ -179,6 +179,23 @@ def test_a_seeded_group_is_reproducible_in_another_job_and_its_samples_differ(dr
     assert len({tuple(tokens) for tokens in group("a", 5)}) == 6
 
 
+def test_a_seed_has_the_same_tokens_if_its_prompt_is_read_in_several_steps(drafting_engine: EngineHarness) -> None:
+    sampling = Sampling(n=1, seed=7, max_tokens=4)
+    requests = [
+        RolloutRequest(
+            job_uid="chunks",
+            request_id=str(number),
+            prompt_token_ids=[(number + place * (number + 3)) % EOS for place in range(480)],
+            sampling=sampling,
+            draft_budget=0,
+        )
+        for number in range(40)
+    ]
+    together = tokens_of(drafting_engine.generate(requests))  # more tokens than a step may have
+    alone = [tokens_of(drafting_engine.generate([request]))[0] for request in requests]
+    assert together == alone
+
+
 def test_almost_every_token_of_the_vocabulary_is_sampled(drafting_engine: EngineHarness) -> None:
     """The tests of the distribution would show little with a model that is almost deterministic."""
     responses = tokens_of(drafting_engine.sample([PROMPT], Sampling(n=400, max_tokens=10)))

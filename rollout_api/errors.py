@@ -82,6 +82,10 @@ class WeightsError(RolloutClientError):
         super().__init__(f"{text}: {list_reasons(self.failed)}" if self.failed else text)
 
 
+class PauseError(RolloutClientError):
+    """The job was not paused or resumed in time."""
+
+
 class RedisUnreachableError(RolloutClientError):
     """Redis was unreachable for longer than ``reconnect_timeout``.
 

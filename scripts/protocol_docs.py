@@ -30,8 +30,11 @@ from rollout_api.protocol.messages import (
     FinishReason,
     Message,
     Partial,
+    Pause,
+    PauseMode,
     Purpose,
     Refusal,
+    Resume,
     Rewards,
     Rollout,
     RolloutRequest,
@@ -187,6 +190,8 @@ def messages() -> dict[str, Message]:
         ),
         "cancel": Cancel(request_ids=["demo-1", "demo-2"]),
         "rewards": Rewards(rewards={"6f1c2e9a/demo-1/0/0": 1.0, "6f1c2e9a/demo-1/1/0": -0.5}),
+        "pause": Pause(mode=PauseMode.WAIT),
+        "resume": Resume(),
         "close": Close(),
     }
 

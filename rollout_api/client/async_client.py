@@ -17,6 +17,7 @@ from rollout_api.client.connection import JobConnection
 from rollout_api.client.groups import without_failures
 from rollout_api.client.job_info import JobInfo, find_job
 from rollout_api.client.job_monitor import JobMonitor
+from rollout_api.client.job_pauser import JobPauser
 from rollout_api.client.length_stats_reader import HistoryClient, connect_to_history, read_length_stats
 from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
 from rollout_api.client.name_lease import NameLease, default_name
@@ -34,6 +35,7 @@ from rollout_api.protocol.messages import (
     CLIENT_PATTERN,
     Close,
     DraftMode,
+    PauseMode,
     Purpose,
     Rewards,
     Rollout,
@@ -56,6 +58,7 @@ class _Session:
     keys: MessageKeys
     lease: NameLease
     publisher: WeightPublisher
+    pauser: JobPauser
     steps: StepContext
     monitoring: asyncio.Task[None]
 
@@ -172,6 +175,7 @@ class AsyncRolloutClient(JobConnection):
             keys=keys,
             lease=lease,
             publisher=WeightPublisher(redis, keys, sender, policy),
+            pauser=JobPauser(redis, job, sender, policy),
             steps=StepContext(
                 client_name=self.name,
                 job=job,
@@ -344,6 +348,35 @@ class AsyncRolloutClient(JobConnection):
             wait=wait,
             timeout=timeout,
         )
+
+    async def pause(self, mode: PauseMode | str = PauseMode.KEEP, *, timeout: float = 600.0) -> None:
+        """Pause sampling on all engines of the job, until it is resumed or closed. Requests can be sent meanwhile.
+
+        Weights can be published meanwhile. Engines keep their memory. Deadlines of requests continue to run.
+
+        Args:
+            mode: ``keep``: running rollouts stop after their current token, and continue later; ``wait``: they finish
+                first, and queued ones start later.
+            timeout: seconds to wait until all engines are paused.
+
+        Raises:
+            InvalidRequestError: the mode is unknown.
+            PauseError: some engines are not paused; they pause as soon as they can.
+            VersionMismatchError: the job is of a version that cannot be paused.
+        """
+        await self._connected.pauser.pause(parse_choice(PauseMode, mode, "mode"), timeout)
+
+    async def resume(self, *, timeout: float = 600.0) -> None:
+        """Resume sampling. Does nothing if the job is not paused.
+
+        Args:
+            timeout: seconds to wait until all engines sample again.
+
+        Raises:
+            PauseError: some engines are still paused; they resume as soon as they can.
+            VersionMismatchError: the job is of a version that cannot be paused.
+        """
+        await self._connected.pauser.resume(timeout)
 
     async def weight_version(self, *, timeout: float = 600.0) -> int:
         """Return the newest weight version that was published to the job; 0 is the model that it started with.

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.client.adapter_names import AdapterNames
 from rollout_api.client.connection import CLOSED, JobConnection
 from rollout_api.client.job_info import JobInfo, PreparedRequest, find_job
 from rollout_api.client.job_monitor import JobMonitor
+from rollout_api.client.job_pauser import JobPauser
 from rollout_api.client.kept_results import KeptResults, TokensCallback
 from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
 from rollout_api.client.prompts import Prompt
@@ -35,7 +37,9 @@ class _Session:
     job: JobInfo
     results: KeptResults
     turns: TurnRecords
+    adapters: AdapterNames
     publisher: WeightPublisher
+    pauser: JobPauser
     monitor: JobMonitor
     tasks: list[asyncio.Task[None]]
 
@@ -109,7 +113,9 @@ class RequestClient(JobConnection):
             job=job,
             results=results,
             turns=TurnRecords(self._redis, keys, self._policy),
+            adapters=AdapterNames(self._redis, keys, self._policy),
             publisher=WeightPublisher(self._redis, keys, sender, self._policy),
+            pauser=JobPauser(self._redis, job, sender, self._policy),
             monitor=monitor,
             tasks=[
                 asyncio.create_task(results.send(), name="send requests"),
@@ -153,6 +159,15 @@ class RequestClient(JobConnection):
         return self._connected.turns
 
     @property
+    def adapters(self) -> AdapterNames:
+        """Names of adapters.
+
+        Raises:
+            RolloutClientError: the client is not connected yet.
+        """
+        return self._connected.adapters
+
+    @property
     def publisher(self) -> WeightPublisher:
         """Publishes weights to the job.
 
@@ -160,6 +175,15 @@ class RequestClient(JobConnection):
             RolloutClientError: the client is not connected yet.
         """
         return self._connected.publisher
+
+    @property
+    def pauser(self) -> JobPauser:
+        """Pauses and resumes the job.
+
+        Raises:
+            RolloutClientError: the client is not connected yet.
+        """
+        return self._connected.pauser
 
     @property
     def status(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from rollout_api.client.weight_publisher import Checksum, InMemoryWeights, Publi
 from rollout_api.errors import RolloutClientError
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import DraftMode, Purpose, Rollout, UpdateMode, WeightsKind
+from rollout_api.protocol.messages import DraftMode, PauseMode, Purpose, Rollout, UpdateMode, WeightsKind
 from rollout_api.redis_client.client_connection import RedisTarget
 
 _TAKE_LIMIT = 64
@@ -295,6 +295,14 @@ class RolloutClient:
                 version, weights, kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout
             )
         )
+
+    def pause(self, mode: PauseMode | str = PauseMode.KEEP, *, timeout: float = 600.0) -> None:
+        """See :meth:`AsyncRolloutClient.pause`."""
+        self._loop.run(self._client.pause(mode, timeout=timeout))
+
+    def resume(self, *, timeout: float = 600.0) -> None:
+        """See :meth:`AsyncRolloutClient.resume`."""
+        self._loop.run(self._client.resume(timeout=timeout))
 
     def weight_version(self, *, timeout: float = 600.0) -> int:
         """See :meth:`AsyncRolloutClient.weight_version`."""

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 from urllib.parse import unquote, urlsplit
 
-import msgpack
 import redis
 import redis.asyncio
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.client.engine_reports import read_engine_reports
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.errors import InvalidRequestError, WeightsError
 from rollout_api.protocol.keys import MessageKeys
@@ -130,7 +130,7 @@ class WeightPublisher:
             raise InvalidRequestError(
                 f"weight version {version}: published versions start at 1; 0 is the model that the job started with"
             )
-        engines = await self._engines()
+        engines = await read_engine_reports(self._client, self._keys, self._policy)
         newest = max((report["version"] for report in engines.values()), default=0)
         if version < newest:
             raise InvalidRequestError(
@@ -162,6 +162,11 @@ class WeightPublisher:
         )
         updates = [decode(data) for data in stored if isinstance(data, bytes)]
         return max((update.weight_version for update in updates if isinstance(update, WeightUpdate)), default=0)
+
+    async def num_ranks(self) -> int:
+        """Return the number of worker processes of all engines."""
+        engines = await read_engine_reports(self._client, self._keys, self._policy)
+        return sum(report["ranks"] for report in engines.values())
 
     async def _send(self, update: WeightUpdate) -> _Publication:
         [entry_id] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
@@ -223,7 +228,7 @@ class WeightPublisher:
         """
         started = time.monotonic()
         while True:
-            engines = await self._engines()
+            engines = await read_engine_reports(self._client, self._keys, self._policy)
             busy = [engine for engine, report in engines.items() if report.get("pinned")]
             if not busy:
                 return engines
@@ -255,7 +260,7 @@ class WeightPublisher:
         started = last_log = time.monotonic()
         while True:
             is_adopted = await self._is_adopted(publication)
-            engines = await self._engines()
+            engines = await read_engine_reports(self._client, self._keys, self._policy)
             loaded = [engine for engine, report in engines.items() if report["version"] >= version]
             failed = {
                 engine: str(report["failed"][version])
@@ -299,22 +304,6 @@ class WeightPublisher:
             return False
         return not waiting
 
-    async def _engines(self) -> dict[str, dict[str, Any]]:
-        """Return the reports of the engines that are alive and not being drained."""
-
-        async def read() -> dict[str, dict[str, Any]]:
-            stored: Any = await self._client.hgetall(self._keys.engines)
-            engines = [engine.decode() for engine in stored]
-            leases = await self._client.mget([self._keys.lease(engine) for engine in engines]) if engines else []
-            reports = [msgpack.unpackb(report, strict_map_key=False) for report in stored.values()]
-            return {
-                engine: report
-                for engine, report, lease in zip(engines, reports, leases, strict=True)
-                if lease is not None and not report.get("draining")
-            }
-
-        return await self._policy.run(read, action="read the state of the engines")
-
 
 def _check_identity(version: int, identity: str, engines: Mapping[str, Any]) -> None:
     """Reject other weights under a version that is served: a version must identify one policy.
@@ -334,7 +323,8 @@ def _describe_state(is_adopted: bool, engines: Mapping[str, Any], loading: list[
     if not engines:
         return "the job has no engine"
     listed = ", ".join(loading[:_MAX_LISTED_ENGINES])
-    return f"{len(loading)} of {len(engines)} engines are still loading: {listed}"
+    paused = "; the job is paused" if any(report.get("paused") for report in engines.values()) else ""
+    return f"{len(loading)} of {len(engines)} engines are still loading: {listed}{paused}"
 
 
 async def _resolve_checksum(uri: str, sha256: Checksum) -> str | None:

@@ -118,6 +118,11 @@ class MessageKeys:
         """String with expiry, written by servers: a turn of a conversation, by a hash of its text up to its end."""
         return self._key(f"turn:{record_id}")
 
+    @property
+    def adapters(self) -> str:
+        """Hash, written by servers: name of a LoRA adapter → its directory and weight version, as JSON."""
+        return self._key("adapters")
+
     # Keys that only the processes of the job use.
 
     def ledger(self, request_id: str) -> str:

@@ -70,6 +70,8 @@ class Capability(StrEnum):
     """Requests may have ``keep_seconds``."""
     STREAMED_TOKENS = "streamed-tokens"
     """Requests may have ``stream``."""
+    PAUSE = "pause"
+    """The job can be paused and resumed."""
 
 
 class DraftMode(StrEnum):
@@ -101,6 +103,15 @@ class UpdateMode(StrEnum):
     """They continue with the new weights, which also recompute their keys and values."""
     KEEP = "keep"
     """They continue with the new weights and keep the keys and values of the old ones."""
+
+
+class PauseMode(StrEnum):
+    """What happens to running rollouts when a job is paused."""
+
+    KEEP = "keep"
+    """They stop after their current token, and continue when the job is resumed."""
+    WAIT = "wait"
+    """They finish first. Queued ones start when the job is resumed."""
 
 
 class RolloutId(NamedTuple):
@@ -444,8 +455,33 @@ class Close(_Message):
     kind: Literal["close"] = "close"
 
 
-Message = RolloutRequest | Rollout | Partial | Refusal | WeightUpdate | Cancel | Rewards | Close
-MESSAGES: tuple[type[Message], ...] = (RolloutRequest, Rollout, Partial, Refusal, WeightUpdate, Cancel, Rewards, Close)
+class Pause(_Message):
+    """Control message: the engines stop sampling until the job is resumed. Deadlines of requests continue to run."""
+
+    kind: Literal["pause"] = "pause"
+    mode: PauseMode = Field(default=PauseMode.KEEP, description="What happens to running rollouts.")
+
+
+class Resume(_Message):
+    """Control message: the engines sample again."""
+
+    kind: Literal["resume"] = "resume"
+
+
+ControlMessage = WeightUpdate | Cancel | Pause | Resume | Close
+Message = RolloutRequest | Rollout | Partial | Refusal | Rewards | ControlMessage
+MESSAGES: tuple[type[Message], ...] = (
+    RolloutRequest,
+    Rollout,
+    Partial,
+    Refusal,
+    WeightUpdate,
+    Cancel,
+    Rewards,
+    Pause,
+    Resume,
+    Close,
+)
 _KINDS: dict[str, type[Message]] = {model.model_fields["kind"].default: model for model in MESSAGES}
 _TOKEN_FIELDS = ("prompt_token_ids", "token_ids")
 

@@ -38,7 +38,7 @@ class CoordinatorStatus(TypedDict):
     coordinator: int
     """Number of the coordinator; each one that takes over has a higher number."""
     state: str
-    """``running`` or ``closing``."""
+    """``running``, ``paused`` or ``closing``."""
     weight_version: int
     """Weight version that the engines should serve."""
     requests: int

@@ -16,8 +16,11 @@ from rollout_api import (
     DraftMode,
     FinishReason,
     Partial,
+    Pause,
+    PauseMode,
     Purpose,
     Refusal,
+    Resume,
     Rewards,
     Rollout,
     RolloutId,
@@ -138,6 +141,8 @@ by_kind: dict[type[Message], st.SearchStrategy[Message]] = {
         Rewards,
         rewards=st.dictionaries(identifiers, st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=5),
     ),
+    Pause: st.builds(Pause, mode=st.sampled_from(PauseMode)),
+    Resume: st.just(Resume()),
     Close: st.just(Close()),
 }
 messages = st.one_of(*by_kind.values())

@@ -14,7 +14,9 @@ import redis
 from rollout_api import (
     Cancel,
     FinishReason,
+    Pause,
     Refusal,
+    Resume,
     Rollout,
     RolloutRequest,
     Sampling,
@@ -67,7 +69,7 @@ class FakeJob:
             "max_rollouts": max_rollouts,
             "history": HISTORY.full_name,
             "state": "running",
-            "capabilities": "kept-results streamed-tokens",
+            "capabilities": "kept-results streamed-tokens pause",
         }
         self.redis.hset(self.keys.job, mapping=description)
         self.redis.set(job_uid_key(name), uid)
@@ -159,6 +161,13 @@ class FakeJob:
         pipeline.xdel(self.keys.control, entry)
         pipeline.execute()
 
+    def adopt_pause(self, mode: str, entry: bytes) -> None:
+        """Record how the job is paused, and delete the entry that says so."""
+        pipeline = self.redis.pipeline(transaction=True)
+        pipeline.hset(self.keys.job, "pause", mode)
+        pipeline.xdel(self.keys.control, entry)
+        pipeline.execute()
+
     def publish_status(self, **status: object) -> None:
         """Publish a status, as a coordinator does once a second."""
         self.redis.set(self.keys.status, json.dumps({"waiting": 0, "assigned": 0, **status}), ex=10)
@@ -181,10 +190,16 @@ class FakeJob:
         self.redis.hset(self.keys.job, mapping={"state": state, "reason": reason})
 
     def report_engine(
-        self, engine: str, *, version: int, failed: dict[int, str] | None = None, draining: bool = False
+        self,
+        engine: str,
+        *,
+        version: int,
+        failed: dict[int, str] | None = None,
+        draining: bool = False,
+        paused: str = "",
     ) -> None:
         """Write an engine's report and its lease."""
-        report = {"version": version, "failed": failed or {}, "draining": draining}
+        report = {"version": version, "failed": failed or {}, "draining": draining, "paused": paused, "ranks": 1}
         self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
         self.redis.set(self.keys.lease(engine), "1", px=60_000)
 
@@ -199,6 +214,8 @@ class FakeJob:
                 self.redis.xdel(self.keys.control, entry)
             if isinstance(message, WeightUpdate):
                 self.adopt_update(message, entry)
+            if isinstance(message, Pause | Resume):
+                self.adopt_pause(message.mode if isinstance(message, Pause) else "", entry)
         for entry, request in self.entries():
             if self.answered.get(request.request_id, 0) >= self.num_samples(request):
                 self.redis.xdel(self.keys.requests, entry)

@@ -49,6 +49,8 @@ class JobHarness:
                 await scenario(running, client)
         finally:
             for engine in self.engines.values():  # restored for the next scenario
+                if not engine.stopped:
+                    await engine.resume()
                 if engine.weight_version != 0 and not engine.stopped:
                     await engine.load_weights(self.models / "0", 0)
 

@@ -1,12 +1,13 @@
-"""Control messages: cancellations, weight updates, and the close of the job."""
+"""Control messages: cancellations, weight updates, pauses, and the close of the job."""
 
 from __future__ import annotations
 
-from rollout_api.protocol.messages import Cancel, Close, CodecError, WeightUpdate, decode
+from rollout_api.protocol.messages import Cancel, CodecError, ControlMessage, Pause, Resume, WeightUpdate, decode
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.cancellations import Cancellations
 from rollout_worker.job.coordinator.dead_letters import DeadLetters
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
+from rollout_worker.job.coordinator.pause import PauseAnnouncer
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import Entry, JobStore, Stream
 
@@ -19,13 +20,14 @@ class ControlProcessor:
         job_store: JobStore,
         cancellations: Cancellations,
         weights: WeightAnnouncer,
+        pause: PauseAnnouncer,
         engines: EngineTracker,
         dead_letters: DeadLetters,
     ) -> None:
         self.closing = False
         """Whether a client has closed the job, which ends once all requests are answered."""
         self._job_store, self._cancellations, self._weights = job_store, cancellations, weights
-        self._engines, self._dead_letters = engines, dead_letters
+        self._pause, self._engines, self._dead_letters = pause, engines, dead_letters
 
     async def restore(self) -> None:
         """Read from Redis whether the job was closed."""
@@ -35,7 +37,7 @@ class ControlProcessor:
         """Process an entry of the control stream."""
         try:
             message = decode(entry.data)
-            if not isinstance(message, WeightUpdate | Cancel | Close):
+            if not isinstance(message, ControlMessage):
                 raise CodecError(f"a {message.kind} in place of a control message")
         except CodecError as error:
             await self._dead_letters.add(Stream.CONTROL, entry, str(error))
@@ -50,7 +52,11 @@ class ControlProcessor:
         elif isinstance(message, Cancel):
             if not await self._cancellations.cancel(entry.entry_id, message.request_ids):
                 return
+        elif isinstance(message, Pause | Resume):
+            await self._pause.publish(message.mode if isinstance(message, Pause) else None, list(self._engines.engines))
         else:
             await retry_async(self._job_store.job.set_closing)
             self.closing = True
+            if self._pause.mode is not None:  # a paused job would never answer its requests
+                await self._pause.publish(None, list(self._engines.engines))
         await retry_async(self._job_store.incoming.delete, Stream.CONTROL, entry.entry_id)

@@ -18,6 +18,7 @@ from rollout_worker.job.coordinator.dead_letters import DeadLetters
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.coordinator.message_reader import MessageReader
+from rollout_worker.job.coordinator.pause import PauseAnnouncer
 from rollout_worker.job.coordinator.recovery import Recovery, describe_job
 from rollout_worker.job.coordinator.rollout_placer import RolloutPlacer
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
@@ -84,11 +85,12 @@ class Coordinator:
         self._tracker = RolloutTracker(self._queue, self._canaries)
         self._answers = Answers(job_store, self._tracker, self._queue, limits)
         self._weights = WeightAnnouncer(job_store, self._orders)
+        self._pause = PauseAnnouncer(job_store, self._orders)
         self._passing = WeightPassing(self._orders, limits)
         self._engines = EngineTracker(job_store, self._orders, self._tracker, self._queue, self._answers, limits)
         self._cancellations = Cancellations(job_store, self._orders, self._tracker, self._answers)
         self._control = ControlProcessor(
-            job_store, self._cancellations, self._weights, self._engines, self._dead_letters
+            job_store, self._cancellations, self._weights, self._pause, self._engines, self._dead_letters
         )
         self._admission = RequestAdmission(
             job,
@@ -129,6 +131,7 @@ class Coordinator:
             queue=self._queue,
             engines=self._engines,
             weights=self._weights,
+            pause=self._pause,
             placer=self._placer,
             slow_clients=self._slow_clients,
             control=self._control,
@@ -145,6 +148,7 @@ class Coordinator:
             answers=self._answers,
             engines=self._engines,
             weights=self._weights,
+            pause=self._pause,
             cancellations=self._cancellations,
             admission=self._admission,
             control=self._control,
@@ -182,9 +186,10 @@ class Coordinator:
             if now - reconciled_at >= limits.reconcile_interval_s:
                 reconciled_at = now
                 await self._engines.reconcile()
-                await self._placer.migrate(
-                    tokens_per_second=self._publisher.rollout_speed, accepted_per_step=self.board.accepted_per_step
-                )
+                if self._pause.mode is None:
+                    await self._placer.migrate(
+                        tokens_per_second=self._publisher.rollout_speed, accepted_per_step=self.board.accepted_per_step
+                    )
             await self._placer.assign_waiting(self._slow_clients.names)
             await self._answers.send_batch()
             await self._reader.read()
@@ -196,6 +201,7 @@ class Coordinator:
         await self._orders.check_current()
         for engine in await self._engines.update():
             await self._weights.notify_new_engine(engine, self._engines.engines[engine])
+            await self._pause.notify_new_engine(engine, self._engines.engines[engine])
         await self._passing.update(self._weights.broadcast_version, self._engines.engines)
         await self._unservable.end_overdue()
         self._unservable.fail_unserved_versions()

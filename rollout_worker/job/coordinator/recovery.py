@@ -14,6 +14,7 @@ from rollout_worker.job.coordinator.control import ControlProcessor
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.coordinator.message_reader import MessageReader
+from rollout_worker.job.coordinator.pause import PauseAnnouncer
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.coordinator.status_publisher import StatusPublisher
@@ -40,6 +41,7 @@ class Recovery:
         answers: Answers,
         engines: EngineTracker,
         weights: WeightAnnouncer,
+        pause: PauseAnnouncer,
         cancellations: Cancellations,
         admission: RequestAdmission,
         control: ControlProcessor,
@@ -49,7 +51,8 @@ class Recovery:
         self._job_name = f"{job.metadata.namespace}/{job.metadata.name}"
         self._job_store, self._description, self._orders = job_store, description, orders
         self._tracker, self._queue, self._answers, self._engines = tracker, queue, answers, engines
-        self._weights, self._cancellations, self._admission = weights, cancellations, admission
+        self._weights, self._pause = weights, pause
+        self._cancellations, self._admission = cancellations, admission
         self._control, self._reader, self._publisher = control, reader, publisher
         self._server_run_id = ""
 
@@ -62,6 +65,7 @@ class Recovery:
         await retry_async(self._job_store.job.publish, self._job_name, self._description)
         await self._control.restore()
         await self._weights.restore()
+        await self._pause.restore()
         loss_counts = await retry_async(self._job_store.assignments.loss_counts)
         self._queue.restore(loss_counts, await retry_async(self._job_store.rollouts.partial_ids))
         await self._publisher.restore()

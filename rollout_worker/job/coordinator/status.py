@@ -40,6 +40,7 @@ class StatusInput:
     """Tokens that the open requests are expected to take."""
     drift: DriftTest
     closing: bool
+    paused: bool
 
 
 class StatusBoard:
@@ -98,7 +99,7 @@ class StatusBoard:
             "job": self._job,
             "uid": current.uid,
             "coordinator": current.coordinator,
-            "state": "closing" if current.closing else "running",
+            "state": "closing" if current.closing else "paused" if current.paused else "running",
             "weight_version": current.weight_version,
             "requests": current.requests,
             "waiting": current.waiting,

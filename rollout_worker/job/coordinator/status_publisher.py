@@ -13,6 +13,7 @@ from rollout_worker.job.coordinator.control import ControlProcessor
 from rollout_worker.job.coordinator.dead_letters import DeadLetters
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
+from rollout_worker.job.coordinator.pause import PauseAnnouncer
 from rollout_worker.job.coordinator.rollout_placer import RolloutPlacer
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
@@ -38,6 +39,7 @@ class StatusPublisher:
         queue: RolloutQueue,
         engines: EngineTracker,
         weights: WeightAnnouncer,
+        pause: PauseAnnouncer,
         placer: RolloutPlacer,
         slow_clients: SlowClients,
         control: ControlProcessor,
@@ -46,6 +48,7 @@ class StatusPublisher:
     ) -> None:
         self._board, self._job_store, self._orders = board, job_store, orders
         self._tracker, self._queue, self._engines, self._weights = tracker, queue, engines, weights
+        self._pause = pause
         self._placer, self._slow_clients, self._control = placer, slow_clients, control
         self._dead_letters, self._canaries = dead_letters, canaries
         self._stored_canaries = 0
@@ -100,6 +103,7 @@ class StatusPublisher:
             remaining=estimate_remaining_work(remaining),
             drift=self._canaries.drift,
             closing=self._control.closing,
+            paused=self._pause.mode is not None,
         )
 
     async def _write(self, status: CoordinatorStatus) -> None:

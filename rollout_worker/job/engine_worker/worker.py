@@ -18,6 +18,7 @@ from rollout_worker.job.engine_worker.executor import RolloutExecutor
 from rollout_worker.job.engine_worker.inbox import InboxReader
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.monitor import EngineMonitor
+from rollout_worker.job.engine_worker.pause_updater import PauseUpdater
 from rollout_worker.job.engine_worker.requests import RequestCache
 from rollout_worker.job.engine_worker.running import RunningRollouts
 from rollout_worker.job.engine_worker.token_streams import TokenStreams
@@ -42,6 +43,7 @@ class EngineWorker:
     - :class:`CheckpointWriter` writes their partials,
     - :class:`TokenStreams` writes the tokens of those that are streamed,
     - :class:`WeightUpdater` loads published weights and passes them on to other engines,
+    - :class:`PauseUpdater` pauses and resumes the engine,
     - :class:`HistoryAnnouncer` tells the drafter which histories it needs,
     - :class:`EngineMonitor` reads the engine's statistics, and
     - :class:`EngineLease` publishes the engine's report and renews its lease.
@@ -107,7 +109,8 @@ class EngineWorker:
             weights=self._weights,
             checkpoint_tokens=checkpoint_tokens,
         )
-        self._inbox = InboxReader(job_store, self._lease, self._running, self._executor, self._weights)
+        self._pause = PauseUpdater(engine, job_store, self._lease)
+        self._inbox = InboxReader(job_store, self._lease, self._running, self._executor, self._weights, self._pause)
         self._monitor = EngineMonitor(engine, report, self._running, speculation_cutoff or SpeculationCutoff())
         self._draining: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
@@ -149,6 +152,7 @@ class EngineWorker:
                 self._token_streams.run(),
                 self._weights.run(),
                 self._weights.pass_on(),
+                self._pause.run(),
                 self._announcer.run(),
                 self._monitor.run(),
                 self._send_heartbeats(),

@@ -53,6 +53,8 @@ class OrderKind(StrEnum):
     """Load the published weights."""
     SEND_WEIGHTS = "send-weights"
     """Pass the full weights on to another engine."""
+    UPDATE_PAUSE = "pause"
+    """Pause or resume decoding, as the job's record says."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ class Order:
     def update_weights(cls) -> Order:
         """Return the order to load the published weights."""
         return cls(OrderKind.UPDATE_WEIGHTS)
+
+    @classmethod
+    def update_pause(cls) -> Order:
+        """Return the order to pause or resume decoding, as the job's record says."""
+        return cls(OrderKind.UPDATE_PAUSE)
 
     @classmethod
     def send_weights(cls, target: str, weight_version: int) -> Order:

@@ -53,6 +53,8 @@ class EngineReport:
     """Version of the engine's full weights, regardless of an adapter."""
     missed: int | None = None
     """Version of broadcast weights that the engine has missed and wants to receive from another engine."""
+    paused: str = ""
+    """How the engine is paused (a :class:`~rollout_api.PauseMode`); '' if it is not."""
     counters: dict[str, float] = field(default_factory=dict)
     """Statistics of the engine and its drafter by name."""
 

@@ -8,7 +8,15 @@ from typing import Any
 import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_api.protocol.messages import SCHEMA_VERSION, Capability, WeightsKind, WeightUpdate, decode, encode
+from rollout_api.protocol.messages import (
+    SCHEMA_VERSION,
+    Capability,
+    PauseMode,
+    WeightsKind,
+    WeightUpdate,
+    decode,
+    encode,
+)
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.job_keys import add_expiry, async_key_batches
 from rollout_worker.job.limits import STATUS_EXPIRY_S
@@ -54,6 +62,15 @@ class JobRecord:
     async def set_closing(self) -> None:
         """Record that a client has closed the job."""
         await self._client.hset(self._keys.job, "closing", "1")
+
+    async def set_pause(self, mode: PauseMode | None) -> None:
+        """Record how the job is paused; None resumes it."""
+        await self._client.hset(self._keys.job, "pause", mode or "")
+
+    async def pause(self) -> PauseMode | None:
+        """Return how the job is paused; None if it is not."""
+        mode: Any = await self._client.hget(self._keys.job, "pause")
+        return PauseMode(as_text(mode)) if mode else None
 
     async def set_closed(self) -> None:
         """Record that all requests of a closed job are answered, and let the job's keys expire.

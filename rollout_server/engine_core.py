@@ -29,6 +29,7 @@ from rollout_api.errors import (
     RedisUnreachableError,
     RequestRefusedError,
     RolloutClientError,
+    WeightsError,
 )
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout
 from rollout_server.conversations import Continuation, Conversations
@@ -281,6 +282,8 @@ def http_error(error: Exception) -> VLLMError:
     """Return the error of vLLM's server, which determines the HTTP status, for an error of the client."""
     if isinstance(error, InvalidRequestError | RequestRefusedError):
         return VLLMValidationError(str(error))
+    if isinstance(error, WeightsError):
+        return GracefulHTTPError(str(error), HTTPStatus.BAD_REQUEST)
     if isinstance(error, JobFullError):
         return GracefulHTTPError(str(error), HTTPStatus.TOO_MANY_REQUESTS)
     if isinstance(error, RedisUnreachableError | JobEndedError):

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
 from vllm.renderers import renderer_from_config
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -58,6 +59,10 @@ class JobEngine(AsyncLLM):
         self.renderer.shutdown()
         if self.output_handler is not None:
             self.output_handler.cancel()
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Do nothing: the job's engines have loaded every adapter that has a name."""
+        return True
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """See the base class.

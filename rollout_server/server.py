@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from rollout_api.client.request_client import RequestClient
+from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_server.request_context import RequestContextMiddleware
 
 logger = logging.getLogger(__name__)
@@ -22,19 +24,30 @@ _KEEP_ALIVE_S = 75
 """Seconds for which an idle connection stays open: longer than clients keep theirs, which then close it first."""
 _SHUTDOWN_S = 30
 """Seconds that running requests have to finish when the server is told to end. They can be sent again afterwards."""
+_RESOLVE_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING"
+"""Environment variable with which vLLM's server offers its endpoints for adapters, and resolves their names."""
+_MAX_ADAPTER_NAMES = 1024
+"""Number of adapters of which vLLM's server and its clients believe that they can be used at a time."""
 
 
 class ServerArgumentError(ValueError):
     """An argument of vLLM's API server cannot be used."""
 
 
-async def build_app(client: RequestClient, model: Path, names: Sequence[str], arguments: Sequence[str] = ()) -> FastAPI:
+async def build_app(
+    client: RequestClient,
+    model: Path,
+    names: Sequence[str],
+    engine_spec: EngineSpec,
+    arguments: Sequence[str] = (),
+) -> FastAPI:
     """Return vLLM's API server for a job.
 
     Args:
         client: connection to the job, which the caller closes.
         model: directory of the model's configuration and tokenizer.
         names: names by which HTTP requests may call the model.
+        engine_spec: settings of the job's engines.
         arguments: further command line arguments of vLLM's API server, for example ``--tool-call-parser=hermes``.
 
     Raises:
@@ -51,10 +64,11 @@ async def build_app(client: RequestClient, model: Path, names: Sequence[str], ar
 
     from rollout_server.job_engine import JobEngine
     from rollout_server.sglang_api import SglangApi
+    from rollout_server.trainer_api import TrainerApi
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="rollout serve", add_help=False))
     try:
-        args = parser.parse_args([*_arguments(client, model, names), *arguments])
+        args = parser.parse_args([*_arguments(client, model, names, engine_spec), *arguments])
         validate_parsed_serve_args(args)
     except SystemExit:  # the parser has printed what is wrong
         raise ServerArgumentError(f"vLLM's API server does not accept {' '.join(arguments)}") from None
@@ -73,13 +87,25 @@ async def build_app(client: RequestClient, model: Path, names: Sequence[str], ar
         device_config=DeviceConfig(device="cpu"),
         logging_config=engine_args.create_logging_config(),
         structured_outputs_config=engine_args.create_structured_outputs_config(),
+        lora_config=_lora_config(engine_spec),
     )
     engine = JobEngine(vllm_config, client)
     tasks = await engine.get_supported_tasks()
+    # vLLM's own endpoints for adapters are left out, but its server must look up names that it does not know.
+    os.environ.pop(_RESOLVE_ADAPTERS, None)
     with _log_levels_kept():
         app: FastAPI = build_vllm_app(args, tasks, model_config)
-    app.include_router(SglangApi(client, engine.get_tokenizer(), engine.end_tokens).router())
+    os.environ[_RESOLVE_ADAPTERS] = "1"
     await init_app_state(engine, app.state, args, tasks)
+    sglang, trainers = SglangApi(client, engine.get_tokenizer(), engine.end_tokens), TrainerApi(client, engine, app)
+    for api in (sglang, trainers):
+        app.include_router(api.router())
+
+    async def server_info() -> Mapping[str, Any]:
+        return {**sglang.server_info(), "vllm_config": trainers.server_info()}
+
+    for path in ("/server_info", "/get_server_info"):
+        app.add_api_route(path, server_info, methods=["GET"])
     for serving in vars(app.state)["_state"].values():
         # vLLM would reduce a client's max_tokens to the job's default.
         if getattr(serving, "override_max_tokens", None) is not None:
@@ -104,7 +130,18 @@ def _log_levels_kept() -> Iterator[None]:
             handler.setLevel(handler_level)
 
 
-def _arguments(client: RequestClient, model: Path, names: Sequence[str]) -> list[str]:
+def _lora_config(engine_spec: EngineSpec) -> Any:
+    """Return vLLM's configuration of adapters; None if the engines load none."""
+    from vllm.config import LoRAConfig
+
+    from rollout_worker.engine.compat import lora_rank
+
+    if not engine_spec.max_lora_rank:
+        return None
+    return LoRAConfig(max_lora_rank=lora_rank(engine_spec.max_lora_rank), max_loras=_MAX_ADAPTER_NAMES)
+
+
+def _arguments(client: RequestClient, model: Path, names: Sequence[str], engine_spec: EngineSpec) -> list[str]:
     """Return the arguments of vLLM's API server that follow from the job."""
     sampling = client.job.sampling
     defaults: dict[str, Any] = {
@@ -116,6 +153,7 @@ def _arguments(client: RequestClient, model: Path, names: Sequence[str]) -> list
         "--served-model-name",
         *names,
         f"--max-model-len={client.job.max_model_len}",
+        f"--dtype={engine_spec.dtype}",
         "--generation-config=vllm",
         f"--override-generation-config={json.dumps(defaults)}",
         "--enable-scale-out",

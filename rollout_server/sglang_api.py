@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import uuid
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -138,8 +138,6 @@ class SglangApi:
     def router(self) -> APIRouter:
         """Return the endpoints."""
         router = APIRouter()
-        for path in ("/server_info", "/get_server_info"):
-            router.add_api_route(path, self.server_info, methods=["GET"])
         for path in ("/model_info", "/get_model_info"):
             router.add_api_route(path, self.model_info, methods=["GET"])
         router.add_api_route("/health_generate", self.do_nothing, methods=["GET"])
@@ -158,8 +156,8 @@ class SglangApi:
         """Return that the call succeeded."""
         return JSONResponse({"status": "ok"})
 
-    async def server_info(self) -> dict[str, Any]:
-        """Return the properties of the job, which looks like one engine on one GPU."""
+    def server_info(self) -> Mapping[str, Any]:
+        """Return the properties of the job, which looks like one engine on one GPU, for ``/server_info``."""
         return {
             "served_model_name": self._client.job.name,
             "tp_size": 1,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,10 +16,12 @@ from safetensors.numpy import save_file
 from starlette.types import ASGIApp
 
 from rollout_api import FinishReason, RequestClient, Rollout, RolloutRequest, WeightSpan, encode
+from rollout_api.manifest.spec import Engine
 from rollout_api.protocol.messages import Partial
 from rollout_server.server import as_asgi, build_app
 from rollout_worker.tiny_model.tokenizer import build_tokenizer, load_tokenizer
 from tests.support.fake_job import VOCABULARY, FakeJob
+from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.waiting import wait_for
 
 T = TypeVar("T")
@@ -124,6 +126,8 @@ def serving(
     model: Path,
     arguments: Sequence[str] = (),
     wrap: Callable[[ASGIApp], ASGIApp] = lambda app: app,
+    *,
+    engine: Mapping[str, Any] = SMALL_CPU_ENGINE,
 ) -> Iterator[str]:
     """Serve a job at the URL that is returned, until the block ends.
 
@@ -133,18 +137,19 @@ def serving(
         model: directory of the model's configuration and tokenizer.
         arguments: further arguments of vLLM's API server.
         wrap: adds middleware.
+        engine: the engine's settings in the job's manifest.
     """
     servers: list[uvicorn.Server] = []
     errors: list[BaseException] = []
 
     async def run() -> None:
         async with RequestClient.connect(url, job.name, reconnect_timeout=2) as client:
-            app = await build_app(client, model, [MODEL_NAME], arguments)
+            app = await build_app(client, model, [MODEL_NAME], Engine.model_validate(engine), arguments)
             server = uvicorn.Server(uvicorn.Config(wrap(as_asgi(app)), port=0, log_level="warning"))
-            app.state.server, engine = server, app.state.engine_client
+            app.state.server, job_engine = server, app.state.engine_client
             servers.append(server)
             await server.serve()
-            engine.shutdown()
+            job_engine.shutdown()
 
     def run_and_record() -> None:
         try:

@@ -1,0 +1,240 @@
+"""vLLM's endpoints for trainers: pauses, weights and LoRA adapters.
+
+Paths, fields and responses are those of vLLM 0.32 (``vllm/entrypoints/rl/online/api_router.py`` and
+``vllm/entrypoints/serve/lora/api_router.py``). ``/update_weights`` also accepts what prime-rl sends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, FastAPI, Query
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import BaseModel, ConfigDict, Field
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.lora.request import LoRARequest
+from vllm.lora.resolver import LoRAResolver
+
+from rollout_api.client.adapter_names import NamedAdapter
+from rollout_api.client.request_client import RequestClient
+from rollout_api.errors import RolloutClientError
+from rollout_api.protocol.messages import PauseMode, UpdateMode, WeightsKind
+from rollout_server.engine_core import http_error
+from rollout_server.job_engine import JobEngine
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 600.0
+"""Seconds that the engines have to load weights, or to pause."""
+_BROADCAST_ADVICE = (
+    "engines of a rollout job do not join a trainer's group of processes for this server; write the weights to a "
+    'directory and send POST /update_weights {"weight_dir": …}, load an adapter with POST /v1/load_lora_adapter, or '
+    "broadcast them with publish_weights of the job's Python client"
+)
+
+
+class UpdateWeightsRequest(BaseModel):
+    """The body of ``/update_weights``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    weight_dir: str | None = None
+    weight_version: int | None = None
+    update_info: dict[str, Any] | None = Field(default=None, description="vLLM's description of a broadcast.")
+
+
+class LoadAdapterRequest(BaseModel):
+    """The body of ``/v1/load_lora_adapter``."""
+
+    lora_name: str = Field(min_length=1, max_length=256)
+    lora_path: str = Field(min_length=1)
+    load_inplace: bool = False
+    is_3d_lora_weight: bool = False
+
+
+class UnloadAdapterRequest(BaseModel):
+    """The body of ``/v1/unload_lora_adapter``."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class TrainerApi:
+    """The endpoints for one job.
+
+    Args:
+        client: connection to the job.
+        engine: the job as vLLM's engine client.
+        app: vLLM's application, whose state has been initialised.
+    """
+
+    def __init__(self, client: RequestClient, engine: JobEngine, app: FastAPI) -> None:
+        self._client, self._engine = client, engine
+        self._models: Any = app.state.openai_serving_models
+        self._models.lora_resolvers.append(_NamedAdapterResolver(client))
+
+    def router(self) -> APIRouter:
+        """Return the endpoints."""
+        router = APIRouter()
+        router.add_api_route("/pause", self.pause, methods=["POST"])
+        router.add_api_route("/resume", self.resume, methods=["POST"])
+        router.add_api_route("/is_paused", self.is_paused, methods=["GET"])
+        router.add_api_route("/get_world_size", self.get_world_size, methods=["GET"])
+        router.add_api_route("/weight_info", self.weight_info, methods=["GET"])
+        router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
+        for path in ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"):
+            router.add_api_route(f"/{path}", self.refuse_broadcast, methods=["POST"])
+        router.add_api_route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
+        router.add_api_route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"])
+        return router
+
+    def server_info(self) -> Mapping[str, Any]:
+        """Return the part of vLLM's configuration that trainers read, for ``/server_info``."""
+        config = self._engine.vllm_config
+        lora = config.lora_config
+        return {
+            "model_config": {
+                "dtype": str(config.model_config.dtype),
+                "max_model_len": config.model_config.max_model_len,
+            },
+            "lora_config": None if lora is None else {"max_lora_rank": lora.max_lora_rank, "max_loras": lora.max_loras},
+            "parallel_config": {
+                "data_parallel_size": 1,
+                "tensor_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                "world_size": 1,
+            },
+        }
+
+    async def pause(
+        self,
+        mode: Annotated[Literal["abort", "wait", "keep"], Query()] = "abort",
+        clear_cache: Annotated[bool, Query()] = True,
+    ) -> Response:
+        """Pause all engines of the job; with ``abort``, after the requests of this server have ended.
+
+        vLLM ignores ``clear_cache`` for ``keep``. A job always ignores it: its engines clear their caches when they
+        load weights.
+        """
+        try:
+            if mode == "abort":
+                processor = self._engine.output_processor
+                await self._engine.abort([*processor.request_states, *processor.parent_requests], internal=True)
+            await self._client.pauser.pause(PauseMode.WAIT if mode == "wait" else PauseMode.KEEP, _TIMEOUT_S)
+        except RolloutClientError as error:
+            raise http_error(error) from None
+        return JSONResponse({"status": "paused"})
+
+    async def resume(self) -> Response:
+        """Resume all engines of the job."""
+        try:
+            await self._client.pauser.resume(_TIMEOUT_S)
+        except RolloutClientError as error:
+            raise http_error(error) from None
+        return JSONResponse({"status": "resumed"})
+
+    async def is_paused(self) -> dict[str, bool]:
+        """Return whether the job is paused."""
+        try:
+            return {"is_paused": await self._client.pauser.mode() is not None}
+        except RolloutClientError as error:
+            raise http_error(error) from None
+
+    async def get_world_size(self) -> dict[str, int]:
+        """Return the number of worker processes of all engines."""
+        try:
+            return {"world_size": await self._client.publisher.num_ranks()}
+        except RolloutClientError as error:
+            raise http_error(error) from None
+
+    async def weight_info(self) -> dict[str, str]:
+        """Return the newest weight version."""
+        try:
+            return {"weight_version": str(await self._client.publisher.newest())}
+        except RolloutClientError as error:
+            raise http_error(error) from None
+
+    async def refuse_broadcast(self) -> None:
+        """Say how weights can be published instead."""
+        raise GracefulHTTPError(_BROADCAST_ADVICE, HTTPStatus.NOT_IMPLEMENTED)
+
+    async def update_weights(self, body: UpdateWeightsRequest) -> Response:
+        """Publish full weights from a directory, and wait until the job's engines serve them."""
+        if body.weight_dir is None:
+            raise GracefulHTTPError(_BROADCAST_ADVICE, HTTPStatus.NOT_IMPLEMENTED)
+        version = await self._publish(body.weight_dir, WeightsKind.FULL, body.weight_version)
+        return JSONResponse({"message": "Weights updated", "weight_version": version})
+
+    async def load_adapter(self, body: LoadAdapterRequest) -> Response:
+        """Publish an adapter as the next weight version, and remember its name."""
+        if self._engine.vllm_config.lora_config is None:
+            raise VLLMValidationError(
+                "the job serves no adapters, because spec.engine.maxLoraRank is 0; set it to the rank of the adapter",
+                parameter="lora_path",
+            )
+        if body.is_3d_lora_weight:
+            raise VLLMValidationError("the job's engines do not load such adapters", parameter="is_3d_lora_weight")
+        name = body.lora_name
+        if self._models.is_base_model(name):
+            raise VLLMValidationError(f"{name} is the name of the model; use another one", parameter="lora_name")
+        try:
+            if not body.load_inplace and (known := await self._client.adapters.get(name)) is not None:
+                raise VLLMValidationError(
+                    f"The lora adapter '{name}' has already been loaded, from {known.path}; use another name, or set "
+                    "load_inplace to replace it",
+                    parameter="lora_name",
+                )
+            version = await self._publish(body.lora_path, WeightsKind.LORA, None)
+            await self._client.adapters.set(name, NamedAdapter(body.lora_path, version))
+        except RolloutClientError as error:
+            raise http_error(error) from None
+        self._models.lora_requests.pop(name, None)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def unload_adapter(self, body: UnloadAdapterRequest) -> Response:
+        """Forget the name of an adapter. The engines serve it until another one is loaded."""
+        try:
+            was_known = await self._client.adapters.delete(body.lora_name)
+        except RolloutClientError as error:
+            raise http_error(error) from None
+        self._models.lora_requests.pop(body.lora_name, None)
+        if not was_known:
+            raise GracefulHTTPError(
+                f"The lora adapter '{body.lora_name}' cannot be found; GET /v1/models lists those that were used",
+                HTTPStatus.NOT_FOUND,
+            )
+        return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    async def _publish(self, directory: str, kind: WeightsKind, version: int | None) -> int:
+        """Publish weights, wait until the engines serve them, and return their version."""
+        publisher = self._client.publisher
+        try:
+            if version is None:
+                version = await publisher.newest() + 1
+            published = await publisher.publish(
+                version, directory, kind=kind, mode=UpdateMode.RECOMPUTE, sha256=None, wait=True, timeout=_TIMEOUT_S
+            )
+            published.raise_if_failed()
+        except RolloutClientError as error:
+            raise http_error(error) from None
+        return version
+
+
+class _NamedAdapterResolver(LoRAResolver):
+    """Finds adapters that were loaded through any server of the job."""
+
+    def __init__(self, client: RequestClient) -> None:
+        self._client = client
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        """See the base class."""
+        try:
+            adapter = await self._client.adapters.get(lora_name)
+        except RolloutClientError as error:
+            raise http_error(error) from None
+        if adapter is None:
+            return None
+        return LoRARequest(lora_name, adapter.weight_version, adapter.path, base_model_name=base_model_name)

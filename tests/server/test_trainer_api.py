@@ -1,0 +1,176 @@
+"""vLLM's endpoints for trainers, with the requests of vLLM's clients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import NotFoundError, OpenAI
+
+from rollout_api import Pause, Resume, WeightsKind, WeightUpdate, encode
+from tests.support.manifests import SMALL_CPU_ENGINE
+from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
+from tests.support.waiting import wait_for
+
+WITH_ADAPTERS = {**SMALL_CPU_ENGINE, "maxLoraRank": 8}
+
+
+@pytest.fixture
+def server(job: ServedJob, redis_url: str, model: Path) -> Iterator[str]:
+    """URL of a server of a job whose engines load adapters."""
+    with serving(job, redis_url, model, engine=WITH_ADAPTERS) as url:
+        yield url
+
+
+def post(url: str, body: Any = None, **parameters: str) -> httpx.Response:
+    return httpx.post(url, json=body, params=parameters, timeout=30)
+
+
+def test_pausing_and_resuming_wait_for_the_engines(server: str, job: ServedJob) -> None:
+    job.report_engine("a", version=0)
+
+    def follow() -> None:
+        wait_for(lambda: bool(job.control_messages()))
+        assert [Pause()] == job.control_messages()
+        job.serve_once()
+        job.report_engine("a", version=0, paused="keep")
+
+    def follow_back() -> None:
+        wait_for(lambda: bool(job.control_messages()))
+        assert [Resume()] == job.control_messages()
+        job.serve_once()
+        job.report_engine("a", version=0)
+
+    assert not httpx.get(f"{server}/is_paused").json()["is_paused"]
+    paused = while_calling(lambda: post(f"{server}/pause", mode="keep", clear_cache="false"), follow)
+    assert {"status": "paused"} == paused.json()
+    assert httpx.get(f"{server}/is_paused").json()["is_paused"]
+    assert {"status": "resumed"} == while_calling(lambda: post(f"{server}/resume"), follow_back).json()
+    assert not httpx.get(f"{server}/is_paused").json()["is_paused"]
+
+
+def test_pausing_may_end_the_requests_in_progress(server: str, job: ServedJob) -> None:
+    def abort() -> None:
+        job.wait_for_requests(1)
+        with job.serving(lambda _: None):
+            assert 200 == post(f"{server}/pause").status_code
+
+    body = {"model": MODEL_NAME, "prompt": [1, 2], "max_tokens": 9}
+    reply = while_calling(lambda: post(f"{server}/v1/completions", body), abort)
+    assert "abort" == reply.json()["choices"][0]["finish_reason"]
+
+
+def test_full_weights_are_published_from_a_directory(server: str, job: ServedJob) -> None:
+    job.report_engine("a", version=3)
+    job.report_engine("b", version=3)
+    assert {"world_size": 2} == httpx.get(f"{server}/get_world_size").json()
+
+    def load() -> None:
+        wait_for(lambda: bool(job.control_messages()))
+        [update] = job.control_messages()
+        assert WeightUpdate(weight_version=4, uri="/weights/4") == update
+        job.serve_once()
+        for engine in ("a", "b"):
+            job.report_engine(engine, version=4)
+
+    job.redis.hset(job.keys.weights, "full", encode(WeightUpdate(weight_version=3, uri="/weights/3")))
+    reply = while_calling(lambda: post(f"{server}/update_weights", {"weight_dir": "/weights/4"}), load)
+    assert 4 == reply.json()["weight_version"]
+    assert {"weight_version": "4"} == httpx.get(f"{server}/weight_info").json()
+
+
+def test_what_needs_the_trainers_process_group_is_refused_with_advice(server: str) -> None:
+    calls: list[tuple[str, dict[str, Any]]] = [
+        ("init_weight_transfer_engine", {"init_info": {"master_address": "10.0.0.7", "world_size": 2}}),
+        ("start_weight_update", {"is_checkpoint_format": True}),
+        ("update_weights", {"update_info": {"names": ["a"]}}),
+        ("finish_weight_update", {}),
+    ]
+    for path, body in calls:
+        reply = post(f"{server}/{path}", body)
+        assert 501 == reply.status_code
+        assert "/v1/load_lora_adapter" in reply.json()["error"]["message"]
+
+
+def test_an_adapter_is_published_and_named_for_all_servers_of_the_job(
+    server: str, job: ServedJob, redis_url: str, model: Path
+) -> None:
+    job.report_engine("a", version=0)
+
+    def load() -> None:
+        wait_for(lambda: bool(job.control_messages()))
+        [update] = job.control_messages()
+        expected = WeightUpdate(weight_version=1, uri="/adapters/v1", weights_kind=WeightsKind.LORA)
+        assert expected == update
+        job.serve_once()
+        job.report_engine("a", version=1)
+
+    adapter = {"lora_name": "policy-v1", "lora_path": "/adapters/v1", "load_inplace": False}
+    assert 200 == while_calling(lambda: post(f"{server}/v1/load_lora_adapter", adapter), load).status_code
+    with serving(job, redis_url, model, engine=WITH_ADAPTERS) as another:
+        for url in (server, another):
+            with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client:
+                reply = while_calling(
+                    lambda client=client: client.completions.create(model="policy-v1", prompt=[1, 2], max_tokens=9),
+                    answering(job, "three"),
+                )
+                assert "three" == reply.choices[0].text.strip()
+                assert "policy-v1" == reply.model
+                assert "policy-v1" in [each.id for each in client.models.list()]
+        again = post(f"{another}/v1/load_lora_adapter", adapter)
+        assert 400 == again.status_code
+        assert "already been loaded" in again.json()["error"]["message"]
+    assert 200 == post(f"{server}/v1/unload_lora_adapter", {"lora_name": "policy-v1"}).status_code
+    assert 404 == post(f"{server}/v1/unload_lora_adapter", {"lora_name": "policy-v1"}).status_code
+    with OpenAI(base_url=f"{server}/v1", api_key="none", max_retries=0) as client, pytest.raises(NotFoundError):
+        client.completions.create(model="policy-v1", prompt=[1, 2])
+
+
+def test_the_reason_why_an_adapter_was_not_loaded_is_returned(server: str, job: ServedJob) -> None:
+    job.report_engine("a", version=0)
+
+    def fail() -> None:
+        wait_for(lambda: bool(job.control_messages()))
+        job.serve_once()
+        job.report_engine("a", version=0, failed={1: "rank 64 is too large"})
+
+    adapter = {"lora_name": "policy", "lora_path": "/adapters/large"}
+    reply = while_calling(lambda: post(f"{server}/v1/load_lora_adapter", adapter), fail)
+    assert 400 == reply.status_code
+    assert "rank 64 is too large" in reply.text
+    assert 404 == post(f"{server}/v1/unload_lora_adapter", {"lora_name": "policy"}).status_code
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"lora_path": "/adapters/1"}, "lora_name"),
+        ({"lora_name": MODEL_NAME, "lora_path": "/adapters/1"}, "lora_name"),
+        ({"lora_name": "policy", "lora_path": "/adapters/1", "is_3d_lora_weight": True}, "is_3d_lora_weight"),
+    ],
+)
+def test_adapters_that_cannot_be_loaded_are_refused(server: str, body: dict[str, Any], field: str) -> None:
+    reply = post(f"{server}/v1/load_lora_adapter", body)
+    assert 400 == reply.status_code
+    assert field in reply.text
+
+
+def test_the_server_describes_itself_as_trl_reads_it(server: str) -> None:
+    # trl.experimental.async_grpo.vllm_client and select_adapter_sync, in TRL 1.8
+    config = httpx.get(f"{server}/server_info", params={"config_format": "json"}).json()["vllm_config"]
+    assert "torch.float32" == config["model_config"]["dtype"]
+    assert 1 == config["parallel_config"]["data_parallel_size"]
+    assert 8 == config["lora_config"]["max_lora_rank"]
+    assert config["lora_config"]["max_loras"] > 100
+    assert 256 == httpx.get(f"{server}/v1/models").json()["data"][0]["max_model_len"]
+
+
+def test_a_job_without_adapters_says_so(job: ServedJob, redis_url: str, model: Path) -> None:
+    with serving(job, redis_url, model) as url:
+        assert httpx.get(f"{url}/server_info").json()["vllm_config"]["lora_config"] is None
+        reply = post(f"{url}/v1/load_lora_adapter", {"lora_name": "policy", "lora_path": "/adapters/1"})
+        assert 400 == reply.status_code
+        assert "maxLoraRank is 0" in reply.json()["error"]["message"]

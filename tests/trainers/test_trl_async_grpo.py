@@ -1,0 +1,126 @@
+"""TRL's AsyncGRPOTrainer with a real job that it reaches by a URL, as ``examples/trl_async_grpo`` describes.
+
+The trainer is not modified. It assumes a GPU in two places, which ``tests/support/async_grpo_on_cpu`` fills in.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import httpx
+import pytest
+import redis
+import yaml
+
+from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
+from rollout_worker.engine.model_source import default_cache
+from rollout_worker.runtime.ports import free_port
+from rollout_worker.tiny_model import ensure
+from tests.support.history_contents import rollout_ids_in
+from tests.support.waiting import wait_for
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "trl_async_grpo"
+STEPS = 24
+ADAPTERS_IN_USE = 3
+"""A trainer with a max_staleness of 2 keeps the names of as many adapters."""
+
+
+@pytest.fixture(scope="module")
+def job(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """URL of a job's server, and the directory where it may load weights."""
+    directory = tmp_path_factory.mktemp("async-grpo")
+    manifest = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
+    manifest["spec"]["weights"] = {"allowedRoots": [str(directory)]}
+    file, port = directory / "job.yaml", free_port()
+    file.write_text(yaml.safe_dump(manifest))
+    common = ["-f", str(file), "--redis", redis_server]
+    commands = {
+        "run": ["run", *common, "--no-compare", "--state-dir", str(directory / "state")],
+        "serve": ["serve", *common, "--port", str(port)],
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+    logs = {name: directory / f"{name}.log" for name in commands}
+    url = f"http://127.0.0.1:{port}"
+
+    def is_healthy() -> bool:
+        assert all(process.poll() is None for process in processes), [log.read_text()[-2000:] for log in logs.values()]
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        for name, command in commands.items():
+            with logs[name].open("w") as log:
+                arguments = [sys.executable, "-m", "rollout_worker.cli", *command]
+                processes.append(subprocess.Popen(arguments, stdout=log, stderr=subprocess.STDOUT))
+        wait_for(is_healthy, 180, "the server does not start")
+        yield url, directory
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+        for process in processes:
+            process.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def training(job: tuple[str, Path]) -> list[dict[str, Any]]:
+    """The trainer's log, one entry per training step."""
+    url, directory = job
+    model = ensure(default_cache() / "das" / "tiny-qwen3")[0]
+    command = [sys.executable, str(EXAMPLE / "train.py"), "--url", url, "--model", str(model), "--cpu"]
+    command += ["--output", str(directory / "out"), "--steps", str(STEPS)]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "tests" / "support" / "async_grpo_on_cpu"),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    log = directory / "train.log"
+    with log.open("w") as output:
+        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
+    assert 0 == code, log.read_text()[-4000:]
+    state = json.loads((directory / "out" / "trainer_state.json").read_text())
+    return [entry for entry in state["log_history"] if "reward" in entry]
+
+
+@pytest.mark.timeout(600)
+def test_the_trainer_makes_all_steps_and_the_policy_learns(training: list[dict[str, Any]]) -> None:
+    assert STEPS == len(training)
+    rewards = [entry["reward"] for entry in training]
+    assert fmean(rewards[-6:]) > fmean(rewards[:6])
+
+
+def test_log_probabilities_are_those_of_the_adapter_that_has_sampled(training: list[dict[str, Any]]) -> None:
+    # In the first step, the policy is the one that has sampled. Later, requests may be some steps old.
+    assert 0 <= training[0]["kl"] < 1e-5
+    assert pytest.approx(1.0, abs=1e-4) == training[0]["ratio"]
+    assert max(entry["sample/staleness_max"] for entry in training) <= 2
+
+
+def test_every_step_has_published_its_adapter(training: list[dict[str, Any]], job: tuple[str, Path]) -> None:
+    url, _ = job
+    assert not httpx.get(f"{url}/is_paused").json()["is_paused"]
+    # One for the start, and one after each step.
+    assert {"weight_version": str(STEPS + 1)} == httpx.get(f"{url}/weight_info").json()
+
+
+def test_the_rollouts_are_recorded_in_the_history(training: list[dict[str, Any]], redis_server: str) -> None:
+    client = redis.Redis.from_url(redis_server)
+    uid: Any = client.get(job_uid_key("default/trl-async-grpo"))
+    stored = [
+        one for one in rollout_ids_in(client, HistoryKeys("default", "trl-async-grpo")) if one.startswith(uid.decode())
+    ]
+    trained = sum(entry["batch/samples_per_step"] for entry in training)
+    assert len(stored) >= trained
+    adapters = client.hkeys(MessageKeys(uid.decode()).adapters)
+    assert ADAPTERS_IN_USE == len(adapters)

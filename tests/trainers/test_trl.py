@@ -19,7 +19,7 @@ from rollout_worker.engine.model_source import default_cache
 from rollout_worker.tiny_model import ensure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo"
-STEPS = 32
+STEPS = 20
 
 
 @dataclass

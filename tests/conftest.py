@@ -27,8 +27,8 @@ _SHARED_ENGINE_TESTS = ("adapters", "continuation", "drafting", "lossless", "sto
 SHARED_ENGINES = {f"tests/engine/test_{name}.py": "engine" for name in _SHARED_ENGINE_TESTS}
 SHARED_ENGINES["tests/job/test_with_engines"] = "job"
 """How the paths of test files that share engines begin → the engines that they share."""
-LONG_FILES = ("tests/job/test_several_machines.py", "tests/job/test_head_and_worker.py")
-"""Files with single tests that take minutes. They begin first, so that none is left at the end for one process."""
+LONG_FILES = (*SHARED_ENGINES, "tests/job/test_several_machines.py", "tests/job/test_head_and_worker.py")
+"""Files that one process runs for minutes. They begin first, so that none is left at the end for one process."""
 
 
 class SharedEngineScheduling(LoadFileScheduling):
@@ -41,8 +41,13 @@ class SharedEngineScheduling(LoadFileScheduling):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the longest tests to the beginning."""
-    items.sort(key=lambda item: not item.nodeid.startswith(LONG_FILES))
+    """Move the tests of the longest files to the beginning, in the order of ``LONG_FILES``."""
+
+    def position(item: pytest.Item) -> int:
+        found = (index for index, file in enumerate(LONG_FILES) if item.nodeid.startswith(file))
+        return next(found, len(LONG_FILES))
+
+    items.sort(key=position)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SharedEngineScheduling:

@@ -25,6 +25,8 @@ from rollout_worker.engine.limits import (
 )
 from rollout_worker.engine.model_source import max_positions
 
+_IN_CORE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+"""Runs the model in the process of the engine's core. vLLM replaces its short name, "uni", on CPUs."""
 _EXTENSIONS = "rollout_worker.engine.worker_extension"
 
 
@@ -129,6 +131,10 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
             settings["max_num_batched_tokens"] = tokens
         if sizes := _cuda_graph_sizes(config, config.drafting.max_draft_tokens):
             settings["cudagraph_capture_sizes"] = sizes
+    if config.cpu and config.ranks == 1:
+        # vLLM would run the model in a process of its own, which takes seconds to start and to which each step takes
+        # two messages. It does so in order to set OMP_NUM_THREADS, which engine_environment has set already.
+        settings["distributed_executor_backend"] = _IN_CORE_PROCESS
     if config.node is not None:
         settings |= {
             "distributed_executor_backend": "mp",

@@ -54,11 +54,11 @@ def test_every_counter_of_an_engine_has_a_metric(job_harness: JobHarness) -> Non
 
 
 def test_engines_on_one_machine_may_run_on_all_cores(engines: dict[str, Engine]) -> None:
-    workers = [process for process in psutil.Process().children(recursive=True) if process.name() == "VLLM::Worker"]
-    assert len(workers) >= len(engines)  # other tests may have engines as well
-    for worker in workers:
+    cores = [process for process in psutil.Process().children(recursive=True) if process.name() == "VLLM::EngineCore"]
+    assert len(cores) >= len(engines)  # other tests may have engines as well
+    for process in cores:
         # All threads of a process inherit the affinity of its main thread.
-        assert os.sched_getaffinity(0) == set(worker.cpu_affinity())
+        assert os.sched_getaffinity(0) == set(process.cpu_affinity())
 
 
 def test_cancelled_and_overdue_rollouts_return_their_partial_output(job_harness: JobHarness) -> None:

@@ -163,9 +163,8 @@ def test_a_stop_string_ends_a_rollout_that_is_streamed(job_harness: JobHarness) 
         async with connect(job_harness, running) as client:
             rollouts = await client.rollouts(Prompt(PROMPT, sampling=sampling), on_tokens=received)
         received.assert_beginning_of(rollouts)
-        for sample, rollout in enumerate(rollouts):
+        for rollout in rollouts:
             if rollout.finish_reason == "stop":
                 assert [5, 6, 5, 5, 6] == rollout.token_ids[-5:]
-                assert received.num_tokens(sample) < len(rollout.token_ids)
 
     job_harness.run(scenario)

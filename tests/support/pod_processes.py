@@ -81,6 +81,8 @@ class PodProcesses:
             "ROLLOUT_REDIS_URL": self.url,
             "ROLLOUT_MODEL_CACHE": str(self._directory / "models"),
             "POD_NAME": f"pods-{name}-0",
+            # Ray lowers the priority of its processes, which would hardly run beside other tests.
+            "RAY_worker_niceness": "0",
         }
         with (self._directory / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(

@@ -1,12 +1,14 @@
-"""TRL's AsyncGRPOTrainer with a real job that it reaches by a URL, as ``examples/trl_async_grpo`` describes.
+"""Trainers that reach a real job by a URL: TRL's AsyncGRPOTrainer, and the calls of slime.
 
-The trainer is not modified. It assumes a GPU in two places, which ``tests/support/async_grpo_on_cpu`` fills in.
+The trainer of ``examples/trl_async_grpo`` is not modified. It assumes a GPU in two places, which
+``tests/support/async_grpo_on_cpu`` fills in.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,12 +19,15 @@ from typing import Any
 import httpx
 import pytest
 import redis
+import torch
 import yaml
+from transformers import AutoModelForCausalLM
 
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from rollout_worker.engine.model_source import default_cache
 from rollout_worker.runtime.ports import free_port
 from rollout_worker.tiny_model import ensure
+from rollout_worker.tiny_model.tokenizer import load_tokenizer
 from tests.support.history_contents import rollout_ids_in
 from tests.support.waiting import wait_for
 
@@ -124,3 +129,32 @@ def test_the_rollouts_are_recorded_in_the_history(training: list[dict[str, Any]]
     assert len(stored) >= trained
     adapters = client.hkeys(MessageKeys(uid.decode()).adapters)
     assert ADAPTERS_IN_USE == len(adapters)
+
+
+def test_slimes_calls_update_the_weights_and_sample_from_them(job: tuple[str, Path]) -> None:
+    # slime.rollout.sglang_rollout and slime.backends.sglang_utils, commit 624b824
+    url, directory = job
+    checkpoints = ensure(default_cache() / "das" / "tiny-qwen3")
+    copy = shutil.copytree(checkpoints[-1], directory / "checkpoint")
+    version = int(httpx.get(f"{url}/get_weight_version").json()["weight_version"]) + 1
+    for call in ("pause_generation", "flush_cache"):
+        httpx.post(f"{url}/{call}", json={}).raise_for_status()
+    update = {"model_path": str(copy), "weight_version": str(version)}
+    assert httpx.post(f"{url}/update_weights_from_disk", json=update, timeout=120).json()["success"]
+    httpx.post(f"{url}/continue_generation", json={}).raise_for_status()
+
+    chat = [{"role": "user", "content": "3+4="}]
+    prompt = load_tokenizer(copy).apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    sampling = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 40, "skip_special_tokens": False}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
+    reply = httpx.post(f"{url}/generate", json=body, timeout=120).json()
+    pairs = reply["meta_info"]["output_token_logprobs"]
+    assert str(version) == reply["meta_info"]["weight_version"]
+    assert reply["output_ids"] == [token for _, token, _ in pairs]
+
+    model = AutoModelForCausalLM.from_pretrained(copy, dtype="float32")
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + reply["output_ids"]])).logits[0]
+    logprobs = logits[len(prompt) - 1 :].log_softmax(-1)
+    errors = [abs(float(logprobs[index, token]) - logprob) for index, (logprob, token, _) in enumerate(pairs)]
+    assert max(errors) < 1e-3

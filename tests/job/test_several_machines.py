@@ -16,7 +16,7 @@ PODS = ("head", "worker", "follower")
 
 @pytest.fixture
 def pods(tmp_path: Path) -> Iterator[PodProcesses]:
-    running = PodProcesses(tmp_path, samples=8, engine={"tensorParallelSize": 2}, workers={"podsPerWorker": 2})
+    running = PodProcesses(tmp_path, samples=4, engine={"tensorParallelSize": 2}, workers={"podsPerWorker": 2})
     yield running
     running.close()
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.front_door --json FILE
 
-A job with one engine and ``rollout serve``, and ``vllm serve`` with the same settings of the engine, run beside each
+A job with one engine and ``rollout serve``, and vLLM's own server with the same settings of the engine, run beside each
 other on this machine's CPUs and are measured in turns. Neither drafts. Each decoding step takes at least 20 ms, as on a
 GPU, most of which is a simulated wait, so that the processor is free for the servers.
 
@@ -84,11 +84,11 @@ def make_manifest(model: Path) -> dict[str, Any]:
 
 
 def vllm_arguments(manifest: dict[str, Any], model: Path, port: int) -> list[str]:
-    """Return the arguments with which ``vllm serve`` runs the engine of the job."""
+    """Return the arguments with which vLLM's own server runs the engine of the job."""
     config = EngineConfig(model=model, spec=parse_job(manifest).spec.engine, cpu=True, drafting=None)
     settings = vllm_settings(config)
     del settings["model"], settings["use_tqdm_on_load"]
-    arguments = [str(model), "--host=127.0.0.1", f"--port={port}", "--served-model-name=front-door"]
+    arguments = [f"--model={model}", "--host=127.0.0.1", f"--port={port}", "--served-model-name=front-door"]
     for name, value in settings.items():
         option = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
@@ -115,13 +115,13 @@ def servers(directory: Path) -> Iterator[dict[str, str]]:
             processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment))
 
     rollout = [sys.executable, "-m", "rollout_worker.cli"]
-    vllm = str(Path(sys.executable).with_name("vllm"))
+    vllm = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     with redis_server() as redis:
         common = ["-f", str(file), "--redis", redis]
         try:
             start("job", [*rollout, "run", *common, "--no-compare", "--state-dir", str(directory / "state")])
             start("server", [*rollout, "serve", *common, "--port", str(ports["job"])])
-            start("vllm", [vllm, "serve", *vllm_arguments(manifest, model, ports["vLLM"])])
+            start("vllm", [*vllm, *vllm_arguments(manifest, model, ports["vLLM"])])
             urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
             for url in urls.values():
                 _wait_until_served(url, processes, directory)

@@ -36,6 +36,7 @@ def status_board(engines: Mapping[str, EngineReport] | None = None) -> StatusBoa
             remaining=RemainingWork(0.0, 0.0),
             drift=DriftTest(1),
             closing=False,
+            paused=False,
         )
     )
     return board

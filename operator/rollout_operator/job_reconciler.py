@@ -375,8 +375,11 @@ class JobReconciler:
         else:
             if "modelPrefetch" in self.observed.status or not self.job.spec.model.cache.prefetch:
                 pods.remove_prefetch()
-            pods.reconcile_head()
-            workers = pods.reconcile_workers(desired, self.status.workers.slots_used)
+            if self._group_is_incomplete():
+                self._restart_group()
+            else:
+                pods.reconcile_head()
+                workers = pods.reconcile_workers(desired, self.status.workers.slots_used)
             self._update_status(workers=self._workers_status(desired, workers))
             conditions.update(desired, workers)
         self._update_pods(pods, desired)
@@ -474,6 +477,27 @@ class JobReconciler:
         )
         self._update_status(pod_group=group)
         self.context = replace(self.context, pod_group=group)
+
+    def _group_is_incomplete(self) -> bool:
+        """Return whether the group needs a pod that Kueue does not admit.
+
+        A worker succeeds shortly before the head of a job that was closed. If the head has not succeeded a while later,
+        the worker is still needed.
+        """
+        return any(
+            pod.irreplaceable and pod.is_overdue(self.observed.now) for pod in self.observed.component(names.WORKER)
+        )
+
+    def _restart_group(self) -> None:
+        """Delete all pods of the group and its Workload, so that Kueue admits new ones. Rollouts are handed over."""
+        self.builder.warn(
+            "WorkerSucceeded",
+            "A worker has ended with exit code 0 although the job needs it, and Kueue admits no other pod in its "
+            "place. All pods are replaced, and rollouts continue from their last checkpoints. Look at the worker's log "
+            "for why it has ended.",
+        )
+        if not remove_pods(self.builder, self.observed):
+            release_quota(self.builder, self.observed)
 
     def _reconcile_objects(self, workers: int) -> None:
         """Create the objects that are missing, and apply those that differ from the desired ones."""

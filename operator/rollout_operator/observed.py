@@ -121,6 +121,14 @@ class PodView:
         return bool(self.pod_group)
 
     @property
+    def irreplaceable(self) -> bool:
+        """Whether Kueue would delete a pod that takes this one's place.
+
+        Pods of a group that have succeeded still count for Kueue, which replaces only those that have failed.
+        """
+        return self.in_pod_group and self.phase == "Succeeded"
+
+    @property
     def deleting(self) -> bool:
         """Whether the pod's deletion was requested."""
         return self.deletion_deadline is not None

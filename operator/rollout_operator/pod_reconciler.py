@@ -168,12 +168,12 @@ class PodReconciler:
 
         Returns:
             The live pods, and the pods that are terminating or terminated and occupy their slot. A pod that a finalizer
-            retains occupies none.
+            retains occupies none, except if Kueue would delete another pod in its place.
         """
         live = []
         terminating = []
         for pod in pods:
-            if pod.retained:
+            if pod.retained and not pod.irreplaceable:
                 continue
             if pod.deleting:
                 delete_pods(self.builder, [pod], self.observed)

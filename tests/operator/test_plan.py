@@ -489,6 +489,35 @@ def test_a_worker_that_a_group_needs_replaces_one_that_it_does_not_need() -> Non
     assert not any(pod["spec"].get("schedulingGates") for pod in cluster.pods.values())
 
 
+def test_a_group_is_replaced_if_a_needed_worker_has_succeeded_and_its_place_cannot_be_taken() -> None:
+    cluster = SimulatedCluster(spec(workers={"replicas": 1}), queued=True)
+    cluster.reconcile()
+    for _ in range(3):
+        cluster.reconcile_queue()
+    for name in list(cluster.pods):
+        cluster.run(name)
+    cluster.terminate("math-worker-0", 0)
+    for _ in range(3):
+        cluster.reconcile()
+        for name in list(cluster.pods):
+            cluster.finish_deletion(name)
+        cluster.reconcile_queue()
+    # A worker may end before the head of a closed job. Kueue would delete a pod in its place.
+    assert "WorkerSucceeded" not in {event.reason for event in cluster.events}
+    assert ["math-head", "math-worker-0"] == sorted(cluster.pods)
+    assert not cluster.pods["math-head"]["metadata"].get("deletionTimestamp")
+    cluster.now += 1000
+    for _ in range(4):
+        cluster.reconcile()
+        for name in list(cluster.pods):
+            cluster.finish_deletion(name)
+        cluster.reconcile_queue()
+    assert "WorkerSucceeded" in {event.reason for event in cluster.events}
+    assert {"Pending"} == {pod["status"]["phase"] for pod in cluster.pods.values()}
+    assert 2 == len(cluster.pods)
+    assert not any(pod["spec"].get("schedulingGates") for pod in cluster.pods.values())
+
+
 def test_autoscaling_does_not_shrink_by_workers_that_kueue_has_admitted_as_a_group() -> None:
     workers = {"replicas": 3, "minReplicas": 3, "autoscale": True, "idleSeconds": 60}
     cluster = SimulatedCluster(spec(workers=workers), queued=True)

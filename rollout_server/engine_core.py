@@ -278,6 +278,15 @@ class JobEngineCore:
             queue.put(error)
 
 
+@contextmanager
+def http_errors() -> Iterator[None]:
+    """Raise the errors of the client as errors of vLLM's server; see :func:`http_error`."""
+    try:
+        yield
+    except RolloutClientError as error:
+        raise http_error(error) from None
+
+
 def http_error(error: Exception) -> VLLMError:
     """Return the error of vLLM's server, which determines the HTTP status, for an error of the client."""
     if isinstance(error, InvalidRequestError | RequestRefusedError):

@@ -14,9 +14,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
 from rollout_api.client.request_client import RequestClient
-from rollout_api.errors import RolloutClientError
 from rollout_server.conversations import Conversations
-from rollout_server.engine_core import Group, JobEngineCore, http_error
+from rollout_server.engine_core import Group, JobEngineCore, http_errors
 from rollout_server.request_context import PREFIX_HEADER, current_context
 from rollout_worker.engine.compat import model_end_tokens
 
@@ -74,10 +73,8 @@ class JobEngine(AsyncLLM):
         group = Group(params)
         context = current_context()
         if context.has_messages and isinstance(prompt, dict) and (tokens := prompt.get("prompt_token_ids")):
-            try:
+            with http_errors():
                 group.continuation, source = await self._conversations.find(tokens)
-            except RolloutClientError as error:
-                raise http_error(error) from None
             context.report(PREFIX_HEADER, source)
             if group.continuation is not None:
                 group.client_tokens, continued = tokens, group.continuation.token_ids

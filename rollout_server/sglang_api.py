@@ -22,12 +22,11 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_client import RequestClient
 from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError
-from rollout_api.protocol.messages import FinishReason, Partial, Rollout, UpdateMode, WeightsKind
-from rollout_server.engine_core import http_error
+from rollout_api.protocol.messages import FinishReason, Partial, Rollout, WeightsKind
+from rollout_server.engine_core import http_error, http_errors
 from rollout_server.request_context import REQUEST_IDS_HEADER, ContextError, RolloutFields, current_context
+from rollout_server.weight_publishing import publish_directory
 
-_PUBLISH_TIMEOUT_S = 600.0
-"""Seconds that the engines have to load weights."""
 _ENDS = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -175,10 +174,8 @@ class SglangApi:
 
     async def get_weight_version(self) -> dict[str, str]:
         """Return the newest weight version."""
-        try:
+        with http_errors():
             return {"weight_version": str(await self._client.publisher.newest())}
-        except RolloutClientError as error:
-            raise http_error(error) from None
 
     async def loads(self) -> dict[str, Any]:
         """Return the number of requests that this server is waiting for."""
@@ -193,30 +190,19 @@ class SglangApi:
 
     async def update_weights_from_disk(self, body: UpdateWeightsRequest) -> Response:
         """Publish weights, and wait until the job's engines serve them."""
+        version = body.weight_version
+        if version is not None and not version.isdecimal():
+            message = f"weight_version: {version!r} is not a number; pass a number or omit it"
+            return JSONResponse({"success": False, "message": message}, HTTPStatus.BAD_REQUEST)
         try:
-            if body.weight_version is None:
-                version = await self._client.publisher.newest() + 1
-            elif body.weight_version.isdecimal():
-                version = int(body.weight_version)
-            else:
-                raise InvalidRequestError(
-                    f"weight_version: {body.weight_version!r} is not a number; pass a number or omit it"
-                )
-            published = await self._client.publisher.publish(
-                version,
-                body.model_path,
-                kind=WeightsKind.FULL,
-                mode=UpdateMode.RECOMPUTE,
-                sha256=None,
-                wait=True,
-                timeout=_PUBLISH_TIMEOUT_S,
+            published = await publish_directory(
+                self._client.publisher, body.model_path, WeightsKind.FULL, None if version is None else int(version)
             )
-            published.raise_if_failed()
         except (InvalidRequestError, WeightsError) as error:
             return JSONResponse({"success": False, "message": str(error)}, HTTPStatus.BAD_REQUEST)
         except RolloutClientError as error:
             raise http_error(error) from None
-        message = f"{len(published.loaded)} engines serve weight version {version}"
+        message = f"{len(published.loaded)} engines serve weight version {published.version}"
         return JSONResponse({"success": True, "message": message, "num_paused_requests": 0})
 
     async def generate(self, body: GenerateRequest, raw_request: Request) -> Response:

@@ -6,7 +6,6 @@ Paths, fields and responses are those of vLLM 0.32 (``vllm/entrypoints/rl/online
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -20,19 +19,17 @@ from vllm.lora.resolver import LoRAResolver
 
 from rollout_api.client.adapter_names import NamedAdapter
 from rollout_api.client.request_client import RequestClient
-from rollout_api.errors import RolloutClientError
-from rollout_api.protocol.messages import PauseMode, UpdateMode, WeightsKind
-from rollout_server.engine_core import http_error
+from rollout_api.protocol.messages import PauseMode, WeightsKind
+from rollout_server.engine_core import http_errors
 from rollout_server.job_engine import JobEngine
+from rollout_server.weight_publishing import publish_directory
 
-logger = logging.getLogger(__name__)
-
-_TIMEOUT_S = 600.0
-"""Seconds that the engines have to load weights, or to pause."""
+_PAUSE_TIMEOUT_S = 600.0
+"""Seconds that the engines have to pause or to resume."""
 _BROADCAST_ADVICE = (
-    "engines of a rollout job do not join a trainer's group of processes for this server; write the weights to a "
-    'directory and send POST /update_weights {"weight_dir": …}, load an adapter with POST /v1/load_lora_adapter, or '
-    "broadcast them with publish_weights of the job's Python client"
+    "a job receives no weights over NCCL through its HTTP server; write them to a directory and send POST "
+    '/update_weights {"weight_dir": …}, load an adapter with POST /v1/load_lora_adapter, or broadcast the weights with '
+    "publish_weights of the job's Python client"
 )
 
 
@@ -119,43 +116,33 @@ class TrainerApi:
         vLLM ignores ``clear_cache`` for ``keep``. A job always ignores it: its engines clear their caches when they
         load weights.
         """
-        try:
+        with http_errors():
             if mode == "abort":
                 processor = self._engine.output_processor
                 await self._engine.abort([*processor.request_states, *processor.parent_requests], internal=True)
-            await self._client.pauser.pause(PauseMode.WAIT if mode == "wait" else PauseMode.KEEP, _TIMEOUT_S)
-        except RolloutClientError as error:
-            raise http_error(error) from None
+            await self._client.pauser.pause(PauseMode.WAIT if mode == "wait" else PauseMode.KEEP, _PAUSE_TIMEOUT_S)
         return JSONResponse({"status": "paused"})
 
     async def resume(self) -> Response:
         """Resume all engines of the job."""
-        try:
-            await self._client.pauser.resume(_TIMEOUT_S)
-        except RolloutClientError as error:
-            raise http_error(error) from None
+        with http_errors():
+            await self._client.pauser.resume(_PAUSE_TIMEOUT_S)
         return JSONResponse({"status": "resumed"})
 
     async def is_paused(self) -> dict[str, bool]:
         """Return whether the job is paused."""
-        try:
+        with http_errors():
             return {"is_paused": await self._client.pauser.mode() is not None}
-        except RolloutClientError as error:
-            raise http_error(error) from None
 
     async def get_world_size(self) -> dict[str, int]:
         """Return the number of worker processes of all engines."""
-        try:
+        with http_errors():
             return {"world_size": await self._client.publisher.num_ranks()}
-        except RolloutClientError as error:
-            raise http_error(error) from None
 
     async def weight_info(self) -> dict[str, str]:
         """Return the newest weight version."""
-        try:
+        with http_errors():
             return {"weight_version": str(await self._client.publisher.newest())}
-        except RolloutClientError as error:
-            raise http_error(error) from None
 
     async def refuse_broadcast(self) -> None:
         """Say how weights can be published instead."""
@@ -165,8 +152,11 @@ class TrainerApi:
         """Publish full weights from a directory, and wait until the job's engines serve them."""
         if body.weight_dir is None:
             raise GracefulHTTPError(_BROADCAST_ADVICE, HTTPStatus.NOT_IMPLEMENTED)
-        version = await self._publish(body.weight_dir, WeightsKind.FULL, body.weight_version)
-        return JSONResponse({"message": "Weights updated", "weight_version": version})
+        with http_errors():
+            published = await publish_directory(
+                self._client.publisher, body.weight_dir, WeightsKind.FULL, body.weight_version
+            )
+        return JSONResponse({"message": "Weights updated", "weight_version": published.version})
 
     async def load_adapter(self, body: LoadAdapterRequest) -> Response:
         """Publish an adapter as the next weight version, and remember its name."""
@@ -180,26 +170,22 @@ class TrainerApi:
         name = body.lora_name
         if self._models.is_base_model(name):
             raise VLLMValidationError(f"{name} is the name of the model; use another one", parameter="lora_name")
-        try:
+        with http_errors():
             if not body.load_inplace and (known := await self._client.adapters.get(name)) is not None:
                 raise VLLMValidationError(
                     f"The lora adapter '{name}' has already been loaded, from {known.path}; use another name, or set "
                     "load_inplace to replace it",
                     parameter="lora_name",
                 )
-            version = await self._publish(body.lora_path, WeightsKind.LORA, None)
-            await self._client.adapters.set(name, NamedAdapter(body.lora_path, version))
-        except RolloutClientError as error:
-            raise http_error(error) from None
+            published = await publish_directory(self._client.publisher, body.lora_path, WeightsKind.LORA, None)
+            await self._client.adapters.set(name, NamedAdapter(body.lora_path, published.version))
         self._models.lora_requests.pop(name, None)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload_adapter(self, body: UnloadAdapterRequest) -> Response:
         """Forget the name of an adapter. The engines serve it until another one is loaded."""
-        try:
+        with http_errors():
             was_known = await self._client.adapters.delete(body.lora_name)
-        except RolloutClientError as error:
-            raise http_error(error) from None
         self._models.lora_requests.pop(body.lora_name, None)
         if not was_known:
             raise GracefulHTTPError(
@@ -207,20 +193,6 @@ class TrainerApi:
                 HTTPStatus.NOT_FOUND,
             )
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
-
-    async def _publish(self, directory: str, kind: WeightsKind, version: int | None) -> int:
-        """Publish weights, wait until the engines serve them, and return their version."""
-        publisher = self._client.publisher
-        try:
-            if version is None:
-                version = await publisher.newest() + 1
-            published = await publisher.publish(
-                version, directory, kind=kind, mode=UpdateMode.RECOMPUTE, sha256=None, wait=True, timeout=_TIMEOUT_S
-            )
-            published.raise_if_failed()
-        except RolloutClientError as error:
-            raise http_error(error) from None
-        return version
 
 
 class _NamedAdapterResolver(LoRAResolver):
@@ -231,10 +203,8 @@ class _NamedAdapterResolver(LoRAResolver):
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
         """See the base class."""
-        try:
+        with http_errors():
             adapter = await self._client.adapters.get(lora_name)
-        except RolloutClientError as error:
-            raise http_error(error) from None
         if adapter is None:
             return None
         return LoRARequest(lora_name, adapter.weight_version, adapter.path, base_model_name=base_model_name)

@@ -27,8 +27,13 @@ _SHARED_ENGINE_TESTS = ("adapters", "continuation", "drafting", "lossless", "sto
 SHARED_ENGINES = {f"tests/engine/test_{name}.py": "engine" for name in _SHARED_ENGINE_TESTS}
 SHARED_ENGINES["tests/job/test_with_engines"] = "job"
 """How the paths of test files that share engines begin → the engines that they share."""
-LONG_FILES = (*SHARED_ENGINES, "tests/job/test_several_machines.py", "tests/job/test_head_and_worker.py")
-"""Files that one process runs for minutes. They begin first, so that none is left at the end for one process."""
+LONG_FILES = (
+    *SHARED_ENGINES,
+    "tests/job/test_several_machines.py",
+    "tests/job/test_head_and_worker.py",
+    "tests/server/",
+)
+"""Files that take the longest. They begin first, so that none is left at the end for one process."""
 
 
 class SharedEngineScheduling(LoadFileScheduling):

@@ -49,7 +49,9 @@ class JobPauser:
         Raises:
             RolloutClientError: Redis cannot be read.
         """
-        found = await self._policy.run(lambda: self._client.hget(self._keys.job, "pause"), action="read the pause")
+        found = await self._policy.run(
+            lambda: self._client.hget(self._keys.job, "pause"), action="read whether the job is paused"
+        )
         return PauseMode(str(found, "utf-8")) if isinstance(found, bytes) and found else None
 
     async def _change(self, mode: PauseMode | None, timeout: float) -> None:
@@ -66,7 +68,10 @@ class JobPauser:
             is_processed = await self._is_processed(entry_id)
             if is_processed and await self.mode() != mode:
                 if num_sent > 1:
-                    raise PauseError(f"the job was not {what}, because another client has changed it at the same time")
+                    raise PauseError(
+                        f"the job was not {what}, because another client has paused or resumed it at the same time; "
+                        "let only one of them do so, or call this again"
+                    )
                 entry_id = ""  # Redis may have lost the message when it was restarted
                 continue
             engines = await read_engine_reports(self._client, self._keys, self._policy)
@@ -79,7 +84,8 @@ class JobPauser:
 
     async def _is_processed(self, entry_id: str) -> bool:
         waiting = await self._policy.run(
-            lambda: self._client.xrange(self._keys.control, min=entry_id, max=entry_id), action="watch the engines"
+            lambda: self._client.xrange(self._keys.control, min=entry_id, max=entry_id),
+            action="check whether the job has processed a message",
         )
         return not waiting
 
@@ -91,4 +97,7 @@ def _message(mode: PauseMode | None) -> bytes:
 def _reason(is_processed: bool, waiting: list[str]) -> str:
     if not is_processed:
         return "no coordinator has processed the message; is the job running?"
-    return f"{len(waiting)} engines have not followed: {', '.join(waiting[:_MAX_LISTED_ENGINES])}"
+    listed = ", ".join(waiting[:_MAX_LISTED_ENGINES])
+    return (
+        f"{len(waiting)} engines have not followed: {listed}. They do so as soon as they can; call this again to wait"
+    )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ Broadcast = Callable[[Any], Any]
 """Returns the object that the drafting rank passes, on every rank; the other ranks pass None."""
 
 _NO_DRAFT = -1
+_NO_ROW = -1
 _GONE = ""
 """Takes the place of a request's id; no request has it."""
 
@@ -192,15 +194,20 @@ class DraftScheduling:
         if not planned:
             return scheduler_output
         index = self._runner.req_states.req_id_to_index
-        rows = np.fromiter(map(index.__getitem__, planned), np.int64, len(planned))
-        places = np.fromiter(map(len, planned.values()), np.int64, len(planned))
-        lengths = np.minimum(self._lengths[rows].astype(np.int64), places)
+        # A request that has not started has neither a row nor a draft. vLLM plans places for it nevertheless, so that
+        # the step keeps its CUDA graph, if the KV cache has its whole prompt but for the last token.
+        rows = np.fromiter(map(index.get, planned, repeat(_NO_ROW)), np.int64, len(planned))
+        has_row = rows != _NO_ROW
+        rows = rows[has_row]
+        lengths = np.fromiter(map(len, planned.values()), np.int64, len(planned))
+        lengths[~has_row] = 0
+        lengths[has_row] = np.minimum(self._lengths[rows], lengths[has_row])
         self._lengths[rows] = 0
         if self._broadcast is not None:
             drafts = self._drafts.numpy()
             lengths, tokens = self._broadcast((lengths, drafts[rows]))
             drafts[rows] = tokens
-        self._verified[rows] = lengths
+        self._verified[rows] = lengths[has_row]
         self.draft_tokens += int(lengths.sum())
         return reduce_to_drafts(scheduler_output, lengths)
 

@@ -32,6 +32,8 @@ pytestmark = pytest.mark.skipif(
     not USES_V2, reason="run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make test-v2 sets"
 )
 
+BLOCK_SIZE = 128
+"""Tokens of one block of the KV cache on CPUs."""
 GREEDY = Sampling(n=1, temperature=0, max_tokens=60, allowed_token_ids=WITHOUT_EOS)
 
 
@@ -169,6 +171,20 @@ def test_sampled_tokens_are_exact_with_the_layout_for_cuda_graphs(
     for result in results[:64]:
         assert result.logprobs is not None
         assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
+
+
+def test_drafts_are_planned_for_a_request_that_has_not_started_if_its_prompt_is_in_the_cache(
+    exact_engine: EngineHarness, plain_engine: EngineHarness
+) -> None:
+    """vLLM plans places for drafts in the first step of a request that has only its prompt's last token to read."""
+    prompts = [[*(prompt * BLOCK_SIZE)[:BLOCK_SIZE], prompt[0]] for prompt in PROMPTS[:8]]
+    expected = tokens_of(plain_engine.sample(prompts, GREEDY))
+    exact_engine.add_history("cached", expected[::2])
+    first = exact_engine.sample(prompts, GREEDY, "cached")
+    assert expected == tokens_of(first)
+    again = exact_engine.sample(prompts, GREEDY.model_copy(update={"n": 4}), "cached")
+    assert [tokens for tokens in expected for _ in range(4)] == tokens_of(again)
+    assert accepted_share(again) > 0.2
 
 
 def test_an_engine_starts_where_vllm_runs_steps_with_drafts_before_drafting_has_started(

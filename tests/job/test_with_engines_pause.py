@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 import pytest
 
-from rollout_api import AsyncRolloutClient, FinishReason, PauseError, PauseMode, Rollout
+from rollout_api import AsyncRolloutClient, AsyncStep, FinishReason, PauseError, PauseMode, Rollout
 from rollout_api.manifest.spec import Sampling
 from rollout_worker.engine.engine import Engine
 from tests.support.in_process_job import LiveJob
@@ -29,11 +30,18 @@ async def assert_nothing_is_sampled(engines: Mapping[str, Engine]) -> None:
     assert before == [engine.counters.tokens for engine in engines.values()]
 
 
+@asynccontextmanager
+async def sampling(running: LiveJob, client: AsyncRolloutClient, num_prompts: int) -> AsyncIterator[AsyncStep]:
+    """Request long rollouts, and wait until some are being sampled."""
+    async with client.step(1, prompts(num_prompts, sampling=LONG)) as step:
+        await running.until(lambda: running.redis.hlen(running.keys.partials) >= 4)
+        yield step
+
+
 @pytest.mark.parametrize("with_new_weights", [False, True])
 def test_running_rollouts_stop_and_continue_after_the_pause(job_harness: JobHarness, *, with_new_weights: bool) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        async with client.step(1, prompts(5, sampling=LONG)) as step:
-            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 8)
+        async with sampling(running, client, 5) as step:
             await client.pause()
             await assert_nothing_is_sampled(job_harness.engines)
             status = await wait_for_status(client, lambda status: status["state"] == "paused")
@@ -53,8 +61,7 @@ def test_running_rollouts_stop_and_continue_after_the_pause(job_harness: JobHarn
 
 def test_running_rollouts_finish_first_where_it_is_asked_for(job_harness: JobHarness) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        async with client.step(1, prompts(10, sampling=LONG)) as step:
-            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 8)
+        async with sampling(running, client, 10) as step:
             await client.pause(PauseMode.WAIT)
             assert 0 == running.redis.hlen(running.keys.partials)
             await assert_nothing_is_sampled(job_harness.engines)
@@ -67,8 +74,7 @@ def test_running_rollouts_finish_first_where_it_is_asked_for(job_harness: JobHar
 
 def test_resuming_ends_the_wait_for_running_rollouts(job_harness: JobHarness) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        async with client.step(1, prompts(10, sampling=LONG)) as step:
-            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 8)
+        async with sampling(running, client, 10) as step:
             with pytest.raises(PauseError, match=r"not paused after 0 s: 2 engines have not followed: engine-0-"):
                 await client.pause("wait", timeout=0.3)
             await client.resume()
@@ -80,8 +86,7 @@ def test_resuming_ends_the_wait_for_running_rollouts(job_harness: JobHarness) ->
 
 def test_rollouts_can_be_cancelled_and_requested_while_the_job_is_paused(job_harness: JobHarness) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        async with client.step(1, prompts(2, sampling=LONG)) as step:
-            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 4)
+        async with sampling(running, client, 2) as step:
             await client.pause()
             requested = asyncio.ensure_future(gather(client, 2, prompts(1)))
             await step.cancel()

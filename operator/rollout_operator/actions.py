@@ -34,6 +34,16 @@ class DeletePod:
 
 
 @dataclass(frozen=True)
+class DeleteObject:
+    """Delete an object that belongs to the job and is no pod, if it still has this uid."""
+
+    api_version: str
+    kind: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
 class DeleteWorkload:
     """Delete the Workload of Kueue for a group of pods, whereupon Kueue releases its quota and its finalizers."""
 
@@ -52,7 +62,7 @@ class SetFinalizer:
     present: bool
 
 
-Action = Create | Apply | DeletePod | DeleteWorkload | DeleteJob | SetFinalizer
+Action = Create | Apply | DeletePod | DeleteObject | DeleteWorkload | DeleteJob | SetFinalizer
 
 
 @dataclass(frozen=True)

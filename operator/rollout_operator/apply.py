@@ -13,6 +13,7 @@ from rollout_operator.actions import (
     Apply,
     Create,
     DeleteJob,
+    DeleteObject,
     DeletePod,
     DeleteWorkload,
     Event,
@@ -20,7 +21,14 @@ from rollout_operator.actions import (
     SetFinalizer,
 )
 from rollout_operator.conditions import format_timestamp
-from rollout_operator.kubernetes_api import ApiError, KubernetesApi, job_reference, pod_reference, workload_reference
+from rollout_operator.kubernetes_api import (
+    ApiError,
+    KubernetesApi,
+    job_reference,
+    object_reference,
+    pod_reference,
+    workload_reference,
+)
 from rollout_operator.object_cache import ObjectCache, job_key
 from rollout_operator.observed import Manifest, Observed, Rejection, Target
 
@@ -94,6 +102,8 @@ async def _execute_action(api: KubernetesApi, cache: ObjectCache, job: Manifest,
             if force:
                 await _mark_lost(api, pod_reference(namespace, pod), pod_uid)
             await api.delete(pod_reference(namespace, pod), uid=pod_uid, grace_period=0 if force else None)
+        case DeleteObject(api_version, kind, object_name, object_uid):
+            await api.delete(object_reference(api_version, kind, namespace, object_name), uid=object_uid)
         case DeleteWorkload(workload):
             await _delete_workload(api, namespace, workload)
         case DeleteJob():
@@ -211,6 +221,8 @@ def _target(action: Action, job: Manifest) -> Target:
             return Target(manifest["kind"], manifest["metadata"]["name"])
         case DeletePod(pod, _, _):
             return Target("Pod", pod, "deletion")
+        case DeleteObject(_, kind, object_name, _):
+            return Target(kind, object_name, "deletion")
         case DeleteWorkload(workload):
             return Target(names.WORKLOAD_KIND, workload, "deletion")
         case DeleteJob():

@@ -21,7 +21,7 @@ from rollout_operator.conditions import Conditions, derive_state, format_timesta
 from rollout_operator.failures import FailureAction, backoff_delay, classify_failure
 from rollout_operator.head_status import STARTING_PERIOD_S, STATUS_PERIOD_S, HeadStatus
 from rollout_operator.job_context import JobContext
-from rollout_operator.object_diff import needs_apply
+from rollout_operator.object_diff import is_outdated
 from rollout_operator.observed import Observed, PodView, parse_timestamp
 from rollout_operator.owned_objects import connection, owned_objects
 from rollout_operator.pod_checks import check_pods_can_run
@@ -30,9 +30,11 @@ from rollout_operator.revisions import changed_settings, revision_of
 from rollout_operator.running_conditions import RunningConditions
 from rollout_operator.runtimes import RUNTIME_NOT_FOUND, RuntimeNotFoundError
 from rollout_operator.scaling import desired_workers
+from rollout_operator.server_objects import server_objects, server_status
 from rollout_operator.teardown import (
     POD_NOT_TERMINATING,
     delete_pods,
+    delete_server,
     describe_overdue,
     release_quota,
     remove_pods,
@@ -88,7 +90,12 @@ class JobReconciler:
         suspending = self.job.spec.lifecycle.suspend and not self.conditions.is_true(ConditionType.SUSPENDED)
         state = derive_state(self.conditions, suspending=suspending)
         set_summary(self.conditions, state)
-        self._update_status(observed_generation=self.generation, state=state, connection=connection(self.context))
+        self._update_status(
+            observed_generation=self.generation,
+            state=state,
+            connection=connection(self.context),
+            server=server_status(self.context, self.observed),
+        )
         status = self.status.model_dump(mode="json", by_alias=True, exclude_none=True)
         status["conditions"] = self.conditions.dump()
         changed = status != self.observed.status
@@ -115,6 +122,7 @@ class JobReconciler:
         Kueue deletes the head.
         """
         self._carry_over_conditions()
+        delete_server(self.builder, self.observed)
         running = [pod for pod in self.observed.pods if pod.has_running_containers]
         if running:
             delete_pods(self.builder, running, self.observed)
@@ -128,6 +136,7 @@ class JobReconciler:
     def _reconcile_failed(self) -> None:
         """Delete the head and the workers, then run the cleanup pod."""
         self._carry_over_conditions()
+        delete_server(self.builder, self.observed)
         if remove_pods(self.builder, self.observed):
             return
         release_quota(self.builder, self.observed)
@@ -303,7 +312,8 @@ class JobReconciler:
         return None
 
     def _suspend(self) -> None:
-        """Delete the workers, which hand over their rollouts, and then the other pods."""
+        """Delete the server and the workers, which hand over their rollouts, and then the other pods."""
+        delete_server(self.builder, self.observed)
         pods = [pod for pod in self.observed.pods if pod.component in _COMPONENTS]
         existing = [pod for pod in pods if not pod.retained]
         hands_over = any(pod.component == names.WORKER and not pod.is_overdue(self.observed.now) for pod in existing)
@@ -501,12 +511,15 @@ class JobReconciler:
 
     def _reconcile_objects(self, workers: int) -> None:
         """Create the objects that are missing, and apply those that differ from the desired ones."""
-        for desired in owned_objects(self.context, self.observed.cluster, workers=workers):
+        objects = owned_objects(self.context, self.observed.cluster, workers=workers)
+        for desired in (*objects, *server_objects(self.context)):
             actual = self.observed.objects.get((desired["kind"], desired["metadata"]["name"]))
             if actual is None:
                 self.builder.actions.append(Create(desired))
-            elif needs_apply(desired, actual):
+            elif is_outdated(desired, actual):
                 self.builder.actions.append(Apply(desired))
+        if self.job.spec.server is None:
+            delete_server(self.builder, self.observed)
 
     # Status
 

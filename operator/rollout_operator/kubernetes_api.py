@@ -306,16 +306,21 @@ def _path(manifest: Manifest, name: str = "", subresource: str = "") -> str:
     return "/".join(part for part in parts if part)
 
 
+def object_reference(api_version: str, kind: str, namespace: str, name: str) -> dict[str, Any]:
+    """Return a reference to an object for the methods of :class:`KubernetesApi`."""
+    return {"apiVersion": api_version, "kind": kind, "metadata": {"namespace": namespace, "name": name}}
+
+
 def job_reference(namespace: str, name: str) -> dict[str, Any]:
     """Return a reference to a RolloutJob for the methods of :class:`KubernetesApi`."""
-    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"namespace": namespace, "name": name}}
+    return object_reference(API_VERSION, KIND, namespace, name)
 
 
 def pod_reference(namespace: str, name: str) -> dict[str, Any]:
     """Return a reference to a pod for the methods of :class:`KubernetesApi`."""
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": namespace, "name": name}}
+    return object_reference("v1", "Pod", namespace, name)
 
 
 def workload_reference(version: str, namespace: str, name: str) -> dict[str, Any]:
     """Return a reference to a Workload of Kueue for the methods of :class:`KubernetesApi`."""
-    return {"apiVersion": version, "kind": names.WORKLOAD_KIND, "metadata": {"namespace": namespace, "name": name}}
+    return object_reference(version, names.WORKLOAD_KIND, namespace, name)

@@ -20,6 +20,8 @@ SLOT_LABEL = f"{GROUP}/slot"
 RANK_LABEL = f"{GROUP}/rank"
 """Label of a worker's pods: 0 for its first one, the leader, and 1, 2, … for the followers."""
 REVISION_LABEL = f"{GROUP}/revision"
+CONTENT_HASH_ANNOTATION = f"{GROUP}/content-hash"
+"""Annotation with the hash of the manifest that the operator has applied last."""
 REPLACEMENT_ANNOTATION = f"{GROUP}/replacement"
 """Annotation of a worker pod whose slot was occupied by another worker before."""
 FINALIZER = f"{GROUP}/cleanup"
@@ -27,11 +29,14 @@ FOREGROUND_FINALIZER = "foregroundDeletion"
 """Finalizer of an object whose dependents Kubernetes deletes first (``kubectl delete --cascade=foreground``)."""
 FIELD_MANAGER = "das-rollout-operator"
 
-HEAD, WORKER, PREFETCH, CLEANUP = "head", "worker", "prefetch", "cleanup"
-"""Components. The prefetch pod downloads the model before the head and the workers start. The cleanup pod tells a job's
-Redis that the job failed or was deleted."""
+HEAD, WORKER, SERVER, PREFETCH, CLEANUP = "head", "worker", "server", "prefetch", "cleanup"
+"""Components. The server offers the job over HTTP. The prefetch pod downloads the model before the head and the workers
+start. The cleanup pod tells a job's Redis that the job failed or was deleted."""
 
 HTTP_PORT = 8080
+"""Port of a head or a worker for its status, metrics and readiness."""
+SERVER_PORT = 8000
+"""Port of the HTTP server."""
 
 QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
 POD_GROUP_LABEL = "kueue.x-k8s.io/pod-group-name"
@@ -115,6 +120,11 @@ def cleanup_pod(job: str) -> str:
 def service(job: str) -> str:
     """Return the name of the head's Service."""
     return f"{job}-head"
+
+
+def server(job: str) -> str:
+    """Return the name of the Deployment, the Service and the NetworkPolicy of the HTTP server."""
+    return f"{job}-{SERVER}"
 
 
 def service_account(job: str) -> str:

@@ -5,6 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rollout_operator.names import CONTENT_HASH_ANNOTATION
+from rollout_operator.observed import Manifest
+
+
+def is_outdated(desired: Manifest, actual: Manifest) -> bool:
+    """Return whether an object has to be applied again.
+
+    An object with the hash of its content is compared by it. Its replicas and its restarts may then be changed by
+    others, for example by an autoscaler.
+    """
+    expected = desired["metadata"].get("annotations", {}).get(CONTENT_HASH_ANNOTATION)
+    if expected is None:
+        return needs_apply(desired, actual)
+    return bool(expected != actual["metadata"].get("annotations", {}).get(CONTENT_HASH_ANNOTATION))
+
 
 def needs_apply(desired: Any, actual: Any) -> bool:
     """Return whether *actual* differs from *desired* in a field of *desired*.

@@ -29,7 +29,16 @@ def connection(context: JobContext) -> Connection:
         history_secret_name=history_secret.name if history_secret is not None else None,
         history_secret_key=history_secret.key if history_secret is not None else None,
         history_url=history.url,
+        server_url=_server_url(context),
     )
+
+
+def _server_url(context: JobContext) -> str | None:
+    """Return the URL of the HTTP server within the cluster; None if the job has none."""
+    if (server := context.job.spec.server) is None:
+        return None
+    scheme = "http" if server.tls_secret_name is None else "https"
+    return f"{scheme}://{names.server(context.name)}.{context.job.metadata.namespace}.svc:{names.SERVER_PORT}"
 
 
 def owned_objects(context: JobContext, cluster: ClusterInfo, *, workers: int) -> list[dict[str, Any]]:
@@ -62,7 +71,8 @@ def cleanup_objects(context: JobContext, cluster: ClusterInfo) -> list[dict[str,
     return [_service_account(context), _manifest(context), _network_policy(context, cluster)]
 
 
-def _object(context: JobContext, api_version: str, kind: str, name: str, component: str) -> dict[str, Any]:
+def owned_object(context: JobContext, api_version: str, kind: str, name: str, component: str) -> dict[str, Any]:
+    """Return an object that belongs to the job, without its content."""
     return {
         "apiVersion": api_version,
         "kind": kind,
@@ -76,7 +86,7 @@ def _object(context: JobContext, api_version: str, kind: str, name: str, compone
 
 
 def _service_account(context: JobContext) -> dict[str, Any]:
-    account = _object(context, "v1", "ServiceAccount", names.service_account(context.name), "pods")
+    account = owned_object(context, "v1", "ServiceAccount", names.service_account(context.name), "pods")
     return {**account, "automountServiceAccountToken": False}
 
 
@@ -92,7 +102,7 @@ def _manifest(context: JobContext) -> dict[str, Any]:
         exclude_none=True,
         exclude_defaults=True,
         exclude={
-            **dict.fromkeys(("head", "image", "priority_class_name", "managed_by", "redis"), True),
+            **dict.fromkeys(("head", "server", "image", "priority_class_name", "managed_by", "redis"), True),
             "history": {"redis"},
         },
     )
@@ -110,7 +120,7 @@ def _manifest(context: JobContext) -> dict[str, Any]:
         "metadata": {"name": job.metadata.name, "namespace": job.metadata.namespace},
         "spec": spec,
     }
-    config_map = _object(context, "v1", "ConfigMap", names.manifest_config_map(context.name), "manifest")
+    config_map = owned_object(context, "v1", "ConfigMap", names.manifest_config_map(context.name), "manifest")
     # JSON is valid YAML and, with sorted keys, has a canonical form, so that unchanged manifests compare equal.
     return {**config_map, "data": {MANIFEST_FILE: json.dumps(manifest, indent=1, sort_keys=True)}}
 
@@ -118,12 +128,12 @@ def _manifest(context: JobContext) -> dict[str, Any]:
 def _connection(context: JobContext) -> dict[str, Any]:
     data = connection(context).model_dump(by_alias=True, exclude_none=True)
     data |= {"namespace": context.job.metadata.namespace, "name": context.name}
-    config_map = _object(context, "v1", "ConfigMap", names.connection_config_map(context.name), "connection")
+    config_map = owned_object(context, "v1", "ConfigMap", names.connection_config_map(context.name), "connection")
     return {**config_map, "data": data}
 
 
 def _service(context: JobContext) -> dict[str, Any]:
-    service = _object(context, "v1", "Service", names.service(context.name), names.HEAD)
+    service = owned_object(context, "v1", "Service", names.service(context.name), names.HEAD)
     spec = {
         "selector": names.selector(context.name, names.HEAD),
         "ports": [{"name": "http", "port": names.HTTP_PORT, "targetPort": "http", "protocol": "TCP"}],
@@ -138,7 +148,7 @@ def _disruption_budget(context: JobContext, cluster: ClusterInfo, api_version: s
     autoscaling does not change. The budget therefore states how many of the desired pods must remain. Pods that are not
     ready hold no rollouts and may always be evicted.
     """
-    budget = _object(context, api_version, "PodDisruptionBudget", names.disruption_budget(context.name), "pods")
+    budget = owned_object(context, api_version, "PodDisruptionBudget", names.disruption_budget(context.name), "pods")
     selector = {
         "matchLabels": names.selector(context.name),
         "matchExpressions": [
@@ -159,7 +169,7 @@ def _network_policy(context: JobContext, cluster: ClusterInfo) -> dict[str, Any]
     Egress is limited only if the operator was told where Redis and the model hub are. Trainers are usually in the job's
     namespace.
     """
-    policy = _object(context, "networking.k8s.io/v1", "NetworkPolicy", names.network_policy(context.name), "pods")
+    policy = owned_object(context, "networking.k8s.io/v1", "NetworkPolicy", names.network_policy(context.name), "pods")
     readers: dict[str, Any] = {"ports": [{"port": names.HTTP_PORT, "protocol": "TCP"}]}
     if cluster.status_reader_namespaces:
         readers["from"] = [

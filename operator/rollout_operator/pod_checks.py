@@ -7,6 +7,7 @@ from collections.abc import Callable
 from rollout_api.manifest.rollout_job import FieldError, ManifestError
 from rollout_operator.job_context import JobContext
 from rollout_operator.pods import head_pod, worker_pod
+from rollout_operator.server_objects import server_objects
 from rollout_operator.strategic_merge import PatchError
 
 
@@ -23,6 +24,7 @@ def check_pods_can_run(context: JobContext) -> None:
     builders: dict[str, Callable[[], object]] = {
         "head": lambda: head_pod(context),
         "workers": lambda: worker_pod(context, 0, replacement=False),
+        "server": lambda: server_objects(context),
     }
     for section, build in builders.items():
         try:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from rollout_api.manifest.field_types import SecretKey
-from rollout_api.manifest.pod_spec import DEFAULT_GPU_RESOURCE, Resources, Toleration, Workers
+from rollout_api.manifest.pod_spec import DEFAULT_GPU_RESOURCE, Resources, Server, Toleration, Workers
 from rollout_api.status_token import HASH_VARIABLE
 from rollout_operator import names
 from rollout_operator.accelerators import node_affinity
@@ -32,6 +32,12 @@ _OWN_FIELDS = frozenset(
 _HEAD_REQUESTS = {"cpu": "500m", "memory": "1Gi"}
 """What the head requests if the manifest says nothing. Without a request it would be the first pod to be evicted, and
 its start, for which rollouts may wait, would take many times as long beside busy pods."""
+_SERVER_REQUESTS = {"cpu": "500m", "memory": "2Gi"}
+"""What a pod of the HTTP server requests if the manifest says nothing."""
+_SERVER_PRE_STOP_S = 5
+"""Seconds for which a server that is ending still accepts connections."""
+_SERVER_GRACE_S = 35
+"""Seconds that a server has afterwards to answer the requests in progress."""
 _CLEANUP_RESOURCES = {"cpu": "100m", "memory": "512Mi"}
 """What the cleanup pod requests and is limited to, so that a quota of the namespace admits it."""
 _DO_NOT_DISRUPT = {
@@ -48,6 +54,8 @@ _MODELS_MOUNT = "/models"
 _HUB_HOME = f"{_MODELS_MOUNT}/huggingface"
 """Directory of the Hugging Face libraries in the model cache; its subdirectory ``hub`` has the models."""
 WEIGHTS_MOUNT = "/weights"
+_TOKENS_MOUNT = "/etc/rollout-tokens"
+_TLS_MOUNT = "/etc/rollout-tls"
 
 
 def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, Any]:
@@ -119,14 +127,7 @@ def worker_pod(
         join_gang(context.gang_api, pod["metadata"], names.worker(context.name, slot))
     pod["spec"] |= {
         "terminationGracePeriodSeconds": workers.drain_seconds + HANDOVER_GRACE_S,
-        "topologySpreadConstraints": [
-            {
-                "maxSkew": 1,
-                "topologyKey": "kubernetes.io/hostname",
-                "whenUnsatisfiable": "ScheduleAnyway",
-                "labelSelector": {"matchLabels": names.selector(context.name, names.WORKER)},
-            }
-        ],
+        "topologySpreadConstraints": _spread_over_nodes(context, names.WORKER),
     }
     if workers.runtime_class_name is not None:
         pod["spec"]["runtimeClassName"] = workers.runtime_class_name
@@ -136,6 +137,61 @@ def worker_pod(
         claim = {"name": _GPU_CLAIM, "resourceClaimTemplateName": workers.device_claim_template}
         pod["spec"]["resourceClaims"] = [claim]
     return _in_queue(context, _with_template(context, pod, workers.pod_template), grouped=context.is_in_pod_group(slot))
+
+
+def server_pod(context: JobContext, server: Server) -> dict[str, Any]:
+    """Return a pod of the HTTP server, from which a Deployment makes its own; its name has no meaning."""
+    mounts: dict[str, tuple[str, str]] = {}
+    args = [
+        f"--file={_MANIFEST_MOUNT}/{MANIFEST_FILE}",
+        f"--uid={context.uid}",
+        "--host=0.0.0.0",
+        f"--port={names.SERVER_PORT}",
+    ]
+    if server.tokens_secret_name is not None:
+        mounts["tokens"] = (_TOKENS_MOUNT, server.tokens_secret_name)
+        args.append(f"--tokens={_TOKENS_MOUNT}")
+    if server.max_requests_per_token:
+        args.append(f"--max-requests-per-token={server.max_requests_per_token}")
+    if server.tls_secret_name is not None:
+        mounts["tls"] = (_TLS_MOUNT, server.tls_secret_name)
+        args += [f"--certificate={_TLS_MOUNT}/tls.crt", f"--certificate-key={_TLS_MOUNT}/tls.key"]
+    probe = {"path": "/ping", "port": "http", "scheme": "HTTP" if server.tls_secret_name is None else "HTTPS"}
+    container = {
+        "name": names.SERVER,
+        "command": ["rollout", "serve"],
+        "args": [*args, *server.args],
+        "ports": [{"name": "http", "containerPort": names.SERVER_PORT}],
+        # The server listens only when it has the model's tokenizer and has found the job.
+        "startupProbe": {"httpGet": probe, "periodSeconds": 2, "timeoutSeconds": 3, "failureThreshold": 900},
+        "readinessProbe": {"httpGet": {**probe, "path": "/health"}, "periodSeconds": 5, "timeoutSeconds": 3},
+        "livenessProbe": {"httpGet": probe, "periodSeconds": 10, "timeoutSeconds": 10, "failureThreshold": 6},
+        # Connections arrive until every node knows that the pod is ending.
+        "lifecycle": {"preStop": {"exec": {"command": ["sleep", str(_SERVER_PRE_STOP_S)]}}},
+        "resources": _resources(server.resources) or {"requests": dict(_SERVER_REQUESTS)},
+    }
+    pod = _pod(
+        context,
+        names.server(context.name),
+        names.SERVER,
+        container,
+        "64Mi",
+        server.tolerations,
+        server.node_selector,
+    )
+    # A pod that is moved to another node is replaced before it ends, and requests can be repeated.
+    pod["metadata"]["annotations"] = {}
+    pod["metadata"]["labels"].pop(names.REVISION_LABEL, None)
+    pod["spec"] |= {
+        "restartPolicy": "Always",
+        "terminationGracePeriodSeconds": _SERVER_PRE_STOP_S + _SERVER_GRACE_S,
+        "topologySpreadConstraints": _spread_over_nodes(context, names.SERVER),
+    }
+    main = pod["spec"]["containers"][0]
+    for name, (path, secret) in mounts.items():
+        main["volumeMounts"].append({"name": name, "mountPath": path, "readOnly": True})
+        pod["spec"]["volumes"].append({"name": name, "secret": {"secretName": secret}})
+    return _with_template(context, pod, server.pod_template)
 
 
 def prefetch_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, Any]:
@@ -212,6 +268,17 @@ def _template_like_head(head_template: Mapping[str, Any], component: str) -> dic
         if container.get("name") == names.HEAD
     ]
     return {**head_template, "spec": {**spec, "containers": containers}} if head_template else {}
+
+
+def _spread_over_nodes(context: JobContext, component: str) -> list[dict[str, Any]]:
+    return [
+        {
+            "maxSkew": 1,
+            "topologyKey": "kubernetes.io/hostname",
+            "whenUnsatisfiable": "ScheduleAnyway",
+            "labelSelector": {"matchLabels": names.selector(context.name, component)},
+        }
+    ]
 
 
 def _readiness_probe(path: str) -> dict[str, Any]:

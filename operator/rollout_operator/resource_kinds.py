@@ -37,6 +37,7 @@ def owned_kinds(disruption_budget_api: str | None, gang_api: str | None = None) 
         ResourceKind("ServiceAccount", "", "v1", "serviceaccounts"),
         ResourceKind("ConfigMap", "", "v1", "configmaps"),
         ResourceKind("Service", "", "v1", "services"),
+        ResourceKind("Deployment", "apps", "v1", "deployments"),
         ResourceKind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
     ]
     if disruption_budget_api is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollout_api.manifest.rollout_job import ManifestError
 from rollout_operator import names
-from rollout_operator.actions import Create, DeletePod, DeleteWorkload, Plan, PlanBuilder, SetFinalizer
+from rollout_operator.actions import Create, DeleteObject, DeletePod, DeleteWorkload, Plan, PlanBuilder, SetFinalizer
 from rollout_operator.head_status import STATUS_PERIOD_S
 from rollout_operator.job_context import JobContext
 from rollout_operator.observed import Observed, PodView, Target
@@ -36,6 +36,7 @@ def plan_deletion(observed: Observed) -> Plan:
         context = JobContext.for_cleanup(observed)
     except ManifestError:
         return Plan(actions=(SetFinalizer(False),))
+    delete_server(builder, observed)
     if not remove_pods(builder, observed):
         release_quota(builder, observed)
         if names.FOREGROUND_FINALIZER not in finalizers:
@@ -53,6 +54,14 @@ def remove_pods(builder: PlanBuilder, observed: Observed) -> bool:
     if pods:
         builder.requeue(STATUS_PERIOD_S)
     return not all(pod.is_overdue(observed.now) for pod in pods)
+
+
+def delete_server(builder: PlanBuilder, observed: Observed) -> None:
+    """Delete the objects of the HTTP server."""
+    server = names.server(observed.metadata["name"])
+    for (kind, name), manifest in observed.objects.items():
+        if name == server:
+            builder.actions.append(DeleteObject(manifest["apiVersion"], kind, name, manifest["metadata"]["uid"]))
 
 
 def describe_overdue(pod: PodView) -> str:

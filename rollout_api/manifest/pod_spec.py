@@ -237,6 +237,37 @@ class Head(ManifestModel):
     pod_template: dict[str, JsonValue] = Field(default_factory=dict, description=_TEMPLATE.format(container="head"))
 
 
+class Server(ManifestModel):
+    """The HTTP server, which offers the job under the APIs of OpenAI and vLLM. Without this section, there is none."""
+
+    replicas: int = Field(
+        default=1, ge=1, le=64, description="Number of server pods. Requests may go to any of them, and be repeated."
+    )
+    tokens_secret_name: DnsName | None = Field(
+        default=None,
+        description="Secret with one bearer token per key, of at least 16 characters. Default: no token is required, "
+        "and only pods of the job's namespace may connect.",
+    )
+    max_requests_per_token: int = Field(
+        default=0, ge=0, le=1_000_000, description="Requests that a token may have in progress at each pod; 0: any."
+    )
+    tls_secret_name: DnsName | None = Field(
+        default=None, description="Secret of the type kubernetes.io/tls. Default: the server speaks plain HTTP."
+    )
+    args: list[Text] = Field(
+        default_factory=list,
+        max_length=64,
+        description="Further arguments of vLLM's API server, for example --enable-auto-tool-choice and "
+        "--tool-call-parser=hermes.",
+    )
+    resources: Resources = Field(default_factory=Resources)
+    node_selector: dict[_LabelKey, _LabelValue] = Field(
+        default_factory=dict, max_length=64, description="Labels that the nodes of the server must have."
+    )
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=64, description="Tolerations of the server.")
+    pod_template: dict[str, JsonValue] = Field(default_factory=dict, description=_TEMPLATE.format(container="server"))
+
+
 class PullSecret(ManifestModel):
     """A Secret with credentials for an image registry."""
 
@@ -244,7 +275,7 @@ class PullSecret(ManifestModel):
 
 
 class Image(ManifestModel):
-    """The image of the head and the workers."""
+    """The image of all pods."""
 
     name: Text | None = Field(
         default=None, description="Name of the image. Default: the operator's default worker image."

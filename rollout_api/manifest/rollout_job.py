@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from rollout_api.manifest.field_types import DnsLabel, DnsName, JobName, ManifestModel, Text, cel_rules
-from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, Workers
+from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, Server, Workers
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.runtime import RuntimeRef
 from rollout_api.manifest.spec import (
@@ -132,6 +132,7 @@ class RolloutJobSpec(ManifestModel):
     sampling: Sampling = Field(default_factory=Sampling)
     workers: Workers = Field(default_factory=Workers)
     head: Head = Field(default_factory=Head)
+    server: Server | None = None
     image: Image = Field(default_factory=Image)
     speculation: Speculation = Field(default_factory=Speculation)
     queue: Queue = Field(default_factory=Queue)

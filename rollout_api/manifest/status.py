@@ -164,6 +164,14 @@ class Connection(ManifestModel):
         default=None,
         description="URL of the history's Redis server, if that is a separate one and needs no credentials.",
     )
+    server_url: str | None = Field(default=None, description="URL of the job's HTTP server within the cluster.")
+
+
+class ServerStatus(ManifestModel):
+    """The pods of the HTTP server."""
+
+    replicas: int = Field(default=0, ge=0, description="Number of pods that there should be.")
+    ready: int = Field(default=0, ge=0, description="Number of ready pods.")
 
 
 class RolloutJobStatus(ManifestModel):
@@ -176,6 +184,7 @@ class RolloutJobStatus(ManifestModel):
         Field(json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
     ] = Field(default_factory=list)
     workers: WorkersStatus = Field(default_factory=WorkersStatus)
+    server: ServerStatus | None = None
     progress: ProgressStatus = Field(default_factory=ProgressStatus)
     time_saved: str | None = Field(
         default=None,

@@ -181,6 +181,14 @@ class JobLifecycle(RuleBasedStateMachine):
     def change_image(self, image: str) -> None:
         self.cluster.change(image={"name": image})
 
+    @precondition(lambda self: self.cluster.job is not None)
+    @rule(replicas=st.sampled_from([None, 1, 2]))
+    def change_server(self, replicas: int | None) -> None:
+        if replicas is not None:
+            self.cluster.change(server={"replicas": replicas})
+        elif "server" in self.cluster.job["spec"]:
+            self.cluster.change(server=None)
+
     @rule(image=st.sampled_from(["platform:1", "platform:2", None]), claim=st.sampled_from(["models", "others"]))
     def change_runtime(self, image: str | None, claim: str) -> None:
         """Change the runtime that the job names, or delete it."""
@@ -245,15 +253,19 @@ class JobLifecycle(RuleBasedStateMachine):
         if cluster.job is None:
             assert not cluster.pods
             return
+        server = [name for _, name in cluster.objects if name.endswith("-server")]
         if cluster.job["metadata"].get("deletionTimestamp") or cluster.status["state"] in ("Succeeded", "Failed"):
             assert not [name for name in cluster.workers() if cluster.pods[name]["status"]["phase"] != "Failed"]
+            assert not server
             return
         if cluster.job["spec"].get("lifecycle", {}).get("suspend"):
             assert not cluster.pods
+            assert not server
             assert cluster.status["state"] == "Suspended"
             return
         assert 1 == len(cluster.heads())
         assert not cluster.prefetch_pods()
+        assert (3 if "server" in cluster.job["spec"] else 0) == len(server)
         workers = cluster.job["spec"]["workers"]
         places = [
             (labels[names.SLOT_LABEL], labels[names.RANK_LABEL])

@@ -11,6 +11,7 @@ from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.job_context import JobContext
 from rollout_operator.owned_objects import owned_objects
 from rollout_operator.pods import cleanup_pod, head_pod, prefetch_pod, worker_pod
+from rollout_operator.server_objects import server_objects
 
 from rollout_api import parse_job
 from rollout_api.manifest.status import PodGroup
@@ -35,6 +36,7 @@ SPEC: dict[str, Any] = {
         "nodeSelector": {"pool": "gpu"},
     },
     "weights": {"persistentVolumeClaim": "weights"},
+    "server": {"replicas": 2, "tokensSecretName": "clients", "tlsSecretName": "certificate"},
     "image": {"pullPolicy": "Always", "pullSecrets": [{"name": "registry"}]},
     "priorityClassName": "high",
 }
@@ -67,6 +69,7 @@ def created_objects(**sections: Any) -> list[dict[str, Any]]:
         prefetch_pod(context),
         cleanup_pod(context, delete_messages=True, reason="deleted"),
         *owned_objects(context, ClusterInfo(), workers=4),
+        *server_objects(context),
     ]
 
 

@@ -13,6 +13,7 @@ from rollout_operator.actions import (
     Apply,
     Create,
     DeleteJob,
+    DeleteObject,
     DeletePod,
     DeleteWorkload,
     Event,
@@ -120,7 +121,10 @@ class SimulatedCluster:
             case Create(manifest) if manifest["kind"] == "Pod":
                 self._create_pod(manifest)
             case Create(manifest) | Apply(manifest):
-                self.objects[manifest["kind"], manifest["metadata"]["name"]] = copy.deepcopy(manifest)
+                key = manifest["kind"], manifest["metadata"]["name"]
+                uid = self.objects[key]["metadata"]["uid"] if key in self.objects else f"object-{next(self._uids)}"
+                self.objects[key] = copy.deepcopy(manifest)
+                self.objects[key]["metadata"]["uid"] = uid
             case DeletePod(name, uid, force):
                 pod = self.pods.get(name)
                 if pod is not None and pod["metadata"]["uid"] == uid:
@@ -134,6 +138,9 @@ class SimulatedCluster:
                     if force:
                         pod["status"]["phase"] = "Failed"
                     self.delete_pod(name, immediately=force)
+            case DeleteObject(_, kind, name, uid):
+                if self.objects.get((kind, name), {}).get("metadata", {}).get("uid") == uid:
+                    del self.objects[kind, name]
             case DeleteWorkload(name):
                 if name in self.workloads:
                     self.workloads[name].deleted = True
@@ -280,10 +287,14 @@ class SimulatedCluster:
 
     # The user
 
-    def change(self, **sections: dict[str, Any]) -> None:
+    def change(self, **sections: dict[str, Any] | None) -> None:
+        """Change some fields of sections of the spec, or remove sections."""
         assert self.job is not None
         for name, changes in sections.items():
-            self.job["spec"][name] = {**self.job["spec"].get(name, {}), **changes}
+            if changes is None:
+                del self.job["spec"][name]
+            else:
+                self.job["spec"][name] = {**self.job["spec"].get(name, {}), **changes}
         self.job["metadata"]["generation"] += 1
 
     def delete_job(self, *, foreground: bool = False) -> None:

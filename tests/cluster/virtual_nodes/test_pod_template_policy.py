@@ -26,7 +26,7 @@ from tests.support.cluster.jobs import Jobs
 
 pytestmark = pytest.mark.current_cluster
 EXAMPLES = Path(__file__).parents[3] / "examples"
-OWN_CONTAINERS = {"head": "head", "workers": "worker"}
+OWN_CONTAINERS = {"head": "head", "workers": "worker", "server": "server"}
 """Section of the manifest → name of the container that the operator creates."""
 TOKEN = {"serviceAccountToken": {"path": "token"}}
 FURTHER = {"name": "further", "image": "x", "securityContext": {"allowPrivilegeEscalation": False}}

@@ -18,7 +18,7 @@ from tests.support.cluster.pod_groups import POD_GROUPS_GROUP, POD_GROUPS_VERSIO
 from tests.support.cluster.virtual_nodes import VirtualNodes
 
 pytestmark = pytest.mark.complete_cluster
-KINDS = ["serviceaccounts", "configmaps", "services", "networkpolicies", "poddisruptionbudgets"]
+KINDS = ["serviceaccounts", "configmaps", "services", "deployments", "networkpolicies", "poddisruptionbudgets"]
 UNUSED_PERMISSIONS = {
     # Required only on clusters with the admission plugin OwnerReferencesPermissionEnforcement.
     ("update", "das.rollout.dev", "rolloutjobs/finalizers"),
@@ -90,6 +90,15 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
             {"metadata": {"name": "taken-head"}, "spec": {"containers": [{"name": "c", "image": "c"}]}},
         )
         api = cluster.client()
+        labels = {"app": "other"}
+        pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "c", "image": "c"}]}}
+        client.AppsV1Api(api).create_namespaced_deployment(
+            jobs.namespace,
+            {
+                "metadata": {"name": "taken-server"},
+                "spec": {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod},
+            },
+        )
         client.NetworkingV1Api(api).create_namespaced_network_policy(
             jobs.namespace, {"metadata": {"name": "taken-rollout"}, "spec": {"podSelector": {}}}
         )
@@ -102,7 +111,7 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
         cluster.kubectl("apply", "-f", "-", stdin=json.dumps(budget))
         taken = {"apiVersion": COSCHEDULING_API, "kind": GANG_KIND, "metadata": {"name": "large-worker-1"}, "spec": {}}
         pod_groups.create_namespaced_custom_object(*in_namespace, taken)
-        jobs.create("taken")
+        jobs.create("taken", server={})
         jobs.wait_for_event("taken", "NameConflict")
         jobs.create(
             "large", engine={"tensorParallelSize": 4}, workers={"podsPerWorker": 2, "gpusPerWorker": 4, "replicas": 2}
@@ -118,8 +127,9 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
         jobs.wait(lambda: component() != "changed")
         jobs.delete("large")
 
-        jobs.create("math", lifecycle={"ttlSecondsAfterFinished": 1})
+        jobs.create("math", lifecycle={"ttlSecondsAfterFinished": 1}, server={})
         jobs.wait_for_running("math", 3)
+        jobs.patch("math", server={"replicas": 2})
         label = f"{names.COMPONENT_LABEL}=changed"
         selector = f"{names.JOB_LABEL}=math"
         cluster.kubectl("-n", jobs.namespace, "label", "--overwrite", ",".join(KINDS), "-l", selector, label)

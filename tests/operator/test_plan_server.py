@@ -1,0 +1,138 @@
+"""What the planner does about a job's HTTP server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.support.planned_jobs import running_job, spec, suspend_and_resume
+from tests.support.simulated_cluster import SimulatedCluster
+
+KEYS = [("Deployment", "math-server"), ("NetworkPolicy", "math-server"), ("Service", "math-server")]
+
+
+def server_keys(cluster: SimulatedCluster) -> list[tuple[str, str]]:
+    return sorted(
+        key
+        for key, manifest in cluster.objects.items()
+        if manifest["metadata"]["labels"]["app.kubernetes.io/component"] == "server"
+    )
+
+
+def job_with_server(**server: Any) -> SimulatedCluster:
+    cluster = SimulatedCluster(spec(server=server))
+    cluster.reconcile()
+    return cluster
+
+
+def pod_spec(cluster: SimulatedCluster) -> dict[str, Any]:
+    found: dict[str, Any] = cluster.objects["Deployment", "math-server"]["spec"]["template"]["spec"]
+    return found
+
+
+def test_a_job_has_a_server_only_if_its_manifest_asks_for_one() -> None:
+    cluster = running_job()
+    assert [] == server_keys(cluster)
+    assert "server" not in cluster.status
+    cluster.change(server={})
+    cluster.reconcile()
+    assert KEYS == server_keys(cluster)
+    assert {"replicas": 1, "ready": 0} == cluster.status["server"]
+    cluster.change(server=None)
+    cluster.reconcile()
+    assert [] == server_keys(cluster)
+    assert "server" not in cluster.status
+
+
+def test_the_status_has_the_url_and_the_ready_pods() -> None:
+    cluster = job_with_server(replicas=2)
+    assert "http://math-server.rl.svc:8000" == cluster.status["connection"]["serverUrl"]
+    assert "http://math-server.rl.svc:8000" == cluster.objects["ConfigMap", "math-connection"]["data"]["serverUrl"]
+    cluster.objects["Deployment", "math-server"]["status"] = {"readyReplicas": 2}
+    cluster.reconcile()
+    assert {"replicas": 2, "ready": 2} == cluster.status["server"]
+
+
+def test_the_service_selects_the_pods_of_the_deployment_and_none_else() -> None:
+    cluster = job_with_server()
+    deployment = cluster.objects["Deployment", "math-server"]["spec"]
+    selector = cluster.objects["Service", "math-server"]["spec"]["selector"]
+    assert selector == deployment["selector"]["matchLabels"]
+    assert selector.items() <= deployment["template"]["metadata"]["labels"].items()
+    others = [pod["metadata"]["labels"] for pod in cluster.pods.values()]
+    assert others
+    assert not any(selector.items() <= labels.items() for labels in others)
+
+
+def test_tokens_and_certificates_come_from_secrets() -> None:
+    cluster = job_with_server(tokensSecretName="clients", tlsSecretName="cert", maxRequestsPerToken=64)
+    container = pod_spec(cluster)["containers"][0]
+    assert {
+        "--tokens=/etc/rollout-tokens",
+        "--max-requests-per-token=64",
+        "--certificate=/etc/rollout-tls/tls.crt",
+        "--certificate-key=/etc/rollout-tls/tls.key",
+    } <= set(container["args"])
+    mounted = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"] if mount.get("readOnly")}
+    assert {"tokens": "/etc/rollout-tokens", "tls": "/etc/rollout-tls"}.items() <= mounted.items()
+    secrets = {volume["secret"]["secretName"] for volume in pod_spec(cluster)["volumes"] if "secret" in volume}
+    assert {"clients", "cert"} == secrets
+    probes = [container[f"{kind}Probe"]["httpGet"]["scheme"] for kind in ("startup", "readiness", "liveness")]
+    assert ["HTTPS"] * 3 == probes
+    assert cluster.status["connection"]["serverUrl"].startswith("https://")
+
+
+def test_without_tokens_only_pods_of_the_namespace_may_connect() -> None:
+    [rule] = job_with_server().objects["NetworkPolicy", "math-server"]["spec"]["ingress"]
+    assert [{"podSelector": {}}] == rule["from"]
+    [rule] = job_with_server(tokensSecretName="clients").objects["NetworkPolicy", "math-server"]["spec"]["ingress"]
+    assert "from" not in rule
+    assert [8000] == [port["port"] for port in rule["ports"]]
+
+
+def test_arguments_of_vllm_come_last() -> None:
+    arguments = ["--enable-auto-tool-choice", "--tool-call-parser=hermes"]
+    assert arguments == pod_spec(job_with_server(args=arguments))["containers"][0]["args"][-2:]
+
+
+def test_a_change_rolls_the_deployment_and_nothing_else() -> None:
+    cluster = job_with_server()
+    before, pods = pod_spec(cluster), set(cluster.pods)
+    uid = cluster.objects["Deployment", "math-server"]["metadata"]["uid"]
+    cluster.change(server={"resources": {"cpu": "3000m"}})
+    cluster.reconcile()
+    assert uid == cluster.objects["Deployment", "math-server"]["metadata"]["uid"]
+    assert before != pod_spec(cluster)
+    assert pods == set(cluster.pods)
+    # The API server writes quantities in their shortest form.
+    pod_spec(cluster)["containers"][0]["resources"]["limits"]["cpu"] = "3"
+    assert () == cluster.plan().actions
+
+
+@pytest.mark.parametrize("end", ["suspend", "fail", "delete"])
+def test_a_job_that_does_not_run_has_no_server(end: str) -> None:
+    cluster = running_job()
+    cluster.change(server={})
+    cluster.reconcile()
+    assert KEYS == server_keys(cluster)
+    if end == "suspend":
+        cluster.change(lifecycle={"suspend": True})
+    elif end == "fail":
+        cluster.change(lifecycle={"activeDeadlineSeconds": 1})
+        cluster.now += 10
+    else:
+        cluster.delete_job()
+    cluster.reconcile()
+    assert [] == server_keys(cluster)
+    if end == "suspend":
+        suspend_and_resume(cluster)
+        assert KEYS == server_keys(cluster)
+
+
+def test_a_template_that_cannot_be_merged_is_reported_with_its_path() -> None:
+    cluster = SimulatedCluster(spec(server={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}))
+    cluster.reconcile()
+    condition = next(one for one in cluster.status["conditions"] if one["type"] == "Accepted")
+    assert "False" == condition["status"]
+    assert "spec.server.podTemplate" in condition["message"]

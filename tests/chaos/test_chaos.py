@@ -42,6 +42,8 @@ UID = "chaos"
 KEYS = MessageKeys(UID)
 HISTORY = HistoryKeys("default", "chaos")
 TRAINERS = 2
+"""Trainers that use Redis. Another one uses the HTTP server."""
+HTTP_RANK = TRAINERS
 WAIT_FOR_PROCESS_S = 120.0
 SERVICES = "rollout_worker.job.services"
 RESUMPTION_S = 3.0
@@ -130,7 +132,7 @@ class ChaosJob:
         self.trainers_killed: Counter[str] = Counter()
         self._model = make_model(directory / "model")
         self._stop = directory / "stop"
-        self._http_port = free_port()
+        self._http_port, self._server_port = free_port(), free_port()
 
     @property
     def url(self) -> str:
@@ -161,6 +163,12 @@ class ChaosJob:
             trainer = [sys.executable, "-m", "tests.support.chaos_trainer", "--redis", self.url, "--uid", UID]
             trainer += ["--rank", str(rank), "--journal", str(self.journal(rank)), "--stop", str(self._stop)]
             self.supervisor.start(f"trainer-{rank}", trainer)
+        serve = ["serve", "-f", str(file), "--port", str(self._server_port)]
+        self.supervisor.start("server", self._rollout(*serve))
+        trainer = [sys.executable, "-m", "tests.support.chaos_http_trainer", "--rank", str(HTTP_RANK)]
+        trainer += ["--url", f"http://127.0.0.1:{self._server_port}/v1"]
+        trainer += ["--journal", str(self.journal(HTTP_RANK)), "--stop", str(self._stop)]
+        self.supervisor.start(f"trainer-{HTTP_RANK}", trainer)
 
     def start_worker(self, number: int) -> None:
         self.supervisor.start(f"worker-{number}", self._rollout("worker", "-f", str(self.directory / "job.yaml")))
@@ -173,7 +181,12 @@ class ChaosJob:
         return self.directory / f"journal-{rank}"
 
     def steps(self) -> int:
-        return sum(len(self.journal(n).read_text().splitlines()) for n in range(TRAINERS) if self.journal(n).exists())
+        """Return how many steps the trainers that use Redis have made."""
+        return sum(map(self.steps_of, range(TRAINERS)))
+
+    def steps_of(self, rank: int) -> int:
+        journal = self.journal(rank)
+        return len(journal.read_text().splitlines()) if journal.exists() else 0
 
     def _rollout(self, *arguments: str) -> list[str]:
         return [sys.executable, "-m", "rollout_worker.cli", *arguments, "--redis", self.url, "--uid", UID]
@@ -209,7 +222,7 @@ class ChaosJob:
         self.kill_service("relay", rng)
 
     def kill_trainer(self, rng: random.Random) -> None:
-        name = f"trainer-{rng.randrange(TRAINERS)}"
+        name = f"trainer-{rng.randrange(TRAINERS + 1)}"
         self.trainers_killed[name] += 1
         self.supervisor.kill(name)
 
@@ -230,6 +243,9 @@ class ChaosJob:
 
     def kill_worker(self, rng: random.Random) -> None:
         self.supervisor.kill(f"worker-{rng.randrange(2)}")
+
+    def kill_server(self, _: random.Random) -> None:
+        self.supervisor.kill("server")
 
     def kill_head(self, _: random.Random) -> None:
         self.supervisor.kill("head")
@@ -272,7 +288,7 @@ def job(tmp_path: Path) -> Iterator[ChaosJob]:
 def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job: ChaosJob) -> None:
     rng = random.Random(SEED)
     job.start()
-    job.wait(lambda: job.steps() >= TRAINERS, 240, "the first steps were not made")
+    job.wait(lambda: job.steps() >= TRAINERS and job.steps_of(HTTP_RANK) > 0, 240, "the first steps were not made")
 
     faults: list[Callable[[random.Random], None]] = [
         job.kill_engine,
@@ -283,6 +299,7 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
         job.drop_connections,
         job.delay_connections,
         job.kill_worker,
+        job.kill_server,
     ]
     ends = time.monotonic() + SECONDS
     done: list[tuple[float, str]] = []
@@ -335,8 +352,10 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
     steps = job.steps()
     job.wait(lambda: job.steps() > steps + 3, 180, "no step was made without the worker that left")
 
+    steps = job.steps_of(HTTP_RANK)
+    job.wait(lambda: job.steps_of(HTTP_RANK) > steps, 180, "no step was made through the HTTP server")
     job.stop_trainers()
-    trainers = [f"trainer-{rank}" for rank in range(TRAINERS)]
+    trainers = [f"trainer-{rank}" for rank in (*range(TRAINERS), HTTP_RANK)]
     job.wait(lambda: all(job.supervisor.ended(name) == 0 for name in trainers), 180, "trainers did not end")
     client = job.server.raw_client()
     job.wait(
@@ -345,13 +364,16 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
     job.audit.read()
 
     requested: set[str] = set()
+    through_http: set[str] = set()
     received: Counter[str] = Counter()
-    for rank in range(TRAINERS):
+    for rank in (*range(TRAINERS), HTTP_RANK):
         for line in job.journal(rank).read_text().splitlines():
             step = json.loads(line)
             assert GROUPS * SAMPLES == len(step["rollouts"]), f"step {step['step']} of rank {rank} is not complete"
             received.update(list(step["rollouts"]))
             requested |= set(step["rollouts"])
+            if rank == HTTP_RANK:
+                through_http |= set(step["rollouts"])
     in_history = rollout_ids_in(client, HISTORY)
     lost = len(job.sampling.engines) - len(client.hgetall(KEYS.engines))
     print(
@@ -361,6 +383,7 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
                 "faults": dict(Counter(name for _, name in done)),
                 "restarts": job.supervisor.restarts,
                 "rollouts": len(requested),
+                "rollouts through the HTTP server": len(through_http),
                 "reasons": job.audit.reasons,
                 "tokens": job.audit.tokens,
                 "engines lost": lost,
@@ -371,9 +394,10 @@ def test_every_rollout_is_delivered_once_and_stored_once_whatever_is_killed(job:
     )
     assert {1} == set(received.values())
     # a trainer that is killed between journal and acknowledgement gets a step again that it has recorded
-    assert requested <= set(job.audit.delivered)
     assert {1} == set(job.audit.delivered.values()), "a result was delivered twice"
-    assert set(job.audit.delivered) == requested
+    # the server's results are not audited, because it reads them under a name that each of its processes chooses anew
+    assert set(job.audit.delivered) == requested - through_http
+    assert GROUPS * SAMPLES * job.steps_of(HTTP_RANK) == len(through_http)
     assert {1} == set(in_history.values()), "a rollout is in the history twice"
     assert requested == set(in_history)
     assert {"stop", "length"} >= set(job.audit.reasons)

@@ -127,9 +127,18 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
         jobs.wait(lambda: component() != "changed")
         jobs.delete("large")
 
-        jobs.create("math", lifecycle={"ttlSecondsAfterFinished": 1}, server={})
+        jobs.create("web", server={})
+        jobs.wait(lambda: jobs.status("web").get("server") == {"replicas": 1, "ready": 1})
+        jobs.patch("web", server={"replicas": 2})
+        jobs.wait(lambda: jobs.status("web").get("server") == {"replicas": 2, "ready": 2})
+        jobs.patch("web", server=None)
+        for kind in ("deployment", "service", "networkpolicy"):
+            find = ("-n", jobs.namespace, "get", kind, "web-server", "--ignore-not-found", "-o", "name")
+            jobs.wait(lambda find=find: not cluster.kubectl(*find).stdout)
+        jobs.delete("web")
+
+        jobs.create("math", lifecycle={"ttlSecondsAfterFinished": 1})
         jobs.wait_for_running("math", 3)
-        jobs.patch("math", server={"replicas": 2})
         label = f"{names.COMPONENT_LABEL}=changed"
         selector = f"{names.JOB_LABEL}=math"
         cluster.kubectl("-n", jobs.namespace, "label", "--overwrite", ",".join(KINDS), "-l", selector, label)

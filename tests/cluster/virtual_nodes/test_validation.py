@@ -5,6 +5,7 @@ Both name the field, and ``rollout check`` rejects the same manifests.
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,9 @@ def test_kubectl_stores_the_examples_as_they_are_written(unwatched_jobs: Jobs, f
     kubectl(namespace, "delete", "-f", str(file))
     written_objects = list(yaml.safe_load_all(file.read_text()))
     for written, read in zip(written_objects, stored_objects, strict=True):
+        # Kubernetes encodes it. The stand-in for a current API server does not.
+        if "stringData" not in read and (texts := written.pop("stringData", None)) is not None:
+            written["data"] = {key: base64.b64encode(text.encode()).decode() for key, text in texts.items()}
         assert not needs_apply(written, read)
         if written["kind"] == KIND:
             assert parse_job(written) == parse_job(

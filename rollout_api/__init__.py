@@ -63,7 +63,7 @@ from rollout_api.protocol.messages import (
     encode,
     problem_id_of,
 )
-from rollout_api.weights.in_memory import ModelInMemory
+from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
 __all__ = [
     "AsyncRolloutClient",
@@ -112,6 +112,7 @@ __all__ = [
     "Sampling",
     "Step",
     "StepProgress",
+    "TensorsInMemory",
     "Trajectory",
     "UnreadableResultError",
     "UpdateMode",

@@ -33,6 +33,7 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import (
     CLIENT_PATTERN,
+    Capability,
     Close,
     DraftMode,
     PauseMode,
@@ -46,6 +47,7 @@ from rollout_api.protocol.messages import (
 )
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.redis_client.retry import ClientRetryPolicy
+from rollout_api.weights.in_memory import NamedTensors, TensorsInMemory
 
 _STATUS_POLL_INTERVAL_S = 0.05
 """Time between two checks whether the job has published a status."""
@@ -101,6 +103,8 @@ class AsyncRolloutClient(JobConnection):
             history, server = connect_to_history(history_redis)
             self._history = history, ClientRetryPolicy(server, reconnect_timeout)
         self._session: _Session | None = None
+        self._tensors: TensorsInMemory | None = None
+        """What was published from memory last."""
 
     # Connection.
 
@@ -174,7 +178,9 @@ class AsyncRolloutClient(JobConnection):
         return _Session(
             keys=keys,
             lease=lease,
-            publisher=WeightPublisher(redis, keys, sender, policy),
+            publisher=WeightPublisher(
+                redis, keys, sender, policy, buckets=Capability.WEIGHT_BUCKETS in job.capabilities
+            ),
             pauser=JobPauser(redis, job, sender, policy),
             steps=StepContext(
                 client_name=self.name,
@@ -348,6 +354,42 @@ class AsyncRolloutClient(JobConnection):
             wait=wait,
             timeout=timeout,
         )
+
+    async def publish_tensors(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        trainers: Any = None,
+        mode: UpdateMode | str = UpdateMode.RECOMPUTE,
+        timeout: float = 600.0,
+    ) -> PublishedWeights:
+        """Broadcast tensors from this process to the current engines, and make the job sample with them from now on.
+
+        If they are sharded, the trainer's other processes call :meth:`TensorsInMemory.take_part` meanwhile.
+
+        Args:
+            version: number of the weights, larger than that of all earlier ones.
+            tensors: all tensors of the model; see :class:`~rollout_api.weights.in_memory.TensorsInMemory`, also for
+                *host*, *port* and *trainers*. The last three are those of the first call.
+            host: address of this machine that the engines can reach. Default: that of its default route.
+            port: port on which this process listens for engines that join; 0 chooses a free one.
+            trainers: process group of the processes that hold shards.
+            mode: what happens to running rollouts: ``recompute`` or ``keep``; see
+                :class:`~rollout_api.protocol.messages.UpdateMode`.
+            timeout: seconds to wait until every engine serves the weights or has failed to load them.
+
+        Raises:
+            InvalidRequestError: an argument cannot be used; nothing was sent.
+            WeightsError: no engine could load the weights, so that all keep their old ones, or some took too long.
+        """
+        if self._tensors is None:
+            self._tensors = TensorsInMemory(tensors, host=host, port=port, trainers=trainers)
+        else:
+            self._tensors.replace(tensors)
+        return await self.publish_weights(version, self._tensors, mode=mode, timeout=timeout)
 
     async def pause(self, mode: PauseMode | str = PauseMode.KEEP, *, timeout: float = 600.0) -> None:
         """Pause sampling on all engines of the job, until it is resumed or closed. Requests can be sent meanwhile.

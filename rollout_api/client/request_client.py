@@ -114,7 +114,9 @@ class RequestClient(JobConnection):
             results=results,
             turns=TurnRecords(self._redis, keys, self._policy),
             adapters=AdapterNames(self._redis, keys, self._policy),
-            publisher=WeightPublisher(self._redis, keys, sender, self._policy),
+            publisher=WeightPublisher(
+                self._redis, keys, sender, self._policy, buckets=Capability.WEIGHT_BUCKETS in job.capabilities
+            ),
             pauser=JobPauser(self._redis, job, sender, self._policy),
             monitor=monitor,
             tasks=[

@@ -24,6 +24,7 @@ from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, PauseMode, Purpose, Rollout, UpdateMode, WeightsKind
 from rollout_api.redis_client.client_connection import RedisTarget
+from rollout_api.weights.in_memory import NamedTensors
 
 _TAKE_LIMIT = 64
 """Rollouts that are handed from the event loop's thread to the caller's at once."""
@@ -293,6 +294,24 @@ class RolloutClient:
         return self._loop.run(
             self._client.publish_weights(
                 version, weights, kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout
+            )
+        )
+
+    def publish_tensors(
+        self,
+        version: int,
+        tensors: NamedTensors,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        trainers: Any = None,
+        mode: UpdateMode | str = UpdateMode.RECOMPUTE,
+        timeout: float = 600.0,
+    ) -> PublishedWeights:
+        """See :meth:`AsyncRolloutClient.publish_tensors`."""
+        return self._loop.run(
+            self._client.publish_tensors(
+                version, tensors, host=host, port=port, trainers=trainers, mode=mode, timeout=timeout
             )
         )
 

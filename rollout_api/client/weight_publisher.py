@@ -43,11 +43,12 @@ class InMemoryWeights(Protocol):
     backend: str
     """Backend of the broadcast: nccl or gloo."""
 
-    def offer(self, engines: Mapping[str, int]) -> tuple[str, Broadcast]:
+    def offer(self, engines: Mapping[str, int], *, buckets: bool) -> tuple[str, Broadcast]:
         """Return the trainer's address, and what an engine needs to know in order to take part.
 
         Args:
             engines: number of worker processes of each engine.
+            buckets: whether the job can receive several tensors at once.
         """
         ...
 
@@ -57,6 +58,10 @@ class InMemoryWeights(Protocol):
         Raises:
             RuntimeError: an engine does not take part, or the offer was withdrawn.
         """
+        ...
+
+    def abort(self, reason: str) -> None:
+        """Tell the trainer's other processes that :meth:`send` will not be called."""
         ...
 
     def withdraw(self) -> None:
@@ -103,6 +108,7 @@ class WeightPublisher:
         keys: keys of the job.
         sender: sender of messages.
         policy: how failing commands are retried.
+        buckets: whether the job can receive several tensors of a broadcast at once.
     """
 
     def __init__(
@@ -111,8 +117,11 @@ class WeightPublisher:
         keys: MessageKeys,
         sender: RequestSender,
         policy: ClientRetryPolicy,
+        *,
+        buckets: bool,
     ) -> None:
         self._client, self._keys, self._sender, self._policy = client, keys, sender, policy
+        self._buckets = buckets
 
     async def publish(
         self,
@@ -126,6 +135,53 @@ class WeightPublisher:
         timeout: float,
     ) -> PublishedWeights:
         """See :meth:`rollout_api.AsyncRolloutClient.publish_weights`."""
+        if isinstance(weights, str | Path):
+            return await self._publish_directory(
+                version, str(weights), kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout
+            )
+        try:
+            engines = await self._engines_before(version)
+            if kind is not WeightsKind.FULL or not wait:
+                raise InvalidRequestError("weights in memory are always full weights (kind full) and need wait=True")
+            if mode is UpdateMode.DRAIN:
+                raise InvalidRequestError(
+                    "mode drain cannot be used for weights in memory, because a broadcast reaches all engines at once "
+                    "and they finish their rollouts at different times: use mode recompute or keep"
+                )
+            _check_identity(version, "", engines)
+            engines, uri, offer = await self._offer(version, weights, engines, timeout)
+            publication = await self._send(WeightUpdate(weight_version=version, uri=uri, broadcast=offer, mode=mode))
+        except BaseException as error:
+            await asyncio.to_thread(weights.abort, str(error) or type(error).__name__)
+            raise
+        return await self._broadcast(publication, weights, engines, timeout)
+
+    async def _publish_directory(
+        self,
+        version: int,
+        directory: str,
+        *,
+        kind: WeightsKind,
+        mode: UpdateMode,
+        sha256: Checksum,
+        wait: bool,
+        timeout: float,
+    ) -> PublishedWeights:
+        engines = await self._engines_before(version)
+        digest = await _resolve_checksum(directory, sha256)
+        update = WeightUpdate(weight_version=version, uri=directory, weights_kind=kind, sha256=digest, mode=mode)
+        _check_identity(version, update.identity, engines)
+        publication = await self._send(update)
+        if not wait:
+            return PublishedWeights(version, [], {})
+        return await self._wait(publication, engines, timeout)
+
+    async def _engines_before(self, version: int) -> dict[str, dict[str, Any]]:
+        """Return the reports of the engines, none of which serves a newer version than the one to be published.
+
+        Raises:
+            InvalidRequestError: the version cannot be published.
+        """
         if version < 1:
             raise InvalidRequestError(
                 f"weight version {version}: published versions start at 1; 0 is the model that the job started with"
@@ -137,23 +193,7 @@ class WeightPublisher:
                 f"weight version {version} is older than {newest}, which the engines serve. Versions only increase, "
                 f"because histories are ordered by them: publish restored weights as {newest + 1} or later"
             )
-        if not isinstance(weights, str | Path):
-            if kind is not WeightsKind.FULL or not wait:
-                raise InvalidRequestError("weights in memory are always full weights (kind full) and need wait=True")
-            if mode is UpdateMode.DRAIN:
-                raise InvalidRequestError(
-                    "mode drain cannot be used for weights in memory, because a broadcast reaches all engines at once "
-                    "and they finish their rollouts at different times: use mode recompute or keep"
-                )
-            _check_identity(version, "", engines)
-            return await self._broadcast(version, weights, engines, mode, timeout)
-        digest = await _resolve_checksum(str(weights), sha256)
-        update = WeightUpdate(weight_version=version, uri=str(weights), weights_kind=kind, sha256=digest, mode=mode)
-        _check_identity(version, update.identity, engines)
-        publication = await self._send(update)
-        if not wait:
-            return PublishedWeights(version, [], {})
-        return await self._wait(publication, engines, timeout)
+        return engines
 
     async def newest(self) -> int:
         """Return the newest version that a coordinator has adopted; 0 if there is none."""
@@ -172,14 +212,10 @@ class WeightPublisher:
         [entry_id] = await self._sender.append(self._keys.control, [encode(update)], "publish weights")
         return _Publication(update, entry_id)
 
-    async def _broadcast(
-        self,
-        version: int,
-        weights: InMemoryWeights,
-        engines: dict[str, dict[str, Any]],
-        mode: UpdateMode,
-        timeout: float,
-    ) -> PublishedWeights:
+    async def _offer(
+        self, version: int, weights: InMemoryWeights, engines: dict[str, dict[str, Any]], timeout: float
+    ) -> tuple[dict[str, dict[str, Any]], str, Broadcast]:
+        """Return the engines that take part in a broadcast, the trainer's address, and what they need to know."""
         if not engines:
             raise WeightsError("the job has no engine that could receive a broadcast")
         for engine, report in engines.items():
@@ -190,16 +226,26 @@ class WeightPublisher:
                 )
         engines = await self._engines_without_pinned_rollouts(version, timeout)
         sizes = {engine: report["ranks"] for engine, report in engines.items()}
-        uri, offer = await asyncio.to_thread(weights.offer, sizes)
-        update = WeightUpdate(weight_version=version, uri=uri, broadcast=offer, mode=mode)
-        publication = await self._send(update)
+        return engines, *await asyncio.to_thread(weights.offer, sizes, buckets=self._buckets)
+
+    async def _broadcast(
+        self,
+        publication: _Publication,
+        weights: InMemoryWeights,
+        engines: dict[str, dict[str, Any]],
+        timeout: float,
+    ) -> PublishedWeights:
+        update, offer = publication.update, publication.update.broadcast
+        if offer is None:
+            raise ValueError("the update has no broadcast")
+        version = update.weight_version
         withdrawn = asyncio.Event()
 
         def withdraw() -> None:
             withdrawn.set()
             weights.withdraw()
 
-        sending = asyncio.ensure_future(asyncio.to_thread(weights.send, uri, offer))
+        sending = asyncio.ensure_future(asyncio.to_thread(weights.send, update.uri, offer))
         waiting = asyncio.ensure_future(self._wait(publication, engines, timeout, on_missing_engine=withdraw))
         try:
             await asyncio.wait((sending, waiting), return_when=asyncio.FIRST_EXCEPTION)

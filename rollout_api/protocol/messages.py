@@ -70,6 +70,8 @@ class Capability(StrEnum):
     """Requests may have ``keep_seconds``."""
     STREAMED_TOKENS = "streamed-tokens"
     """Requests may have ``stream``."""
+    WEIGHT_BUCKETS = "weight-buckets"
+    """Broadcasts may have ``bucket_bytes``."""
     PAUSE = "pause"
     """The job can be paused and resumed."""
 
@@ -405,6 +407,13 @@ class Broadcast(_Message):
     )
     world_size: int = Field(ge=2, description="Number of processes in the group, including the trainer.")
     tensors: list[TensorSpec] = Field(min_length=1, description="The tensors, in the order of the broadcasts.")
+    bucket_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="Largest number of bytes of successive tensors that are broadcast at once, each beginning at a "
+        "multiple of 16 bytes; a larger tensor is broadcast alone. 0: each tensor is. Needs the capability "
+        "weight-buckets.",
+    )
 
 
 class WeightUpdate(_Message):

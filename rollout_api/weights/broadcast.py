@@ -7,10 +7,14 @@ for NCCL.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
+
+from rollout_api.weights.buckets import plan_buckets
 
 BACKENDS = ("gloo", "nccl")
 """Supported backends."""
@@ -70,6 +74,68 @@ def join(
         raise ValueError(f"{backend!r} is not a broadcast backend; use {' or '.join(BACKENDS)}")
     store = _rendezvous(host, port, rank, world_size, withdrawn or threading.Event())
     return _GlooGroup(store, rank, world_size) if backend == "gloo" else _NcclGroup(store, rank, world_size, device)
+
+
+TensorTuple = tuple[str, str, list[int]]
+"""Name, torch data type and shape of a tensor."""
+
+
+def send(
+    group: BroadcastGroup, specs: Sequence[TensorTuple], tensors: Iterator[tuple[str, Any]], *, bucket_bytes: int
+) -> None:
+    """Broadcast tensors as rank 0.
+
+    Args:
+        group: the group.
+        specs: what the other processes expect.
+        tensors: the name and the whole value of each tensor, in the same order.
+        bucket_bytes: largest number of bytes of successive tensors that are sent at once; 0 to send each alone.
+
+    Raises:
+        RuntimeError: a tensor is not the expected one, or a process of the group is gone.
+    """
+    import torch
+
+    expected = iter(specs)
+    for bucket in plan_buckets(map(_size, specs), bucket_bytes):
+        memory = None
+        for offset in bucket.offsets:
+            name, dtype, shape = next(expected)
+            sent, tensor = next(tensors, ("nothing", torch.empty(0)))
+            if (sent, tensor.dtype, list(tensor.shape)) != (name, getattr(torch, dtype), shape):
+                found = f"{tensor.dtype} {list(tensor.shape)}"
+                raise RuntimeError(f"{name} ({dtype} {shape}) was announced, and {sent} ({found}) is to be sent")
+            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+            if len(bucket.offsets) == 1:
+                memory = flat
+                continue
+            if memory is None:
+                memory = torch.empty(bucket.size, dtype=torch.uint8, device=tensor.device)
+            memory[offset : offset + flat.numel()] = flat
+        group.broadcast(memory)
+
+
+def receive(
+    group: BroadcastGroup, specs: Sequence[TensorTuple], *, bucket_bytes: int, device: Any
+) -> Iterator[tuple[str, Any]]:
+    """Receive tensors from rank 0, and yield each with its name; see :func:`send`."""
+    import torch
+
+    expected = iter(specs)
+    for bucket in plan_buckets(map(_size, specs), bucket_bytes):
+        memory = torch.empty(bucket.size, dtype=torch.uint8, device=device)
+        group.broadcast(memory)
+        for offset in bucket.offsets:
+            name, dtype, shape = spec = next(expected)
+            yield name, memory[offset : offset + _size(spec)].view(getattr(torch, dtype)).view(shape)
+
+
+def _size(spec: TensorTuple) -> int:
+    """Return the size of a tensor in bytes."""
+    import torch
+
+    _, dtype, shape = spec
+    return math.prod(shape) * int(getattr(torch, dtype).itemsize)
 
 
 def _rendezvous(host: str, port: int, rank: int, world_size: int, withdrawn: threading.Event) -> Any:

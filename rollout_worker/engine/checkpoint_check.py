@@ -36,6 +36,8 @@ class BroadcastWeights:
     world_size: int
     tensors: list[tuple[str, str, list[int]]]
     """Name, PyTorch data type and shape of each tensor, in the order in which they are sent."""
+    bucket_bytes: int = 0
+    """Largest number of bytes of successive tensors that are sent at once; 0 if each tensor is."""
 
 
 def check_broadcast(weights: BroadcastWeights, model: Path) -> None:

@@ -114,19 +114,16 @@ class EngineExtension:
 
     def das_receive_weights(self, weights: dict[str, Any]) -> None:
         """Replace the weights by those that are broadcast to the joined group; see :meth:`das_load_weights`."""
-        import torch
+        from rollout_api.weights.broadcast import receive
 
         name, group = self._das_group
         self._das_group = ("", None)  # a group in which something has failed is not used again
-
-        def receive() -> Iterator[tuple[str, Any]]:
-            for tensor, dtype, shape in weights["tensors"]:
-                weight = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-                group.broadcast(weight)
-                yield tensor, weight
-
         try:
-            self._das_reload(weights_iterator=receive())
+            self._das_reload(
+                weights_iterator=receive(
+                    group, weights["tensors"], bucket_bytes=weights["bucket_bytes"], device=self.device
+                )
+            )
         except BaseException:
             group.leave()
             raise

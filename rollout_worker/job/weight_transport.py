@@ -107,7 +107,14 @@ class BroadcastTransport:
             )
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in broadcast.tensors]
         incoming = BroadcastWeights(
-            backend, host, port, broadcast.group, broadcast.ranks[engine_id], broadcast.world_size, tensors
+            backend,
+            host,
+            port,
+            broadcast.group,
+            broadcast.ranks[engine_id],
+            broadcast.world_size,
+            tensors,
+            broadcast.bucket_bytes,
         )
         return lambda engine: engine.receive_weights(incoming, update.weight_version, update.mode)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
+from rollout_api import ModelInMemory, UpdateMode
 from rollout_api.manifest.spec import Sampling
+from rollout_worker.engine.checkpoint_check import BroadcastWeights
 from rollout_worker.engine.drafting_config import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
@@ -43,6 +47,29 @@ def test_reloaded_experts_are_those_of_the_new_weights(
         reference = ReferenceDistribution(directory)
         for result in moe_engine.sample([PROMPT], sampling, "reloaded"):
             assert reference.max_error(PROMPT, result.token_ids, result.logprobs or (), sampling) < 1e-3
+
+
+def test_broadcast_experts_are_those_of_the_new_weights(
+    moe_engine: EngineHarness, moe_model: Path, tmp_path: Path
+) -> None:
+    other = make_model(tmp_path / "other", seed=11, create=small_qwen3_moe)
+    model = AutoModelForCausalLM.from_pretrained(other, dtype="float32")
+    weights = ModelInMemory(model, host="127.0.0.1")
+    uri, offer = weights.offer({"engine": 1}, buckets=True)
+    tensors = [(spec.name, spec.dtype, spec.shape) for spec in offer.tensors]
+    incoming = BroadcastWeights(
+        "gloo", "127.0.0.1", int(uri.rpartition(":")[2]), offer.group, 1, 2, tensors, offer.bucket_bytes
+    )
+
+    async def broadcast() -> None:
+        sending = asyncio.to_thread(weights.send, uri, offer)
+        await asyncio.gather(sending, moe_engine.engine.receive_weights(incoming, 3, UpdateMode.RECOMPUTE))
+
+    moe_engine.loop.run(broadcast())
+    sampling = Sampling(n=4, max_tokens=40, logprobs=True)
+    for result in moe_engine.sample([PROMPT], sampling, "broadcast"):
+        assert ReferenceDistribution(other).max_error(PROMPT, result.token_ids, result.logprobs or (), sampling) < 1e-3
+    moe_engine.loop.run(moe_engine.engine.load_weights(moe_model, 4))
 
 
 def test_drafted_tokens_are_those_of_the_model_and_the_cost_of_experts_is_fitted(

@@ -174,7 +174,8 @@ def test_weights_are_broadcast_from_a_trainers_memory(job_harness: JobHarness) -
         await join("engine-1")
         joined = running.workers["engine-1"]
         await running.until(lambda: joined.report.version == 3)  # the other engine has passed the weights on
-        assert 2 == len((await client.publish_weights(4, weights)).loaded)
+        tensors = list(model.named_parameters())
+        assert 2 == len((await client.publish_tensors(4, tensors, host="127.0.0.1")).loaded)
 
         # Invalid descriptions of a broadcast are rejected.
         broadcast = Broadcast(

@@ -30,7 +30,7 @@ from rollout_operator.revisions import changed_settings, revision_of
 from rollout_operator.running_conditions import RunningConditions
 from rollout_operator.runtimes import RUNTIME_NOT_FOUND, RuntimeNotFoundError
 from rollout_operator.scaling import desired_workers
-from rollout_operator.server_objects import server_objects, server_status
+from rollout_operator.server_objects import DEPLOYMENT, server_objects, server_status
 from rollout_operator.teardown import (
     POD_NOT_TERMINATING,
     delete_pods,
@@ -509,11 +509,17 @@ class JobReconciler:
         if not remove_pods(self.builder, self.observed):
             release_quota(self.builder, self.observed)
 
+    @property
+    def _has_ready_head(self) -> bool:
+        return any(pod.ready for pod in self.observed.component(names.HEAD))
+
     def _reconcile_objects(self, workers: int) -> None:
         """Create the objects that are missing, and apply those that differ from the desired ones."""
         objects = owned_objects(self.context, self.observed.cluster, workers=workers)
         for desired in (*objects, *server_objects(self.context)):
             actual = self.observed.objects.get((desired["kind"], desired["metadata"]["name"]))
+            if actual is None and desired["kind"] == DEPLOYMENT and not self._has_ready_head:
+                continue  # a server would wait for the job in vain, for example while the job is queued
             if actual is None:
                 self.builder.actions.append(Create(desired))
             elif is_outdated(desired, actual):

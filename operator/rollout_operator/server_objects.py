@@ -13,7 +13,8 @@ from rollout_operator.observed import Observed
 from rollout_operator.owned_objects import owned_object
 from rollout_operator.pods import server_pod
 
-KIND = "Deployment"
+DEPLOYMENT = "Deployment"
+"""Kind of the object that runs the server."""
 
 
 def server_objects(context: JobContext) -> list[dict[str, Any]]:
@@ -27,7 +28,7 @@ def server_objects(context: JobContext) -> list[dict[str, Any]]:
     name = names.server(context.name)
     selector = names.selector(context.name, names.SERVER)
     pod = server_pod(context, server)
-    deployment = owned_object(context, "apps/v1", KIND, name, names.SERVER) | {
+    deployment = owned_object(context, "apps/v1", DEPLOYMENT, name, names.SERVER) | {
         "spec": {
             "replicas": server.replicas,
             "selector": {"matchLabels": selector},
@@ -60,5 +61,5 @@ def server_status(context: JobContext, observed: Observed) -> ServerStatus | Non
     """Return how many pods the server has; None if the job has no server."""
     if (server := context.job.spec.server) is None:
         return None
-    status = observed.objects.get((KIND, names.server(context.name)), {}).get("status", {})
+    status = observed.objects.get((DEPLOYMENT, names.server(context.name)), {}).get("status", {})
     return ServerStatus(replicas=server.replicas, ready=status.get("readyReplicas", 0))

@@ -21,9 +21,7 @@ def server_keys(cluster: SimulatedCluster) -> list[tuple[str, str]]:
 
 
 def job_with_server(**server: Any) -> SimulatedCluster:
-    cluster = SimulatedCluster(spec(server=server))
-    cluster.reconcile()
-    return cluster
+    return running_job(server=server)
 
 
 def pod_spec(cluster: SimulatedCluster) -> dict[str, Any]:
@@ -43,6 +41,21 @@ def test_a_job_has_a_server_only_if_its_manifest_asks_for_one() -> None:
     cluster.reconcile()
     assert [] == server_keys(cluster)
     assert "server" not in cluster.status
+
+
+def test_the_server_starts_when_the_head_is_ready() -> None:
+    cluster = SimulatedCluster(spec(server={}))
+    cluster.reconcile()
+    assert KEYS[1:] == server_keys(cluster)
+    cluster.run("math-head", ready=False)
+    cluster.reconcile()
+    assert KEYS[1:] == server_keys(cluster)
+    cluster.pods["math-head"]["status"]["conditions"] = [{"type": "Ready", "status": "True"}]
+    cluster.reconcile()
+    assert KEYS == server_keys(cluster)
+    cluster.terminate("math-head", 1)
+    cluster.reconcile()
+    assert KEYS == server_keys(cluster)
 
 
 def test_the_status_has_the_url_and_the_ready_pods() -> None:
@@ -127,6 +140,8 @@ def test_a_job_that_does_not_run_has_no_server(end: str) -> None:
     assert [] == server_keys(cluster)
     if end == "suspend":
         suspend_and_resume(cluster)
+        cluster.run("math-head")
+        cluster.reconcile()
         assert KEYS == server_keys(cluster)
 
 

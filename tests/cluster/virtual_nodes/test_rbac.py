@@ -95,7 +95,7 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
         client.AppsV1Api(api).create_namespaced_deployment(
             jobs.namespace,
             {
-                "metadata": {"name": "taken-server"},
+                "metadata": {"name": "web-server"},
                 "spec": {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod},
             },
         )
@@ -111,7 +111,7 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
         cluster.kubectl("apply", "-f", "-", stdin=json.dumps(budget))
         taken = {"apiVersion": COSCHEDULING_API, "kind": GANG_KIND, "metadata": {"name": "large-worker-1"}, "spec": {}}
         pod_groups.create_namespaced_custom_object(*in_namespace, taken)
-        jobs.create("taken", server={})
+        jobs.create("taken")
         jobs.wait_for_event("taken", "NameConflict")
         jobs.create(
             "large", engine={"tensorParallelSize": 4}, workers={"podsPerWorker": 2, "gpusPerWorker": 4, "replicas": 2}
@@ -128,6 +128,8 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
         jobs.delete("large")
 
         jobs.create("web", server={})
+        jobs.wait_for_event("web", "NameConflict")
+        client.AppsV1Api(api).delete_namespaced_deployment("web-server", jobs.namespace)
         jobs.wait(lambda: jobs.status("web").get("server") == {"replicas": 1, "ready": 1})
         jobs.patch("web", server={"replicas": 2})
         jobs.wait(lambda: jobs.status("web").get("server") == {"replicas": 2, "ready": 2})

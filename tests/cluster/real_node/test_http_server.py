@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster.real_cluster import OwnCluster, RealCluster, example, is_ready
+from tests.support.cluster.real_cluster import OwnCluster, RealCluster, example
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(900)
@@ -56,10 +56,7 @@ def test_an_agent_gets_each_rollout_once_although_a_server_is_killed(
     assert [("1", "64"), ("2", "64")] == re.findall(r"epoch (\d): (\d+) rollouts", log), log
     rollouts = cluster.rollouts_in_history(JOB)
     assert (ROLLOUTS, ROLLOUTS) == (len(rollouts), len(set(rollouts)))
-    wait_for(lambda: REPLICAS == sum(map(is_ready, servers(cluster))), START_TIMEOUT_S, lambda: cluster.describe(JOB))
-    restarts = [pod["status"]["containerStatuses"][0]["restartCount"] for pod in servers(cluster)]
     if isinstance(cluster, OwnCluster):
-        assert 1 == sum(restarts)
         address = cluster.get("service", f"{JOB}-server")["spec"]["clusterIP"]
         assert 401 == httpx.get(f"http://{address}:8000/v1/models").status_code
 

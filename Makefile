@@ -3,7 +3,7 @@ VENV := .venv/bin
 NATIVE := $(wildcard rollout_worker/drafting/native/*.[ch]pp)
 CACHE := $(HOME)/.cache/das-rollout
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/project \
+FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/packaging tests/project \
 	$(addprefix tests/history/,test_eviction.py test_records.py test_window.py)
 ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model
 # These depend on step times, or train a model: beside other engines they would fail or take many times as long.
@@ -59,6 +59,7 @@ lint: env  ## Check formatting, lint rules, types and import contracts.
 	$(VENV)/ruff check .
 	$(VENV)/clang-format --dry-run -Werror $(NATIVE)
 	$(VENV)/mypy
+	$(VENV)/mypy --python-version 3.10 --package rollout_api
 	$(VENV)/lint-imports
 
 format: env  ## Format the code and apply automatic fixes.
@@ -73,8 +74,8 @@ generate: env  ## Generate the CRD, the chart's copy of it, the reference pages,
 	$(VENV)/python scripts/code_map.py
 	$(VENV)/python scripts/image_requirements.py
 
-wheels: env  ## Build the wheel into dist/.
-	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+wheels: env  ## Build the wheels of the client and of everything else into dist/.
+	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist ./client .
 
 chart: env  ## Lint and package the Helm chart into dist/.
 	$(VENV)/helm lint charts/das-rollout

@@ -6,10 +6,12 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from itertools import pairwise
 from operator import neg
-from typing import Self
+
+from typing_extensions import Self
+
+from rollout_api.str_enum import StrEnum
 
 HALF_LIFE = 4
 """Number of newer generations with rollouts after which a rollout has half its weight, because lengths change with the

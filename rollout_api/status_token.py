@@ -8,7 +8,8 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Self
+
+from typing_extensions import Self
 
 TOKEN_VARIABLE = "ROLLOUT_STATUS_TOKEN"  # noqa: S105  # the name of a variable
 """Environment variable with the token."""

@@ -47,11 +47,12 @@ def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
             raise UnsupportedSamplingError(
                 name, f"engines of a rollout job do not support {_UNSUPPORTED[name]}; remove it"
             )
-    if params.logprobs:
+    # With 1, vLLM also lists the sampled token alone, except in completions.
+    if params.logprobs not in (None, 0, 1):
         raise UnsupportedSamplingError(
             "logprobs",
             "engines of a rollout job return the log-probability of the sampled token only; ask for no alternatives: "
-            "logprobs=0 for completions, or logprobs=true without top_logprobs for chat completions",
+            "logprobs=0, or logprobs=true without top_logprobs for chat completions",
         )
     overrides: dict[str, Any] = {
         "n": params.n,

@@ -20,6 +20,8 @@ IMAGES = {
 }
 PYTHONS = ["3.11.2", "3.11.13", "3.12.3"]
 """Python versions of Debian 12 and of other base images for which the requirements are generated."""
+PROJECT = {"das-rollout", "das-rollout-client"}
+"""The project's own distributions, which the images build."""
 # vLLM requires these packages, but their builds are incompatible with a CPU torch, and nothing here needs them.
 EXCLUDED = {"torchvision", "torchaudio", "torchcodec"}
 
@@ -44,7 +46,7 @@ def pinned(wanted: Iterable[str]) -> str:
         except PackageNotFoundError:
             # It is for another platform, or part of an extra that is not installed here.
             continue
-        if name != "das-rollout":
+        if name not in PROJECT:
             versions[name] = f"{installed.metadata['Name']}=={installed.version.partition('+')[0]}"
         for extra in ("", *requirement.extras):
             if (name, extra) in seen:

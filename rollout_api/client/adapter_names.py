@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import redis.asyncio
+from typing_extensions import Self
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.retry import ClientRetryPolicy

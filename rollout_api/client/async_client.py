@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import Any
+
+from typing_extensions import Self, Unpack
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.connection import JobConnection

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Self
+
+from typing_extensions import Self
 
 from rollout_api.errors import InvalidRequestError, RolloutClientError
 from rollout_api.redis_client.client_connection import RedisTarget, open_client, server_name

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Self
+from typing import Any
 
 import redis.asyncio
 from pydantic import ValidationError
+from typing_extensions import Self
 
 from rollout_api.client.prompts import Prompt, overrides_of, token_list
 from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundError, VersionMismatchError

@@ -5,12 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
-from typing import Any, Self, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
+
+from typing_extensions import Self
 
 from rollout_api.errors import InvalidRequestError
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, Partial, Purpose, Rollout
+from rollout_api.str_enum import StrEnum
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import uuid
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.adapter_names import AdapterNames

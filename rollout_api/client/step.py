@@ -10,7 +10,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mappin
 from dataclasses import dataclass
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
+
+from typing_extensions import Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.groups import GroupCollector, Groups

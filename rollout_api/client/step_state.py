@@ -242,7 +242,7 @@ class StepState:
         self._num_waiters += 1
         try:
             await asyncio.wait_for(self.changed.wait(), timeout)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # differs from TimeoutError in Python 3.10
             return False
         finally:
             self._num_waiters -= 1

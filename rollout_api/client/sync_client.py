@@ -8,7 +8,9 @@ from collections import deque
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, Unpack
+from typing import Any, TypeVar
+
+from typing_extensions import Self, Unpack
 
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.connection import CLOSED

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import msgpack
 import redis.asyncio
+from typing_extensions import Self
 
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import CodecError, pack_tokens, unpack_tokens

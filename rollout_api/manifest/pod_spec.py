@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, JsonValue, StringConstraints, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from rollout_api.manifest.field_types import DnsName, ManifestModel, Quantity, Text, cel_rules
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Self, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
+from typing_extensions import Self
 
 from rollout_api.manifest.field_types import DnsLabel, DnsName, JobName, ManifestModel, Text, cel_rules
 from rollout_api.manifest.pod_spec import Head, Image, Lifecycle, Server, Workers

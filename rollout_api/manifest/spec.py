@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs
 
 from pydantic import (
@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic.alias_generators import to_camel
 from pydantic_core import PydanticCustomError
+from typing_extensions import Self
 
 from rollout_api.manifest.engine_args import extra_arg_error
 from rollout_api.manifest.field_types import (

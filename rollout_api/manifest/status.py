@@ -6,12 +6,12 @@ numbers.
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
 from rollout_api.manifest.field_types import ManifestModel
+from rollout_api.str_enum import StrEnum
 
 
 class ConditionType(StrEnum):

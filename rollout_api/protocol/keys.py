@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Self
+
+from typing_extensions import Self
 
 TRAINER_GROUP = "trainer"
 """Consumer group with which a client reads its result stream."""

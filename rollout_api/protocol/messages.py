@@ -10,15 +10,16 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 from hashlib import blake2b
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.manifest.validation_errors import first_error
+from rollout_api.str_enum import StrEnum
 
 SCHEMA_VERSION = 1
 """Version of the protocol, which job and client must share."""

@@ -6,12 +6,13 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 from urllib.parse import unquote
 
 from redis.asyncio.connection import SSLConnection as AsyncSSLConnection
 from redis.connection import SSLConnection, parse_url
+
+from rollout_api.str_enum import StrEnum
 
 _PORT, _SENTINEL_PORT = 6379, 26379
 _SHAPE = re.compile(

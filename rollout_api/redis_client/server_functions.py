@@ -69,7 +69,7 @@ class Call:
 @cache
 def read_source(package: str, name: str) -> str:
     """Return the source of the Lua script ``functions/<name>.lua`` of *package*."""
-    return resources.files(package).joinpath("functions", f"{name}.lua").read_text()
+    return (resources.files(package) / "functions" / f"{name}.lua").read_text()
 
 
 def async_function(client: redis.asyncio.Redis, package: str, name: str) -> AsyncScript:

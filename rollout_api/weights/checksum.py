@@ -8,6 +8,7 @@ from pathlib import Path
 
 _ADAPTER_CONFIG = "adapter_config.json"
 _NUM_READERS = 4
+_BUFFER_BYTES = 1 << 20
 
 
 def checksum(directory: str | Path) -> str:
@@ -37,6 +38,9 @@ def checksum(directory: str | Path) -> str:
 
 
 def _hash_file(path: Path) -> tuple[int, bytes]:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").digest()
-        return file.tell(), digest
+    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(_BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+    return size, digest.digest()

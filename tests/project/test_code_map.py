@@ -23,6 +23,7 @@ FOLDERS = {
     "crds",
     "benchmarks",
     "changelog.d",
+    "client",
     "requirements",
     "scripts",
     "tests",

@@ -299,12 +299,13 @@ def test_other_endpoints(server: str, job: ServedJob) -> None:
         assert "one two" == reply.json()["prompt"]
 
 
-def test_tokens_in_and_out_without_text(server: str, job: ServedJob) -> None:
+@pytest.mark.parametrize("logprobs", [0, 1])
+def test_tokens_in_and_out_without_text(server: str, job: ServedJob, logprobs: int) -> None:
     def generate() -> dict[str, Any]:
         body = {
             "model": MODEL_NAME,
             "token_ids": job.tokens("one"),
-            "sampling_params": {"max_tokens": 5, "logprobs": 0},
+            "sampling_params": {"max_tokens": 5, "logprobs": logprobs},
         }
         reply = httpx.post(f"{server}/inference/v1/generate", json=body, timeout=30)
         assert 200 == reply.status_code, reply.text
@@ -312,7 +313,14 @@ def test_tokens_in_and_out_without_text(server: str, job: ServedJob) -> None:
         return parsed
 
     reply = while_calling(generate, answering(job, "two three"))
-    assert [*job.tokens("two three"), job.tokenizer.eos_token_id] == reply["choices"][0]["token_ids"]
+    [choice] = reply["choices"]
+    tokens = [*job.tokens("two three"), job.tokenizer.eos_token_id]
+    assert tokens == choice["token_ids"]
+    content = choice["logprobs"]["content"]
+    assert [(token, -0.25 * (1 + index)) for index, token in enumerate(tokens)] == [
+        (entry["token_id"], entry["logprob"]) for entry in content
+    ]
+    assert [[token] for token in tokens] == [[one["token_id"] for one in entry["top_logprobs"]] for entry in content]
 
 
 def test_many_calls_at_once(openai: OpenAI, job: ServedJob) -> None:

@@ -1,4 +1,4 @@
-"""Trainers that reach a real job by a URL: TRL's AsyncGRPOTrainer, and the calls of slime.
+"""Trainers that reach a real job by a URL: TRL's AsyncGRPOTrainer, verifiers, and the calls of slime.
 
 The trainer of ``examples/trl_async_grpo`` is not modified. It assumes a GPU in two places, which
 ``tests/support/async_grpo_on_cpu`` fills in.
@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -32,7 +33,10 @@ from tests.support.history_contents import rollout_ids_in
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).parents[2]
+VERIFIERS = ROOT / ".venv" / "verifiers" / "bin" / "python"
 EXAMPLE = ROOT / "examples" / "trl_async_grpo"
+CLIENTS = ROOT / "tests" / "support" / "http_clients"
+HISTORY = HistoryKeys("default", "trl-async-grpo")
 STEPS = 24
 ADAPTERS_IN_USE = 3
 """A trainer with a max_staleness of 2 keeps the names of as many adapters."""
@@ -122,9 +126,7 @@ def test_every_step_has_published_its_adapter(training: list[dict[str, Any]], jo
 def test_the_rollouts_are_recorded_in_the_history(training: list[dict[str, Any]], redis_server: str) -> None:
     client = redis.Redis.from_url(redis_server)
     uid: Any = client.get(job_uid_key("default/trl-async-grpo"))
-    stored = [
-        one for one in rollout_ids_in(client, HistoryKeys("default", "trl-async-grpo")) if one.startswith(uid.decode())
-    ]
+    stored = [one for one in rollout_ids_in(client, HISTORY) if one.startswith(uid.decode())]
     trained = sum(entry["batch/samples_per_step"] for entry in training)
     assert len(stored) >= trained
     adapters = client.hkeys(MessageKeys(uid.decode()).adapters)
@@ -158,3 +160,46 @@ def test_slimes_calls_update_the_weights_and_sample_from_them(job: tuple[str, Pa
     logprobs = logits[len(prompt) - 1 :].log_softmax(-1)
     errors = [abs(float(logprobs[index, token]) - logprob) for index, (logprob, token, _) in enumerate(pairs)]
     assert max(errors) < 1e-3
+
+
+@pytest.mark.parametrize("client_type", ["openai_chat_completions", "renderer"])
+def test_an_environment_of_verifiers_continues_from_the_sampled_tokens(
+    job: tuple[str, Path], redis_server: str, client_type: str
+) -> None:
+    if not VERIFIERS.exists():
+        pytest.skip("verifiers is not installed; run scripts/get-verifiers")
+    url, directory = job
+    server = redis.Redis.from_url(redis_server)
+    earlier = rollout_ids_in(server, HISTORY)
+    model = ensure(default_cache() / "das" / "tiny-qwen3")[0]
+    program = CLIENTS / "verifiers_environment.py"
+    with (directory / "verifiers.log").open("w") as log:
+        done = subprocess.run(
+            [VERIFIERS, program, url, "trl-async-grpo", model, client_type],
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
+            stdout=subprocess.PIPE,
+            stderr=log,
+            timeout=120,
+        )
+    assert 0 == done.returncode, (directory / "verifiers.log").read_text()[-2000:]
+    report = json.loads(done.stdout)
+
+    assert 4 == len(report["rollouts"])
+    for rollout in report["rollouts"]:
+        assert rollout["error"] is None
+        assert sum(any(map(str.isdigit, answer)) for answer in rollout["answers"]) == rollout["reward"]
+        turns = rollout["turns"]
+        assert 3 == len(turns)
+        for turn, following in pairwise(turns):
+            so_far = [*turn["prompt_ids"], *turn["completion_ids"]]
+            assert so_far == following["prompt_ids"][: len(so_far)]
+        for turn in turns:
+            assert len(turn["completion_ids"]) == len(turn["completion_logprobs"]) > 0
+            assert max(turn["completion_logprobs"]) <= 0
+    problem = None
+    if client_type == "openai_chat_completions":
+        problem = "0"  # the id of the example, which this client sends as a header
+        # The server continues conversations. The renderer has the tokens of earlier turns itself.
+        assert 4 == report["prefixes"].count("unknown")
+        assert {"unknown", "sampled", "restored"} >= {*report["prefixes"]}
+    wait_for(lambda: len(rollout_ids_in(server, HISTORY, problem) - earlier) == 4 * 3)

@@ -176,6 +176,21 @@ class _Response(_Message):
         return self.weight_spans[-1].weight_version if self.weight_spans else None
 
     @property
+    def weight_versions(self) -> list[int]:
+        """Weight version that sampled each token."""
+        ends = [*(span.start for span in self.weight_spans[1:]), len(self.token_ids)]
+        return [
+            span.weight_version
+            for span, end in zip(self.weight_spans, ends, strict=False)  # without tokens, there is no span
+            for _ in range(span.start, end)
+        ]
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """Oldest weight version that sampled a token; None without tokens."""
+        return min((span.weight_version for span in self.weight_spans), default=None)
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens."""
         return len(self.token_ids)

@@ -145,6 +145,9 @@ def messages() -> dict[str, Message]:
                 "half_logprobs": True,
             }
         ),
+        "request: bounds of weight versions": RolloutRequest(
+            job_uid="6f1c2e9a", request_id="r", prompt_token_ids=[1], min_weight_version=15, max_staleness=2
+        ),
         "rollout: stopped": Rollout(
             rollout_id="6f1c2e9a/demo-1/0/0",
             problem_id=problem_id_of([1, 2, 3]),

@@ -265,6 +265,8 @@ class AsyncRolloutClient(JobConnection):
         priority: int = 0,
         deadline_seconds: float | None = None,
         weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        max_staleness: int | None = None,
         draft_mode: DraftMode | str = DraftMode.HISTORY,
         allow_failed: bool = False,
         on_progress: OnProgress | None = None,
@@ -283,6 +285,9 @@ class AsyncRolloutClient(JobConnection):
             priority: requests with a higher priority start earlier.
             deadline_seconds: seconds after the arrival of a request at which its rollouts end with what they have.
             weight_version: sample with exactly this version; default: the newest.
+            min_weight_version: oldest version that may sample a token; default: any.
+            max_staleness: largest number of versions by which tokens may be behind the newest one when an engine starts
+                or resumes a rollout; default: any. Weights that are published afterwards do not end a rollout.
             draft_mode: where drafts may come from.
             allow_failed: whether to return rollouts that the job could not produce, with the finish reason ``failed``
                 and a ``detail``, instead of raising an error.
@@ -296,12 +301,23 @@ class AsyncRolloutClient(JobConnection):
             RolloutsFailedError: the job could not produce some rollouts; the error has all others.
             InvalidRequestError: the job cannot serve a prompt or setting; nothing was sent.
             RequestRefusedError: the job refused some requests.
+            VersionMismatchError: the job is of a version that cannot bound the staleness of rollouts.
             JobEndedError: the job has ended.
             JobChangedError: the job was replaced by another one with the same name.
             RedisUnreachableError: Redis was unreachable for too long.
         """
         made = make_prompts(
-            prompts, problem_ids, sampling, overrides, purpose, priority, deadline_seconds, weight_version, draft_mode
+            prompts,
+            problem_ids,
+            sampling,
+            overrides,
+            purpose,
+            priority,
+            deadline_seconds,
+            weight_version,
+            min_weight_version,
+            max_staleness,
+            draft_mode,
         )
         async with self.step(step, made, on_progress=on_progress) as opened:
             groups = await opened.collect()

@@ -101,6 +101,19 @@ class JobInfo:
                 "trainer and job run the same version of das-rollout?"
             ) from None
 
+    def require(self, capability: Capability, what: str) -> None:
+        """Check that the job offers *capability*.
+
+        Args:
+            capability: the capability.
+            what: what needs it, in errors.
+
+        Raises:
+            VersionMismatchError: the job is of a version that does not offer it.
+        """
+        if capability not in self.capabilities:
+            raise VersionMismatchError(f"{what}: job {self.name} is too old for it; upgrade the job's image")
+
     def prepare(
         self,
         prompt: Prompt,
@@ -135,7 +148,11 @@ class JobInfo:
 
         Raises:
             InvalidRequestError: the job cannot serve the prompt; the message says why, and what to do.
+            VersionMismatchError: the job is of a version that cannot bound the staleness of rollouts.
         """
+        bounds = {"min_weight_version": prompt.min_weight_version, "max_staleness": prompt.max_staleness}
+        if given := [name for name, value in bounds.items() if value is not None]:
+            self.require(Capability.STALENESS, f"{where}: {given[0]}")
         tokens = token_list(prompt.token_ids, where)
         overrides, sampling = self._sampling(prompt.sampling, where)
         self._check_tokens(tokens, sampling, prompt.prefix, where)
@@ -149,6 +166,7 @@ class JobInfo:
             "problem_id": prompt.problem_id,
             "purpose": prompt.purpose,
             "weight_version": prompt.weight_version,
+            **bounds,
             "trajectory_id": trajectory_id,
             "turn": turn,
             "prefix": prompt.prefix,

@@ -265,6 +265,8 @@ class RolloutClient:
         priority: int = 0,
         deadline_seconds: float | None = None,
         weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        max_staleness: int | None = None,
         draft_mode: DraftMode | str = DraftMode.HISTORY,
         allow_failed: bool = False,
         on_progress: OnProgress | None = None,
@@ -272,7 +274,17 @@ class RolloutClient:
     ) -> list[list[Rollout]]:
         """See :meth:`AsyncRolloutClient.generate`."""
         made = make_prompts(
-            prompts, problem_ids, sampling, overrides, purpose, priority, deadline_seconds, weight_version, draft_mode
+            prompts,
+            problem_ids,
+            sampling,
+            overrides,
+            purpose,
+            priority,
+            deadline_seconds,
+            weight_version,
+            min_weight_version,
+            max_staleness,
+            draft_mode,
         )
         with self.step(step, made, on_progress=on_progress) as opened:
             groups = opened.collect()

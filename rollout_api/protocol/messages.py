@@ -72,6 +72,8 @@ class Capability(StrEnum):
     """Requests may have ``stream``."""
     PAUSE = "pause"
     """The job can be paused and resumed."""
+    STALENESS = "staleness"
+    """Requests may have ``min_weight_version`` and ``max_staleness``."""
 
 
 class DraftMode(StrEnum):
@@ -277,6 +279,19 @@ class RolloutRequest(_Message):
         ge=0,
         description="Weight version that samples all tokens. Default: the newest, which may change during a rollout.",
     )
+    min_weight_version: int | None = Field(
+        default=None,
+        ge=0,
+        description="Oldest weight version that may sample a token. Rollouts wait until an engine serves it or a later "
+        "one.",
+    )
+    max_staleness: int | None = Field(
+        default=None,
+        ge=0,
+        description="Largest number of weight versions by which an engine, and the tokens that another engine has "
+        "sampled before, may be behind the newest published version when a rollout is dispatched to the engine. "
+        "Tokens that are older are sampled again. Weights that are published afterwards do not end a rollout.",
+    )
     trajectory_id: str | None = Field(
         default=None,
         min_length=1,
@@ -307,9 +322,13 @@ class RolloutRequest(_Message):
     )
 
     @model_validator(mode="after")
-    def _check_turn(self) -> Self:
+    def _check_fields(self) -> Self:
         if self.stream and self.keep_seconds is None:
             raise ValueError("stream needs keep_seconds")
+        if self.stream and self.max_staleness is not None:
+            raise ValueError("stream excludes max_staleness: tokens that were streamed cannot be sampled again")
+        if self.weight_version is not None and (self.min_weight_version, self.max_staleness) != (None, None):
+            raise ValueError("weight_version excludes min_weight_version and max_staleness: leave these out")
         if self.turn and self.trajectory_id is None:
             raise ValueError(f"turn {self.turn} needs a trajectory_id")
         if self.turn and not self.problem_id:

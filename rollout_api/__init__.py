@@ -5,7 +5,7 @@ it loads pydantic, redis and msgpack, but nothing heavier such as torch, Ray or 
 """
 
 from rollout_api.client.async_client import AsyncRolloutClient
-from rollout_api.client.groups import Groups, RolloutsFailedError
+from rollout_api.client.groups import GroupOrder, Groups, RolloutsFailedError
 from rollout_api.client.job_info import JobInfo
 from rollout_api.client.limits import ClientLimits
 from rollout_api.client.prompts import Prompt, partial_of
@@ -75,6 +75,7 @@ __all__ = [
     "DraftMode",
     "FieldError",
     "FinishReason",
+    "GroupOrder",
     "Groups",
     "InvalidRequestError",
     "JobChangedError",

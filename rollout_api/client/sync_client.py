@@ -12,10 +12,10 @@ from typing import Any, Self, TypeVar, Unpack
 
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.connection import CLOSED
-from rollout_api.client.groups import GroupCollector, Groups, without_failures
+from rollout_api.client.groups import GroupCollector, GroupOrder, Groups, without_failures
 from rollout_api.client.job_info import JobInfo
 from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
-from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts
+from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
 from rollout_api.client.step import AsyncStep, OnProgress, StepProgress
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.client.weight_publisher import Checksum, InMemoryWeights, PublishedWeights
@@ -125,9 +125,11 @@ class Step:
         """See :meth:`AsyncStep.cancel`."""
         self._loop.run(self._step.cancel())
 
-    def collect(self, min_complete_groups: int | None = None) -> Groups:
+    def collect(
+        self, min_complete_groups: int | None = None, *, order: GroupOrder | str = GroupOrder.READY_FIRST
+    ) -> Groups:
         """See :meth:`AsyncStep.collect`."""
-        collector = GroupCollector(self.group_sizes, min_complete_groups)
+        collector = GroupCollector(self.group_sizes, min_complete_groups, parse_choice(GroupOrder, order, "order"))
         for rollout in self:
             collector.add(self.prompt_index(rollout), rollout)
             if collector.should_stop and not self._step.is_cancelled:

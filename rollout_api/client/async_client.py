@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any, Self, Unpack
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.connection import JobConnection
-from rollout_api.client.groups import without_failures
+from rollout_api.client.group_queue import AsyncGroupQueue, RewardFunction
+from rollout_api.client.groups import GroupOrder, without_failures
 from rollout_api.client.job_info import JobInfo, find_job
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.job_pauser import JobPauser
@@ -322,6 +323,50 @@ class AsyncRolloutClient(JobConnection):
         async with self.step(step, made, on_progress=on_progress) as opened:
             groups = await opened.collect()
         return groups.in_order() if allow_failed else without_failures(groups.in_order())
+
+    def group_queue(
+        self,
+        prompts: Iterable[Prompt | Sequence[int]],
+        *,
+        max_in_flight: int,
+        order: GroupOrder | str = GroupOrder.READY_FIRST,
+        max_staleness: int | None = None,
+        reward: RewardFunction | None = None,
+        dynamic_sampling: bool = False,
+        first_step: int = 0,
+    ) -> AsyncGroupQueue:
+        """Return a queue that keeps groups of rollouts in flight while the trainer trains on finished ones.
+
+        See :class:`~rollout_api.client.group_queue.AsyncGroupQueue`.
+
+        Args:
+            prompts: prompts, each for one group; they are read when there is room for them, and may be infinite.
+            max_in_flight: number of groups that are requested and not yet taken, whether they are finished or not.
+            order: which finished groups are taken first. ``ready_first``: those that have finished; groups with long
+                responses are taken later, and with *max_staleness* they are dropped more often. ``in_order``: in the
+                order of the prompts, so that a slow group keeps later ones waiting.
+            max_staleness: largest staleness of a group; groups that are staler are dropped, and others take their
+                place. Default: any.
+            reward: computes the rewards of a finished group, which are also reported to the job.
+            dynamic_sampling: whether to drop groups whose rewards are all equal, from which GRPO learns nothing, and
+                sample others in their place, as in DAPO (arXiv 2503.14476). It needs *reward*.
+            first_step: number of the first group. Each group is a step of its own, with the next number.
+
+        Raises:
+            InvalidRequestError: an argument cannot be used.
+            RolloutClientError: the client is not connected yet.
+        """
+        _ = self._connected
+        return AsyncGroupQueue(
+            self,
+            prompts,
+            max_in_flight=max_in_flight,
+            order=parse_choice(GroupOrder, order, "order"),
+            max_staleness=max_staleness,
+            reward=reward,
+            dynamic_sampling=dynamic_sampling,
+            first_step=first_step,
+        )
 
     # Weights, rewards, statistics.
 

@@ -170,7 +170,9 @@ class FakeJob:
 
     def publish_status(self, **status: object) -> None:
         """Publish a status, as a coordinator does once a second."""
-        self.redis.set(self.keys.status, json.dumps({"waiting": 0, "assigned": 0, **status}), ex=10)
+        self.redis.set(
+            self.keys.status, json.dumps({"waiting": 0, "assigned": 0, "weight_version": 0, **status}), ex=10
+        )
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:

@@ -58,7 +58,7 @@ class JobInfo:
     max_rollouts: int
     """Maximum number of open rollouts of all clients."""
     sampling: Mapping[str, Any]
-    """The job's defaults for :class:`Sampling`."""
+    """The job's defaults for those settings of :class:`Sampling` that both the job and this client know."""
     history: str = ""
     """``namespace/name`` of the job's history; empty if the job is of a version that does not report it."""
     has_separate_history_redis: bool = False
@@ -90,7 +90,7 @@ class JobInfo:
                 max_model_len=int(description["max_model_len"]),
                 max_request_bytes=int(description["max_request_bytes"]),
                 max_rollouts=int(description["max_rollouts"]),
-                sampling=Sampling.model_validate_json(description["sampling"]).model_dump(),
+                sampling=_known_defaults(description["sampling"]),
                 history=description.get("history", ""),
                 has_separate_history_redis=description.get("history_redis") == "own",
                 capabilities=frozenset(description.get("capabilities", "").split()),
@@ -112,7 +112,7 @@ class JobInfo:
             VersionMismatchError: the job is of a version that does not offer it.
         """
         if capability not in self.capabilities:
-            raise VersionMismatchError(f"{what}: job {self.name} is too old for it; upgrade the job's image")
+            raise _too_old(self.name, what)
 
     def prepare(
         self,
@@ -148,7 +148,8 @@ class JobInfo:
 
         Raises:
             InvalidRequestError: the job cannot serve the prompt; the message says why, and what to do.
-            VersionMismatchError: the job is of a version that cannot bound the staleness of rollouts.
+            VersionMismatchError: the job is of a version that cannot bound the staleness of rollouts, or does not know
+                a sampling setting.
         """
         bounds = {"min_weight_version": prompt.min_weight_version, "max_staleness": prompt.max_staleness}
         if given := [name for name, value in bounds.items() if value is not None]:
@@ -201,6 +202,8 @@ class JobInfo:
     def _sampling(self, given: Sampling | Mapping[str, Any], where: str) -> tuple[Sampling, Sampling]:
         """Return the overrides to send, and the settings that result from them and the job's defaults."""
         overrides = overrides_of(given)
+        if missing := [name for name in overrides if name in Sampling.model_fields and name not in self.sampling]:
+            raise _too_old(self.name, f"{where}: sampling.{missing[0]}")
         if "min_tokens" in overrides:
             # The receiver validates min_tokens against max_tokens before it knows the job's default for the latter.
             overrides.setdefault("max_tokens", self.sampling["max_tokens"])
@@ -317,6 +320,20 @@ def ended_error(name: str, state: str | None, reason: str | None) -> JobEndedErr
     if state not in ("closed", "failed"):
         return None
     return JobEndedError(f"job {name} is {state}{f': {reason}' if reason else ''}; it answers no more requests")
+
+
+def _known_defaults(published: str) -> dict[str, Any]:
+    """Return the sampling defaults that a job has published, without settings that only the job or this client knows.
+
+    Raises:
+        ValueError: they cannot be parsed.
+    """
+    defaults = Sampling.model_validate_json(published, extra="ignore").model_dump()
+    return {name: value for name, value in defaults.items() if name in json.loads(published)}
+
+
+def _too_old(job: str, what: str) -> VersionMismatchError:
+    return VersionMismatchError(f"{what}: job {job} is too old for it; upgrade the job's image")
 
 
 def parse_status(data: bytes | None) -> dict[str, Any]:

@@ -598,9 +598,12 @@ def _unpack(body: dict[str, Any]) -> None:
 def decode(data: bytes) -> Message:
     """Return the message that *data* encodes.
 
+    Unknown fields are ignored, so that a program can read the messages of later versions. Unknown sampling settings are
+    an error, because rollouts would be sampled from another distribution without them.
+
     Raises:
-        CodecError: the bytes are not a msgpack map, the schema version or kind is unknown, or a field is missing,
-            unknown or out of range.
+        CodecError: the bytes are not a msgpack map, the schema version, the kind or a sampling setting is unknown, or a
+            field is missing or out of range.
     """
     try:
         body = msgpack.unpackb(data, raw=False, strict_map_key=True)
@@ -616,7 +619,9 @@ def decode(data: bytes) -> Message:
         raise CodecError(f"unknown message kind {kind!r}")
     try:
         _unpack(body)
-        return model.model_validate(body)
+        if isinstance(sampling := body.get("sampling"), dict) and sampling.keys() - Sampling.model_fields.keys():
+            model.model_validate(body)  # names the unknown setting, and what may have been meant
+        return model.model_validate(body, extra="ignore")
     except CodecError:
         raise
     except ValidationError as invalid:

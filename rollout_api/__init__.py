@@ -5,13 +5,14 @@ it loads pydantic, redis and msgpack, but nothing heavier such as torch, Ray or 
 """
 
 from rollout_api.client.async_client import AsyncRolloutClient
-from rollout_api.client.groups import Groups, RolloutsFailedError
+from rollout_api.client.group_queue import AsyncGroupQueue, Group
+from rollout_api.client.groups import GroupOrder, Groups, RolloutsFailedError
 from rollout_api.client.job_info import JobInfo
 from rollout_api.client.limits import ClientLimits
 from rollout_api.client.prompts import Prompt, partial_of
 from rollout_api.client.request_client import RequestClient
 from rollout_api.client.step import AsyncStep, StepProgress
-from rollout_api.client.sync_client import RolloutClient, Step
+from rollout_api.client.sync_client import GroupQueue, RolloutClient, Step
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.client.weight_publisher import PublishedWeights
 from rollout_api.errors import (
@@ -66,6 +67,7 @@ from rollout_api.protocol.messages import (
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
 __all__ = [
+    "AsyncGroupQueue",
     "AsyncRolloutClient",
     "AsyncStep",
     "Cancel",
@@ -75,6 +77,9 @@ __all__ = [
     "DraftMode",
     "FieldError",
     "FinishReason",
+    "Group",
+    "GroupOrder",
+    "GroupQueue",
     "Groups",
     "InvalidRequestError",
     "JobChangedError",

@@ -58,6 +58,7 @@ LOGPROBS = (
 )
 WIRE_FORMATS = {"token_ids": TOKENS, "prompt_token_ids": TOKENS, "logprobs": LOGPROBS}
 NESTED_MODELS = ("WeightSpan", "Sampling", "Broadcast", "TensorSpec")
+WITH_UNKNOWN_FIELDS = ("request: every field", "rollout: weights updated during the rollout", "close")
 EXAMPLE = RolloutRequest.model_validate(
     {
         "job_uid": "6f1c2e9a",
@@ -83,6 +84,8 @@ def schema() -> dict[str, Any]:
     models = definitions["$defs"]
     for definition in models.values():
         definition.pop("x-kubernetes-validations", None)  # CEL rules of the manifest, which shares a model
+        if definition.get("title") != "Sampling":
+            definition.pop("additionalProperties", None)  # unknown fields are ignored
     for model in MESSAGES:
         definition = models[model.__name__]
         for name, wire_format in WIRE_FORMATS.items():
@@ -144,6 +147,9 @@ def messages() -> dict[str, Message]:
                 "draft_budget": 4,
                 "half_logprobs": True,
             }
+        ),
+        "request: bounds of weight versions": RolloutRequest(
+            job_uid="6f1c2e9a", request_id="r", prompt_token_ids=[1], min_weight_version=15, max_staleness=2
         ),
         "rollout: stopped": Rollout(
             rollout_id="6f1c2e9a/demo-1/0/0",
@@ -215,7 +221,7 @@ def invalid() -> dict[str, tuple[str, bytes]]:
         "no kind": ("kind", packed({"v": 1})),
         "an unknown kind": ("kind", packed({"v": 1, "kind": "gossip"})),
         "missing field": ("field", packed({"v": 1, "kind": "refusal", "request_id": "r"})),
-        "unknown field": ("field", packed({**minimal, "colour": "red"})),
+        "unknown sampling setting": ("field", packed({**minimal, "sampling": {"colour": "red"}})),
         "number out of range": ("field", packed({**minimal, "priority": 2**31})),
         "number that is not finite": ("field", packed({"v": 1, "kind": "rewards", "rewards": {"r": float("inf")}})),
         "reserved token id": ("field", packed({**minimal, "prompt_token_ids": b"\xff\xff\xff\xff"})),
@@ -231,11 +237,31 @@ def invalid() -> dict[str, tuple[str, bytes]]:
     }
 
 
+def _json(message: Message) -> dict[str, Any]:
+    return {"v": SCHEMA_VERSION, "kind": message.kind, **message.model_dump(mode="json", exclude_unset=True)}
+
+
+def _with_unknown_fields(data: bytes) -> bytes:
+    """Return a message as a later version might encode it: with fields that are unknown, in it and in its objects."""
+
+    def extend(value: Any) -> Any:
+        if isinstance(value, list):
+            return [extend(one) for one in value]
+        if not isinstance(value, dict) or value.keys() == {"f", "b"}:
+            return value
+        return {name: one if name == "sampling" else extend(one) for name, one in value.items()} | {"colour": "red"}
+
+    return bytes(msgpack.packb(extend(msgpack.unpackb(data))))
+
+
 def vectors() -> dict[str, Any]:
-    """Return the test vectors: messages with their bytes, invalid bytes, problem ids and checksums of weights."""
+    """Return the test vectors: messages with their bytes, invalid bytes, problem ids and checksums of weights.
+
+    ``unknown_fields`` are messages whose unknown fields must be ignored.
+    """
     valid: list[dict[str, Any]] = []
     for name, message in messages().items():
-        body = {"v": SCHEMA_VERSION, "kind": message.kind, **message.model_dump(mode="json", exclude_unset=True)}
+        body = _json(message)
         valid.append({"name": name, "json": body, "hex": encode(message).hex()})
         if getattr(message, "logprobs", None):
             half = encode(message, half_logprobs=True).hex()
@@ -248,10 +274,15 @@ def vectors() -> dict[str, Any]:
             refused.append({"name": name, "reason": reason, "hex": data.hex(), "error": str(error)})
         else:
             raise AssertionError(f"{name} can be decoded")
+    later = [(name, message) for name, message in messages().items() if name in WITH_UNKNOWN_FIELDS]
     prompts = [[1], [1, 2, 3], [0, 4_294_967_294]]
     return {
         "version": SCHEMA_VERSION,
         "valid": valid,
+        "unknown_fields": [
+            {"name": name, "json": _json(message), "hex": _with_unknown_fields(encode(message)).hex()}
+            for name, message in later
+        ],
         "invalid": refused,
         "problem_ids": [{"prompt_token_ids": prompt, "problem_id": problem_id_of(prompt)} for prompt in prompts],
         "weights": [_weights({"b.safetensors": b"two", "a.safetensors": b"one", "notes.txt": b"ignored"})],

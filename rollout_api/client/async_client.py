@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing_extensions import Self, Unpack
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.connection import JobConnection
-from rollout_api.client.groups import without_failures
+from rollout_api.client.group_queue import AsyncGroupQueue, RewardFunction
+from rollout_api.client.groups import GroupOrder, without_failures
 from rollout_api.client.job_info import JobInfo, find_job
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.job_pauser import JobPauser
@@ -273,6 +274,8 @@ class AsyncRolloutClient(JobConnection):
         priority: int = 0,
         deadline_seconds: float | None = None,
         weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        max_staleness: int | None = None,
         draft_mode: DraftMode | str = DraftMode.HISTORY,
         allow_failed: bool = False,
         on_progress: OnProgress | None = None,
@@ -291,6 +294,9 @@ class AsyncRolloutClient(JobConnection):
             priority: requests with a higher priority start earlier.
             deadline_seconds: seconds after the arrival of a request at which its rollouts end with what they have.
             weight_version: sample with exactly this version; default: the newest.
+            min_weight_version: oldest version that may sample a token; default: any.
+            max_staleness: largest number of versions by which tokens may be behind the newest one when an engine starts
+                or resumes a rollout; default: any. Weights that are published afterwards do not end a rollout.
             draft_mode: where drafts may come from.
             allow_failed: whether to return rollouts that the job could not produce, with the finish reason ``failed``
                 and a ``detail``, instead of raising an error.
@@ -304,16 +310,71 @@ class AsyncRolloutClient(JobConnection):
             RolloutsFailedError: the job could not produce some rollouts; the error has all others.
             InvalidRequestError: the job cannot serve a prompt or setting; nothing was sent.
             RequestRefusedError: the job refused some requests.
+            VersionMismatchError: the job is of a version that cannot bound the staleness of rollouts.
             JobEndedError: the job has ended.
             JobChangedError: the job was replaced by another one with the same name.
             RedisUnreachableError: Redis was unreachable for too long.
         """
         made = make_prompts(
-            prompts, problem_ids, sampling, overrides, purpose, priority, deadline_seconds, weight_version, draft_mode
+            prompts,
+            problem_ids,
+            sampling,
+            overrides,
+            purpose,
+            priority,
+            deadline_seconds,
+            weight_version,
+            min_weight_version,
+            max_staleness,
+            draft_mode,
         )
         async with self.step(step, made, on_progress=on_progress) as opened:
             groups = await opened.collect()
         return groups.in_order() if allow_failed else without_failures(groups.in_order())
+
+    def group_queue(
+        self,
+        prompts: Iterable[Prompt | Sequence[int]],
+        *,
+        max_in_flight: int,
+        order: GroupOrder | str = GroupOrder.READY_FIRST,
+        max_staleness: int | None = None,
+        reward: RewardFunction | None = None,
+        dynamic_sampling: bool = False,
+        first_step: int = 0,
+    ) -> AsyncGroupQueue:
+        """Return a queue that keeps groups of rollouts in flight while the trainer trains on finished ones.
+
+        See :class:`~rollout_api.client.group_queue.AsyncGroupQueue`.
+
+        Args:
+            prompts: prompts, each for one group; they are read when there is room for them, and may be infinite.
+            max_in_flight: number of groups that are requested and not yet taken, whether they are finished or not.
+            order: which finished groups are taken first. ``ready_first``: those that have finished; groups with long
+                responses are taken later, and with *max_staleness* they are dropped more often. ``in_order``: in the
+                order of the prompts, so that a slow group keeps later ones waiting.
+            max_staleness: largest staleness of a group; groups that are staler are dropped, and others take their
+                place. Default: any.
+            reward: computes the rewards of a finished group, which are also reported to the job.
+            dynamic_sampling: whether to drop groups whose rewards are all equal, from which GRPO learns nothing, and
+                sample others in their place, as in DAPO (arXiv 2503.14476). It needs *reward*.
+            first_step: number of the first group. Each group is a step of its own, with the next number.
+
+        Raises:
+            InvalidRequestError: an argument cannot be used.
+            RolloutClientError: the client is not connected yet.
+        """
+        _ = self._connected
+        return AsyncGroupQueue(
+            self,
+            prompts,
+            max_in_flight=max_in_flight,
+            order=parse_choice(GroupOrder, order, "order"),
+            max_staleness=max_staleness,
+            reward=reward,
+            dynamic_sampling=dynamic_sampling,
+            first_step=first_step,
+        )
 
     # Weights, rewards, statistics.
 

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from rollout_api.errors import RolloutClientError, count_of, list_reasons
 from rollout_api.protocol.messages import FinishReason, Rollout, RolloutId
+
+
+class GroupOrder(StrEnum):
+    """Which groups are taken when not all are wanted."""
+
+    READY_FIRST = "ready_first"
+    """Those that finish first. Nothing waits for slow groups, but those with short responses are taken more often than
+    they occur, so that training on them alone prefers short responses."""
+    IN_ORDER = "in_order"
+    """Those of the first prompts. Which groups are taken does not depend on the lengths of their responses."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +29,13 @@ class Groups:
     partial: dict[int, list[Rollout]]
     """All other groups: a rollout was cancelled, reached its deadline, failed, or is missing because its request was
     never sent."""
+    surplus: dict[int, list[Rollout]] = field(default_factory=dict)
+    """With :attr:`GroupOrder.IN_ORDER`, complete groups that were not needed. They have finished before others that
+    were cancelled, so that taking them, too, would prefer short responses."""
 
     def in_order(self) -> list[list[Rollout]]:
         """Return all groups in the order of their prompts."""
-        groups = self.complete | self.partial
+        groups = self.complete | self.partial | self.surplus
         return [groups[index] for index in sorted(groups)]
 
 
@@ -50,12 +64,19 @@ class GroupCollector:
     Args:
         sizes: number of rollouts that each prompt asks for.
         min_complete: number of complete groups that are enough; None if all groups are wanted.
+        order: which groups count.
     """
 
-    def __init__(self, sizes: Sequence[int], min_complete: int | None = None) -> None:
-        self._min_complete = min_complete
+    def __init__(
+        self, sizes: Sequence[int], min_complete: int | None = None, order: GroupOrder = GroupOrder.READY_FIRST
+    ) -> None:
+        self._sizes, self._min_complete, self._order = list(sizes), min_complete, order
         self._num_complete = 0
+        """Number of complete groups that count."""
+        self._num_leading = 0
+        """Number of groups at the beginning that have ended, of which the complete ones count with ``IN_ORDER``."""
         self._num_missing = list(sizes)
+        """For each group, the number of rollouts without which it is not complete."""
         self._groups: list[list[Rollout]] = [[] for _ in sizes]
 
     @property
@@ -68,15 +89,27 @@ class GroupCollector:
         self._groups[prompt_index].append(rollout)
         if rollout.finish_reason.complete:
             self._num_missing[prompt_index] -= 1
-            self._num_complete += self._num_missing[prompt_index] == 0
+            if self._order is GroupOrder.READY_FIRST:
+                self._num_complete += self._num_missing[prompt_index] == 0
+        if self._order is GroupOrder.IN_ORDER:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Count the groups at the beginning that have ended, until enough are complete."""
+        while self._num_leading < len(self._sizes) and not self.should_stop:
+            if len(self._groups[self._num_leading]) < self._sizes[self._num_leading]:
+                return
+            self._num_complete += self._num_missing[self._num_leading] == 0
+            self._num_leading += 1
 
     def groups(self) -> Groups:
-        """Return the rollouts so far, divided into complete and partial groups."""
-        complete: dict[int, list[Rollout]] = {}
-        partial: dict[int, list[Rollout]] = {}
+        """Return the rollouts so far, divided into complete, partial and surplus groups."""
+        groups = Groups({}, {})
         for index, (num_missing, group) in enumerate(zip(self._num_missing, self._groups, strict=True)):
-            (partial if num_missing > 0 else complete)[index] = sorted(group, key=_sample)
-        return Groups(complete, partial)
+            is_surplus = self._order is GroupOrder.IN_ORDER and self.should_stop and index >= self._num_leading
+            kind = groups.partial if num_missing > 0 else groups.surplus if is_surplus else groups.complete
+            kind[index] = sorted(group, key=_sample)
+        return groups
 
 
 def without_failures(groups: list[list[Rollout]]) -> list[list[Rollout]]:

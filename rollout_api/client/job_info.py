@@ -59,7 +59,7 @@ class JobInfo:
     max_rollouts: int
     """Maximum number of open rollouts of all clients."""
     sampling: Mapping[str, Any]
-    """The job's defaults for :class:`Sampling`."""
+    """The job's defaults for those settings of :class:`Sampling` that both the job and this client know."""
     history: str = ""
     """``namespace/name`` of the job's history; empty if the job is of a version that does not report it."""
     has_separate_history_redis: bool = False
@@ -91,7 +91,7 @@ class JobInfo:
                 max_model_len=int(description["max_model_len"]),
                 max_request_bytes=int(description["max_request_bytes"]),
                 max_rollouts=int(description["max_rollouts"]),
-                sampling=Sampling.model_validate_json(description["sampling"]).model_dump(),
+                sampling=_known_defaults(description["sampling"]),
                 history=description.get("history", ""),
                 has_separate_history_redis=description.get("history_redis") == "own",
                 capabilities=frozenset(description.get("capabilities", "").split()),
@@ -101,6 +101,19 @@ class JobInfo:
                 f"the description of job {name} in Redis cannot be parsed ({type(error).__name__}: {error}); do "
                 "trainer and job run the same version of das-rollout?"
             ) from None
+
+    def require(self, capability: Capability, what: str) -> None:
+        """Check that the job offers *capability*.
+
+        Args:
+            capability: the capability.
+            what: what needs it, in errors.
+
+        Raises:
+            VersionMismatchError: the job is of a version that does not offer it.
+        """
+        if capability not in self.capabilities:
+            raise _too_old(self.name, what)
 
     def prepare(
         self,
@@ -136,7 +149,12 @@ class JobInfo:
 
         Raises:
             InvalidRequestError: the job cannot serve the prompt; the message says why, and what to do.
+            VersionMismatchError: the job is of a version that cannot bound the staleness of rollouts, or does not know
+                a sampling setting.
         """
+        bounds = {"min_weight_version": prompt.min_weight_version, "max_staleness": prompt.max_staleness}
+        if given := [name for name, value in bounds.items() if value is not None]:
+            self.require(Capability.STALENESS, f"{where}: {given[0]}")
         tokens = token_list(prompt.token_ids, where)
         overrides, sampling = self._sampling(prompt.sampling, where)
         self._check_tokens(tokens, sampling, prompt.prefix, where)
@@ -150,6 +168,7 @@ class JobInfo:
             "problem_id": prompt.problem_id,
             "purpose": prompt.purpose,
             "weight_version": prompt.weight_version,
+            **bounds,
             "trajectory_id": trajectory_id,
             "turn": turn,
             "prefix": prompt.prefix,
@@ -184,6 +203,8 @@ class JobInfo:
     def _sampling(self, given: Sampling | Mapping[str, Any], where: str) -> tuple[Sampling, Sampling]:
         """Return the overrides to send, and the settings that result from them and the job's defaults."""
         overrides = overrides_of(given)
+        if missing := [name for name in overrides if name in Sampling.model_fields and name not in self.sampling]:
+            raise _too_old(self.name, f"{where}: sampling.{missing[0]}")
         if "min_tokens" in overrides:
             # The receiver validates min_tokens against max_tokens before it knows the job's default for the latter.
             overrides.setdefault("max_tokens", self.sampling["max_tokens"])
@@ -300,6 +321,20 @@ def ended_error(name: str, state: str | None, reason: str | None) -> JobEndedErr
     if state not in ("closed", "failed"):
         return None
     return JobEndedError(f"job {name} is {state}{f': {reason}' if reason else ''}; it answers no more requests")
+
+
+def _known_defaults(published: str) -> dict[str, Any]:
+    """Return the sampling defaults that a job has published, without settings that only the job or this client knows.
+
+    Raises:
+        ValueError: they cannot be parsed.
+    """
+    defaults = Sampling.model_validate_json(published, extra="ignore").model_dump()
+    return {name: value for name, value in defaults.items() if name in json.loads(published)}
+
+
+def _too_old(job: str, what: str) -> VersionMismatchError:
+    return VersionMismatchError(f"{what}: job {job} is too old for it; upgrade the job's image")
 
 
 def parse_status(data: bytes | None) -> dict[str, Any]:

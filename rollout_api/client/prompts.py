@@ -59,6 +59,11 @@ class Prompt:
     """Seconds after the request's arrival at which its rollouts end with the tokens sampled so far; default: none."""
     weight_version: int | None = None
     """Weight version that samples all tokens; default: the newest."""
+    min_weight_version: int | None = None
+    """Oldest weight version that may sample a token; default: any."""
+    max_staleness: int | None = None
+    """Largest number of weight versions by which tokens may be behind the newest one when an engine starts or resumes a
+    rollout; default: any. See :class:`~rollout_api.protocol.messages.RolloutRequest`."""
     prefix: Partial | None = None
     """Beginning of the response, to be continued; see :meth:`continue_from`."""
     draft_mode: DraftMode = DraftMode.HISTORY
@@ -100,6 +105,8 @@ def make_prompts(
     priority: int,
     deadline_seconds: float | None,
     weight_version: int | None,
+    min_weight_version: int | None,
+    max_staleness: int | None,
     draft_mode: DraftMode | str,
 ) -> list[Prompt]:
     """Return the prompts for the arguments of ``generate``.
@@ -118,6 +125,8 @@ def make_prompts(
             priority=priority,
             deadline_seconds=deadline_seconds,
             weight_version=weight_version,
+            min_weight_version=min_weight_version,
+            max_staleness=max_staleness,
             draft_mode=parse_choice(DraftMode, draft_mode, "draft_mode"),
         )
         for index, tokens in enumerate(prompts)

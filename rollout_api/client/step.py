@@ -15,10 +15,10 @@ from typing import Any
 from typing_extensions import Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.client.groups import GroupCollector, Groups
+from rollout_api.client.groups import GroupCollector, GroupOrder, Groups
 from rollout_api.client.job_info import JobInfo, PreparedRequest
 from rollout_api.client.job_monitor import JobMonitor
-from rollout_api.client.prompts import Prompt, SamplingOverrides, overrides_of
+from rollout_api.client.prompts import Prompt, SamplingOverrides, overrides_of, parse_choice
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.result_receiver import ResultReceiver
 from rollout_api.client.step_state import PendingRequest, StepState, first_id
@@ -323,17 +323,22 @@ class AsyncStep:
             if not await state.wait_for_change(remaining):
                 return []
 
-    async def collect(self, min_complete_groups: int | None = None) -> Groups:
+    async def collect(
+        self, min_complete_groups: int | None = None, *, order: GroupOrder | str = GroupOrder.READY_FIRST
+    ) -> Groups:
         """Return all rollouts of the step by group.
 
         Args:
             min_complete_groups: number of complete groups after which the rest of the step is cancelled; default: wait
                 for all.
+            order: which complete groups count. ``ready_first`` is the fastest and prefers short responses;
+                ``in_order`` waits for the groups of the first prompts, whatever the lengths of their responses.
 
         Raises:
+            InvalidRequestError: the order is unknown.
             RolloutClientError: under the same conditions as when iterating.
         """
-        collector = GroupCollector(self.group_sizes, min_complete_groups)
+        collector = GroupCollector(self.group_sizes, min_complete_groups, parse_choice(GroupOrder, order, "order"))
         async for rollout in self:
             collector.add(self.prompt_index(rollout), rollout)
             if collector.should_stop and not self._is_cancelled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -14,10 +14,11 @@ from typing_extensions import Self, Unpack
 
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.connection import CLOSED
-from rollout_api.client.groups import GroupCollector, Groups, without_failures
+from rollout_api.client.group_queue import AsyncGroupQueue, Group, RewardFunction
+from rollout_api.client.groups import GroupCollector, GroupOrder, Groups, without_failures
 from rollout_api.client.job_info import JobInfo
 from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
-from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts
+from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
 from rollout_api.client.step import AsyncStep, OnProgress, StepProgress
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.client.weight_publisher import Checksum, InMemoryWeights, PublishedWeights
@@ -128,9 +129,11 @@ class Step:
         """See :meth:`AsyncStep.cancel`."""
         self._loop.run(self._step.cancel())
 
-    def collect(self, min_complete_groups: int | None = None) -> Groups:
+    def collect(
+        self, min_complete_groups: int | None = None, *, order: GroupOrder | str = GroupOrder.READY_FIRST
+    ) -> Groups:
         """See :meth:`AsyncStep.collect`."""
-        collector = GroupCollector(self.group_sizes, min_complete_groups)
+        collector = GroupCollector(self.group_sizes, min_complete_groups, parse_choice(GroupOrder, order, "order"))
         for rollout in self:
             collector.add(self.prompt_index(rollout), rollout)
             if collector.should_stop and not self._step.is_cancelled:
@@ -162,6 +165,55 @@ class Step:
                 deadline_seconds=deadline_seconds,
             )
         )
+
+
+class GroupQueue:
+    """Keeps groups in flight: ``with client.group_queue(prompts, max_in_flight=64) as queue``.
+
+    The synchronous form of :class:`~rollout_api.client.group_queue.AsyncGroupQueue`. Reward functions run in other
+    threads.
+    """
+
+    def __init__(self, queue: AsyncGroupQueue, loop: _EventLoopThread) -> None:
+        self._queue, self._loop = queue, loop
+
+    def __enter__(self) -> Self:
+        self._loop.run(self._queue.start())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._loop.run(self._queue.end(acknowledge=error is None))
+
+    def take(self, count: int) -> list[Group]:
+        """See :meth:`AsyncGroupQueue.take`."""
+        return self._loop.run(self._queue.take(count))
+
+    def __iter__(self) -> Iterator[Group]:
+        """See :meth:`AsyncGroupQueue.__aiter__`."""
+        while groups := self.take(1):
+            yield groups[0]
+
+    @property
+    def num_in_flight(self) -> int:
+        """See :attr:`AsyncGroupQueue.num_in_flight`."""
+        return self._queue.num_in_flight
+
+    @property
+    def num_stale(self) -> int:
+        """See :attr:`AsyncGroupQueue.num_stale`."""
+        return self._queue.num_stale
+
+    @property
+    def num_equal(self) -> int:
+        """See :attr:`AsyncGroupQueue.num_equal`."""
+        return self._queue.num_equal
+
+    @property
+    def num_failed(self) -> int:
+        """See :attr:`AsyncGroupQueue.num_failed`."""
+        return self._queue.num_failed
 
 
 class RolloutClient:
@@ -268,6 +320,8 @@ class RolloutClient:
         priority: int = 0,
         deadline_seconds: float | None = None,
         weight_version: int | None = None,
+        min_weight_version: int | None = None,
+        max_staleness: int | None = None,
         draft_mode: DraftMode | str = DraftMode.HISTORY,
         allow_failed: bool = False,
         on_progress: OnProgress | None = None,
@@ -275,11 +329,44 @@ class RolloutClient:
     ) -> list[list[Rollout]]:
         """See :meth:`AsyncRolloutClient.generate`."""
         made = make_prompts(
-            prompts, problem_ids, sampling, overrides, purpose, priority, deadline_seconds, weight_version, draft_mode
+            prompts,
+            problem_ids,
+            sampling,
+            overrides,
+            purpose,
+            priority,
+            deadline_seconds,
+            weight_version,
+            min_weight_version,
+            max_staleness,
+            draft_mode,
         )
         with self.step(step, made, on_progress=on_progress) as opened:
             groups = opened.collect()
         return groups.in_order() if allow_failed else without_failures(groups.in_order())
+
+    def group_queue(
+        self,
+        prompts: Iterable[Prompt | Sequence[int]],
+        *,
+        max_in_flight: int,
+        order: GroupOrder | str = GroupOrder.READY_FIRST,
+        max_staleness: int | None = None,
+        reward: RewardFunction | None = None,
+        dynamic_sampling: bool = False,
+        first_step: int = 0,
+    ) -> GroupQueue:
+        """See :meth:`AsyncRolloutClient.group_queue`."""
+        queue = self._client.group_queue(
+            prompts,
+            max_in_flight=max_in_flight,
+            order=order,
+            max_staleness=max_staleness,
+            reward=reward,
+            dynamic_sampling=dynamic_sampling,
+            first_step=first_step,
+        )
+        return GroupQueue(queue, self._loop)
 
     def publish_weights(
         self,

@@ -75,6 +75,8 @@ class Capability(StrEnum):
     """Broadcasts may have ``bucket_bytes``."""
     PAUSE = "pause"
     """The job can be paused and resumed."""
+    STALENESS = "staleness"
+    """Requests may have ``min_weight_version`` and ``max_staleness``."""
 
 
 class DraftMode(StrEnum):
@@ -179,6 +181,21 @@ class _Response(_Message):
         return self.weight_spans[-1].weight_version if self.weight_spans else None
 
     @property
+    def weight_versions(self) -> list[int]:
+        """Weight version that sampled each token."""
+        ends = [*(span.start for span in self.weight_spans[1:]), len(self.token_ids)]
+        return [
+            span.weight_version
+            for span, end in zip(self.weight_spans, ends, strict=False)  # without tokens, there is no span
+            for _ in range(span.start, end)
+        ]
+
+    @property
+    def oldest_weight_version(self) -> int | None:
+        """Oldest weight version that sampled a token; None without tokens."""
+        return min((span.weight_version for span in self.weight_spans), default=None)
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens."""
         return len(self.token_ids)
@@ -265,6 +282,19 @@ class RolloutRequest(_Message):
         ge=0,
         description="Weight version that samples all tokens. Default: the newest, which may change during a rollout.",
     )
+    min_weight_version: int | None = Field(
+        default=None,
+        ge=0,
+        description="Oldest weight version that may sample a token. Rollouts wait until an engine serves it or a later "
+        "one.",
+    )
+    max_staleness: int | None = Field(
+        default=None,
+        ge=0,
+        description="Largest number of weight versions by which an engine, and the tokens that another engine has "
+        "sampled before, may be behind the newest published version when a rollout is dispatched to the engine. "
+        "Tokens that are older are sampled again. Weights that are published afterwards do not end a rollout.",
+    )
     trajectory_id: str | None = Field(
         default=None,
         min_length=1,
@@ -295,9 +325,13 @@ class RolloutRequest(_Message):
     )
 
     @model_validator(mode="after")
-    def _check_turn(self) -> Self:
+    def _check_fields(self) -> Self:
         if self.stream and self.keep_seconds is None:
             raise ValueError("stream needs keep_seconds")
+        if self.stream and self.max_staleness is not None:
+            raise ValueError("stream excludes max_staleness: tokens that were streamed cannot be sampled again")
+        if self.weight_version is not None and (self.min_weight_version, self.max_staleness) != (None, None):
+            raise ValueError("weight_version excludes min_weight_version and max_staleness: leave these out")
         if self.turn and self.trajectory_id is None:
             raise ValueError(f"turn {self.turn} needs a trajectory_id")
         if self.turn and not self.problem_id:
@@ -574,9 +608,12 @@ def _unpack(body: dict[str, Any]) -> None:
 def decode(data: bytes) -> Message:
     """Return the message that *data* encodes.
 
+    Unknown fields are ignored, so that a program can read the messages of later versions. Unknown sampling settings are
+    an error, because rollouts would be sampled from another distribution without them.
+
     Raises:
-        CodecError: the bytes are not a msgpack map, the schema version or kind is unknown, or a field is missing,
-            unknown or out of range.
+        CodecError: the bytes are not a msgpack map, the schema version, the kind or a sampling setting is unknown, or a
+            field is missing or out of range.
     """
     try:
         body = msgpack.unpackb(data, raw=False, strict_map_key=True)
@@ -592,7 +629,9 @@ def decode(data: bytes) -> Message:
         raise CodecError(f"unknown message kind {kind!r}")
     try:
         _unpack(body)
-        return model.model_validate(body)
+        if isinstance(sampling := body.get("sampling"), dict) and sampling.keys() - Sampling.model_fields.keys():
+            model.model_validate(body)  # names the unknown setting, and what may have been meant
+        return model.model_validate(body, extra="ignore")
     except CodecError:
         raise
     except ValidationError as invalid:

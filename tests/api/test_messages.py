@@ -92,13 +92,17 @@ def requests(draw: st.DrawFn) -> RolloutRequest:
                 "purpose": st.sampled_from(Purpose),
                 "priority": st.integers(-(2**31), 2**31 - 1),
                 "deadline_seconds": st.none() | st.floats(0, 1e9, exclude_min=True),
-                "weight_version": st.none() | st.integers(0, 2**40),
                 "prefix": st.none() | partials,
                 "draft_mode": st.sampled_from(DraftMode),
                 "draft_budget": st.none() | st.integers(0, 64),
                 "half_logprobs": st.booleans(),
             },
         )
+    )
+    versions = st.integers(0, 2**40)
+    fields |= draw(
+        st.fixed_dictionaries({}, optional={"weight_version": st.none() | versions})
+        | st.fixed_dictionaries({}, optional={"min_weight_version": versions, "max_staleness": versions})
     )
     return RolloutRequest.model_validate(fields)
 
@@ -259,6 +263,9 @@ def test_rollout_id_is_parsed_from_its_text(uid: str, request: str, sample: int,
         ({"reply_to": "a/b"}, "reply_to"),
         ({"request_id": "x" * 257}, "request_id"),
         ({"deadline_seconds": 0}, "deadline_seconds"),
+        ({"weight_version": 3, "min_weight_version": 2}, "weight_version excludes min_weight_version"),
+        ({"weight_version": 3, "max_staleness": 0}, "weight_version excludes .* max_staleness"),
+        ({"stream": True, "keep_seconds": 1, "max_staleness": 1}, "stream excludes max_staleness"),
     ],
 )
 def test_inconsistent_request_is_rejected(fields: dict[str, object], expected_error: str) -> None:

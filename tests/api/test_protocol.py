@@ -61,8 +61,15 @@ def test_the_schema_uses_the_names_of_the_wire_format() -> None:
     assert "uint" not in SCHEMA["$defs"]["Sampling"]["properties"]["logprobs"].get("x-wire", "")
     assert "little-endian" in SCHEMA["$defs"]["Rollout"]["properties"]["token_ids"]["x-wire"]
     validator = jsonschema.Draft202012Validator(SCHEMA)
-    assert not validator.is_valid({"v": 1, "kind": "close", "colour": "red"})
+    assert validator.is_valid({"v": 1, "kind": "close", "colour": "red"})
+    assert not validator.is_valid({**VECTORS["valid"][0]["json"], "sampling": {"colour": "red"}})
     assert not validator.is_valid({"v": 2, "kind": "close"})
+
+
+@pytest.mark.parametrize("vector", by_name("unknown_fields"))
+def test_unknown_fields_are_ignored(vector: dict[str, Any]) -> None:
+    body = {name: value for name, value in vector["json"].items() if name != "v"}
+    assert KINDS[body["kind"]].model_validate(body) == decode(bytes.fromhex(vector["hex"]))
 
 
 @pytest.mark.parametrize("vector", by_name("invalid"))

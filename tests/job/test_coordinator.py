@@ -110,10 +110,10 @@ class CoordinatorHarness:
 
     @asynccontextmanager
     async def engine(
-        self, name: str, max_running: int = 4, counters: dict[str, float] | None = None
+        self, name: str, max_running: int = 4, counters: dict[str, float] | None = None, **state: Any
     ) -> AsyncIterator[str]:
         """Register an engine that renews its lease and does nothing else."""
-        report = EngineReport(name, max_running=max_running, counters=counters or {})
+        report = EngineReport(name, max_running=max_running, counters=counters or {}, **state)
 
         async def renew() -> None:
             while True:
@@ -417,6 +417,52 @@ def test_an_outdated_weight_update_becomes_a_dead_letter(run: Run) -> None:
             assert [7] == [update.weight_version for update in await job.job_store.job.weights()]
         [(_, letter)] = job.redis.xrange(JOB.dead_letters)
         assert b"weight version 6 is older than 7, which was published before" == letter[b"reason"]
+
+    run(scenario)
+
+
+def test_rollouts_start_only_on_engines_that_are_not_too_far_behind(run: Run) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
+        old = job.engine("old", max_running=8, version=5, failed={7: "no"})
+        async with job.coordinator(), old, job.engine("new", max_running=2, version=7):
+            job.send(JOB.control, WeightUpdate(weight_version=7, uri="/seven"))
+            await wait_for_async(lambda: not job.redis.xlen(JOB.control))
+            bounds = {"least": {"min_weight_version": 6}, "fresh": {"max_staleness": 1}, "any": {"max_staleness": 2}}
+            job.send(JOB.requests, *(request(name, n=1, **bound) for name, bound in bounds.items()))
+            assignments = [order.assignment for order in await job.inbox("new", 2) if order.assignment is not None]
+            assert {"least": 6, "fresh": 6} == {each.request_id: each.oldest_version for each in assignments}
+            [stale] = [order.assignment for order in await job.inbox("old", 1) if order.assignment is not None]
+            assert ("any", 5) == (stale.request_id, stale.oldest_version)
+
+    run(scenario)
+
+
+def test_rollouts_fail_if_no_engine_can_load_weights_that_are_new_enough(run: Run) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
+        async with job.coordinator(), job.engine("a", version=5, failed={7: "the file is broken"}):
+            job.send(JOB.control, WeightUpdate(weight_version=7, uri="/seven"))
+            await wait_for_async(lambda: not job.redis.xlen(JOB.control))
+            job.send(JOB.requests, request("fresh", max_staleness=1), request("later", min_weight_version=8))
+            [failed] = await wait_for_async(job.rollouts)
+            assert (FinishReason.FAILED, "no engine can load weight version 7: the file is broken") == (
+                failed.finish_reason,
+                failed.detail,
+            )
+            assert "fresh" in failed.rollout_id
+            assert [] == [order for order in await job.inbox("a", 0) if order.assignment is not None]
+            # The other one waits for the version that it needs.
+            assert 1 == len(job.rollouts())
+
+    run(scenario)
+
+
+def test_a_prefix_that_is_too_old_is_refused(run: Run) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
+        async with job.coordinator():
+            job.send(JOB.requests, request("r", min_weight_version=1, prefix=partial(3)))
+            [refusal] = await wait_for_async(job.replies)
+            assert isinstance(refusal, Refusal)
+            assert "min_weight_version is 1, but the prefix was sampled with version 0" in refusal.reason
 
     run(scenario)
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_worker.job.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingGroup
+from rollout_worker.job.coordinator.version_bounds import VersionBounds
 
 NONE: frozenset[str] = frozenset()
 
@@ -29,8 +30,10 @@ def group(name: str, arrival: int, samples: int = 4, predicted: float = 0.0, **m
     return WaitingGroup(name, "trainer", list(range(samples)), arrival, **fields)
 
 
-def place(scheduler: ProbeThenLongest, *engines: EngineLoad, slow: frozenset[str] = NONE) -> list[tuple[str, int, str]]:
-    placements = scheduler.place(engines, slow, NONE)
+def place(
+    scheduler: ProbeThenLongest, *engines: EngineLoad, slow: frozenset[str] = NONE, newest: int = 0
+) -> list[tuple[str, int, str]]:
+    placements = scheduler.place(engines, slow, NONE, newest)
     return [(placement.request_id, placement.sample, placement.engine) for placement in placements]
 
 
@@ -88,7 +91,7 @@ def test_siblings_do_not_start_before_probes_longer_groups_and_higher_priorities
 
 def test_siblings_of_another_client_or_version_do_not_start_instead() -> None:
     runs_y = engine("a", 2, 1, version=1, samples={"y": 1})
-    pinned = group("y", 2, 4, 100, probed=True, pinned_version=0)
+    pinned = group("y", 2, 4, 100, probed=True, versions=VersionBounds(pinned=0))
     assert [("x", 0, "a")] == place(scheduler_with(group("x", 1, 1, 100, probed=True), pinned), runs_y)
 
 
@@ -105,9 +108,24 @@ def test_engines_are_filled_evenly_and_beyond_their_slots_only_while_many_sample
 
 
 def test_a_pinned_group_waits_for_its_weight_version() -> None:
-    scheduler = scheduler_with(group("pinned", 1, 1, pinned_version=3), group("free", 2, 1))
+    scheduler = scheduler_with(group("pinned", 1, 1, versions=VersionBounds(pinned=3)), group("free", 2, 1))
     assert [("free", 0, "a")] == place(scheduler, engine(version=2))
     assert [("pinned", 0, "a")] == place(scheduler, engine(version=3))
+
+
+def test_a_group_with_a_minimum_version_waits_for_it_or_a_later_one() -> None:
+    scheduler = scheduler_with(group("bounded", 1, 1, versions=VersionBounds(minimum=3)), group("free", 2, 1))
+    assert [("free", 0, "a")] == place(scheduler, engine(version=2))
+    assert [("bounded", 0, "a")] == place(scheduler, engine(version=4))
+
+
+def test_a_group_with_a_maximum_staleness_starts_on_engines_that_are_not_too_far_behind() -> None:
+    scheduler = scheduler_with(group("bounded", 1, 2, versions=VersionBounds(max_staleness=1)))
+    behind, older = engine("behind", version=6), engine("older", version=5)
+    assert [("bounded", 0, "behind"), ("bounded", 1, "behind")] == place(scheduler, behind, older, newest=7)
+    scheduler = scheduler_with(group("bounded", 1, 1, versions=VersionBounds(max_staleness=1)))
+    assert [] == place(scheduler, older, newest=7)
+    assert [("bounded", 0, "older")] == place(scheduler, older, newest=6)
 
 
 def test_requests_without_drafts_run_on_engines_without_speculation_if_there_are_any() -> None:
@@ -137,7 +155,7 @@ def test_an_engine_gets_at_most_one_isolated_rollout() -> None:
     placed = place(scheduler, engine("a"), engine("b"))
     assert {"a": 1, "b": 1} == Counter(where for name, _, where in placed if name == "suspect")
     assert 2 == sum(name == "other" for name, *_ in placed)
-    assert [] == scheduler.place([engine("a")], NONE, frozenset({"a"}))
+    assert [] == scheduler.place([engine("a")], NONE, frozenset({"a"}), 0)
 
 
 groups = st.lists(
@@ -150,7 +168,9 @@ groups = st.lists(
         priority=st.integers(-1, 1),
         predicted_length=st.floats(0, 100),
         probed=st.booleans(),
-        pinned_version=st.none() | st.integers(0, 1),
+        versions=st.builds(
+            VersionBounds, st.none() | st.integers(0, 1), st.integers(0, 1), st.none() | st.integers(0, 1)
+        ),
         non_speculative=st.booleans(),
         preferred_engine=st.none() | st.sampled_from(["a", "b", "lost"]),
         isolated=st.booleans(),
@@ -171,19 +191,23 @@ engines = st.lists(
 def test_every_sample_is_placed_once_and_only_where_it_may_run(
     waiting: list[WaitingGroup], rounds: list[list[EngineLoad]], slow: set[str]
 ) -> None:
-    known = {each.request_id: (each.client, each.pinned_version, each.non_speculative) for each in waiting}
+    known = {each.request_id: (each.client, each.versions, each.non_speculative) for each in waiting}
     expected = Counter((each.request_id, sample) for each in waiting for sample in each.samples)
     scheduler = scheduler_with(*waiting)
     assert expected.total() == scheduler.waiting()
     placed: list[Placement] = []
     for loads in rounds:
         by_name = {load.engine: load for load in loads}
-        new = scheduler.place(loads, frozenset(slow), NONE)
+        new = scheduler.place(loads, frozenset(slow), NONE, 1)
         for placement in new:
-            client, pinned_version, non_speculative = known[placement.request_id]
+            client, versions, non_speculative = known[placement.request_id]
             load = by_name[placement.engine]
             assert client not in slow
-            assert pinned_version in (None, load.version)
+            if versions.pinned is not None:
+                assert versions.pinned == load.version
+            else:
+                assert load.version >= versions.minimum
+                assert versions.max_staleness is None or load.version >= 1 - versions.max_staleness
             assert load.non_speculative == non_speculative or non_speculative not in {
                 other.non_speculative for other in loads
             }
@@ -195,7 +219,7 @@ def test_every_sample_is_placed_once_and_only_where_it_may_run(
     kinds = [(version, non_speculative) for version in (0, 1) for non_speculative in (False, True)]
     unlimited = [EngineLoad(f"u{number}", 1000, 0, *kind) for number, kind in enumerate(kinds)]
     for _ in range(60):
-        placed += scheduler.place(unlimited, NONE, NONE)
+        placed += scheduler.place(unlimited, NONE, NONE, 1)
     assert expected == Counter((placement.request_id, placement.sample) for placement in placed)
 
 

@@ -11,7 +11,17 @@ import psutil
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from rollout_api import AsyncRolloutClient, FinishReason, InvalidRequestError, Rollout, UpdateMode, WeightsError, encode
+from rollout_api import (
+    AsyncRolloutClient,
+    FinishReason,
+    InvalidRequestError,
+    Partial,
+    Prompt,
+    Rollout,
+    UpdateMode,
+    WeightsError,
+    encode,
+)
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Broadcast, TensorSpec, WeightUpdate
 from rollout_api.weights.broadcast import JOIN_TIMEOUT_S
@@ -66,6 +76,32 @@ def test_all_engines_serve_new_weights_and_pinned_rollouts_keep_their_version(jo
         gone = await gather(client, 4, prompts(1, weight_version=0))
         assert [FinishReason.FAILED] * 4 == [rollout.finish_reason for rollout in gone]
         assert "no engine serves weight version 0 any more" in gone[0].detail
+
+    job_harness.run(scenario)
+
+
+def test_tokens_that_are_too_stale_are_sampled_again_when_another_engine_takes_over(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        sampling = Sampling(n=4, max_tokens=480, allowed_token_ids=ENDLESS, logprobs=True)
+        asked = prompts(6, sampling=sampling, max_staleness=0)
+        task = asyncio.ensure_future(gather(client, 1, asked))
+        await running.until(lambda: running.redis.hlen(running.keys.partials) >= 24)
+        await client.publish_weights(1, job_harness.models / "1")
+        assert len(running.workers["engine-0"].running)
+        await running.kill("engine-0")
+        rollouts = await task
+        assert {480} == {len(rollout.token_ids) for rollout in rollouts}
+        # What was running continues with the new weights; what starts again does so without tokens of the old ones.
+        assert {(0, 1), (1,)} == {tuple(span.weight_version for span in one.weight_spans) for one in rollouts}
+        anew = [rollout for rollout in rollouts if rollout.oldest_weight_version == 1]
+        assert_distribution(ReferenceDistribution(job_harness.models / "1"), anew, sampling)
+
+        old = next(rollout for rollout in rollouts if rollout.oldest_weight_version == 0)
+        cut = Partial(token_ids=old.token_ids[:9], logprobs=(old.logprobs or [])[:9], weight_spans=old.weight_spans[:1])
+        prefixed = Prompt(asked[0].token_ids, sampling={"n": 1, "max_tokens": 20}, prefix=cut, max_staleness=0)
+        [failed] = await gather(client, 2, [prefixed])
+        assert FinishReason.FAILED == failed.finish_reason
+        assert "its prefix was sampled with weight version 0, but max_staleness requires version 1" in failed.detail
 
     job_harness.run(scenario)
 

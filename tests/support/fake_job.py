@@ -69,7 +69,7 @@ class FakeJob:
             "max_rollouts": max_rollouts,
             "history": HISTORY.full_name,
             "state": "running",
-            "capabilities": "kept-results streamed-tokens pause",
+            "capabilities": "kept-results streamed-tokens pause staleness",
         }
         self.redis.hset(self.keys.job, mapping=description)
         self.redis.set(job_uid_key(name), uid)
@@ -170,7 +170,9 @@ class FakeJob:
 
     def publish_status(self, **status: object) -> None:
         """Publish a status, as a coordinator does once a second."""
-        self.redis.set(self.keys.status, json.dumps({"waiting": 0, "assigned": 0, **status}), ex=10)
+        self.redis.set(
+            self.keys.status, json.dumps({"waiting": 0, "assigned": 0, "weight_version": 0, **status}), ex=10
+        )
 
     @contextmanager
     def out_of_memory(self) -> Iterator[None]:

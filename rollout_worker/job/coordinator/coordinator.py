@@ -122,7 +122,7 @@ class Coordinator:
             limits=limits,
         )
         self._slow_clients = SlowClients(job_store, self._tracker, int(parse_quantity(queue.max_unread_results)))
-        self._placer = RolloutPlacer(self._orders, self._tracker, self._queue, self._engines)
+        self._placer = RolloutPlacer(self._orders, self._tracker, self._queue, self._engines, self._weights)
         self._publisher = StatusPublisher(
             self.board,
             job_store,

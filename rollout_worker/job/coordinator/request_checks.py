@@ -66,7 +66,15 @@ def _unknown_token(name: str, token: int, vocabulary: int) -> AdmissionError:
 
 
 def _check_weight_version(request: RolloutRequest) -> None:
-    if request.weight_version is None or request.prefix is None:
+    if request.prefix is None:
+        return
+    oldest = request.prefix.oldest_weight_version
+    if oldest is not None and request.min_weight_version is not None and oldest < request.min_weight_version:
+        raise AdmissionError(
+            f"min_weight_version is {request.min_weight_version}, but the prefix was sampled with version {oldest}; "
+            "lower min_weight_version, or sample the rollout from the beginning"
+        )
+    if request.weight_version is None:
         return
     others = sorted({span.weight_version for span in request.prefix.weight_spans} - {request.weight_version})
     if others:

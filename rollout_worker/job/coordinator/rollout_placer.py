@@ -11,7 +11,9 @@ from rollout_worker.job.coordinator.migration import plan_migrations
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.coordinator.scheduler import EngineLoad
+from rollout_worker.job.coordinator.version_bounds import VersionBounds
 from rollout_worker.job.coordinator.weight_passing import find_waiting_engines
+from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import Assignment, Order
 
 logger = logging.getLogger(__name__)
@@ -21,11 +23,17 @@ class RolloutPlacer:
     """Assigns waiting rollouts to engines, and migrates running ones to idle engines at the end of a training step."""
 
     def __init__(
-        self, orders: FencedOrders, tracker: RolloutTracker, queue: RolloutQueue, engines: EngineTracker
+        self,
+        orders: FencedOrders,
+        tracker: RolloutTracker,
+        queue: RolloutQueue,
+        engines: EngineTracker,
+        weights: WeightAnnouncer,
     ) -> None:
         self.num_migrated = 0
         """Number of rollouts that this coordinator has migrated."""
         self._orders, self._tracker, self._queue, self._engines = orders, tracker, queue, engines
+        self._weights = weights
 
     async def assign_waiting(self, slow_clients: frozenset[str]) -> None:
         """Assign the waiting rollouts that can start now, except those of slow clients."""
@@ -45,10 +53,16 @@ class RolloutPlacer:
         if not loads or not self._queue.num_waiting:
             return
         by_engine: defaultdict[str, list[Assignment]] = defaultdict(list)
-        for placed in self._queue.place(loads, slow_clients, self._tracker.requests):
+        newest = self._weights.newest_version
+        for placed in self._queue.place(loads, slow_clients, self._tracker.requests, newest):
             request = self._tracker.requests[placed.request_id]
-            resumed = self._queue.may_have_partial(request.rollout_id(placed.sample))
-            assignment = Assignment(placed.request_id, placed.sample, request.entry_id, resumed=resumed)
+            assignment = Assignment(
+                placed.request_id,
+                placed.sample,
+                request.entry_id,
+                resumed=self._queue.may_have_partial(request.rollout_id(placed.sample)),
+                oldest_version=VersionBounds.of(request.request).oldest(newest),
+            )
             by_engine[placed.engine].append(assignment)
         for engine, assignments in by_engine.items():
             sent = await self._orders.send(engine, [Order.sample(assignment) for assignment in assignments])

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rollout_api.protocol.messages import DraftMode
 from rollout_worker.job.coordinator.open_request import OpenRequest
 from rollout_worker.job.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingGroup
+from rollout_worker.job.coordinator.version_bounds import VersionBounds
 from rollout_worker.job.job_store.assignments import RolloutKey
 from rollout_worker.job.limits import CoordinatorLimits
 
@@ -62,7 +63,7 @@ class RolloutQueue:
                 request.request.priority,
                 request.predicted_length,
                 probed=bool(request.done or request.assigned),
-                pinned_version=request.request.weight_version,
+                versions=VersionBounds.of(request.request),
                 non_speculative=request.request.draft_mode is DraftMode.OFF,
                 preferred_engine=preferred_engine,
                 isolated=bool(isolated),
@@ -78,7 +79,11 @@ class RolloutQueue:
         self._scheduler.predict(request.request_id, request.predicted_length)
 
     def place(
-        self, engines: Sequence[EngineLoad], slow_clients: frozenset[str], requests: Mapping[str, OpenRequest]
+        self,
+        engines: Sequence[EngineLoad],
+        slow_clients: frozenset[str],
+        requests: Mapping[str, OpenRequest],
+        newest_version: int,
     ) -> list[Placement]:
         """Remove and return the samples that can start now, with an engine for each.
 
@@ -86,13 +91,14 @@ class RolloutQueue:
             engines: the engines that take work.
             slow_clients: clients whose rollouts must not start.
             requests: all open requests by id.
+            newest_version: newest published weight version.
         """
         occupied = frozenset(
             request.assigned[sample]
             for request_id, sample in self._isolated
             if (request := requests.get(request_id)) is not None and sample in request.assigned
         )
-        return self._scheduler.place(engines, slow_clients, occupied)
+        return self._scheduler.place(engines, slow_clients, occupied, newest_version)
 
     def may_have_partial(self, rollout_id: str) -> bool:
         """Return whether a rollout may have a partial from which an engine can continue."""

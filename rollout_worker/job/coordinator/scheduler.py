@@ -6,6 +6,8 @@ import heapq
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from rollout_worker.job.coordinator.version_bounds import ANY_VERSION, VersionBounds
+
 _RUNNING_PER_EXTRA_ASSIGNMENT = 8
 """Rollouts that an engine can run at once, per additional rollout that it is assigned beyond them.
 
@@ -56,8 +58,8 @@ class WaitingGroup:
     """Expected length of a sample in tokens."""
     probed: bool = False
     """Whether a sample of the request was started before: once it ends, the others' lengths are better known."""
-    pinned_version: int | None = None
-    """The only weight version with which the request may be sampled; None for any."""
+    versions: VersionBounds = ANY_VERSION
+    """Weight versions with which the request may be sampled."""
     non_speculative: bool = False
     """Whether the request wants no drafts, and therefore an engine without speculation if there is one."""
     preferred_engine: str | None = None
@@ -75,8 +77,31 @@ class Placement:
     engine: str
 
 
-_Lane = tuple[str, bool, int | None, bool]
-"""What decides where a group may run: client, whether it wants no drafts, pinned version, and isolation."""
+_Lane = tuple[str, bool, VersionBounds, bool]
+"""What decides where a group may run: client, whether it wants no drafts, weight versions, and isolation."""
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """Which engines may run a group at the moment."""
+
+    kinds: frozenset[bool]
+    """Whether there are engines without (True) and with (False) speculation."""
+    newest_version: int
+    """Newest published weight version."""
+
+    def may_run(self, engine: EngineLoad, *, non_speculative: bool, versions: VersionBounds) -> bool:
+        """Return whether an engine may run a group.
+
+        A group runs on an engine of the other kind only if there is none of its own.
+
+        Args:
+            engine: the engine.
+            non_speculative: whether the group wants no drafts.
+            versions: weight versions with which the group may be sampled.
+        """
+        right_kind = engine.non_speculative == non_speculative or non_speculative not in self.kinds
+        return right_kind and versions.allow(engine.version, self.newest_version)
 
 
 @dataclass
@@ -136,7 +161,7 @@ class ProbeThenLongest:
         yield from self._groups.values()
 
     def place(
-        self, engines: Iterable[EngineLoad], slow_clients: frozenset[str], occupied: frozenset[str]
+        self, engines: Iterable[EngineLoad], slow_clients: frozenset[str], occupied: frozenset[str], newest_version: int
     ) -> list[Placement]:
         """Remove the samples that can start now, and return where each starts.
 
@@ -144,10 +169,11 @@ class ProbeThenLongest:
             engines: all engines that take work.
             slow_clients: clients that do not read their results, whose samples must not start.
             occupied: engines that already have an isolated sample.
+            newest_version: newest published weight version.
         """
         loads = {engine.engine: engine for engine in engines}
-        kinds = {engine.non_speculative for engine in loads.values()}
-        placed = self._place_on_preferred_engines(loads, slow_clients, kinds)
+        rules = _Rules(frozenset(engine.non_speculative for engine in loads.values()), newest_version)
+        placed = self._place_on_preferred_engines(loads, slow_clients, rules)
         capacity = sum(engine.max_running for engine in loads.values())
         with_isolated = set(occupied)
         # The least loaded engine takes the first sample that it may run, until no engine can take any.
@@ -159,7 +185,7 @@ class ProbeThenLongest:
             ahead = max(1, engine.max_running // _RUNNING_PER_EXTRA_ASSIGNMENT) if self._waiting > capacity else 0
             if engine.assigned >= engine.max_running + ahead:
                 continue
-            group = self._first(engine, slow_clients, kinds, with_isolated)
+            group = self._first(engine, slow_clients, rules, with_isolated)
             if group is None:
                 continue
             placed.append(self._take(group, loads, name))
@@ -169,7 +195,7 @@ class ProbeThenLongest:
         return placed
 
     def _place_on_preferred_engines(
-        self, loads: dict[str, EngineLoad], slow_clients: frozenset[str], kinds: set[bool]
+        self, loads: dict[str, EngineLoad], slow_clients: frozenset[str], rules: _Rules
     ) -> list[Placement]:
         """Place turns on the engines that have their prefixes cached, even if they wait there a little."""
         placed = []
@@ -178,7 +204,7 @@ class ProbeThenLongest:
             if (
                 engine is None
                 or group.isolated
-                or not _may_run(engine, group.non_speculative, group.pinned_version, kinds)
+                or not rules.may_run(engine, non_speculative=group.non_speculative, versions=group.versions)
             ):
                 group.preferred_engine = None
             elif group.client not in slow_clients and engine.load < _MAX_PREFERRED_LOAD:
@@ -186,13 +212,13 @@ class ProbeThenLongest:
         return placed
 
     def _first(
-        self, engine: EngineLoad, slow_clients: frozenset[str], kinds: set[bool], with_isolated: set[str]
+        self, engine: EngineLoad, slow_clients: frozenset[str], rules: _Rules, with_isolated: set[str]
     ) -> WaitingGroup | None:
         """Return the group whose sample should start next among those that an engine may run."""
         best: tuple[tuple[float, ...], WaitingGroup] | None = None
         for lane in list(self._lanes):
-            client, non_speculative, pinned_version, isolated = lane
-            if client in slow_clients or not _may_run(engine, non_speculative, pinned_version, kinds):
+            client, non_speculative, versions, isolated = lane
+            if client in slow_clients or not rules.may_run(engine, non_speculative=non_speculative, versions=versions):
                 continue
             if isolated and engine.engine in with_isolated:
                 continue
@@ -245,23 +271,9 @@ class ProbeThenLongest:
         return Placement(group.request_id, sample, engine)
 
 
-def _may_run(engine: EngineLoad, non_speculative: bool, pinned_version: int | None, kinds: set[bool]) -> bool:
-    """Return whether an engine may run a group.
-
-    Args:
-        engine: the engine.
-        non_speculative: whether the group wants no drafts.
-        pinned_version: the weight version that the group needs; None for any.
-        kinds: whether there are engines without (True) and with (False) speculation. A group runs on an engine of the
-            other kind only if there is none of its own.
-    """
-    right_kind = engine.non_speculative == non_speculative or non_speculative not in kinds
-    return pinned_version in (None, engine.version) and right_kind
-
-
 def _sort_key(group: WaitingGroup) -> tuple[float, ...]:
     return (-group.priority, group.probed, -group.predicted_length, group.arrival)
 
 
 def _lane(group: WaitingGroup) -> _Lane:
-    return (group.client, group.non_speculative, group.pinned_version, group.isolated)
+    return (group.client, group.non_speculative, group.versions, group.isolated)

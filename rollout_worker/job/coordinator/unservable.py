@@ -1,18 +1,21 @@
-"""Requests that cannot be served any more: past their deadline, or pinned to a version that no engine serves."""
+"""Requests that cannot be served any more: past their deadline, or without an engine of a version that they allow."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 from rollout_api.protocol.messages import FinishReason
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.answers import Answers
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
+from rollout_worker.job.coordinator.open_request import OpenRequest
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
+from rollout_worker.job.coordinator.version_bounds import ANY_VERSION, VersionBounds
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
-from rollout_worker.job.job_store import JobStore
+from rollout_worker.job.job_store import EngineReport, JobStore
 from rollout_worker.job.limits import CoordinatorLimits
 
 logger = logging.getLogger(__name__)
@@ -48,25 +51,35 @@ class UnservableRequests:
                 self._answers.end_waiting(request, FinishReason.DEADLINE)
 
     def fail_unserved_versions(self) -> None:
-        """Fail waiting samples that are pinned to a weight version which no engine serves or will serve."""
+        """Fail waiting samples if no engine serves, or will serve, a weight version that may sample them."""
         reports = list(self._engines.engines.values())
-        pinned = {group.pinned_version for group in self._queue.groups() if group.pinned_version is not None}
-        unserved = pinned - {report.upcoming_version for report in reports}
+        newest = self._weights.newest_version
+        served = {report.upcoming_version for report in reports}
+        unserved = {
+            group.versions
+            for group in self._queue.groups()
+            if group.versions != ANY_VERSION and not any(group.versions.allow(version, newest) for version in served)
+        }
         if not unserved or not reports:
             return
-        desired = self._weights.desired_version
         for request in list(self._tracker.requests.values()):
-            version = request.request.weight_version
-            if version is None or version not in unserved:
-                continue
-            reasons = [report.failed[version] for report in reports if version in report.failed]
-            if version == desired and len(reasons) == len(reports):
-                self._answers.fail_waiting(request, f"no engine can load weight version {version}: {reasons[0]}")
-            elif desired is not None and version < desired:
-                detail = f"no engine serves weight version {version} any more; the newest is {desired}"
-                self._answers.fail_waiting(request, detail)
-            else:
-                self._log_waiting(version)
+            if (bounds := VersionBounds.of(request.request)) in unserved:
+                self._fail_or_wait(request, bounds, reports)
+
+    def _fail_or_wait(self, request: OpenRequest, bounds: VersionBounds, reports: Sequence[EngineReport]) -> None:
+        desired = self._weights.desired_version
+        # Engines only load the newest version.
+        version = bounds.pinned
+        if version is None:
+            version = max(bounds.oldest(self._weights.newest_version), self._weights.newest_version)
+        reasons = [report.failed[version] for report in reports if version in report.failed]
+        if version == desired and len(reasons) == len(reports):
+            self._answers.fail_waiting(request, f"no engine can load weight version {version}: {reasons[0]}")
+        elif desired is not None and version < desired:
+            detail = f"no engine serves weight version {version} any more; the newest is {desired}"
+            self._answers.fail_waiting(request, detail)
+        else:
+            self._log_waiting(version)
 
     def _log_waiting(self, version: int) -> None:
         now = time.monotonic()
@@ -74,6 +87,6 @@ class UnservableRequests:
             self._next_log[version] = now + self._limits.unserved_version_log_interval_s
             logger.warning(
                 "Rollouts wait for weight version %d, which no engine serves or loads; publish it, or cancel the "
-                "requests that are pinned to it.",
+                "requests that need it.",
                 version,
             )

@@ -27,6 +27,11 @@ class WeightAnnouncer:
         """Weight version that the engines should serve; None if none was published."""
         return self._updates[-1].weight_version if self._updates else None
 
+    @property
+    def newest_version(self) -> int:
+        """Newest published weight version; 0 is the model that the job started with."""
+        return self.desired_version or 0
+
     async def restore(self) -> None:
         """Read the published weights from Redis."""
         self._updates = await retry_async(self._job_store.job.weights)

@@ -101,13 +101,14 @@ class RolloutExecutor:
         if done:
             await self._acknowledge(running, engine_id)
             return
-        if resumed is not None and not can_continue(request.sampling):
+        oldest = assignment.oldest_version
+        if resumed is not None and (not can_continue(request.sampling) or _is_older(resumed, oldest)):
             resumed = None
         if cancelled:
             running.stop(FinishReason.CANCELLED)
         self._start_deadline(running, request)
         if not await self._prepare(running, request):
-            await self._return(running, engine_id, f"weight version {request.weight_version} is not served")
+            await self._return(running, engine_id, "no weight version that may sample it is served")
             return
         await self._produce(running, request, resumed, engine_id, started_at)
 
@@ -120,9 +121,12 @@ class RolloutExecutor:
         running.deadline = loop.call_later(max(0.0, remaining), running.stop, FinishReason.DEADLINE)
 
     async def _prepare(self, running: RunningRollout, request: RolloutRequest) -> bool:
-        """Wait for the problem's history; False if the weight version that the request is pinned to is not served."""
+        """Wait for the problem's history; False if no weight version that may sample the rollout is served."""
         pinned = request.weight_version
-        served = pinned is None or await self._weights.serves(pinned)
+        if pinned is not None:
+            served = await self._weights.serves(pinned)
+        else:
+            served = await self._weights.serves_since(running.assignment.oldest_version)
         # Set only now, because a weight update waits for all pinned rollouts.
         running.pinned_version = pinned if served else None
         if served and not running.stopped.is_set():
@@ -158,6 +162,7 @@ class RolloutExecutor:
         generated: GenerationResult | None = None
         reason: FinishReason | None
         try:
+            _check_age(prefix, running.assignment.oldest_version)
             with self._announcer.in_use(request.problem):
                 generated = await self._generate(running, request, prefix, stream)
             reason, detail = generated.finish_reason or running.finish_reason, ""
@@ -222,4 +227,23 @@ class RolloutExecutor:
             running.order.order_id,
             running.assignment,
             reason,
+        )
+
+
+def _is_older(tokens: Partial, version: int) -> bool:
+    """Return whether a weight version before *version* has sampled some of the tokens."""
+    oldest = tokens.oldest_weight_version
+    return oldest is not None and oldest < version
+
+
+def _check_age(prefix: Partial | None, oldest_version: int) -> None:
+    """Check that a request's prefix is not too stale.
+
+    Raises:
+        AdmissionError: a weight version before *oldest_version* has sampled some of its tokens.
+    """
+    if prefix is not None and _is_older(prefix, oldest_version):
+        raise AdmissionError(
+            f"its prefix was sampled with weight version {prefix.oldest_weight_version}, but max_staleness requires "
+            f"version {oldest_version} or later by now; sample it from the beginning, or raise max_staleness"
         )

@@ -111,6 +111,19 @@ class WeightUpdater:
         async with self._updating:
             return self._lease.report.version == version
 
+    async def serves_since(self, version: int) -> bool:
+        """Return whether new rollouts are sampled with *version* or a later one, once the current update has finished.
+
+        It does not wait for the update if the weights that are served now are new enough.
+        """
+        report = self._lease.report
+        if report.version >= version:
+            return True
+        if report.upcoming_version < version:
+            return False
+        async with self._updating:
+            return report.version >= version
+
     async def update(self) -> None:
         """Load the published weights that are not served yet, and report the outcome.
 

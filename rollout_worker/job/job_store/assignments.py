@@ -33,6 +33,8 @@ class Assignment:
     """Id of the request's entry in the request stream."""
     resumed: bool = False
     """Whether there may be a partial from which the engine can continue."""
+    oldest_version: int = 0
+    """Oldest weight version that may have sampled, or may sample, a token of the rollout."""
 
     @property
     def key(self) -> RolloutKey:
@@ -113,7 +115,13 @@ class Order:
         request_id = as_text(fields.get(b"i", b""))
         assignment = None
         if kind in (OrderKind.SAMPLE, OrderKind.MIGRATE):
-            assignment = Assignment(request_id, int(fields[b"s"]), as_text(fields[b"r"]), resumed=b"p" in fields)
+            assignment = Assignment(
+                request_id,
+                int(fields[b"s"]),
+                as_text(fields[b"r"]),
+                resumed=b"p" in fields,
+                oldest_version=int(fields.get(b"o", 0)),
+            )
         target = as_text(fields.get(b"t", b""))
         weight_version = int(fields[b"v"]) if kind is OrderKind.SEND_WEIGHTS else 0
         return cls(kind, assignment, request_id, entry_id, target, weight_version)
@@ -124,6 +132,7 @@ class Order:
         if self.assignment is not None:
             fields += ["s", self.assignment.sample, "r", self.assignment.entry_id]
             fields += ["p", "1"] if self.assignment.resumed else []
+            fields += ["o", self.assignment.oldest_version] if self.assignment.oldest_version else []
         if self.kind is OrderKind.SEND_WEIGHTS:
             fields += ["t", self.target, "v", self.weight_version]
         return fields

@@ -1,0 +1,306 @@
+"""The queue that keeps groups of rollouts in flight."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import pytest
+
+from rollout_api import (
+    AsyncGroupQueue,
+    AsyncRolloutClient,
+    FinishReason,
+    InvalidRequestError,
+    Prompt,
+    Rewards,
+    Rollout,
+    RolloutClient,
+    RolloutClientError,
+    RolloutRequest,
+    WeightSpan,
+    WeightUpdate,
+    encode,
+)
+from tests.support.client_tests import num_pending, result_entries, run
+from tests.support.fake_job import VOCABULARY, FakeJob
+
+PROMPTS = [[1], [2], [3], [4], [5], [6]]
+
+
+def position(request: RolloutRequest) -> int:
+    """Return the position of a request's prompt in PROMPTS."""
+    return request.prompt_token_ids[0] - 1
+
+
+class QueueHarness:
+    """A job that answers only what the test tells it to, and a queue for its client."""
+
+    def __init__(self, job: FakeJob, client: AsyncRolloutClient) -> None:
+        self.job, self.client = job, client
+
+    async def requests(self, num: int) -> list[RolloutRequest]:
+        """Wait until there are *num* open requests, and return them in the order of their prompts."""
+        return sorted(await asyncio.to_thread(self.job.wait_for_requests, num), key=position)
+
+    async def answer(self, *positions: int, versions: Sequence[int] = (0, 0), **options: Any) -> None:
+        """Answer the requests for the prompts at *positions*; *versions* are those of the two samples."""
+        await self.requests(1)
+        for request in sorted(self.job.requests(), key=lambda one: (*positions, position(one)).index(position(one))):
+            if position(request) not in positions:
+                continue
+            for sample, version in enumerate(versions):
+                rollout = self.job.make_rollout(request, sample, **options)
+                spans = [WeightSpan(start=0, weight_version=version)]
+                self.job.reply(request.reply_to, rollout.model_copy(update={"weight_spans": spans}))
+            self.job.delete_request(request)
+
+    def publish(self, version: int) -> None:
+        """Publish weights, as far as clients can see."""
+        self.job.publish_status(weight_version=version)
+        update = WeightUpdate(weight_version=version, uri="/w") if version else None
+        if update is not None:
+            self.job.redis.hset(self.job.keys.weights, "full", encode(update))
+
+
+@pytest.fixture
+def queue_test(redis_url: str, job: FakeJob) -> Callable[..., None]:
+    def run_test(scenario: Callable[[QueueHarness], Any]) -> None:
+        async def connected() -> None:
+            async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+                harness = QueueHarness(job, client)
+                harness.publish(0)
+                await scenario(harness)
+
+        run(connected())
+
+    return run_test
+
+
+def numbers(groups: Sequence[Any]) -> list[int]:
+    return [group.number for group in groups]
+
+
+def test_finished_groups_are_taken_and_others_requested_in_their_place(queue_test: Callable[..., None]) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        async with harness.client.group_queue(PROMPTS, max_in_flight=3, first_step=10) as queue:
+            assert [0, 1, 2] == [position(request) for request in await harness.requests(3)]
+            await harness.answer(1)
+            [group] = await queue.take(1)
+            assert (11, [2]) == (group.number, group.prompt.token_ids)
+            assert [[1, 1, 1], [2, 2, 2]] == [rollout.token_ids for rollout in group.rollouts]
+            assert group.rewards is None
+            await harness.answer(0, 2)
+            assert [10, 12] == numbers(await queue.take(2))
+            assert [3, 4, 5] == [position(request) for request in await harness.requests(3)]
+            await harness.answer(3, 4, 5)
+            # There are no more prompts.
+            assert [13, 14, 15] == numbers(await queue.take(9))
+            assert [] == await queue.take(1)
+        assert 0 == num_pending(harness.job) == len(result_entries(harness.job))
+
+    queue_test(scenario)
+
+
+def test_groups_can_be_taken_in_the_order_of_their_prompts(queue_test: Callable[..., None]) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        async with harness.client.group_queue(PROMPTS, max_in_flight=3, order="in_order") as queue:
+            await harness.requests(3)
+            await harness.answer(2, 1)
+            first = asyncio.ensure_future(queue.take(2))
+            await asyncio.sleep(0.3)
+            assert not first.done()
+            await harness.answer(0)
+            assert [0, 1] == numbers(await first)
+            assert [2] == numbers(await queue.take(1))
+
+    queue_test(scenario)
+
+
+def test_the_staleness_of_a_group_is_that_of_its_oldest_token(queue_test: Callable[..., None]) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        async with harness.client.group_queue(PROMPTS[:2], max_in_flight=2) as queue:
+            await harness.requests(2)
+            harness.publish(7)
+            await harness.answer(0, versions=(7, 5))
+            [group] = await queue.take(1)
+            assert (7, 2) == (group.newest_version, group.staleness)
+            await harness.answer(1, versions=(7, 7))
+            harness.publish(8)  # while the group waits
+            assert [1] == [group.staleness for group in await queue.take(1)]
+
+    queue_test(scenario)
+
+
+def test_groups_that_are_too_stale_are_replaced(queue_test: Callable[..., None]) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        harness.publish(9)
+        async with harness.client.group_queue(PROMPTS, max_in_flight=2, max_staleness=1) as queue:
+            assert [1, 1] == [request.max_staleness for request in await harness.requests(2)]
+            await harness.answer(0, versions=(9, 7))
+            await harness.answer(1, versions=(8, 9))
+            assert [1] == numbers(await queue.take(1))
+            assert 1 == queue.num_stale
+            assert [2, 3] == [position(request) for request in await harness.requests(2)]
+
+    queue_test(scenario)
+
+
+def test_prompts_with_bounds_of_their_own_keep_them(queue_test: Callable[..., None]) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        prompts = [Prompt([1], max_staleness=3), Prompt([2], weight_version=0)]
+        async with harness.client.group_queue(prompts, max_in_flight=2, max_staleness=1):
+            sent = await harness.requests(2)
+        assert [(3, None), (None, 0)] == [(request.max_staleness, request.weight_version) for request in sent]
+
+    queue_test(scenario)
+
+
+def by_prompt(prompt: Prompt, rollouts: list[Rollout]) -> list[float]:
+    """Return different rewards for prompts with an odd token, and equal ones for others."""
+    return [float(index * (prompt.token_ids[0] % 2)) for index in range(len(rollouts))]
+
+
+async def by_prompt_later(prompt: Prompt, rollouts: list[Rollout]) -> list[float]:
+    await asyncio.sleep(0.01)
+    return by_prompt(prompt, rollouts)
+
+
+@pytest.mark.parametrize("reward", [by_prompt, by_prompt_later])
+def test_dynamic_sampling_replaces_groups_with_equal_rewards(queue_test: Callable[..., None], reward: Any) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        queue = harness.client.group_queue(PROMPTS, max_in_flight=2, reward=reward, dynamic_sampling=True)
+        async with queue:
+            await harness.requests(2)
+            await harness.answer(1)
+            # It is replaced although nobody takes groups at the moment.
+            assert [0, 2] == [position(request) for request in await harness.requests(2)]
+            await harness.answer(0, 2)
+            groups = await queue.take(2)
+            assert [0, 2] == numbers(groups)
+            assert [[0.0, 1.0]] * 2 == [group.rewards for group in groups]
+        assert 1 == queue.num_equal
+        reported = [fields[b"d"] for _, fields in harness.job.redis.xrange(harness.job.keys.rewards)]
+        assert 3 == len(reported)
+        first = groups[0].rollouts[1].rollout_id
+        assert any(
+            encode(Rewards(rewards={groups[0].rollouts[0].rollout_id: 0.0, first: 1.0})) == one for one in reported
+        )
+
+    queue_test(scenario)
+
+
+def test_groups_that_failed_are_replaced_until_too_many_fail(queue_test: Callable[..., None]) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        async with harness.client.group_queue(([1] for _ in count()), max_in_flight=1) as queue:
+            await harness.requests(1)
+            await harness.answer(0, finish_reason=FinishReason.FAILED)
+            await harness.answer(0)
+            [group] = await queue.take(1)
+            assert (1, 1) == (group.number, queue.num_failed)
+
+            def fail(request: RolloutRequest) -> None:
+                harness.job.answer(request, finish_reason=FinishReason.FAILED)
+
+            with harness.job.serving(fail), pytest.raises(RolloutClientError, match="the last 16 groups have failed"):
+                await queue.take(1)
+
+    queue_test(scenario)
+
+
+def test_an_interrupted_call_loses_no_group(queue_test: Callable[..., None]) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        async with harness.client.group_queue(PROMPTS, max_in_flight=2) as queue:
+            await harness.requests(2)
+            await harness.answer(0)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(queue.take(2), 1)
+            await harness.answer(1)
+            assert [0, 1] == numbers(await queue.take(2))
+
+    queue_test(scenario)
+
+
+def test_a_prompt_that_the_job_cannot_serve_is_an_error_once(queue_test: Callable[..., None]) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        async with harness.client.group_queue([[1], [VOCABULARY], [3]], max_in_flight=1) as queue:
+            await harness.answer(0)
+            with pytest.raises(InvalidRequestError, match="step 1, prompt 0: token id 1000"):
+                await queue.take(1)
+            assert [0] == numbers(await queue.take(1))
+            await harness.answer(2)
+            assert [2] == numbers(await queue.take(1))
+
+    queue_test(scenario)
+
+
+def test_an_error_in_the_reward_function_is_raised(queue_test: Callable[..., None]) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        def broken(prompt: Prompt, rollouts: list[Rollout]) -> list[float]:
+            return [0.0] if prompt.token_ids == [1] else [0.0, 1.0]
+
+        async with harness.client.group_queue(PROMPTS, max_in_flight=2, reward=broken) as queue:
+            await harness.requests(2)
+            await harness.answer(0)
+            with pytest.raises(InvalidRequestError, match="returned 1 rewards for 2 rollouts"):
+                await queue.take(1)
+            await harness.answer(1)
+            assert [1] == numbers(await queue.take(1))
+
+    queue_test(scenario)
+
+
+def test_leaving_the_queue_cancels_what_is_in_flight(queue_test: Callable[..., None]) -> None:
+    async def scenario(harness: QueueHarness) -> None:
+        async with harness.client.group_queue(PROMPTS, max_in_flight=2) as queue:
+            requests = await harness.requests(2)
+        cancelled = {name for message in harness.job.control_messages() for name in message.request_ids}
+        assert {request.request_id for request in requests} == cancelled
+        assert 0 == queue.num_in_flight
+        with pytest.raises(RolloutClientError, match="the queue is not open"):
+            await queue.take(1)
+
+    queue_test(scenario)
+
+
+def test_a_restarted_trainer_receives_the_groups_that_were_not_taken(redis_url: str, job: FakeJob) -> None:
+    async def trainer(first: int, *, interrupted: bool) -> list[int]:
+        async with AsyncRolloutClient.connect(redis_url, job.name) as client:
+            queue: AsyncGroupQueue
+            left = PROMPTS[first:]
+            async with client.group_queue(left, max_in_flight=3, first_step=first, order="in_order") as queue:
+                taken = await queue.take(1 if interrupted else 9)
+                if interrupted:
+                    raise KeyError("the trainer fails")
+                return numbers(taken)
+
+    with job.serving():
+        with pytest.raises(KeyError):
+            run(trainer(0, interrupted=True))
+        assert [1, 2, 3, 4, 5] == run(trainer(1, interrupted=False))
+    assert 2 * len(PROMPTS) == len(set(job.sampled)) == len(job.sampled)
+
+
+def test_the_synchronous_client_has_the_same_queue(client: RolloutClient, job: FakeJob) -> None:
+    with job.serving():
+        options = {"max_in_flight": 2, "reward": by_prompt, "dynamic_sampling": True, "order": "in_order"}
+        with client.group_queue(PROMPTS, **options) as queue:
+            assert [0, 2] == numbers(queue.take(2))
+            assert [4] == numbers(list(queue))
+        assert (3, 0, 0, 0) == (queue.num_equal, queue.num_stale, queue.num_failed, queue.num_in_flight)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected_error"),
+    [
+        ({"max_in_flight": 0}, "max_in_flight = 0"),
+        ({"max_in_flight": 1, "max_staleness": -1}, "max_staleness = -1"),
+        ({"max_in_flight": 1, "dynamic_sampling": True}, "dynamic_sampling .* pass a reward function"),
+        ({"max_in_flight": 1, "order": "fifo"}, "order: 'fifo' is not one of ready_first, in_order"),
+    ],
+)
+def test_arguments_are_checked(client: RolloutClient, options: dict[str, Any], expected_error: str) -> None:
+    with pytest.raises(InvalidRequestError, match=expected_error):
+        client.group_queue(PROMPTS, **options)

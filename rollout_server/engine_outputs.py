@@ -12,6 +12,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from rollout_api.protocol.messages import FinishReason as RolloutEnd
 from rollout_api.protocol.messages import Partial, Rollout
+from rollout_worker.engine.sampling_params import end_token_ids
 
 _ENDS = {
     RolloutEnd.STOP: FinishReason.STOP,
@@ -33,7 +34,7 @@ class ResponseOutputs:
         self._request_id = request.request_id
         self._num_prompt_tokens = len(request.prompt_token_ids or ())
         self._with_logprobs = params.logprobs is not None
-        self._end_tokens = params.all_stop_token_ids
+        self._end_tokens = frozenset(end_token_ids(params))
         self._num_tokens = 0
 
     def append(self, tokens: Partial) -> Iterator[EngineCoreOutputs]:

@@ -13,7 +13,6 @@ _UNSUPPORTED = {
     "logprob_token_ids": "logprob_token_ids",
     "structured_outputs": "structured outputs, which response formats, strict tools and required tools use",
     "bad_words": "bad_words",
-    "ignore_eos": "ignore_eos",
     "repetition_detection": "repetition_detection",
     "thinking_token_budget": "thinking_token_budget",
 }
@@ -31,7 +30,8 @@ class UnsupportedSamplingError(ValueError):
 def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
     """Return the settings of a request, as fields of :class:`rollout_api.Sampling`.
 
-    All settings but the seed are explicit, because the job's defaults have been applied before.
+    All settings but the seed are explicit, because the job's defaults have been applied before. Only those that jobs of
+    earlier versions do not know are omitted if they have no effect.
 
     Args:
         params: parameters of a prompt, as vLLM's server passes them to its engine.
@@ -73,4 +73,6 @@ def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
     if params.seed is not None:
         # Without a seed of its own, a request has the job's. Seeds of a job have 31 bits.
         overrides["seed"] = params.seed % 2**31
+    if params.ignore_eos:
+        overrides["ignore_eos"] = True
     return overrides

@@ -19,7 +19,14 @@ from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundEr
 from rollout_api.manifest.spec import Sampling
 from rollout_api.manifest.validation_errors import first_error
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_api.protocol.messages import SCHEMA_VERSION, Capability, Partial, RolloutRequest, encode
+from rollout_api.protocol.messages import (
+    SCHEMA_VERSION,
+    SETTING_CAPABILITIES,
+    Capability,
+    Partial,
+    RolloutRequest,
+    encode,
+)
 from rollout_api.redis_client.client_connection import server_name
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
@@ -183,6 +190,14 @@ class JobInfo:
     def _sampling(self, given: Sampling | Mapping[str, Any], where: str) -> tuple[Sampling, Sampling]:
         """Return the overrides to send, and the settings that result from them and the job's defaults."""
         overrides = overrides_of(given)
+        for name, capability in SETTING_CAPABILITIES.items():
+            if name not in overrides or capability in self.capabilities:
+                continue
+            # Such a job could not even read the default value.
+            if overrides.pop(name) != Sampling.model_fields[name].default:
+                raise InvalidRequestError(
+                    f"{where}: job {self.name} does not know sampling.{name}; remove it, or upgrade the job's image"
+                )
         if "min_tokens" in overrides:
             # The receiver validates min_tokens against max_tokens before it knows the job's default for the latter.
             overrides.setdefault("max_tokens", self.sampling["max_tokens"])

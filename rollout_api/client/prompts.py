@@ -27,6 +27,7 @@ class SamplingOverrides(TypedDict, total=False):
     min_tokens: int
     stop: list[str]
     stop_token_ids: list[int]
+    ignore_eos: bool
     allowed_token_ids: list[int]
     presence_penalty: float
     frequency_penalty: float

@@ -348,6 +348,9 @@ class Sampling(ManifestModel):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list, description="Tokens that end a response, in addition to the model's own."
     )
+    ignore_eos: bool = Field(
+        default=False, description="Continue responses behind the model's own end tokens, for example in benchmarks."
+    )
     allowed_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list, description="If not empty, only these tokens are sampled."
     )

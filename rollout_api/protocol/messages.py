@@ -72,6 +72,12 @@ class Capability(StrEnum):
     """Requests may have ``stream``."""
     PAUSE = "pause"
     """The job can be paused and resumed."""
+    IGNORE_EOS = "ignore-eos"
+    """Requests may have ``sampling.ignore_eos``."""
+
+
+SETTING_CAPABILITIES = {"ignore_eos": Capability.IGNORE_EOS}
+"""Sampling setting that the first version of the protocol does not have → the capability of jobs that know it."""
 
 
 class DraftMode(StrEnum):

@@ -163,7 +163,9 @@ class ResponseGenerator:
 
     def _end_of_prefix(self, response: ResponseBuilder, sampling: Sampling) -> FinishReason | None:
         """Return why a response has already ended with its prefix; None if it has not."""
-        ends = self._end_tokens.union(sampling.stop_token_ids)
+        ends = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends |= self._end_tokens
         if response.stopped or (response.token_ids and response.token_ids[-1] in ends):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(response.token_ids) == sampling.max_tokens else None

@@ -48,6 +48,7 @@ def vllm_sampling_params(
         min_tokens=max(0, sampling.min_tokens - prefix_tokens),
         stop=stop or None,
         stop_token_ids=sampling.stop_token_ids or None,
+        ignore_eos=sampling.ignore_eos,
         allowed_token_ids=sampling.allowed_token_ids or None,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
@@ -73,7 +74,7 @@ def _stream_seed(seed: int | None, stream_name: str, prefix_tokens: int) -> int 
 def end_token_ids(params: Any) -> list[int]:
     """Return the tokens that end a response, from the ``SamplingParams`` of a request that vLLM has accepted.
 
-    vLLM adds the model's own end tokens to them when it accepts the request.
+    vLLM adds the model's own end tokens to them when it accepts the request, unless they are ignored.
     """
     ends = list(params.stop_token_ids or ())
     return ends if params.eos_token_id is None else [*ends, params.eos_token_id]

@@ -85,6 +85,8 @@ def test_no_partial_is_returned_of_a_short_response_or_without_an_interval(draft
         {"min_tokens": 20},
         {"allowed_token_ids": [1, 3, 5, 7, 11, EOS]},
         {"stop_token_ids": [7]},
+        {"ignore_eos": True},
+        {"ignore_eos": True, "stop_token_ids": [7]},
     ],
 )
 def test_a_continued_greedy_response_equals_an_uninterrupted_one(
@@ -162,14 +164,20 @@ def test_the_first_draft_after_a_prefix_continues_the_history(drafting_engine: E
 
 
 @pytest.mark.parametrize(
-    ("prefix", "reason"),
-    [([1, 2, 3, 4], FinishReason.LENGTH), ([1, EOS], FinishReason.STOP), ([1, 2, 3, 7], FinishReason.STOP)],
+    ("prefix", "reason", "ignore_eos"),
+    [
+        ([1, 2, 3, 4], FinishReason.LENGTH, False),
+        ([1, EOS], FinishReason.STOP, False),
+        ([1, 2, 3, 7], FinishReason.STOP, False),
+        ([1, 2, 3, EOS], FinishReason.LENGTH, True),
+        ([1, EOS, 7], FinishReason.STOP, True),
+    ],
 )
 def test_a_prefix_that_has_ended_is_returned_without_sampling(
-    drafting_engine: EngineHarness, prefix: list[int], reason: FinishReason
+    drafting_engine: EngineHarness, prefix: list[int], reason: FinishReason, *, ignore_eos: bool
 ) -> None:
     before = drafting_engine.engine.counters.prompt_tokens
-    sampling = Sampling(n=1, max_tokens=4, stop_token_ids=[7])
+    sampling = Sampling(n=1, max_tokens=4, stop_token_ids=[7], ignore_eos=ignore_eos)
     partial = Partial(token_ids=prefix, weight_spans=FIRST_VERSION)
     [result] = drafting_engine.continue_from(PROMPT, sampling, [partial])
     assert (prefix, reason, FIRST_VERSION) == (result.token_ids, result.finish_reason, result.weight_spans)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import RolloutRequest
+from rollout_api.protocol.messages import FinishReason, RolloutRequest
 from rollout_worker.engine.drafting_config import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
@@ -51,6 +51,7 @@ def sample_with_drafts(
         ("allowed", {"allowed_token_ids": [1, 3, 5, 7, 11, EOS]}),
         ("stop-token", {"stop_token_ids": [7]}),
         ("stop-string", {"stop": ["w7 w", "w3"]}),
+        ("ignore-eos", {"ignore_eos": True}),
     ],
 )
 def test_greedy_tokens_are_the_same_with_and_without_drafts(
@@ -78,6 +79,7 @@ def test_greedy_tokens_are_the_same_with_and_without_drafts(
         ("penalties", {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}),
         ("allowed", {"allowed_token_ids": [0, 1, 2, 5, 8, 13, 21]}),
         ("min-tokens", {"min_tokens": 4}),
+        ("ignore-eos", {"ignore_eos": True}),
         ("seeded", {"seed": 11}),
     ],
 )
@@ -86,6 +88,13 @@ def test_sampled_tokens_have_the_exact_distribution_of_the_model(
 ) -> None:
     sampling = Sampling.model_validate({"temperature": 1.0, "max_tokens": 5, **settings})
     sample_exactly(reference, sampling, partial(sample_with_drafts, drafting_engine, f"distribution-{name}"))
+
+
+def test_a_response_can_continue_behind_end_tokens_of_the_model(drafting_engine: EngineHarness) -> None:
+    sampling = Sampling(n=1, temperature=1.0, max_tokens=60, ignore_eos=True)
+    responses = drafting_engine.sample(PROMPTS, sampling, "behind-the-end")
+    assert {(FinishReason.LENGTH, 60)} == {(each.finish_reason, len(each.token_ids)) for each in responses}
+    assert any(EOS in each.token_ids[:-1] for each in responses)
 
 
 @pytest.fixture(scope="module")

@@ -159,6 +159,48 @@ def _answer_without_end_token(job: ServedJob, text: str) -> None:
     job.delete_request(request)
 
 
+def test_end_tokens_of_the_model_can_be_ignored(openai: OpenAI, job: ServedJob) -> None:
+    """A response that a stop string has ended may end with such a token, which is then part of the text."""
+    end = job.text([job.tokenizer.eos_token_id])
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        assert request.sampling.ignore_eos
+        tokens = [*job.tokens("two"), job.tokenizer.eos_token_id, *job.tokens(" three"), job.tokenizer.eos_token_id]
+        rollout = job.rollout(request, 0, "two").model_copy(
+            update={"token_ids": tokens, "logprobs": [-0.5] * len(tokens)}
+        )
+        job.keep(request, "0", rollout)
+        job.delete_request(request)
+
+    completion = while_calling(
+        lambda: openai.completions.create(
+            model=MODEL_NAME,
+            prompt="one",
+            stop=[f" three{end}"],
+            extra_body={
+                "ignore_eos": True,
+                "skip_special_tokens": False,
+                "include_stop_str_in_output": True,
+                "spaces_between_special_tokens": False,
+            },
+        ),
+        answer,
+    )
+    assert (f"two{end} three{end}", "stop") == (completion.choices[0].text, completion.choices[0].finish_reason)
+
+
+def test_settings_of_later_versions_need_a_job_that_knows_them(job: ServedJob, redis_url: str, model: Path) -> None:
+    job.redis.hset(job.keys.job, "capabilities", "kept-results streamed-tokens pause")
+    with (
+        serving(job, redis_url, model) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
+        pytest.raises(openai_package.BadRequestError, match=r"ignore_eos.*upgrade the job's image"),
+    ):
+        client.completions.create(model=MODEL_NAME, prompt="one", extra_body={"ignore_eos": True})
+    assert [] == job.requests()
+
+
 def test_tools_are_called(openai: OpenAI, job: ServedJob) -> None:
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     completion = while_calling(
@@ -221,7 +263,6 @@ def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: 
     [
         ({"logprobs": 3}, "logprobs", "logprobs=0"),
         ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs", "do not support prompt_logprobs"),
-        ({"extra_body": {"ignore_eos": True}}, "ignore_eos", "do not support ignore_eos"),
         ({"extra_headers": {"X-Rollout-Step": "x"}}, "X-Rollout-Step", "'x' is not an integer"),
         ({"extra_headers": {"X-Rollout-Probelm": "x"}}, "X-Rollout-Probelm", "known are problem"),
         ({"max_tokens": 300}, "max_tokens", "300"),

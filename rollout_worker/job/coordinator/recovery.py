@@ -6,6 +6,8 @@ import logging
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
+from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.messages import SETTING_CAPABILITIES
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.admission import RequestAdmission
 from rollout_worker.job.coordinator.answers import Answers
@@ -107,10 +109,17 @@ def describe_job(job: RolloutJob, *, vocabulary: int, history: str, separate_his
     return JobDescription(
         model=spec.model.uri,
         vocabulary=vocabulary,
-        sampling=spec.sampling.model_dump_json(),
+        sampling=_described(spec.sampling),
         max_model_len=spec.engine.max_model_len,
         max_request_bytes=int(parse_quantity(spec.queue.max_request_bytes)),
         max_rollouts=spec.queue.max_rollouts,
         history=history,
         history_redis="own" if separate_history else "",
     )
+
+
+def _described(sampling: Sampling) -> str:
+    """Return sampling settings as JSON, which clients of earlier versions can read if no later setting is used."""
+    fields = Sampling.model_fields
+    unused = {name for name in SETTING_CAPABILITIES if getattr(sampling, name) == fields[name].default}
+    return sampling.model_dump_json(exclude=unused)

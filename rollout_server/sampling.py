@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rollout_api.manifest.spec import MAX_TOP_LOGPROBS
+
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
@@ -47,11 +49,10 @@ def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
             raise UnsupportedSamplingError(
                 name, f"engines of a rollout job do not support {_UNSUPPORTED[name]}; remove it"
             )
-    if params.logprobs:
+    if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
         raise UnsupportedSamplingError(
             "logprobs",
-            "engines of a rollout job return the log-probability of the sampled token only; ask for no alternatives: "
-            "logprobs=0 for completions, or logprobs=true without top_logprobs for chat completions",
+            f"engines of a rollout job return at most the {MAX_TOP_LOGPROBS} most likely tokens; ask for fewer",
         )
     overrides: dict[str, Any] = {
         "n": params.n,
@@ -73,6 +74,8 @@ def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
     if params.seed is not None:
         # Without a seed of its own, a request has the job's. Seeds of a job have 31 bits.
         overrides["seed"] = params.seed % 2**31
+    if params.logprobs:
+        overrides["top_logprobs"] = params.logprobs
     if params.ignore_eos:
         overrides["ignore_eos"] = True
     return overrides

@@ -34,6 +34,7 @@ class SamplingOverrides(TypedDict, total=False):
     repetition_penalty: float
     logit_bias: dict[int, float]
     logprobs: bool
+    top_logprobs: int
     seed: int | None
 
 
@@ -87,7 +88,7 @@ def partial_of(rollout: Rollout) -> Partial | None:
     """Return a rollout's response as the prefix of a new request; None if it has no tokens."""
     if not rollout.token_ids:
         return None
-    return Partial(token_ids=rollout.token_ids, logprobs=rollout.logprobs, weight_spans=rollout.weight_spans)
+    return rollout.since(0)
 
 
 def make_prompts(

@@ -308,6 +308,10 @@ class Engine(ManifestModel):
 _UNSUPPORTED_WITH_DRAFTS = ("min_p", "logit_bias")
 
 
+MAX_TOP_LOGPROBS = 20
+"""Largest number of most likely tokens per position, which is vLLM's default of ``max_logprobs``."""
+
+
 class Sampling(ManifestModel):
     """How responses are sampled. The names and ranges are vLLM's."""
 
@@ -368,6 +372,13 @@ class Sampling(ManifestModel):
         description="Token id → value added to its logit. Engines with speculation do not support it.",
     )
     logprobs: bool = Field(default=False, description="Return the behavior log-probability of each sampled token.")
+    top_logprobs: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="Also return the log-probabilities of this many most likely tokens at each position. It implies "
+        "logprobs.",
+    )
     seed: int | None = Field(
         default=None,
         ge=0,
@@ -382,6 +393,11 @@ class Sampling(ManifestModel):
         if max_tokens is not None and min_tokens > max_tokens:
             raise ValueError(f"{min_tokens} is more than maxTokens, {max_tokens}")
         return min_tokens
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """Whether each sampled token has a log-probability."""
+        return self.logprobs or self.top_logprobs > 0
 
     def tokens_outside(self, vocabulary: int) -> dict[str, int]:
         """Return the settings that contain a token id outside a vocabulary of this size, each with one such id."""

@@ -107,7 +107,12 @@ class ResponseGenerator:
         started = time.monotonic()
         await self._admitting.wait()
         stop_strings = self._stop_strings(request)
-        response = ResponseBuilder(prefix, logprobs=sampling.logprobs, stop_strings=stop_strings)
+        response = ResponseBuilder(
+            prefix,
+            logprobs=sampling.returns_logprobs,
+            top_logprobs=sampling.top_logprobs,
+            stop_strings=stop_strings,
+        )
         reason = self._end_of_prefix(response, sampling)
         if reason is not None or (stop_event is not None and stop_event.is_set()):
             return response.finish(reason, [], started=started, finished=started)

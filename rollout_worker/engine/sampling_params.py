@@ -54,7 +54,7 @@ def vllm_sampling_params(
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias or None,
-        logprobs=0 if sampling.logprobs else None,
+        logprobs=sampling.top_logprobs if sampling.returns_logprobs else None,
         seed=_stream_seed(sampling.seed, stream_name, prefix_tokens),
         # Only stop strings require the text of the response.
         detokenize=bool(stop),

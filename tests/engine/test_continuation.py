@@ -68,6 +68,22 @@ def test_partials_are_returned_after_at_most_the_interval(engine: EngineHarness,
         assert result.weight_spans == partial.weight_spans == FIRST_VERSION
 
 
+def test_partials_have_the_most_likely_tokens(engine: EngineHarness) -> None:
+    partials: list[Partial] = []
+    request = engine.request(PROMPT, Sampling(n=1, max_tokens=120, allowed_token_ids=WITHOUT_EOS, top_logprobs=2))
+    result = engine.loop.run(
+        engine.engine.generate(request, 0, on_partial=partials.append, partial_interval=40),
+    )
+    assert result.tokens.top_logprobs is not None
+    assert {2} == {len(likely) for likely in result.tokens.top_logprobs}
+    assert partials
+    for partial in partials:
+        assert partial.since(0) == result.tokens.model_copy(
+            update={name: values[: partial.num_tokens] for name, values in result.tokens if isinstance(values, list)}
+            | {"weight_spans": FIRST_VERSION}
+        )
+
+
 def test_no_partial_is_returned_of_a_short_response_or_without_an_interval(drafting_engine: EngineHarness) -> None:
     partials: list[Partial] = []
     for sampling, interval in ((Sampling(n=1, max_tokens=30), 64), (Sampling(n=1, max_tokens=200), 0)):
@@ -87,6 +103,7 @@ def test_no_partial_is_returned_of_a_short_response_or_without_an_interval(draft
         {"stop_token_ids": [7]},
         {"ignore_eos": True},
         {"ignore_eos": True, "stop_token_ids": [7]},
+        {"top_logprobs": 3},
     ],
 )
 def test_a_continued_greedy_response_equals_an_uninterrupted_one(
@@ -113,6 +130,10 @@ def test_a_continued_greedy_response_equals_an_uninterrupted_one(
             assert expected.logprobs is not None
             assert actual.logprobs is not None
             assert np.allclose(expected.logprobs, actual.logprobs, atol=MAX_LOGPROB_ERROR)
+            assert expected.ranks == actual.ranks
+            for exact, found in zip(expected.top_logprobs or (), actual.top_logprobs or (), strict=True):
+                assert list(exact) == list(found)
+                assert np.allclose(list(exact.values()), list(found.values()), atol=MAX_LOGPROB_ERROR)
 
 
 @pytest.mark.parametrize(

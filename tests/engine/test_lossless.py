@@ -25,6 +25,7 @@ from tests.support.responses import (
     SAMPLES,
     WITHOUT_EOS,
     accepted_share,
+    check_likely_tokens,
     sample_exactly,
     tokens_of,
 )
@@ -167,6 +168,17 @@ def test_log_probabilities_are_exact_when_drafts_are_accepted(
     for result in results:
         assert result.logprobs is not None
         assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_tokens": 5}])
+def test_the_most_likely_tokens_are_exact_when_drafts_are_accepted(
+    drafting_engine: EngineHarness, reference: ReferenceDistribution, settings: dict[str, object]
+) -> None:
+    sampling = Sampling.model_validate({"temperature": 0.7, "max_tokens": 20, "top_logprobs": 5, **settings})
+    results = sample_with_drafts(drafting_engine, f"likely-tokens-{settings}", sampling, samples=64)
+    assert accepted_share(results) > 0.05
+    for result in results:
+        check_likely_tokens(reference, PROMPT, result.tokens, sampling)
 
 
 def test_a_seeded_group_is_reproducible_in_another_job_and_its_samples_differ(drafting_engine: EngineHarness) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import InvalidRequestError

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from fastapi import HTTPException
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollout_server.error_response import error_response
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Paths that need no token, because kubelets and load balancers read them."""
@@ -155,8 +156,7 @@ async def _refuse(status: HTTPStatus, message: str, scope: Scope, receive: Recei
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": message})
         return
-    error = {"message": message, "type": status.phrase, "param": None, "code": int(status)}
-    response = JSONResponse({"error": error}, status_code=status)
+    response = error_response(status, message)
     if status is HTTPStatus.UNAUTHORIZED:
         response.headers["WWW-Authenticate"] = 'Bearer realm="das-rollout"'
     if status is HTTPStatus.TOO_MANY_REQUESTS:

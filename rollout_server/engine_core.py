@@ -29,6 +29,7 @@ from rollout_api.errors import (
     RedisUnreachableError,
     RequestRefusedError,
     RolloutClientError,
+    VersionMismatchError,
     WeightsError,
 )
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout
@@ -289,7 +290,7 @@ def http_errors() -> Iterator[None]:
 
 def http_error(error: Exception) -> VLLMError:
     """Return the error of vLLM's server, which determines the HTTP status, for an error of the client."""
-    if isinstance(error, InvalidRequestError | RequestRefusedError):
+    if isinstance(error, InvalidRequestError | RequestRefusedError | VersionMismatchError):
         return VLLMValidationError(str(error))
     if isinstance(error, WeightsError):
         return GracefulHTTPError(str(error), HTTPStatus.BAD_REQUEST)

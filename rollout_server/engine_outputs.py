@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -12,6 +13,7 @@ from vllm.v1.outputs import LogprobsLists
 
 from rollout_api.protocol.messages import FinishReason as RolloutEnd
 from rollout_api.protocol.messages import Partial, Rollout
+from rollout_worker.engine.sampling_params import end_token_ids
 
 _ENDS = {
     RolloutEnd.STOP: FinishReason.STOP,
@@ -32,8 +34,9 @@ class ResponseOutputs:
         params = request.params
         self._request_id = request.request_id
         self._num_prompt_tokens = len(request.prompt_token_ids or ())
-        self._with_logprobs = params.logprobs is not None
-        self._end_tokens = params.all_stop_token_ids
+        self._num_alternatives: int | None = params.logprobs
+        """Number of most likely tokens per position that the server wants; None without log-probabilities."""
+        self._end_tokens = frozenset(end_token_ids(params))
         self._num_tokens = 0
 
     def append(self, tokens: Partial) -> Iterator[EngineCoreOutputs]:
@@ -62,7 +65,7 @@ class ResponseOutputs:
             output = EngineCoreOutput(
                 request_id=self._request_id,
                 new_token_ids=tokens.token_ids[start:stop],
-                new_logprobs=_logprobs(tokens, start, stop) if self._with_logprobs else None,
+                new_logprobs=self._logprobs(tokens, start, stop),
                 finish_reason=end if stop == length else None,
                 # vLLM reads it from the first output of a response only.
                 prefill_stats=PrefillStats(
@@ -73,12 +76,21 @@ class ResponseOutputs:
             yield EngineCoreOutputs(outputs=[output], weight_version=str(span.weight_version))
         self._num_tokens += length
 
+    def _logprobs(self, tokens: Partial, start: int, stop: int) -> LogprobsLists | None:
+        """Return what vLLM's sampler would return: at each position the sampled token, then the most likely ones.
 
-def _logprobs(tokens: Partial, start: int, stop: int) -> LogprobsLists:
-    """Return the log-probabilities of the sampled tokens, whose ranks are not known and are reported as 0."""
-    logprobs = tokens.logprobs or []
-    return LogprobsLists(
-        logprob_token_ids=np.asarray(tokens.token_ids[start:stop], dtype=np.int64)[:, None],
-        logprobs=np.asarray(logprobs[start:stop], dtype=np.float32)[:, None],
-        sampled_token_ranks=np.zeros(stop - start, dtype=np.int64),
-    )
+        A position has fewer of them if fewer tokens can be sampled. Ranks that are not known are 0.
+        """
+        if self._num_alternatives is None:
+            return None
+        likely_tokens, logprobs = tokens.top_logprobs or [{}] * stop, tokens.logprobs or []
+        token_rows, logprob_rows = [], []
+        for index in range(start, stop):
+            likely = list(likely_tokens[index].items())[: self._num_alternatives]
+            row_tokens, row_logprobs = zip((tokens.token_ids[index], logprobs[index]), *likely, strict=True)
+            token_rows.append(np.array(row_tokens, dtype=np.int64))
+            logprob_rows.append(np.array(row_logprobs, dtype=np.float32))
+        ranks = tokens.ranks[start:stop] if tokens.ranks is not None else [0] * (stop - start)
+        # vLLM's server reads them one position after the other, so that they may have different lengths.
+        rows: Any = token_rows, logprob_rows
+        return LogprobsLists(*rows, sampled_token_ranks=np.array(ranks, dtype=np.int64))

@@ -94,6 +94,7 @@ class JobEngine(AsyncLLM):
         for name in ("presence_penalty", "frequency_penalty", "min_tokens"):
             if not getattr(params, name):
                 setattr(params, name, defaults[name])
+        params.ignore_eos = params.ignore_eos or defaults["ignore_eos"]
         if not params.allowed_token_ids and defaults["allowed_token_ids"]:
             params.allowed_token_ids = list(defaults["allowed_token_ids"])
         if not params.logit_bias and defaults["logit_bias"]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rollout_api.manifest.spec import MAX_TOP_LOGPROBS
+
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
@@ -13,7 +15,6 @@ _UNSUPPORTED = {
     "logprob_token_ids": "logprob_token_ids",
     "structured_outputs": "structured outputs, which response formats, strict tools and required tools use",
     "bad_words": "bad_words",
-    "ignore_eos": "ignore_eos",
     "repetition_detection": "repetition_detection",
     "thinking_token_budget": "thinking_token_budget",
 }
@@ -31,7 +32,8 @@ class UnsupportedSamplingError(ValueError):
 def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
     """Return the settings of a request, as fields of :class:`rollout_api.Sampling`.
 
-    All settings but the seed are explicit, because the job's defaults have been applied before.
+    All settings but the seed are explicit, because the job's defaults have been applied before. Only those that jobs of
+    earlier versions do not know are omitted if they have no effect.
 
     Args:
         params: parameters of a prompt, as vLLM's server passes them to its engine.
@@ -47,12 +49,10 @@ def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
             raise UnsupportedSamplingError(
                 name, f"engines of a rollout job do not support {_UNSUPPORTED[name]}; remove it"
             )
-    # With 1, vLLM also lists the sampled token alone, except in completions.
-    if params.logprobs not in (None, 0, 1):
+    if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
         raise UnsupportedSamplingError(
             "logprobs",
-            "engines of a rollout job return the log-probability of the sampled token only; ask for no alternatives: "
-            "logprobs=0, or logprobs=true without top_logprobs for chat completions",
+            f"engines of a rollout job return at most the {MAX_TOP_LOGPROBS} most likely tokens; ask for fewer",
         )
     overrides: dict[str, Any] = {
         "n": params.n,
@@ -74,4 +74,8 @@ def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
     if params.seed is not None:
         # Without a seed of its own, a request has the job's. Seeds of a job have 31 bits.
         overrides["seed"] = params.seed % 2**31
+    if params.logprobs:
+        overrides["top_logprobs"] = params.logprobs
+    if params.ignore_eos:
+        overrides["ignore_eos"] = True
     return overrides

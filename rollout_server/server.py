@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from rollout_api.client.request_client import RequestClient
 from rollout_api.manifest.spec import Engine as EngineSpec
+from rollout_server.idempotency import IdempotencyMiddleware
 from rollout_server.request_context import RequestContextMiddleware
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ async def build_app(
         app: FastAPI = build_vllm_app(args, tasks, model_config)
     os.environ[_RESOLVE_ADAPTERS] = "1"
     await init_app_state(engine, app.state, args, tasks)
+    app.state.request_client = client
     sglang, trainers = SglangApi(client, engine.get_tokenizer(), engine.end_tokens), TrainerApi(client, engine, app)
     for api in (sglang, trainers):
         app.include_router(api.router())
@@ -192,4 +194,4 @@ async def serve(app: FastAPI, access: Callable[[ASGIApp], ASGIApp], *, host: str
 
 def as_asgi(app: FastAPI) -> ASGIApp:
     """Return the application with the middleware that reads what requests say about their rollouts."""
-    return RequestContextMiddleware(app)
+    return RequestContextMiddleware(IdempotencyMiddleware(app, app.state.request_client))

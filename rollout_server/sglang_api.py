@@ -57,6 +57,7 @@ class SamplingFields(BaseModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     sampling_seed: int | None = None
+    ignore_eos: bool | None = None
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -75,6 +76,7 @@ class SamplingFields(BaseModel):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
+            "ignore_eos": self.ignore_eos,
             "seed": None if self.sampling_seed is None else self.sampling_seed % 2**31,
         }
         return {name: value for name, value in settings.items() if value is not None}
@@ -290,7 +292,10 @@ class SglangApi:
         defaults = self._client.job.sampling
         is_trimmed, matched = not settings.no_stop_trim, None
         if is_stopped and token_ids:
-            end_tokens = self._end_tokens | set(settings.stop_token_ids or defaults["stop_token_ids"])
+            ignores_eos = defaults["ignore_eos"] if settings.ignore_eos is None else settings.ignore_eos
+            end_tokens = set(settings.stop_token_ids or defaults["stop_token_ids"])
+            if not ignores_eos:
+                end_tokens |= self._end_tokens
             if token_ids[-1] in end_tokens:
                 matched = token_ids[-1]
         text: str = self._tokenizer.decode(

@@ -56,7 +56,24 @@ TOKENS = "bin: concatenated unsigned 32-bit little-endian integers"
 LOGPROBS = (
     "map {f, b}: f is 'f' for IEEE 754 binary32 or 'e' for binary16, b is bin: the concatenated little-endian values"
 )
-WIRE_FORMATS = {"token_ids": TOKENS, "prompt_token_ids": TOKENS, "logprobs": LOGPROBS}
+INTEGERS = "bin: concatenated unsigned 32-bit little-endian integers, one for each token"
+TOP_LOGPROBS = (
+    "map {n, t, p}: n is the number of likely tokens at each position and t are their ids, one position after the "
+    "other, both packed like token ids; p are their log-probabilities, packed like logprobs"
+)
+WIRE_FORMATS = {
+    "token_ids": TOKENS,
+    "prompt_token_ids": TOKENS,
+    "logprobs": LOGPROBS,
+    "ranks": INTEGERS,
+    "top_logprobs": TOP_LOGPROBS,
+}
+TYPE_NAMES = {
+    TOKENS: "packed token ids",
+    LOGPROBS: "packed numbers",
+    INTEGERS: "packed integers",
+    TOP_LOGPROBS: "packed likely tokens",
+}
 NESTED_MODELS = ("WeightSpan", "Sampling", "Broadcast", "TensorSpec")
 WITH_UNKNOWN_FIELDS = ("request: every field", "rollout: weights updated during the rollout", "close")
 EXAMPLE = RolloutRequest.model_validate(
@@ -134,6 +151,8 @@ def messages() -> dict[str, Message]:
                     "stop_token_ids": [2],
                     "logit_bias": {"7": -1.5},
                     "logprobs": True,
+                    "top_logprobs": 2,
+                    "ignore_eos": True,
                     "seed": 1,
                 },
                 "purpose": Purpose.EVAL,
@@ -179,6 +198,9 @@ def messages() -> dict[str, Message]:
             finish_reason=FinishReason.CANCELLED,
         ),
         "partial": prefix,
+        "partial: most likely tokens": Partial(
+            **_response([5, 7], [-0.5, -2.0]), ranks=[1, 3], top_logprobs=[{5: -0.5, 9: -1.0}, {8: -0.25}]
+        ),
         "refusal": Refusal(request_id="demo-1", reason="a prompt of 5000 tokens exceeds engine.maxModelLen 4096"),
         "weights: full": WeightUpdate(weight_version=18, uri="/weights/step-18", sha256="0" * 64),
         "weights: broadcast": WeightUpdate(
@@ -233,6 +255,10 @@ def invalid() -> dict[str, tuple[str, bytes]]:
         "token ids that are not packed": ("packing", packed({**minimal, "prompt_token_ids": [1, 2, 300]})),
         "incomplete token id": ("packing", packed({**minimal, "prompt_token_ids": b"\1\0"})),
         "logprobs in an unknown format": ("packing", packed({**partial, "logprobs": {"f": "d", "b": b"\0" * 8}})),
+        "numbers of likely tokens that do not match": (
+            "packing",
+            packed({**partial, "top_logprobs": {"n": b"\1\0\0\0", "t": b"", "p": {"f": "f", "b": b""}}}),
+        ),
         "truncated logprobs": ("packing", packed({**partial, "logprobs": {"f": "f", "b": b"\0" * 3}})),
     }
 
@@ -326,7 +352,7 @@ def _rows(model: dict[str, Any], defs: dict[str, Any]) -> list[str]:
     for name, schema in model["properties"].items():
         if name in ("v", "kind"):
             continue
-        packed = {TOKENS: "packed token ids", LOGPROBS: "packed numbers"}.get(schema.get("x-wire", ""))
+        packed = TYPE_NAMES.get(schema.get("x-wire", ""))
         type_name = packed or _type_name(schema, defs)
         required = name in model.get("required", [])
         value = schema.get("default")

@@ -9,7 +9,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
+
+from typing_extensions import Self
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.groups import GroupOrder

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 
 from rollout_api.errors import RolloutClientError, count_of, list_reasons
 from rollout_api.protocol.messages import FinishReason, Rollout, RolloutId
+from rollout_api.str_enum import StrEnum
 
 
 class GroupOrder(StrEnum):

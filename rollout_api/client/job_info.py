@@ -20,7 +20,13 @@ from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundEr
 from rollout_api.manifest.spec import Sampling
 from rollout_api.manifest.validation_errors import first_error
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_api.protocol.messages import SCHEMA_VERSION, Capability, Partial, RolloutRequest, encode
+from rollout_api.protocol.messages import (
+    SCHEMA_VERSION,
+    Capability,
+    Partial,
+    RolloutRequest,
+    encode,
+)
 from rollout_api.redis_client.client_connection import server_name
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
@@ -203,8 +209,10 @@ class JobInfo:
     def _sampling(self, given: Sampling | Mapping[str, Any], where: str) -> tuple[Sampling, Sampling]:
         """Return the overrides to send, and the settings that result from them and the job's defaults."""
         overrides = overrides_of(given)
-        if missing := [name for name in overrides if name in Sampling.model_fields and name not in self.sampling]:
-            raise _too_old(self.name, f"{where}: sampling.{missing[0]}")
+        for name in [name for name in overrides if name in Sampling.model_fields and name not in self.sampling]:
+            # A job of an earlier version could not even read the default value.
+            if overrides.pop(name) != Sampling.model_fields[name].default:
+                raise _too_old(self.name, f"{where}: sampling.{name}")
         if "min_tokens" in overrides:
             # The receiver validates min_tokens against max_tokens before it knows the job's default for the latter.
             overrides.setdefault("max_tokens", self.sampling["max_tokens"])

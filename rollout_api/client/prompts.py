@@ -29,12 +29,14 @@ class SamplingOverrides(TypedDict, total=False):
     min_tokens: int
     stop: list[str]
     stop_token_ids: list[int]
+    ignore_eos: bool
     allowed_token_ids: list[int]
     presence_penalty: float
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: dict[int, float]
     logprobs: bool
+    top_logprobs: int
     seed: int | None
 
 
@@ -93,7 +95,7 @@ def partial_of(rollout: Rollout) -> Partial | None:
     """Return a rollout's response as the prefix of a new request; None if it has no tokens."""
     if not rollout.token_ids:
         return None
-    return Partial(token_ids=rollout.token_ids, logprobs=rollout.logprobs, weight_spans=rollout.weight_spans)
+    return rollout.since(0)
 
 
 def make_prompts(

@@ -12,6 +12,7 @@ from typing_extensions import Self
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.adapter_names import AdapterNames
 from rollout_api.client.connection import CLOSED, JobConnection
+from rollout_api.client.idempotency_keys import IdempotencyKeys
 from rollout_api.client.job_info import JobInfo, PreparedRequest, find_job
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.job_pauser import JobPauser
@@ -40,6 +41,7 @@ class _Session:
     results: KeptResults
     turns: TurnRecords
     adapters: AdapterNames
+    idempotency_keys: IdempotencyKeys
     publisher: WeightPublisher
     pauser: JobPauser
     monitor: JobMonitor
@@ -116,6 +118,7 @@ class RequestClient(JobConnection):
             results=results,
             turns=TurnRecords(self._redis, keys, self._policy),
             adapters=AdapterNames(self._redis, keys, self._policy),
+            idempotency_keys=IdempotencyKeys(self._redis, keys, self._policy),
             publisher=WeightPublisher(
                 self._redis, keys, sender, self._policy, buckets=Capability.WEIGHT_BUCKETS in job.capabilities
             ),
@@ -170,6 +173,15 @@ class RequestClient(JobConnection):
             RolloutClientError: the client is not connected yet.
         """
         return self._connected.adapters
+
+    @property
+    def idempotency_keys(self) -> IdempotencyKeys:
+        """The requests that idempotency keys belong to.
+
+        Raises:
+            RolloutClientError: the client is not connected yet.
+        """
+        return self._connected.idempotency_keys
 
     @property
     def publisher(self) -> WeightPublisher:

@@ -51,7 +51,7 @@ _STOP_REASONS = {
 }
 _FLOAT_SETTINGS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _LIST_SETTINGS = ("stop", "stop_token_ids", "allowed_token_ids")
-_IGNORED_SETTINGS = {"ignore_eos": False, "n": 1, "skip_special_tokens": True}
+_IGNORED_SETTINGS = {"n": 1, "skip_special_tokens": True}
 """Settings of verl that describe what a job does anyway; other values of them are rejected."""
 
 
@@ -346,6 +346,8 @@ def to_job_sampling(params: Mapping[str, Any], limit: int) -> dict[str, Any]:
     sampling |= {name: list(remaining.pop(name)) for name in _LIST_SETTINGS if name in remaining}
     if "seed" in remaining:
         sampling["seed"] = remaining.pop("seed")
+    if remaining.pop("ignore_eos", False):
+        sampling["ignore_eos"] = True
     if not sampling.get("min_p", 1.0):
         del sampling["min_p"]  # the setting excludes drafting even if its value has no effect
     unknown = {name: value for name, value in remaining.items() if _IGNORED_SETTINGS.get(name, ...) != value}

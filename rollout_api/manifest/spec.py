@@ -309,6 +309,10 @@ class Engine(ManifestModel):
 _UNSUPPORTED_WITH_DRAFTS = ("min_p", "logit_bias")
 
 
+MAX_TOP_LOGPROBS = 20
+"""Largest number of most likely tokens per position, which is vLLM's default of ``max_logprobs``."""
+
+
 class Sampling(ManifestModel):
     """How responses are sampled. The names and ranges are vLLM's."""
 
@@ -349,6 +353,9 @@ class Sampling(ManifestModel):
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list, description="Tokens that end a response, in addition to the model's own."
     )
+    ignore_eos: bool = Field(
+        default=False, description="Continue responses behind the model's own end tokens, for example in benchmarks."
+    )
     allowed_token_ids: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list, description="If not empty, only these tokens are sampled."
     )
@@ -366,6 +373,13 @@ class Sampling(ManifestModel):
         description="Token id → value added to its logit. Engines with speculation do not support it.",
     )
     logprobs: bool = Field(default=False, description="Return the behavior log-probability of each sampled token.")
+    top_logprobs: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="Also return the log-probabilities of this many most likely tokens at each position. It implies "
+        "logprobs.",
+    )
     seed: int | None = Field(
         default=None,
         ge=0,
@@ -380,6 +394,11 @@ class Sampling(ManifestModel):
         if max_tokens is not None and min_tokens > max_tokens:
             raise ValueError(f"{min_tokens} is more than maxTokens, {max_tokens}")
         return min_tokens
+
+    @property
+    def returns_logprobs(self) -> bool:
+        """Whether each sampled token has a log-probability."""
+        return self.logprobs or self.top_logprobs > 0
 
     def tokens_outside(self, vocabulary: int) -> dict[str, int]:
         """Return the settings that contain a token id outside a vocabulary of this size, each with one such id."""

@@ -119,6 +119,10 @@ class MessageKeys:
         """String with expiry, written by servers: a turn of a conversation, by a hash of its text up to its end."""
         return self._key(f"turn:{record_id}")
 
+    def idempotency(self, key: str) -> str:
+        """String with expiry, written by servers: fingerprint of the request that an idempotency key belongs to."""
+        return self._key(f"idempotency:{key}")
+
     @property
     def adapters(self) -> str:
         """Hash, written by servers: name of a LoRA adapter → its directory and weight version, as JSON."""

@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
@@ -156,10 +157,23 @@ class WeightSpan(_Message):
     weight_version: int = Field(ge=0, description="Weight version that sampled the span.")
 
 
+_LOGPROB_FIELDS = ("logprobs", "ranks", "top_logprobs")
+"""Fields of a response that have one entry for each token, and are None if they were not requested."""
+
+
 class _Response(_Message):
     token_ids: list[TokenId] = Field(description="Token ids of the response.")
     logprobs: list[float] | None = Field(
         default=None, description="Behavior log-probability of each token, if requested."
+    )
+    ranks: list[Annotated[int, Field(ge=1, lt=2**32)]] | None = Field(
+        default=None,
+        description="Rank of each token among all tokens, 1 for the most likely one, if top_logprobs was requested.",
+    )
+    top_logprobs: list[dict[TokenId, float]] | None = Field(
+        default=None,
+        description="The most likely tokens at each position, most likely first, with their behavior "
+        "log-probabilities, if requested. Tokens that cannot be sampled are left out.",
     )
     weight_spans: list[WeightSpan] = Field(
         description="Which weight version sampled which tokens, in order; empty without tokens."
@@ -167,8 +181,9 @@ class _Response(_Message):
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
-        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
-            raise ValueError(f"{len(self.logprobs)} logprobs for {len(self.token_ids)} tokens")
+        for name, values in self.logprob_fields().items():
+            if len(values) != len(self.token_ids):
+                raise ValueError(f"{len(values)} {name} for {len(self.token_ids)} tokens")
         if self.token_ids and not self.weight_spans:
             raise ValueError("tokens without a weight span")
         if self.weight_spans and self.weight_spans[0].start != 0:
@@ -200,13 +215,19 @@ class _Response(_Message):
         """Number of tokens."""
         return len(self.token_ids)
 
+    def logprob_fields(self) -> dict[str, Any]:
+        """Return the fields about log-probabilities that the response has, by name."""
+        return {name: values for name in _LOGPROB_FIELDS if (values := getattr(self, name)) is not None}
+
+    def without_logprobs(self) -> Self:
+        """Return the response without the fields about log-probabilities."""
+        return self.model_copy(update=dict.fromkeys(self.logprob_fields()))
+
     def since(self, start: int) -> Partial:
         """Return the tokens from index *start* on, as a partial of their own."""
-        return Partial(
-            token_ids=self.token_ids[start:],
-            logprobs=None if self.logprobs is None else self.logprobs[start:],
-            weight_spans=spans_since(self.weight_spans, start, len(self.token_ids)),
-        )
+        fields: dict[str, Any] = {name: values[start:] for name, values in self.logprob_fields().items()}
+        spans = spans_since(self.weight_spans, start, len(self.token_ids))
+        return Partial(token_ids=self.token_ids[start:], weight_spans=spans, **fields)
 
 
 class Partial(_Response):
@@ -223,16 +244,16 @@ class Partial(_Response):
         """Return the tokens of *parts*, one after the other."""
         spans: list[WeightSpan] = []
         tokens: list[int] = []
-        logprobs: list[float] | None = [] if all(part.logprobs is not None for part in parts) else None
+        fields = [part.logprob_fields() for part in parts]
+        common = [name for name in _LOGPROB_FIELDS if fields and all(name in each for each in fields)]
         for part in parts:
             for span in part.weight_spans:
                 if not spans or spans[-1].weight_version != span.weight_version:
                     start = len(tokens) + span.start
                     spans.append(WeightSpan(start=start, weight_version=span.weight_version))
             tokens += part.token_ids
-            if logprobs is not None:
-                logprobs += part.logprobs or ()
-        return cls(token_ids=tokens, logprobs=logprobs, weight_spans=spans)
+        joined: dict[str, Any] = {name: [one for each in fields for one in each[name]] for name in common}
+        return cls(token_ids=tokens, weight_spans=spans, **joined)
 
 
 def spans_since(spans: Sequence[WeightSpan], start: int, end: int) -> list[WeightSpan]:
@@ -404,7 +425,7 @@ class Rollout(_Response):
             step=request.step,
             purpose=request.purpose,
             token_ids=generated.token_ids if generated else [],
-            logprobs=generated.logprobs if generated else None,
+            **(generated.logprob_fields() if generated else {}),
             weight_spans=generated.weight_spans if generated else [],
             finish_reason=finish_reason,
             **fields,
@@ -527,7 +548,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Close,
 )
 _KINDS: dict[str, type[Message]] = {model.model_fields["kind"].default: model for model in MESSAGES}
-_TOKEN_FIELDS = ("prompt_token_ids", "token_ids")
+_INTEGER_FIELDS = ("prompt_token_ids", "token_ids", "ranks")
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
@@ -568,6 +589,25 @@ def _unpack_logprobs(packed: Any) -> list[float]:
     return list(struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data))
 
 
+def _pack_top_logprobs(positions: Sequence[dict[str, float]], half: bool) -> dict[str, Any]:
+    return {
+        "n": pack_tokens(len(position) for position in positions),
+        "t": pack_tokens(int(token) for position in positions for token in position),
+        "p": _pack_logprobs([value for position in positions for value in position.values()], half),
+    }
+
+
+def _unpack_top_logprobs(packed: Any) -> list[dict[int, float]]:
+    counts, tokens = unpack_tokens(packed["n"]), unpack_tokens(packed["t"])
+    logprobs = _unpack_logprobs(packed["p"])
+    if not sum(counts) == len(tokens) == len(logprobs):
+        raise CodecError(
+            f"top_logprobs have different numbers of tokens: {sum(counts)}, {len(tokens)} and {len(logprobs)}"
+        )
+    pairs = zip(tokens, logprobs, strict=True)
+    return [dict(islice(pairs, count)) for count in counts]
+
+
 def encode(message: Message, *, half_logprobs: bool = False) -> bytes:
     """Return a message as bytes.
 
@@ -586,21 +626,25 @@ def encode(message: Message, *, half_logprobs: bool = False) -> bytes:
 
 
 def _pack(body: dict[str, Any], half_logprobs: bool) -> None:
-    for name in _TOKEN_FIELDS:
-        if name in body:
+    for name in _INTEGER_FIELDS:
+        if body.get(name) is not None:
             body[name] = pack_tokens(body[name])
     if body.get("logprobs") is not None:
         body["logprobs"] = _pack_logprobs(body["logprobs"], half_logprobs)
+    if body.get("top_logprobs") is not None:
+        body["top_logprobs"] = _pack_top_logprobs(body["top_logprobs"], half_logprobs)
     if isinstance(prefix := body.get("prefix"), dict):
         _pack(prefix, half_logprobs)
 
 
 def _unpack(body: dict[str, Any]) -> None:
-    for name in _TOKEN_FIELDS:
-        if name in body:
+    for name in _INTEGER_FIELDS:
+        if body.get(name) is not None:
             body[name] = unpack_tokens(body[name])
     if body.get("logprobs") is not None:
         body["logprobs"] = _unpack_logprobs(body["logprobs"])
+    if body.get("top_logprobs") is not None:
+        body["top_logprobs"] = _unpack_top_logprobs(body["top_logprobs"])
     if isinstance(prefix := body.get("prefix"), dict):
         _unpack(prefix)
 

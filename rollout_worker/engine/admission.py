@@ -56,7 +56,12 @@ def check_admission(
         raise AdmissionError(
             f"a prefix of {len(prefix.token_ids)} tokens exceeds sampling.maxTokens {sampling.max_tokens}"
         )
-    if sampling.logprobs and prefix.logprobs is None:
+    if sampling.returns_logprobs and prefix.logprobs is None:
         raise AdmissionError(
             "sampling.logprobs requires log-probabilities of the prefix, but it has none; add them or omit the prefix"
+        )
+    if sampling.top_logprobs and (prefix.top_logprobs is None or prefix.ranks is None):
+        raise AdmissionError(
+            "sampling.topLogprobs requires ranks and top_logprobs of the prefix, but it lacks them; add them or omit "
+            "the prefix"
         )

@@ -107,7 +107,12 @@ class ResponseGenerator:
         started = time.monotonic()
         await self._admitting.wait()
         stop_strings = self._stop_strings(request)
-        response = ResponseBuilder(prefix, logprobs=sampling.logprobs, stop_strings=stop_strings)
+        response = ResponseBuilder(
+            prefix,
+            logprobs=sampling.returns_logprobs,
+            top_logprobs=sampling.top_logprobs,
+            stop_strings=stop_strings,
+        )
         reason = self._end_of_prefix(response, sampling)
         if reason is not None or (stop_event is not None and stop_event.is_set()):
             return response.finish(reason, [], started=started, finished=started)
@@ -163,7 +168,9 @@ class ResponseGenerator:
 
     def _end_of_prefix(self, response: ResponseBuilder, sampling: Sampling) -> FinishReason | None:
         """Return why a response has already ended with its prefix; None if it has not."""
-        ends = self._end_tokens.union(sampling.stop_token_ids)
+        ends = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            ends |= self._end_tokens
         if response.stopped or (response.token_ids and response.token_ids[-1] in ends):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(response.token_ids) == sampling.max_tokens else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,10 @@ class GenerationResult:
     token_ids: list[int]
     logprobs: list[float] | None
     """Behavior log-probability of each token; None if they were not requested."""
+    ranks: list[int] | None
+    """Rank of each token, 1 for the most likely one; None if the most likely tokens were not requested."""
+    top_logprobs: list[dict[int, float]] | None
+    """The most likely tokens at each position with their log-probabilities; None if they were not requested."""
     weight_spans: list[WeightSpan]
     """Which weight version sampled which tokens; empty without tokens."""
     finish_reason: FinishReason | None
@@ -32,6 +37,11 @@ class GenerationResult:
     """``time.monotonic()`` when the engine was asked for the response."""
     finished: float
     """``time.monotonic()`` when the last token arrived."""
+
+    @property
+    def tokens(self) -> Partial:
+        """The tokens, with their log-probabilities and weight spans."""
+        return _partial(self.token_ids, self.logprobs, self.ranks, self.top_logprobs, self.weight_spans)
 
 
 class TokensSoFar:
@@ -54,18 +64,33 @@ class TokensSoFar:
 class ResponseBuilder:
     """Collects the tokens of a response as vLLM returns them."""
 
-    def __init__(self, prefix: Partial | None, *, logprobs: bool, stop_strings: StopStrings | None = None) -> None:
+    def __init__(
+        self,
+        prefix: Partial | None,
+        *,
+        logprobs: bool,
+        top_logprobs: int = 0,
+        stop_strings: StopStrings | None = None,
+    ) -> None:
         """Continue from *prefix*.
 
         Args:
-            prefix: tokens that were sampled earlier, with log-probabilities if *logprobs*. They are never cut off.
+            prefix: tokens that were sampled earlier, with log-probabilities if *logprobs*, and with ranks and most
+                likely tokens if *top_logprobs*. They are never cut off.
             logprobs: whether each token has a log-probability.
+            top_logprobs: number of most likely tokens that each position has.
             stop_strings: the response's stop strings, before its first token; None if it has none.
         """
         self.token_ids: list[int] = list(prefix.token_ids) if prefix is not None else []
         self.logprobs: list[float] | None = None
         if logprobs:
             self.logprobs = list(prefix.logprobs or ()) if prefix is not None else []
+        self.ranks: list[int] | None = None
+        self.top_logprobs: list[dict[int, float]] | None = None
+        if top_logprobs:
+            self.ranks = list(prefix.ranks or ()) if prefix is not None else []
+            self.top_logprobs = list(prefix.top_logprobs or ()) if prefix is not None else []
+        self._num_top_logprobs = top_logprobs
         self.prefix_tokens = len(self.token_ids)
         """Number of tokens of the prefix."""
         self.stopped = False
@@ -82,8 +107,11 @@ class ResponseBuilder:
         kept = self._num_kept(tokens)
         self.token_ids += tokens[:kept]
         if self.logprobs is not None and tokens:
-            positions = zip(completion.logprobs or (), tokens, strict=True)
-            self.logprobs += [logprobs[token].logprob for logprobs, token in itertools.islice(positions, kept)]
+            positions = list(itertools.islice(zip(completion.logprobs or (), tokens, strict=True), kept))
+            self.logprobs += [logprobs[token].logprob for logprobs, token in positions]
+            if self.ranks is not None and self.top_logprobs is not None:
+                self.ranks += [logprobs[token].rank for logprobs, token in positions]
+                self.top_logprobs += [_most_likely(logprobs, self._num_top_logprobs) for logprobs, _ in positions]
 
     def _num_kept(self, tokens: Sequence[int]) -> int:
         """Return how many new tokens belong to the response."""
@@ -116,14 +144,16 @@ class ResponseBuilder:
 
     def partial(self, starts: Sequence[tuple[int, int]]) -> Partial:
         """Return all tokens so far; see :meth:`weight_spans` for *starts*."""
-        return Partial(token_ids=self.token_ids, logprobs=self.logprobs, weight_spans=self.weight_spans(starts))
+        return self.since(0, starts)
 
     def since(self, first: int, starts: Sequence[tuple[int, int]]) -> Partial:
         """Return the tokens so far from index *first* on; see :meth:`weight_spans` for *starts*."""
-        return Partial(
-            token_ids=self.token_ids[first:],
-            logprobs=None if self.logprobs is None else self.logprobs[first:],
-            weight_spans=spans_since(self.weight_spans(starts), first, len(self.token_ids)),
+        return _partial(
+            self.token_ids[first:],
+            None if self.logprobs is None else self.logprobs[first:],
+            None if self.ranks is None else self.ranks[first:],
+            None if self.top_logprobs is None else self.top_logprobs[first:],
+            spans_since(self.weight_spans(starts), first, len(self.token_ids)),
         )
 
     def finish(
@@ -142,6 +172,8 @@ class ResponseBuilder:
         return GenerationResult(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
+            ranks=self.ranks,
+            top_logprobs=self.top_logprobs,
             weight_spans=self.weight_spans(starts),
             finish_reason=reason,
             num_decoding_steps=num_sampled - num_accepted_tokens,  # a step samples one token that was not drafted
@@ -151,3 +183,27 @@ class ResponseBuilder:
             started=started,
             finished=finished,
         )
+
+
+def _most_likely(logprobs: Mapping[int, Any], count: int) -> dict[int, float]:
+    """Return the most likely tokens that can be sampled, most likely first.
+
+    Args:
+        logprobs: vLLM's ``Logprob`` of the sampled token and of the *count* most likely ones at one position.
+        count: number of most likely tokens.
+    """
+    ranked = sorted(logprobs.items(), key=lambda item: int(item[1].rank))
+    return {token: one.logprob for token, one in ranked if one.rank <= count and one.logprob > -math.inf}
+
+
+def _partial(
+    token_ids: list[int],
+    logprobs: list[float] | None,
+    ranks: list[int] | None,
+    top_logprobs: list[dict[int, float]] | None,
+    weight_spans: list[WeightSpan],
+) -> Partial:
+    """Return a partial that has the fields that were requested, so that clients of earlier versions can read it."""
+    fields: dict[str, Any] = {"logprobs": logprobs, "ranks": ranks, "top_logprobs": top_logprobs}
+    requested = {name: values for name, values in fields.items() if values is not None}
+    return Partial(token_ids=token_ids, weight_spans=weight_spans, **requested)

@@ -48,12 +48,13 @@ def vllm_sampling_params(
         min_tokens=max(0, sampling.min_tokens - prefix_tokens),
         stop=stop or None,
         stop_token_ids=sampling.stop_token_ids or None,
+        ignore_eos=sampling.ignore_eos,
         allowed_token_ids=sampling.allowed_token_ids or None,
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias or None,
-        logprobs=0 if sampling.logprobs else None,
+        logprobs=sampling.top_logprobs if sampling.returns_logprobs else None,
         seed=_stream_seed(sampling.seed, stream_name, prefix_tokens),
         # Only stop strings require the text of the response.
         detokenize=bool(stop),
@@ -73,7 +74,7 @@ def _stream_seed(seed: int | None, stream_name: str, prefix_tokens: int) -> int 
 def end_token_ids(params: Any) -> list[int]:
     """Return the tokens that end a response, from the ``SamplingParams`` of a request that vLLM has accepted.
 
-    vLLM adds the model's own end tokens to them when it accepts the request.
+    vLLM adds the model's own end tokens to them when it accepts the request, unless they are ignored.
     """
     ends = list(params.stop_token_ids or ())
     return ends if params.eos_token_id is None else [*ends, params.eos_token_id]

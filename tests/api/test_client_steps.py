@@ -48,6 +48,20 @@ def test_generate_returns_groups_in_the_order_of_the_prompts(client: RolloutClie
     assert 0 == num_pending(job)
 
 
+def test_generate_returns_the_most_likely_tokens_at_each_position(client: RolloutClient, job: FakeJob) -> None:
+    likely = [{1: -0.5, 7: -1.5}] * 3
+
+    def answer(request: RolloutRequest) -> None:
+        assert 2 == request.sampling.top_logprobs
+        rollout = job.make_rollout(request, 0)
+        job.reply(request.reply_to, rollout.model_copy(update={"ranks": [1] * 3, "top_logprobs": likely}))
+        job.delete_request(request)
+
+    with job.serving(answer):
+        [[rollout]] = client.generate([[1, 2]], step=0, n=1, top_logprobs=2)
+    assert (likely, [1] * 3) == (rollout.top_logprobs, rollout.ranks)
+
+
 def test_rollouts_are_yielded_in_the_order_in_which_they_finish(redis_url: str, job: FakeJob) -> None:
     async def trainer() -> list[tuple[int, int]]:
         async with AsyncRolloutClient.connect(redis_url, job.name) as client, client.step(0, PROMPTS) as step:

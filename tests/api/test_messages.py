@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgpack
 import pytest
@@ -48,11 +49,19 @@ def responses(draw: st.DrawFn) -> dict[str, object]:
     tokens = draw(token_ids)
     later = draw(st.lists(st.builds(WeightSpan, start=st.integers(1, 100), weight_version=st.integers(0, 9))))
     first = [WeightSpan(start=0, weight_version=draw(st.integers(0, 9)))]
-    return {
+
+    def for_each_token(values: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+        return st.lists(values, min_size=len(tokens), max_size=len(tokens))
+
+    fields: dict[str, object] = {
         "token_ids": tokens,
-        "logprobs": draw(st.none() | st.lists(float32s, min_size=len(tokens), max_size=len(tokens))),
+        "logprobs": draw(st.none() | for_each_token(float32s)),
         "weight_spans": [*first, *later] if tokens or draw(st.booleans()) else [],
     }
+    if draw(st.booleans()):
+        fields["ranks"] = draw(for_each_token(st.integers(1, 2**32 - 1)))
+        fields["top_logprobs"] = draw(for_each_token(st.dictionaries(st.integers(0, 2**32 - 2), float32s, max_size=3)))
+    return fields
 
 
 partials = st.builds(lambda response: Partial(**response), responses())
@@ -208,6 +217,26 @@ def test_token_takes_four_bytes_and_half_precision_logprob_two() -> None:
     assert 4096 * 6 <= len(encode(rollout, half_logprobs=True)) < 4096 * 6 + 200
 
 
+def test_a_likely_token_takes_eight_bytes() -> None:
+    partial = Partial(
+        token_ids=[100_000] * 1000,
+        logprobs=[-0.5] * 1000,
+        ranks=[1] * 1000,
+        top_logprobs=[{100_000 + number: -0.5 for number in range(5)}] * 1000,
+        weight_spans=[WeightSpan(start=0, weight_version=0)],
+    )
+    assert 1000 * (3 * 4 + 4 + 5 * 8) <= len(encode(partial)) < 1000 * (3 * 4 + 4 + 5 * 8) + 200
+    assert decode(encode(partial)) == partial
+
+
+def test_messages_without_later_fields_can_be_read_by_earlier_versions() -> None:
+    partial = Partial(token_ids=[1], logprobs=[-1.0], weight_spans=[WeightSpan(start=0, weight_version=0)])
+    request = RolloutRequest(job_uid="j", request_id="r", prompt_token_ids=[1])
+    rollout = Rollout.from_request(request, 0, partial, FinishReason.STOP)
+    for message in (partial.since(0), Partial.join([partial]), rollout, rollout.without_logprobs()):
+        assert {"ranks", "top_logprobs"}.isdisjoint(msgpack.unpackb(encode(message)))
+
+
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_are_a_codec_error(data: bytes) -> None:
     with pytest.raises(CodecError):
@@ -240,6 +269,16 @@ def test_arbitrary_bytes_are_a_codec_error(data: bytes) -> None:
             "malformed",
         ),
         ({"v": 1, "kind": "partial", "token_ids": b"", "logprobs": [0.5], "weight_spans": []}, "malformed"),
+        (
+            {
+                "v": 1,
+                "kind": "partial",
+                "token_ids": b"",
+                "top_logprobs": {"n": b"\1\0\0\0", "t": b"", "p": {"f": "f", "b": b""}},
+                "weight_spans": [],
+            },
+            "1, 0 and 0",
+        ),
         ({"v": 1, "kind": "rewards", "rewards": {"a/b/0/0": float("nan")}}, "rewards"),
         ({"v": 1, "kind": "cancel", "request_ids": []}, "request_ids"),
         ({"v": 1, "kind": "weights", "weight_version": 1, "uri": "/w", "sha256": "xyz"}, "sha256"),
@@ -285,21 +324,27 @@ def test_a_response_that_is_split_can_be_joined(lengths: list[tuple[int, bool]],
     starts = [sum(length for length, _ in lengths[:index]) for index in range(len(lengths))]
     spans = [WeightSpan(start=start, weight_version=index) for index, start in enumerate(starts)]
     logprobs = [-float(index) for index in range(total)] if data.draw(st.booleans()) else None
-    whole = Partial(token_ids=list(range(total)), logprobs=logprobs, weight_spans=spans)
+    fields: dict[str, Any] = {}
+    if data.draw(st.booleans()):
+        fields["ranks"] = [1 + index for index in range(total)]
+        fields["top_logprobs"] = [{index: -float(index)} for index in range(total)]
+    whole = Partial(token_ids=list(range(total)), logprobs=logprobs, weight_spans=spans, **fields)
     cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=5)))
     parts = []
     for start, end in zip([0, *cuts], [*cuts, total], strict=True):
         rest = whole.since(start)
         assert whole.token_ids[start:] == rest.token_ids
+        for_each_token = ("token_ids", "logprobs", "ranks", "top_logprobs")
         cut = rest.model_dump() | {
-            "token_ids": rest.token_ids[: end - start],
-            "logprobs": None if rest.logprobs is None else rest.logprobs[: end - start],
+            **{name: values[: end - start] for name in for_each_token if (values := getattr(rest, name)) is not None},
             "weight_spans": [span for span in rest.weight_spans if span.start < end - start],
         }
         parts.append(Partial.model_validate(cut))
     joined = Partial.join(parts)
     assert (whole.token_ids, whole.weight_spans) == (joined.token_ids, joined.weight_spans)
-    assert whole.logprobs == (joined.logprobs if total else whole.logprobs)
+    if total:
+        assert whole.logprobs == joined.logprobs
+        assert (whole.ranks, whole.top_logprobs) == (joined.ranks, joined.top_logprobs)
 
 
 def test_a_request_that_is_streamed_must_be_kept() -> None:

@@ -29,7 +29,7 @@ REASONS = {
     "version": r"^unsupported schema version ",
     "kind": r"^unknown message kind",
     "field": r"^(request|rollout|partial|refusal|weights|cancel|rewards|close): (?!malformed)",
-    "packing": r"malformed field|not a multiple of 4|logprobs have the unknown format",
+    "packing": r"malformed field|not a multiple of 4|logprobs have the unknown format|different numbers of tokens",
 }
 
 

@@ -50,6 +50,14 @@ def test_a_prefix_without_log_probabilities_is_rejected_if_they_are_requested() 
     check_admission(sampling, 10, max_model_len=2048, speculative=True, prefix=EMPTY_PREFIX)
 
 
+def test_a_prefix_without_likely_tokens_is_rejected_if_they_are_requested() -> None:
+    prefix = Partial(token_ids=[1, 2, 3], logprobs=[-1.0] * 3, weight_spans=PREFIX.weight_spans)
+    with pytest.raises(AdmissionError, match=r"top_logprobs of the prefix"):
+        check_admission(Sampling(top_logprobs=2), 10, max_model_len=2048, speculative=True, prefix=prefix)
+    with pytest.raises(AdmissionError, match=r"log-probabilities of the prefix"):
+        check_admission(Sampling(top_logprobs=2), 10, max_model_len=2048, speculative=True, prefix=PREFIX)
+
+
 def test_a_prefix_longer_than_the_response_is_rejected() -> None:
     check_admission(Sampling(max_tokens=3), 10, max_model_len=2048, speculative=True, prefix=PREFIX)
     with pytest.raises(AdmissionError, match=r"3 tokens exceeds sampling\.maxTokens 2"):

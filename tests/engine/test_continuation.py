@@ -68,6 +68,22 @@ def test_partials_are_returned_after_at_most_the_interval(engine: EngineHarness,
         assert result.weight_spans == partial.weight_spans == FIRST_VERSION
 
 
+def test_partials_have_the_most_likely_tokens(engine: EngineHarness) -> None:
+    partials: list[Partial] = []
+    request = engine.request(PROMPT, Sampling(n=1, max_tokens=120, allowed_token_ids=WITHOUT_EOS, top_logprobs=2))
+    result = engine.loop.run(
+        engine.engine.generate(request, 0, on_partial=partials.append, partial_interval=40),
+    )
+    assert result.tokens.top_logprobs is not None
+    assert {2} == {len(likely) for likely in result.tokens.top_logprobs}
+    assert partials
+    for partial in partials:
+        assert partial.since(0) == result.tokens.model_copy(
+            update={name: values[: partial.num_tokens] for name, values in result.tokens if isinstance(values, list)}
+            | {"weight_spans": FIRST_VERSION}
+        )
+
+
 def test_no_partial_is_returned_of_a_short_response_or_without_an_interval(drafting_engine: EngineHarness) -> None:
     partials: list[Partial] = []
     for sampling, interval in ((Sampling(n=1, max_tokens=30), 64), (Sampling(n=1, max_tokens=200), 0)):
@@ -85,6 +101,9 @@ def test_no_partial_is_returned_of_a_short_response_or_without_an_interval(draft
         {"min_tokens": 20},
         {"allowed_token_ids": [1, 3, 5, 7, 11, EOS]},
         {"stop_token_ids": [7]},
+        {"ignore_eos": True},
+        {"ignore_eos": True, "stop_token_ids": [7]},
+        {"top_logprobs": 3},
     ],
 )
 def test_a_continued_greedy_response_equals_an_uninterrupted_one(
@@ -111,6 +130,10 @@ def test_a_continued_greedy_response_equals_an_uninterrupted_one(
             assert expected.logprobs is not None
             assert actual.logprobs is not None
             assert np.allclose(expected.logprobs, actual.logprobs, atol=MAX_LOGPROB_ERROR)
+            assert expected.ranks == actual.ranks
+            for exact, found in zip(expected.top_logprobs or (), actual.top_logprobs or (), strict=True):
+                assert list(exact) == list(found)
+                assert np.allclose(list(exact.values()), list(found.values()), atol=MAX_LOGPROB_ERROR)
 
 
 @pytest.mark.parametrize(
@@ -162,14 +185,20 @@ def test_the_first_draft_after_a_prefix_continues_the_history(drafting_engine: E
 
 
 @pytest.mark.parametrize(
-    ("prefix", "reason"),
-    [([1, 2, 3, 4], FinishReason.LENGTH), ([1, EOS], FinishReason.STOP), ([1, 2, 3, 7], FinishReason.STOP)],
+    ("prefix", "reason", "ignore_eos"),
+    [
+        ([1, 2, 3, 4], FinishReason.LENGTH, False),
+        ([1, EOS], FinishReason.STOP, False),
+        ([1, 2, 3, 7], FinishReason.STOP, False),
+        ([1, 2, 3, EOS], FinishReason.LENGTH, True),
+        ([1, EOS, 7], FinishReason.STOP, True),
+    ],
 )
 def test_a_prefix_that_has_ended_is_returned_without_sampling(
-    drafting_engine: EngineHarness, prefix: list[int], reason: FinishReason
+    drafting_engine: EngineHarness, prefix: list[int], reason: FinishReason, *, ignore_eos: bool
 ) -> None:
     before = drafting_engine.engine.counters.prompt_tokens
-    sampling = Sampling(n=1, max_tokens=4, stop_token_ids=[7])
+    sampling = Sampling(n=1, max_tokens=4, stop_token_ids=[7], ignore_eos=ignore_eos)
     partial = Partial(token_ids=prefix, weight_spans=FIRST_VERSION)
     [result] = drafting_engine.continue_from(PROMPT, sampling, [partial])
     assert (prefix, reason, FIRST_VERSION) == (result.token_ids, result.finish_reason, result.weight_spans)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import RolloutRequest
+from rollout_api.protocol.messages import FinishReason, RolloutRequest
 from rollout_worker.engine.drafting_config import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.response import GenerationResult
@@ -25,6 +25,7 @@ from tests.support.responses import (
     SAMPLES,
     WITHOUT_EOS,
     accepted_share,
+    check_likely_tokens,
     sample_exactly,
     tokens_of,
 )
@@ -51,6 +52,7 @@ def sample_with_drafts(
         ("allowed", {"allowed_token_ids": [1, 3, 5, 7, 11, EOS]}),
         ("stop-token", {"stop_token_ids": [7]}),
         ("stop-string", {"stop": ["w7 w", "w3"]}),
+        ("ignore-eos", {"ignore_eos": True}),
     ],
 )
 def test_greedy_tokens_are_the_same_with_and_without_drafts(
@@ -78,6 +80,7 @@ def test_greedy_tokens_are_the_same_with_and_without_drafts(
         ("penalties", {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1}),
         ("allowed", {"allowed_token_ids": [0, 1, 2, 5, 8, 13, 21]}),
         ("min-tokens", {"min_tokens": 4}),
+        ("ignore-eos", {"ignore_eos": True}),
         ("seeded", {"seed": 11}),
     ],
 )
@@ -86,6 +89,13 @@ def test_sampled_tokens_have_the_exact_distribution_of_the_model(
 ) -> None:
     sampling = Sampling.model_validate({"temperature": 1.0, "max_tokens": 5, **settings})
     sample_exactly(reference, sampling, partial(sample_with_drafts, drafting_engine, f"distribution-{name}"))
+
+
+def test_a_response_can_continue_behind_end_tokens_of_the_model(drafting_engine: EngineHarness) -> None:
+    sampling = Sampling(n=1, temperature=1.0, max_tokens=60, ignore_eos=True)
+    responses = drafting_engine.sample(PROMPTS, sampling, "behind-the-end")
+    assert {(FinishReason.LENGTH, 60)} == {(each.finish_reason, len(each.token_ids)) for each in responses}
+    assert any(EOS in each.token_ids[:-1] for each in responses)
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +168,17 @@ def test_log_probabilities_are_exact_when_drafts_are_accepted(
     for result in results:
         assert result.logprobs is not None
         assert reference.max_error(PROMPT, result.token_ids, result.logprobs, sampling) < MAX_LOGPROB_ERROR
+
+
+@pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.8}, {"min_tokens": 5}])
+def test_the_most_likely_tokens_are_exact_when_drafts_are_accepted(
+    drafting_engine: EngineHarness, reference: ReferenceDistribution, settings: dict[str, object]
+) -> None:
+    sampling = Sampling.model_validate({"temperature": 0.7, "max_tokens": 20, "top_logprobs": 5, **settings})
+    results = sample_with_drafts(drafting_engine, f"likely-tokens-{settings}", sampling, samples=64)
+    assert accepted_share(results) > 0.05
+    for result in results:
+        check_likely_tokens(reference, PROMPT, result.tokens, sampling)
 
 
 def test_a_seeded_group_is_reproducible_in_another_job_and_its_samples_differ(drafting_engine: EngineHarness) -> None:

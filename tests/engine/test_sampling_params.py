@@ -18,6 +18,9 @@ def test_end_tokens_are_those_of_the_request_and_of_the_model() -> None:
     params = vllm_sampling_params(Sampling(), "r", None)
     params.update_from_generation_config({}, eos_token_id=None)
     assert [] == end_token_ids(params)
+    params = vllm_sampling_params(Sampling(stop_token_ids=[7, 8], ignore_eos=True), "r", None)
+    params.update_from_generation_config({"eos_token_id": [2, 3]}, eos_token_id=2)
+    assert {7, 8} == set(end_token_ids(params))
 
 
 def test_limits_are_reduced_by_the_length_of_the_prefix() -> None:

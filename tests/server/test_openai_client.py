@@ -15,6 +15,7 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rollout_api import FinishReason, Purpose, Refusal, RolloutRequest
+from rollout_api.manifest.spec import Sampling
 from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
 from tests.support.waiting import wait_for
 
@@ -92,6 +93,65 @@ def test_a_chat_completion_has_the_models_template_and_the_behavior_log_probabil
     assert found[0].prompt_token_ids == completion.prompt_token_ids  # type: ignore[attr-defined]
 
 
+def test_a_chat_completion_has_the_most_likely_tokens_at_each_position(openai: OpenAI, job: ServedJob) -> None:
+    completion = while_calling(
+        lambda: openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, logprobs=True, top_logprobs=2),
+        answering(job, "three four"),
+    )
+    logprobs = completion.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    tokens = [*job.tokens("three four"), job.tokenizer.eos_token_id]
+    assert len(tokens) == len(logprobs.content)
+    for entry, token in zip(logprobs.content, tokens, strict=True):
+        assert [job.text([token]), job.text([token + 1])] == [likely.token for likely in entry.top_logprobs]
+        assert [entry.logprob, entry.logprob - 1] == [likely.logprob for likely in entry.top_logprobs]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_completion_has_the_most_likely_tokens_at_each_position(
+    openai: OpenAI, job: ServedJob, *, stream: bool
+) -> None:
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        assert (True, 3) == (request.sampling.logprobs, request.sampling.top_logprobs)
+        if stream:
+            job.stream_text(request, 0, "three")
+            time.sleep(0.5)
+        job.answer_text(request, "three four", end=FinishReason.LENGTH)
+
+    def call() -> list[dict[str, float]]:
+        reply: Any = openai.completions.create(model=MODEL_NAME, prompt="one", logprobs=3, stream=stream)
+        parts = [part.choices[0].logprobs for part in (reply if stream else [reply])]
+        return [likely for part in parts if part is not None for likely in part.top_logprobs]
+
+    found = while_calling(call, answer)
+    expected = []
+    for index, token in enumerate(job.tokens("three four")):
+        logprob = -0.25 * (1 + index % 4)
+        expected.append({job.text([token + number]): logprob - number for number in range(3)})
+    assert expected == found
+
+
+def test_fewer_likely_tokens_are_returned_where_fewer_can_be_sampled(openai: OpenAI, job: ServedJob) -> None:
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        rollout = job.rollout(request, 0, "three four", FinishReason.LENGTH)
+        assert rollout.top_logprobs is not None
+        first, *rest = rollout.top_logprobs
+        likely = [{rollout.token_ids[0]: -0.25}, *rest]
+        assert first.keys() > likely[0].keys()
+        job.keep(request, "0", rollout.model_copy(update={"top_logprobs": likely}))
+        job.delete_request(request)
+
+    completion = while_calling(lambda: openai.completions.create(model=MODEL_NAME, prompt="one", logprobs=2), answer)
+    assert completion.choices[0].logprobs is not None
+    assert completion.choices[0].logprobs.top_logprobs is not None
+    assert [1, *[2] * (len(job.tokens("three four")) - 1)] == [
+        len(likely) for likely in completion.choices[0].logprobs.top_logprobs
+    ]
+
+
 def test_tokens_can_be_the_prompt(openai: OpenAI, job: ServedJob) -> None:
     found: list[RolloutRequest] = []
 
@@ -159,6 +219,49 @@ def _answer_without_end_token(job: ServedJob, text: str) -> None:
     job.delete_request(request)
 
 
+def test_end_tokens_of_the_model_can_be_ignored(openai: OpenAI, job: ServedJob) -> None:
+    """A response that a stop string has ended may end with such a token, which is then part of the text."""
+    end = job.text([job.tokenizer.eos_token_id])
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        assert request.sampling.ignore_eos
+        tokens = [*job.tokens("two"), job.tokenizer.eos_token_id, *job.tokens(" three"), job.tokenizer.eos_token_id]
+        rollout = job.rollout(request, 0, "two").model_copy(
+            update={"token_ids": tokens, "logprobs": [-0.5] * len(tokens)}
+        )
+        job.keep(request, "0", rollout)
+        job.delete_request(request)
+
+    completion = while_calling(
+        lambda: openai.completions.create(
+            model=MODEL_NAME,
+            prompt="one",
+            stop=[f" three{end}"],
+            extra_body={
+                "ignore_eos": True,
+                "skip_special_tokens": False,
+                "include_stop_str_in_output": True,
+                "spaces_between_special_tokens": False,
+            },
+        ),
+        answer,
+    )
+    assert (f"two{end} three{end}", "stop") == (completion.choices[0].text, completion.choices[0].finish_reason)
+
+
+def test_settings_of_later_versions_need_a_job_that_knows_them(job: ServedJob, redis_url: str, model: Path) -> None:
+    earlier = Sampling(n=2, max_tokens=64).model_dump_json(exclude={"ignore_eos"})
+    job.redis.hset(job.keys.job, "sampling", earlier)
+    with (
+        serving(job, redis_url, model) as url,
+        OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=30) as client,
+        pytest.raises(openai_package.BadRequestError, match=r"ignore_eos.*upgrade the job's image"),
+    ):
+        client.completions.create(model=MODEL_NAME, prompt="one", extra_body={"ignore_eos": True})
+    assert [] == job.requests()
+
+
 def test_tools_are_called(openai: OpenAI, job: ServedJob) -> None:
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     completion = while_calling(
@@ -219,9 +322,9 @@ def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: 
 @pytest.mark.parametrize(
     ("settings", "parameter", "message"),
     [
-        ({"logprobs": 3}, "logprobs", "logprobs=0"),
+        ({"logprobs": 21}, "logprobs", "max allowed: 20"),
+        ({"logprobs": -1}, "logprobs", "max allowed: 20"),
         ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs", "do not support prompt_logprobs"),
-        ({"extra_body": {"ignore_eos": True}}, "ignore_eos", "do not support ignore_eos"),
         ({"extra_headers": {"X-Rollout-Step": "x"}}, "X-Rollout-Step", "'x' is not an integer"),
         ({"extra_headers": {"X-Rollout-Probelm": "x"}}, "X-Rollout-Probelm", "known are problem"),
         ({"max_tokens": 300}, "max_tokens", "300"),

@@ -55,17 +55,18 @@ def test_settings_are_those_of_the_request(server: str, job: ServedJob) -> None:
         found.extend(job.wait_for_requests(1))
         job.answer_text(found[0], "three four", end=FinishReason.LENGTH)
 
-    changes = {"temperature": 0.5, "top_k": 7, "stop": "ten", "sampling_seed": 5}
+    changes = {"temperature": 0.5, "top_k": 7, "stop": "ten", "sampling_seed": 5, "ignore_eos": True}
     reply = while_calling(lambda: generate(server, [1, 2], **changes), answer).json()
     assert {"type": "length", "length": len(job.tokens("three four"))} == reply["meta_info"]["finish_reason"]
     sampling = found[0].sampling
-    assert (1, 0.5, 7, 9, ["ten"], 5) == (
+    assert (1, 0.5, 7, 9, ["ten"], 5, True) == (
         sampling.n,
         sampling.temperature,
         sampling.top_k,
         sampling.max_tokens,
         sampling.stop,
         sampling.seed,
+        sampling.ignore_eos,
     )
 
 
@@ -85,6 +86,20 @@ def test_text_ends_before_a_stop_string_unless_it_is_kept(
     reply = while_calling(lambda: generate(server, [1], **changes), answer).json()
     assert text == reply["text"].strip()
     assert "four" == reply["meta_info"]["finish_reason"]["matched"]
+
+
+def test_an_end_token_that_is_ignored_stops_nothing(server: str, job: ServedJob) -> None:
+    end = job.tokenizer.eos_token_id
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        job.keep(request, "0", job.rollout(request, 0, "three four"))
+        job.delete_request(request)
+
+    changes = {"stop": [f"four{job.text([end])}"], "ignore_eos": True}
+    reply = while_calling(lambda: generate(server, [1], **changes), answer).json()
+    assert changes["stop"] == [reply["meta_info"]["finish_reason"]["matched"]]
+    assert reply["text"].endswith(job.text([end]))
 
 
 def test_an_aborted_sample_has_the_tokens_that_were_sampled(server: str, job: ServedJob) -> None:

@@ -106,6 +106,10 @@ class ReferenceDistribution:
             _apply_restrictions(row, prompt, response, sampling)
         return torch.softmax(_truncate(logits / sampling.temperature, sampling), dim=-1).numpy()
 
+    def logprobs(self, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> NDArray[np.float64]:
+        """Return the log-probabilities of all tokens at each position of a response, shape (tokens, VOCABULARY)."""
+        return _logprobs(self.logits([[*prompt, *response]])[0], prompt, response, sampling).numpy()
+
     def errors(
         self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sampling: Sampling
     ) -> NDArray[np.float64]:
@@ -148,12 +152,17 @@ class ReferenceDistribution:
         logprobs: Sequence[float],
         sampling: Sampling,
     ) -> NDArray[np.float64]:
-        logits = logits[len(prompt) - 1 : -1]
-        for position, row in enumerate(logits):
-            _apply_restrictions(row, prompt, response[:position], sampling)
-        exact = torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
+        exact = _logprobs(logits, prompt, response, sampling)
         chosen = exact[range(len(response)), list(response)]
         return (chosen - torch.tensor(logprobs, dtype=torch.float64)).abs().numpy()
+
+
+def _logprobs(logits: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> torch.Tensor:
+    """Return the log-probabilities at each position of a response, from the logits after each token."""
+    logits = logits[len(prompt) - 1 : -1]
+    for position, row in enumerate(logits):
+        _apply_restrictions(row, prompt, response[:position], sampling)
+    return torch.log_softmax(_truncate(logits / sampling.temperature, sampling), dim=-1)
 
 
 def _apply_restrictions(row: torch.Tensor, prompt: Sequence[int], response: Sequence[int], sampling: Sampling) -> None:

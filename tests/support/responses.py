@@ -80,7 +80,25 @@ def sample_exactly(
     return results
 
 
+def check_likely_tokens(
+    reference: ReferenceDistribution, prompt: Sequence[int], tokens: Partial, sampling: Sampling
+) -> None:
+    """Compare log-probabilities, ranks and most likely tokens of a response with the exact ones."""
+    assert tokens.logprobs is not None
+    assert tokens.ranks is not None
+    assert tokens.top_logprobs is not None
+    exact = reference.logprobs(prompt, tokens.token_ids, sampling)
+    sampled = exact[range(len(exact)), tokens.token_ids]
+    assert np.allclose(sampled, tokens.logprobs, atol=MAX_LOGPROB_ERROR)
+    assert list(1 + (exact > sampled[:, None]).sum(axis=1)) == tokens.ranks
+    for row, likely in zip(exact, tokens.top_logprobs, strict=True):
+        expected = [int(token) for token in np.argsort(-row)[: sampling.top_logprobs] if row[token] > -np.inf]
+        assert expected == list(likely)
+        assert np.allclose(row[expected], list(likely.values()), atol=MAX_LOGPROB_ERROR)
+
+
 def prefix_of(result: GenerationResult, length: int) -> Partial:
     """Return the first tokens of a response, as a checkpoint contains them."""
-    logprobs = None if result.logprobs is None else result.logprobs[:length]
-    return Partial(token_ids=result.token_ids[:length], logprobs=logprobs, weight_spans=result.weight_spans)
+    for_each_token = ("token_ids", "logprobs", "ranks", "top_logprobs")
+    fields = {name: values[:length] for name in for_each_token if (values := getattr(result, name)) is not None}
+    return Partial(weight_spans=result.weight_spans, **fields)

@@ -72,12 +72,9 @@ class ServedJob(FakeJob):
     ) -> Rollout:
         """Return a rollout with this text; one that has stopped ends with the end-of-sequence token."""
         tokens = self.tokens(text) + ([self.tokenizer.eos_token_id] if end is FinishReason.STOP else [])
+        part = _part(request, tokens)
         return self.make_rollout(request, sample, finish_reason=end).model_copy(
-            update={
-                "token_ids": tokens,
-                "logprobs": [-0.25 * (1 + index % 4) for index in range(len(tokens))],
-                "weight_spans": [WeightSpan(start=0, weight_version=3)] if tokens else [],
-            }
+            update={"token_ids": tokens, "weight_spans": part.weight_spans, **part.logprob_fields()}
         )
 
     def answer_text(self, request: RolloutRequest, *texts: str, end: FinishReason = FinishReason.STOP) -> None:
@@ -91,14 +88,27 @@ class ServedJob(FakeJob):
     def stream_text(self, request: RolloutRequest, sample: int, text: str, *, after: str = "") -> None:
         """Stream the tokens of a text that follows the text *after*."""
         before, tokens = len(self.tokens(after)), self.tokens(text)
-        part = Partial(
-            token_ids=tokens,
-            logprobs=[-0.25 * (1 + index % 4) for index in range(before, before + len(tokens))],
-            weight_spans=[WeightSpan(start=0, weight_version=3)],
-        )
+        part = _part(request, tokens, before)
         key = self.keys.tokens(request.request_id, sample)
         self.redis.xadd(key, {"d": encode(part)}, id=f"{before + len(tokens)}-0")
         self.redis.xadd(self.keys.token_updates, {"r": request.request_id})
+
+
+def _part(request: RolloutRequest, tokens: Sequence[int], before: int = 0) -> Partial:
+    """Return tokens as part of a response, after the number of tokens *before*.
+
+    At each position, the most likely tokens are the sampled one and those with the next ids.
+    """
+    indices = range(before, before + len(tokens))
+    fields: dict[str, Any] = {"logprobs": [-0.25 * (1 + index % 4) for index in indices]}
+    if count := request.sampling.top_logprobs:
+        fields["ranks"] = [1] * len(tokens)
+        fields["top_logprobs"] = [
+            {token + number: fields["logprobs"][index] - number for number in range(count)}
+            for index, token in enumerate(tokens)
+        ]
+    spans = [WeightSpan(start=0, weight_version=3)] if tokens else []
+    return Partial(token_ids=list(tokens), weight_spans=spans, **fields)
 
 
 def while_calling(call: Callable[[], T], then: Callable[[], None]) -> T:

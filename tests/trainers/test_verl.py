@@ -314,5 +314,6 @@ def test_sampling_parameters_are_converted_or_rejected() -> None:
     assert 3 == to_job_sampling({"max_new_tokens": 3}, 5)["max_tokens"]
     assert to_job_sampling({"logprobs": 0}, 5)["logprobs"]
     assert "ignore_eos" not in to_job_sampling({"ignore_eos": False}, 5)
-    with pytest.raises(InvalidRequestError, match="ignore_eos"):
-        to_job_sampling({"ignore_eos": True}, 5)
+    assert to_job_sampling({"ignore_eos": True}, 5)["ignore_eos"]
+    with pytest.raises(InvalidRequestError, match="bad_words"):
+        to_job_sampling({"bad_words": ["x"]}, 5)

@@ -44,6 +44,12 @@ class OpenRequest:
         """The request's id."""
         return self.request.request_id
 
+    def __post_init__(self) -> None:
+        """Predict the lengths of samples that only ``max_tokens`` ends, whatever the lengths of earlier rollouts."""
+        sampling = self.request.sampling
+        if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
+            self.history = LengthStats.from_lengths([(0, sampling.max_tokens, False)])
+
     def rollout_id(self, sample: int) -> str:
         """Return the id of a sample's rollout."""
         return str(self.request.rollout_id(sample))

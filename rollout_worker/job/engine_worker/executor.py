@@ -170,9 +170,7 @@ class RolloutExecutor:
             reason, detail = FinishReason.FAILED, str(error)
         tokens = resumed if stream is not None else None
         if generated is not None:
-            tokens = Partial(
-                token_ids=generated.token_ids, logprobs=generated.logprobs, weight_spans=generated.weight_spans
-            )
+            tokens = generated.tokens
         if reason is None:  # another engine continues the rollout
             if tokens is not None and stream is not None:
                 await retry_async(self._token_streams.complete, stream, tokens)

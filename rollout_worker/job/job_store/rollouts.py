@@ -107,7 +107,7 @@ class RolloutStore:
                 rollout_id.sample,
                 LedgerEntry.of(rollout).pack(),
                 encode(rollout, half_logprobs=request.half_logprobs),
-                encode(rollout.model_copy(update={"logprobs": None})) if for_history else b"",
+                encode(rollout.without_logprobs()) if for_history else b"",
                 order,
                 engine,
                 request.request_id,

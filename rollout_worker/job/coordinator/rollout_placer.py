@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter, defaultdict
 
@@ -29,6 +30,8 @@ class RolloutPlacer:
 
     async def assign_waiting(self, slow_clients: frozenset[str]) -> None:
         """Assign the waiting rollouts that can start now, except those of slow clients."""
+        if not self._queue.num_waiting:
+            return
         waiting_for_weights = find_waiting_engines(self._engines.engines)
         loads = [
             EngineLoad(
@@ -42,7 +45,7 @@ class RolloutPlacer:
             for engine, report in self._engines.engines.items()
             if not report.draining and engine not in waiting_for_weights
         ]
-        if not loads or not self._queue.num_waiting:
+        if not loads:
             return
         by_engine: defaultdict[str, list[Assignment]] = defaultdict(list)
         for placed in self._queue.place(loads, slow_clients, self._tracker.requests):
@@ -50,8 +53,13 @@ class RolloutPlacer:
             resumed = self._queue.may_have_partial(request.rollout_id(placed.sample))
             assignment = Assignment(placed.request_id, placed.sample, request.entry_id, resumed=resumed)
             by_engine[placed.engine].append(assignment)
-        for engine, assignments in by_engine.items():
-            sent = await self._orders.send(engine, [Order.sample(assignment) for assignment in assignments])
+        replies = await asyncio.gather(
+            *(
+                self._orders.send(engine, [Order.sample(assignment) for assignment in assignments])
+                for engine, assignments in by_engine.items()
+            )
+        )
+        for (engine, assignments), sent in zip(by_engine.items(), replies, strict=True):
             for assignment in assignments:
                 if sent:
                     self._tracker.assign(assignment.key, engine)

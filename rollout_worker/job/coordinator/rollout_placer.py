@@ -33,6 +33,7 @@ class RolloutPlacer:
         if not self._queue.num_waiting:
             return
         waiting_for_weights = find_waiting_engines(self._engines.engines)
+        siblings = self._siblings_of_waiting()
         loads = [
             EngineLoad(
                 engine,
@@ -40,7 +41,7 @@ class RolloutPlacer:
                 len(self._tracker.assigned[engine]),
                 report.upcoming_version,
                 report.non_speculative,
-                Counter(request_id for request_id, _ in self._tracker.assigned[engine]),
+                siblings[engine],
             )
             for engine, report in self._engines.engines.items()
             if not report.draining and engine not in waiting_for_weights
@@ -67,6 +68,15 @@ class RolloutPlacer:
                     self._queue.add(self._tracker.requests[assignment.request_id], [assignment.sample])
             if not sent:
                 self._engines.remove(engine)
+
+    def _siblings_of_waiting(self) -> defaultdict[str, Counter[str]]:
+        """Return for each engine how many siblings of waiting samples are assigned to it, by request id."""
+        siblings: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for group in self._queue.groups():
+            if group.probed:
+                for engine in self._tracker.requests[group.request_id].assigned.values():
+                    siblings[engine][group.request_id] += 1
+        return siblings
 
     async def migrate(self, *, tokens_per_second: float, accepted_per_step: float) -> None:
         """Migrate rollouts from busy engines to idle ones, if none are waiting.

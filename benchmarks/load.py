@@ -8,6 +8,9 @@ multi-turn trajectories running, each of which requests its next turn as soon as
 
 What the message path adds to a turn is the time from its request to its delivery less the time that its engine waited.
 CPU time is that of all processes, by kind, per rollout.
+
+With ``--kills``, the coordinator, the relay and Redis are then killed with SIGKILL in turns under the greatest load.
+Each rollout must have been delivered once and be in the history once.
 """
 
 from __future__ import annotations
@@ -33,17 +36,18 @@ from typing import Any
 import psutil
 
 from benchmarks.figures import Figure, quantile, report
-from benchmarks.redis_server import redis_server
 from rollout_api import AsyncRolloutClient
 from rollout_api.protocol.messages import FinishReason, Partial, RolloutId, RolloutRequest, WeightSpan
 from rollout_api.redis_client.connection import connect
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.response import GenerationResult
+from rollout_worker.history.blocks import START
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.services import Service
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.job.weight_transport import DirectoryTransport
+from tests.support.redis_servers import Server
 
 UID = "load"
 VOCABULARY = 32_000
@@ -58,7 +62,9 @@ PROBLEMS = 512
 ENGINE_PROCESSES = 2
 """Processes that share the stub engines. A real engine has a process of its own."""
 SETTLE_S = 3.0
-"""Seconds for which the job is left alone before each measurement."""
+"""Seconds for which the job is left alone before it is measured without rollouts."""
+KILL_INTERVAL_S = 5.0
+"""Seconds between two kills."""
 
 
 @dataclass(frozen=True)
@@ -211,9 +217,10 @@ def run_client(url: str, workload: Workload, pipe: Connection) -> None:
 class Job:
     """The processes of a job with stub engines and of its client."""
 
-    def __init__(self, url: str, workload: Workload) -> None:
+    def __init__(self, server: Server, workload: Workload) -> None:
+        url = server.url
         self.redis: Any = connect(url)
-        self._url, self._workload = url, workload
+        self._server, self._workload = server, workload
         self._setup = workload.setup(url)
         self._services: dict[str, subprocess.Popen[bytes]] = {}
         self._processes: dict[str, list[BaseProcess]] = {}
@@ -248,6 +255,15 @@ class Job:
             settings.seek(0)
             self._services[service] = subprocess.Popen(command, stdin=settings)
 
+    def replace(self, part: Service | None) -> None:
+        """Kill the coordinator, the relay or Redis (None), and start it again."""
+        if part is None:
+            self._server.restart()
+            return
+        self._services[part].kill()
+        self._services[part].wait()
+        self.start_service(part)
+
     def close(self) -> None:
         """Kill all processes."""
         for service in self._services.values():
@@ -274,6 +290,14 @@ class Job:
     def is_quiet(self) -> bool:
         """Return whether the relay has moved all rollouts to the history."""
         return not self.redis.xlen(self._setup.keys.outbox)
+
+    def history(self) -> Counter[str]:
+        """Return how often the history contains each rollout."""
+        store = self._setup.history_store()
+        logs = self.redis.scan_iter(self._setup.history_keys.log("*"), count=1000)
+        problems = [key.decode().split("{")[1].split("}")[0] for key in logs]
+        slices = store.read(dict.fromkeys(problems, START), count=1_000_000)
+        return Counter(record.rollout_id for found in slices.values() for record in found.records)
 
 
 @dataclass(frozen=True)
@@ -327,6 +351,34 @@ def measure(job: Job, workload: Workload, trajectories: int, seconds: float) -> 
     return Load(trajectories, rollouts / elapsed, added_s, cpu_s)
 
 
+def measure_kills(job: Job, workload: Workload, trajectories: int, rounds: int) -> list[Figure]:
+    """Kill each part in turns while the job runs this many trajectories, and return the figures.
+
+    Raises:
+        RuntimeError: if a rollout was delivered or is in the history more than once.
+    """
+    job.client.send(trajectories)
+    time.sleep(1.5 * workload.generation_s)
+    job.client.send("begin")
+    job.client.recv()
+    for part in (*Service, None) * rounds:
+        job.replace(part)
+        time.sleep(KILL_INTERVAL_S)
+    job.client.send("stop")
+    added_s, delivered = job.client.recv()
+    while not job.is_quiet():
+        time.sleep(0.1)
+    history = job.history()
+    if max(delivered.values()) > 1 or max(history.values()) > 1:
+        raise RuntimeError("a rollout was delivered twice, or is twice in the history")
+    where = f"with {3 * rounds} kills, {trajectories} trajectories"
+    return [
+        Figure(f"rollouts delivered once, {where}", len(delivered), "rollouts", "", ">=", None),
+        Figure(f"of these, not in the history, {where}", len(delivered.keys() - history), "rollouts", "", "<=", 0.0),
+        Figure(f"added by the message path, p99, {where}", 1000 * quantile(added_s, 0.99), "ms", "", "<=", None),
+    ]
+
+
 def figures_of(idle: dict[str, float], loads: Sequence[Load]) -> list[Figure]:
     """Return the figures."""
     figures = [
@@ -352,8 +404,11 @@ def figures_of(idle: dict[str, float], loads: Sequence[Load]) -> list[Figure]:
 @contextlib.contextmanager
 def running_job(workload: Workload) -> Iterator[Job]:
     """Run a job with stub engines on a Redis server of its own."""
-    with redis_server() as url:
-        job = Job(url, workload)
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark-load-") as directory,
+        Server(Path(directory), appendonly=True, settings={"appendfsync": "everysec"}, end_with_parent=True) as server,
+    ):
+        job = Job(server, workload)
         try:
             job.start()
             yield job
@@ -371,6 +426,7 @@ def main() -> None:
         "--trajectories", default="200,1000,2500,5000,10000", help="concurrent trajectories [%(default)s]"
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="duration of each measurement [%(default)s]")
+    parser.add_argument("--kills", type=int, default=0, help="how often each part is killed afterwards [%(default)s]")
     parser.add_argument("--json", type=Path, help="file for the results")
     options = parser.parse_args()
     workload = Workload(options.engines, options.tokens, options.generation)
@@ -380,9 +436,12 @@ def main() -> None:
         for trajectories in map(int, options.trajectories.split(",")):
             loads.append(measure(job, workload, trajectories, options.seconds))
             print(f"{trajectories} trajectories: {loads[-1].rollouts_per_s:.0f} rollouts per second", flush=True)
+        figures = figures_of(idle, loads)
+        if options.kills:
+            figures += measure_kills(job, workload, loads[-1].trajectories, options.kills)
     report(
         options.json,
-        figures_of(idle, loads),
+        figures,
         engines=workload.num_engines,
         tokens=workload.tokens,
         generation_s=workload.generation_s,

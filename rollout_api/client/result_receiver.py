@@ -21,8 +21,8 @@ from rollout_api.redis_client.retry import ClientRetryPolicy
 
 logger = logging.getLogger(__name__)
 
-_BATCH_INTERVAL_S = 0.01
-"""Minimum time between two reads that find results. While many arrive, it is what makes batches of them."""
+_PAUSE_PER_RESULT_S, _MAX_PAUSE_S = 0.002, 0.02
+"""Pause after a read, per result that it has found, and longest pause: the more arrive, the larger are the batches."""
 _READ_RETRY_PAUSE_S = 0.2
 """Pause after a failed read of results."""
 
@@ -188,8 +188,8 @@ class ResultReceiver:
                 await asyncio.sleep(_READ_RETRY_PAUSE_S)
                 continue
             failing_since = None
-            if 0 < len(entries) < self._limits.read_batch:
-                next_read = time.monotonic() + _BATCH_INTERVAL_S
+            if len(entries) < self._limits.read_batch:
+                next_read = time.monotonic() + min(_MAX_PAUSE_S, len(entries) * _PAUSE_PER_RESULT_S)
             await self._route_all(entries)
             await self._flush_acknowledgements()
             if position != ">":

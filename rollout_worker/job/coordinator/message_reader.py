@@ -63,8 +63,9 @@ class MessageReader:
             )
 
         found = await retry_async(read_streams)
-        if found:
-            self._next_read = time.monotonic() + self._limits.batch_interval_s
+        num_found = sum(map(len, found.values()))
+        pause = min(self._limits.max_pause_s, num_found * self._limits.pause_per_message_s)
+        self._next_read = time.monotonic() + pause
         for stream, entries in found.items():
             self._cursors[stream] = entries[-1].entry_id
         for entry in found.get(Stream.EVENTS, []):

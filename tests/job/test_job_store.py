@@ -224,10 +224,12 @@ def test_orders_reach_an_engine_once_and_are_reclaimed_when_its_lease_expires(ha
         assert await assignments.reclaim(coordinator, "e") is None  # the lease is valid
         await engines.release("e")
         assert {"e": (REPORT, False)} == await engines.engines()
+        assert REPORT == await engines.report("e")
         reclaimed = await assignments.reclaim(coordinator, "e")
         assert reclaimed is not None
         assert [assigned[1]] == [order.assignment for order in reclaimed if order.assignment is not None]
         assert {} == await engines.engines()
+        assert await engines.report("e") is None
         assert not await engines.heartbeat("e", REPORT)  # the engine must register again
 
     harness.run(scenario)

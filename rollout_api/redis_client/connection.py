@@ -17,6 +17,7 @@ from redis.retry import Retry
 from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, parse_server_address
 from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_api.redis_client.cluster import Cluster
+from rollout_api.redis_client.combining import CombiningRedis
 from rollout_api.redis_client.sentinel import async_sentinel_pool, sentinel_pool
 
 # redis-py repeats the handshake of a connection within each retry of a command, so a server that accepts connections
@@ -100,7 +101,7 @@ def async_client(address: RedisAddress, settings: Mapping[str, Any]) -> redis.as
             connection_class=async_connection.SSLConnection if address.tls else async_connection.Connection,
             **{**settings, "host": host, "port": port},
         )
-    return redis.asyncio.Redis.from_pool(pool)
+    return CombiningRedis.from_pool(pool)
 
 
 def _client(address: RedisAddress, timeout: float) -> redis.Redis:

@@ -72,6 +72,8 @@ MAX_STATE_TOKENS = 65_536
 
 LENGTH_LOOKUP_TIMEOUT_S = 1.0
 """Seconds to wait for length statistics; all requests of a job wait for them."""
+LENGTH_LOOKUP_RETENTION_S = 5.0
+"""Seconds for which statistics that were looked up are used again."""
 LENGTH_LOOKUP_PAUSE_S = 30.0
 """Seconds without a lookup after one has failed."""
 

@@ -48,6 +48,10 @@ class CoordinatorLimits:
     """Time for which a read waits for new messages; it bounds how long other work is delayed."""
     read_batch: int = 500
     """Maximum number of entries of each stream in one read."""
+    pause_per_message_s: float = 0.002
+    """Pause after a read, per message that it has found: the more messages arrive, the larger are their batches."""
+    max_pause_s: float = 0.02
+    """Longest pause after a read."""
     engine_check_interval_s: float = 0.25
     """Time between two checks of engines, deadlines and unread results."""
     status_interval_s: float = 1.0
@@ -152,11 +156,13 @@ OBJECT_STORE_BYTES = 128 << 20
 
 # The relay
 
-RELAY_POLL_INTERVAL_S = 0.05
-"""Seconds between two reads of an empty outbox."""
+RELAY_BATCH_INTERVAL_S = 0.05
+"""Seconds for which rollouts are collected before the next batch, unless the last one was full."""
+RELAY_WAIT_S = 0.5
+"""Maximum seconds for which a read waits for the first entry."""
 RELAY_RETRY_DELAY_S = 1.0
 """Seconds after which a failed batch is repeated."""
-RELAY_BATCH = 64
+RELAY_BATCH = 256
 """Maximum number of entries of each stream in one batch."""
 RELAY_STOP_TIMEOUT_S = 15.0
 """Seconds to wait for the batch in progress when the relay is stopped."""

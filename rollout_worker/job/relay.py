@@ -22,9 +22,10 @@ from rollout_worker.job.job_store.outbox import HistoryStream, Outbox
 from rollout_worker.job.limits import (
     FAILURE_LOG_INTERVAL_S,
     RELAY_BATCH,
-    RELAY_POLL_INTERVAL_S,
+    RELAY_BATCH_INTERVAL_S,
     RELAY_RETRY_DELAY_S,
     RELAY_STOP_TIMEOUT_S,
+    RELAY_WAIT_S,
 )
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class Relay:
         logged_at = 0.0
         while not self._stopping.is_set():
             try:
-                moved = retry(self._move_batch)
+                moved = retry(self._wait_and_move_batch)
                 self._failure = None
             except Exception as error:  # the relay must outlive every error; entries wait in Redis meanwhile
                 if self._failure is None or time.monotonic() - logged_at > FAILURE_LOG_INTERVAL_S:
@@ -83,15 +84,20 @@ class Relay:
                         "Cannot move finished rollouts to the history; retrying: %s: %s", type(error).__name__, error
                     )
                 moved, self._failure = 0, error
-            if not moved:
-                self._stopping.wait(RELAY_POLL_INTERVAL_S if self._failure is None else RELAY_RETRY_DELAY_S)
+            if self._failure is not None:
+                self._stopping.wait(RELAY_RETRY_DELAY_S)
+            elif moved < RELAY_BATCH:
+                self._stopping.wait(RELAY_BATCH_INTERVAL_S)
+
+    def _wait_and_move_batch(self) -> int:
+        self._outbox.wait(RELAY_WAIT_S)
+        return self._move_batch()
 
     def _move_batch(self) -> int:
         """Move the oldest entries; return how many there were."""
         # The rollout of a reward entered the outbox before the reward was reported. Rewards are therefore read first,
         # and stored only when the outbox has been emptied.
-        rewards = self._outbox.read(HistoryStream.REWARDS, max_entries=RELAY_BATCH)
-        rollouts = self._outbox.read(HistoryStream.OUTBOX, max_entries=RELAY_BATCH)
+        rewards, rollouts = self._outbox.read([HistoryStream.REWARDS, HistoryStream.OUTBOX], max_entries=RELAY_BATCH)
         self._move(HistoryStream.OUTBOX, rollouts, self._decode_rollout, self._append)
         if len(rollouts) < RELAY_BATCH:
             self._move(HistoryStream.REWARDS, rewards, self._decode_rewards, self._set_rewards)

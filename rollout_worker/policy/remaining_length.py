@@ -37,9 +37,16 @@ class RemainingWork(NamedTuple):
 
 def estimate_remaining_work(rollouts: Iterable[SimilarRollouts]) -> RemainingWork:
     """Estimate the remaining tokens of rollouts whose lengths are independent of each other."""
-    kinds = [rollout for rollout in rollouts if rollout.num_rollouts]
-    if not kinds:
+    # Thousands of rollouts have few kinds, if those of a problem share its statistics.
+    by_kind: dict[tuple[int, int, int], SimilarRollouts] = {}
+    for rollout in rollouts:
+        if rollout.num_rollouts:
+            kind = id(rollout.length_stats), rollout.generated, rollout.max_tokens
+            before = by_kind[kind].num_rollouts if kind in by_kind else 0
+            by_kind[kind] = rollout._replace(num_rollouts=before + rollout.num_rollouts)
+    if not by_kind:
         return RemainingWork(0.0, 0.0)
+    kinds = list(by_kind.values())
     quantiles = np.stack(
         [
             remaining_quantiles(

@@ -140,10 +140,11 @@ def test_a_partial_is_kept_until_its_rollout_ends(harness: StoreHarness) -> None
         assert await rollouts.checkpoint(asked, 0, partial)
         assert {} == await assignments.loss_counts()  # progress resets the count
         assert [partial] == await rollouts.partials([(asked, 0)])
-        assert (False, False, partial) == await rollouts.start_state(asked, 0, with_partial=True)
+        assert (False, False) == await rollouts.start_state("r", 0)
         await rollouts.finish(asked, rollout(asked, 0))
         assert not await rollouts.checkpoint(asked, 0, partial)
-        assert (True, False, None) == await rollouts.start_state(asked, 0, with_partial=True)
+        assert (True, False) == await rollouts.start_state("r", 0)
+        assert [None] == await rollouts.partials([(asked, 0)])
         assert set() == await rollouts.partial_ids()
 
     harness.run(scenario)
@@ -181,7 +182,7 @@ def test_tokens_are_streamed_only_by_the_engine_that_has_the_rollout(harness: St
         assert {} == await assignments.loss_counts()  # progress resets the count
         assert 2 == await append("a", order, 0, first)  # a repetition has no effect
         assert 2 == await append("a", order, 5, second)  # nor do tokens after a gap
-        assert first == (await rollouts.start_state(asked, 0, with_partial=False)).partial
+        assert [first] == await rollouts.partials([(asked, 0)])
 
         await engines.release("a")
         assert await assignments.reclaim(coordinator, "a")
@@ -223,10 +224,12 @@ def test_orders_reach_an_engine_once_and_are_reclaimed_when_its_lease_expires(ha
         assert await assignments.reclaim(coordinator, "e") is None  # the lease is valid
         await engines.release("e")
         assert {"e": (REPORT, False)} == await engines.engines()
+        assert REPORT == await engines.report("e")
         reclaimed = await assignments.reclaim(coordinator, "e")
         assert reclaimed is not None
         assert [assigned[1]] == [order.assignment for order in reclaimed if order.assignment is not None]
         assert {} == await engines.engines()
+        assert await engines.report("e") is None
         assert not await engines.heartbeat("e", REPORT)  # the engine must register again
 
     harness.run(scenario)

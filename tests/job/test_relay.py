@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.relay import Relay
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.redis_servers import Server
+from tests.support.waiting import wait_for
+
+READS = ("xread", "xrange")
+"""Commands with which a relay reads."""
 
 
 class RelayHarness:
@@ -130,3 +135,18 @@ def test_a_reward_waits_for_a_failover_of_the_history(harness: RelayHarness, tmp
         relay.drain()
         assert {rollout_key("uid/r/0/0"): 0.25} == history.statistics.rewards("p")
     assert 0 == harness.redis.xlen(JOB.dead_letters)
+
+
+def test_an_idle_relay_waits_in_redis_and_moves_a_rollout_soon(harness: RelayHarness) -> None:
+    harness.relay.start()
+    try:
+        time.sleep(0.5)
+        before: Any = harness.redis.info("commandstats")
+        time.sleep(2)
+        after: Any = harness.redis.info("commandstats")
+        reads = [stats.get(f"cmdstat_{name}", {"calls": 0})["calls"] for stats in (before, after) for name in READS]
+        assert sum(reads[len(READS) :]) - sum(reads[: len(READS)]) <= 20
+        harness.finish(request())
+        wait_for(lambda: ["uid/r/0/0", "uid/r/1/0"] == harness.stored(), 1)
+    finally:
+        harness.relay.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import numpy as np
 from hypothesis import given, settings
@@ -53,6 +54,15 @@ def test_remaining_work_is_the_sum_and_the_maximum_of_the_remaining_lengths() ->
         SimilarRollouts(short, 40, 4000, 1),
     ]
     assert (30 * 100 + 2 * 1000 + 60, 1000) == estimate_remaining_work(rollouts)
+
+
+def test_similar_rollouts_are_counted_together() -> None:
+    stats = LengthStats.from_lengths([(0, length, False) for length in range(100, 900, 100)])
+    expected = estimate_remaining_work([SimilarRollouts(stats, 64, 4000, 20_000)])
+    started = time.process_time()
+    separately = estimate_remaining_work(SimilarRollouts(stats, 64, 4000, 1) for _ in range(20_000))
+    assert expected == separately
+    assert time.process_time() - started < 0.2  # each computation of quantiles takes 10 us
 
 
 def test_nothing_remains_without_rollouts() -> None:

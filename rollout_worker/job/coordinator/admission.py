@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 
@@ -57,11 +58,14 @@ class RequestAdmission:
             entries: the entries.
             held: request id and sample → engine that already has the assignment.
         """
-        admitted = []
-        for entry in entries:
-            request = await self._check(entry)
-            if request is not None and await self._register(entry, request):
-                admitted.append((entry.entry_id, request))
+        checked = [(entry, request) for entry in entries if (request := await self._check(entry)) is not None]
+        # A request that was sent twice has two entries, of which Redis admits the first.
+        registered = await asyncio.gather(*(self._register(entry, request) for entry, request in checked))
+        admitted = [
+            (entry.entry_id, request)
+            for (entry, request), is_admitted in zip(checked, registered, strict=True)
+            if is_admitted
+        ]
         if admitted:
             await self._open(admitted, held or {})
 

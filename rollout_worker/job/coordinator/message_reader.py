@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.admission import RequestAdmission
 from rollout_worker.job.coordinator.cancellations import Cancellations
@@ -31,6 +34,8 @@ class MessageReader:
         self._tracker, self._engines = tracker, engines
         self._admission, self._cancellations, self._control = admission, cancellations, control
         self._cursors: dict[Stream, str] = {}
+        self._next_read = 0.0
+        """``time.monotonic()`` before which no read begins."""
 
     async def reset(self) -> None:
         """Read requests and control messages from the beginning, and events from now on."""
@@ -44,8 +49,10 @@ class MessageReader:
     async def read(self) -> None:
         """Process new messages; wait a moment for them if there are none.
 
-        While the queue is full, no requests are read.
+        While the queue is full, no requests are read. After messages were read, further ones are collected briefly.
         """
+        if (pause := self._next_read - time.monotonic()) > 0:
+            await asyncio.sleep(pause)
         cursors = dict(self._cursors)
         if self._tracker.num_rollouts >= self._max_rollouts:
             del cursors[Stream.REQUESTS]
@@ -56,6 +63,9 @@ class MessageReader:
             )
 
         found = await retry_async(read_streams)
+        num_found = sum(map(len, found.values()))
+        pause = min(self._limits.max_pause_s, num_found * self._limits.pause_per_message_s)
+        self._next_read = time.monotonic() + pause
         for stream, entries in found.items():
             self._cursors[stream] = entries[-1].entry_id
         for entry in found.get(Stream.EVENTS, []):

@@ -79,7 +79,7 @@ class OpenRequest:
         return self._samples_at(self.estimated_tokens(sample, rate, now), 1)
 
     def _samples_at(self, length: int, count: int) -> SimilarRollouts:
-        stats = self.history
-        if len(self.lengths) > 1 or not stats.count:
+        stats = self.history if self.history.count else NO_LENGTH_STATS
+        if len(self.lengths) > (1 if stats.count else 0):
             stats = LengthStats.from_lengths((0, length, False) for length in self.lengths)
         return SimilarRollouts(stats, length, self.request.sampling.max_tokens, count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter, defaultdict
 
@@ -37,7 +38,10 @@ class RolloutPlacer:
 
     async def assign_waiting(self, slow_clients: frozenset[str]) -> None:
         """Assign the waiting rollouts that can start now, except those of slow clients."""
+        if not self._queue.num_waiting:
+            return
         waiting_for_weights = find_waiting_engines(self._engines.engines)
+        siblings = self._siblings_of_waiting()
         loads = [
             EngineLoad(
                 engine,
@@ -45,12 +49,12 @@ class RolloutPlacer:
                 len(self._tracker.assigned[engine]),
                 report.upcoming_version,
                 report.non_speculative,
-                Counter(request_id for request_id, _ in self._tracker.assigned[engine]),
+                siblings[engine],
             )
             for engine, report in self._engines.engines.items()
             if not report.draining and engine not in waiting_for_weights
         ]
-        if not loads or not self._queue.num_waiting:
+        if not loads:
             return
         by_engine: defaultdict[str, list[Assignment]] = defaultdict(list)
         newest = self._weights.newest_version
@@ -64,8 +68,13 @@ class RolloutPlacer:
                 oldest_version=VersionBounds.of(request.request).oldest(newest),
             )
             by_engine[placed.engine].append(assignment)
-        for engine, assignments in by_engine.items():
-            sent = await self._orders.send(engine, [Order.sample(assignment) for assignment in assignments])
+        replies = await asyncio.gather(
+            *(
+                self._orders.send(engine, [Order.sample(assignment) for assignment in assignments])
+                for engine, assignments in by_engine.items()
+            )
+        )
+        for (engine, assignments), sent in zip(by_engine.items(), replies, strict=True):
             for assignment in assignments:
                 if sent:
                     self._tracker.assign(assignment.key, engine)
@@ -73,6 +82,15 @@ class RolloutPlacer:
                     self._queue.add(self._tracker.requests[assignment.request_id], [assignment.sample])
             if not sent:
                 self._engines.remove(engine)
+
+    def _siblings_of_waiting(self) -> defaultdict[str, Counter[str]]:
+        """Return for each engine how many siblings of waiting samples are assigned to it, by request id."""
+        siblings: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for group in self._queue.groups():
+            if group.probed:
+                for engine in self._tracker.requests[group.request_id].assigned.values():
+                    siblings[engine][group.request_id] += 1
+        return siblings
 
     async def migrate(self, *, tokens_per_second: float, accepted_per_step: float) -> None:
         """Migrate rollouts from busy engines to idle ones, if none are waiting.

@@ -34,7 +34,7 @@ class EngineLoad:
     non_speculative: bool = False
     """Whether it runs without speculation, for requests that want no drafts."""
     samples: Mapping[str, int] = field(default_factory=dict)
-    """Request id → number of its samples that are assigned to the engine."""
+    """Request id → number of its samples that are assigned to the engine, of requests with waiting samples."""
 
     @property
     def load(self) -> float:

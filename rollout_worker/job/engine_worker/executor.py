@@ -87,22 +87,24 @@ class RolloutExecutor:
 
     async def _execute(self, running: RunningRollout, engine_id: str) -> None:
         assignment = running.assignment
-        request = await self._requests.get(assignment.entry_id)
+        started_at = time.time()
+        request, (done, cancelled) = await asyncio.gather(  # in one round trip
+            self._requests.get(assignment.entry_id),
+            retry_async(self._job_store.rollouts.start_state, *assignment.key),
+        )
         if request is None:  # it was answered in the meantime
             await self._acknowledge(running, engine_id)
             return
         if self._lease.report.draining:
             await self._return(running, engine_id, "draining")
             return
-        started_at = time.time()
-        done, cancelled, resumed = await retry_async(
-            lambda: self._job_store.rollouts.start_state(request, assignment.sample, with_partial=assignment.resumed)
-        )
         if done:
             await self._acknowledge(running, engine_id)
             return
-        oldest = assignment.oldest_version
-        if resumed is not None and (not can_continue(request.sampling) or _is_older(resumed, oldest)):
+        oldest, resumed = assignment.oldest_version, None
+        if (assignment.resumed or request.stream) and can_continue(request.sampling):
+            [resumed] = await retry_async(self._job_store.rollouts.partials, [(request, assignment.sample)])
+        if resumed is not None and _is_older(resumed, oldest):
             resumed = None
         if cancelled:
             running.stop(FinishReason.CANCELLED)

@@ -56,8 +56,11 @@ class EngineLease:
             return
         async with self._renewing:  # two concurrent renewals must not both register again
             self._update_report()
-            known = await retry_async(self._job_store.engines.heartbeat, self.engine_id, self.report)
-            if (run_id := await retry_async(self._job_store.server_run_id)) != self._redis_run_id:
+            known, run_id = await asyncio.gather(  # in one round trip
+                retry_async(self._job_store.engines.heartbeat, self.engine_id, self.report),
+                retry_async(self._job_store.server_run_id),
+            )
+            if run_id != self._redis_run_id:
                 # Redis may have lost its last writes, and with them assignments or finished rollouts.
                 self._redis_run_id, reason = run_id, "Redis was restarted"
                 await retry_async(self._job_store.engines.release, self.engine_id)

@@ -96,8 +96,8 @@ class WeightUpdater:
                 continue
             target = next(iter(self._passing_requests))
             version = self._passing_requests.pop(target)
-            engines = await retry_async(self._job_store.engines.engines)
-            if target not in engines or engines[target].report.missed != version:
+            report = await retry_async(self._job_store.engines.report, target)
+            if report is None or report.missed != version:
                 continue  # it has received them meanwhile, or has ended
             offer = await self._make_offer(version)
             if offer.error:

@@ -178,11 +178,10 @@ class EngineWorker:
     async def _send_heartbeats(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-            await self._lease.renew()
-            if self._lease.report.draining:
-                continue
-            grace = await retry_async(self._job_store.engines.shutdown_grace, self._lease.report.worker)
-            if grace is not None:
+            _, grace = await asyncio.gather(  # in one round trip
+                self._lease.renew(), retry_async(self._job_store.engines.shutdown_grace, self._lease.report.worker)
+            )
+            if grace is not None and not self._lease.report.draining:
                 self._draining = asyncio.ensure_future(self.drain(grace))
 
     async def _leave_at_speculation_cutoff(self) -> None:

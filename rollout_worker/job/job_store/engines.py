@@ -117,6 +117,11 @@ class EngineRegistry:
             for engine, report, lease in zip(ids, reports.values(), leases, strict=True)
         }
 
+    async def report(self, engine: str) -> EngineReport | None:
+        """Return the report of one engine; None if it was removed."""
+        report = await self._client.hget(self._keys.engines, engine)
+        return None if report is None else EngineReport.read(report)
+
     async def shutdown_grace(self, worker: str) -> float | None:
         """Return the seconds within which the engines of a worker must leave the job; None if they stay."""
         seconds = await self._client.get(self._keys.shutdown_grace(worker))

@@ -32,10 +32,17 @@ class Outbox:
         self._client, self._keys = client, keys
         self._names = {HistoryStream.OUTBOX: keys.outbox, HistoryStream.REWARDS: keys.rewards}
 
-    def read(self, stream: HistoryStream, *, max_entries: int) -> list[Entry]:
-        """Return the oldest entries of a stream."""
-        entries: Any = self._client.xrange(self._names[stream], count=max_entries)
-        return [Entry(as_text(entry_id), fields) for entry_id, fields in entries]
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a stream has an entry, but not for longer than *timeout_s*."""
+        streams: Any = dict.fromkeys(self._names.values(), "0")
+        self._client.xread(streams, count=1, block=max(1, int(timeout_s * 1000)))
+
+    def read(self, streams: Sequence[HistoryStream], *, max_entries: int) -> list[list[Entry]]:
+        """Return the oldest entries of each of *streams*, which are read in this order."""
+        pipeline = self._client.pipeline(transaction=False)
+        for stream in streams:
+            pipeline.xrange(self._names[stream], count=max_entries)
+        return [[Entry(as_text(entry_id), fields) for entry_id, fields in entries] for entries in pipeline.execute()]
 
     def delete(self, stream: HistoryStream, entries: Sequence[Entry]) -> None:
         """Delete entries."""

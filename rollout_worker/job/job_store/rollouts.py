@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -33,8 +34,6 @@ class StartState(NamedTuple):
     """Whether the rollout is already in the ledger."""
     cancelled: bool
     """Whether its request was cancelled."""
-    partial: Partial | None
-    """The partial rollout to continue from, if there is one."""
 
 
 class AppendedTokens(NamedTuple):
@@ -72,18 +71,13 @@ class RolloutStore:
         Returns:
             False, without any effect, if the rollout was recorded before or its request is unknown.
         """
-        return bool(await self._finish(request, rollout, engine, order, self._client) == 1)
+        return bool(await self._finish(request, rollout, engine, order) == 1)
 
     async def finish_all(self, ended: Sequence[tuple[RolloutRequest, Rollout]]) -> None:
         """Record several rollouts that no engine produced, each in an atomic operation of its own."""
-        pipeline = self._client.pipeline(transaction=False)
-        for request, rollout in ended:
-            await self._finish(request, rollout, "", "", pipeline)
-        await pipeline.execute()
+        await asyncio.gather(*(self.finish(request, rollout) for request, rollout in ended))
 
-    async def _finish(
-        self, request: RolloutRequest, rollout: Rollout, engine: str, order: str, client: redis.asyncio.Redis
-    ) -> Any:
+    async def _finish(self, request: RolloutRequest, rollout: Rollout, engine: str, order: str) -> Any:
         keys, rollout_id = self._keys, RolloutId.parse(rollout.rollout_id)
         for_history = rollout.purpose is Purpose.TRAIN and bool(rollout.token_ids)
         context = request.prompt_token_ids[-CONTEXT_TOKENS:] if request.turn else []
@@ -123,7 +117,6 @@ class RolloutStore:
                 request.keep_seconds or 0,
                 int(request.stream),
             ],
-            client=client,
         )
 
     async def totals(self) -> dict[str, int]:
@@ -185,19 +178,10 @@ class RolloutStore:
         """Return the ids of all rollouts that have a partial."""
         return {as_text(key) for key in await self._client.hkeys(self._keys.partials)}
 
-    async def start_state(self, request: RolloutRequest, sample: int, *, with_partial: bool) -> StartState:
-        """Return what an engine must know before it starts a rollout.
-
-        The partial is included only if it is asked for, or if the rollout is streamed.
-        """
-        pipeline = self._client.pipeline(transaction=False)
-        ledger = self._keys.ledger(request.request_id)
-        pipeline.hexists(ledger, str(sample))
-        pipeline.hget(ledger, "cancelled")
-        if with_partial or request.stream:
-            self._read_partial(pipeline, request, sample)
-        ended, cancelled, *partial = await pipeline.execute()
-        return StartState(bool(ended), cancelled == b"1", _decode_partial(partial[0]) if partial else None)
+    async def start_state(self, request_id: str, sample: int) -> StartState:
+        """Return what an engine must know before it starts a rollout."""
+        entry, cancelled = await self._client.hmget(self._keys.ledger(request_id), [str(sample), "cancelled"])
+        return StartState(entry is not None, cancelled == b"1")
 
     def _read_partial(self, pipeline: Any, request: RolloutRequest, sample: int) -> None:
         """Add a command to *pipeline*, for whose reply :func:`_decode_partial` returns the last partial of a sample."""

@@ -1,0 +1,453 @@
+"""Measures the CPU time and the delay that a job's message path adds to rollouts, over the load.
+
+    python -m benchmarks.load --json FILE
+
+The coordinator, the relay and Redis run as in a job. The engines are stubs: they take part in the whole protocol, but
+instead of sampling they wait for a time that the client knows, and return arbitrary tokens. A client keeps a number of
+multi-turn trajectories running, each of which requests its next turn as soon as it has received the last one.
+
+What the message path adds to a turn is the time from its request to its delivery less the time that its engine waited.
+CPU time is that of all processes, by kind, per rollout.
+
+With ``--kills``, the coordinator, the relay and Redis are then killed with SIGKILL in turns under the greatest load.
+Each rollout must have been delivered once and be in the history once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import multiprocessing
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.figures import Figure, quantile, report
+from rollout_api import AsyncRolloutClient
+from rollout_api.protocol.messages import FinishReason, Partial, RolloutId, RolloutRequest, WeightSpan
+from rollout_api.redis_client.connection import connect
+from rollout_worker.engine.config import EngineConfig
+from rollout_worker.engine.metrics import EngineCounters
+from rollout_worker.engine.response import GenerationResult
+from rollout_worker.history.blocks import START
+from rollout_worker.job.engine_worker import EngineWorker
+from rollout_worker.job.services import Service
+from rollout_worker.job.setup import JobSetup
+from rollout_worker.job.weight_transport import DirectoryTransport
+from tests.support.redis_servers import Server
+
+UID = "load"
+VOCABULARY = 32_000
+PROMPT = 64
+"""Tokens of the first prompt of a trajectory."""
+OBSERVATION = 16
+"""Tokens of the environment between two turns."""
+TURNS = 4
+"""Turns of a trajectory."""
+PROBLEMS = 512
+"""Number of different first prompts."""
+ENGINE_PROCESSES = 2
+"""Processes that share the stub engines. A real engine has a process of its own."""
+SETTLE_S = 3.0
+"""Seconds for which the job is left alone before it is measured without rollouts."""
+KILL_INTERVAL_S = 5.0
+"""Seconds between two kills."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is requested of the job."""
+
+    num_engines: int
+    tokens: int
+    """Tokens of each turn."""
+    generation_s: float
+    """Mean time for which an engine waits instead of sampling a turn."""
+
+    def setup(self, url: str) -> JobSetup:
+        """Return the settings of the job."""
+        manifest = {
+            "apiVersion": "das.rollout.dev/v1beta1",
+            "kind": "RolloutJob",
+            "metadata": {"name": "load"},
+            "spec": {
+                "model": {"uri": "/model"},
+                "source": {"trainer": {}},
+                "engine": {"maxModelLen": 65_536, "maxNumSeqs": 256},
+                "sampling": {"rolloutsPerPrompt": 1, "maxTokens": self.tokens, "logprobs": True},
+                "workers": {"gpusPerWorker": 0},
+                "speculation": {"policy": "off"},
+            },
+        }
+        return JobSetup(manifest, UID, url, VOCABULARY, "load")
+
+    def generation_time(self, request_id: str) -> float:
+        """Return the seconds for which an engine waits for the rollout of a request: half to one and a half the mean.
+
+        The client and the engines compute it independently of each other.
+        """
+        return self.generation_s * (0.5 + (zlib.crc32(request_id.encode()) % 1024) / 1024)
+
+
+class StubEngine:
+    """What an engine worker uses of an engine, with a wait in place of sampling."""
+
+    weight_version = 0
+    full_weight_version = 0
+    stopped = False
+
+    def __init__(self, workload: Workload, setup: JobSetup) -> None:
+        self.config = EngineConfig(model=Path("/model"), spec=setup.job.spec.engine, cpu=True)
+        self.counters = EngineCounters()
+        self._workload = workload
+        self._logprobs = [-0.5] * workload.tokens
+
+    async def generate(
+        self, request: RolloutRequest, sample: int, *, prefix: Partial | None, stop_event: asyncio.Event, **_: Any
+    ) -> GenerationResult:
+        """Wait, and return tokens that depend on the request."""
+        started = time.monotonic()
+        await asyncio.sleep(self._workload.generation_time(request.request_id))
+        first = zlib.crc32(request.request_id.encode())
+        return GenerationResult(
+            token_ids=[(first + 31 * position) % VOCABULARY for position in range(self._workload.tokens)],
+            logprobs=self._logprobs,
+            weight_spans=[WeightSpan(start=0, weight_version=0)],
+            finish_reason=FinishReason.LENGTH,
+            num_decoding_steps=self._workload.tokens,
+            num_draft_tokens=0,
+            num_accepted_tokens=0,
+            num_cached_tokens=0,
+            started=started,
+            finished=time.monotonic(),
+        )
+
+    async def stats(self) -> dict[str, Any]:
+        """Return what an engine without drafts measures."""
+        return {}
+
+
+def run_engines(url: str, workload: Workload, names: Sequence[str]) -> None:
+    """Run the workers of some stub engines until the process is killed."""
+    setup = workload.setup(url)
+
+    async def run() -> None:
+        workers = [
+            EngineWorker(
+                StubEngine(workload, setup),  # type: ignore[arg-type]  # it has what a worker uses
+                setup.job_store(),
+                setup.history_store(),
+                name=name,
+                worker="",
+                max_running=setup.job.spec.engine.max_num_seqs,
+                checkpoint_tokens=setup.job.spec.engine.checkpoint_tokens,
+                sampling=setup.job.spec.sampling,
+                transport=DirectoryTransport(Path("/model"), Path("/model"), []),
+            )
+            for name in names
+        ]
+        await asyncio.gather(*(worker.run() for worker in workers))
+
+    asyncio.run(run())
+
+
+@dataclass
+class Turns:
+    """The turns of a measurement."""
+
+    added_s: list[float] = field(default_factory=list)
+    """Seconds that the message path has added to each."""
+    rollouts: Counter[str] = field(default_factory=Counter)
+    """How often each rollout was delivered, of the whole load and not only of the measured part."""
+
+
+def run_client(url: str, workload: Workload, pipe: Connection) -> None:
+    """Run the client: for each number of trajectories received, keep as many running until the next message."""
+
+    async def run_trajectories(step: Any, rng: random.Random, turns: Turns, stopping: asyncio.Event) -> None:
+        # Trajectories that have just begun would otherwise all request their turns at the same time.
+        await asyncio.sleep(workload.generation_s * rng.random())
+        while not stopping.is_set():
+            problem = rng.randrange(PROBLEMS)
+            trajectory = step.trajectory([(problem * 131 + position) % VOCABULARY for position in range(PROMPT)])
+            for _ in range(TURNS):
+                asked = time.perf_counter()
+                [rollout] = await step.turn([trajectory])
+                request_id = RolloutId.parse(rollout.rollout_id).request_id
+                turns.added_s.append(time.perf_counter() - asked - workload.generation_time(request_id))
+                turns.rollouts[rollout.rollout_id] += 1
+                if stopping.is_set():
+                    break
+                trajectory.observe([(problem + position) % VOCABULARY for position in range(OBSERVATION)])
+
+    async def run() -> None:
+        async with AsyncRolloutClient.connect(url, uid=UID) as client:
+            pipe.send("connected")
+            number = first = 0
+            while (num_trajectories := await asyncio.to_thread(pipe.recv)) is not None:
+                number += 1
+                turns, stopping = Turns(), asyncio.Event()
+                async with client.step(number, []) as step:
+                    seeds = [random.Random(f"{number}.{index}") for index in range(num_trajectories)]
+                    running = [asyncio.ensure_future(run_trajectories(step, rng, turns, stopping)) for rng in seeds]
+                    while (message := await asyncio.to_thread(pipe.recv)) != "stop":
+                        first = len(turns.added_s) if message == "begin" else first
+                        pipe.send(len(turns.added_s))
+                    measured = turns.added_s[first:]
+                    stopping.set()
+                    await asyncio.gather(*running)
+                pipe.send((measured, turns.rollouts))
+
+    asyncio.run(run())
+
+
+class Job:
+    """The processes of a job with stub engines and of its client."""
+
+    def __init__(self, server: Server, workload: Workload) -> None:
+        url = server.url
+        self.redis: Any = connect(url)
+        self._server, self._workload = server, workload
+        self._setup = workload.setup(url)
+        self._services: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, list[BaseProcess]] = {}
+        context = multiprocessing.get_context("spawn")
+        self.client, client_end = context.Pipe()
+        names = [f"engine-{number}" for number in range(workload.num_engines)]
+        self._processes["engine hosts"] = [
+            context.Process(target=run_engines, args=(url, workload, names[first::ENGINE_PROCESSES]), daemon=True)
+            for first in range(ENGINE_PROCESSES)
+        ]
+        self._processes["client"] = [context.Process(target=run_client, args=(url, workload, client_end), daemon=True)]
+
+    def start(self) -> None:
+        """Start all processes, and wait until all engines serve."""
+        self._setup.open_history()
+        for service in Service:
+            self.start_service(service)
+        for process in self._processes["engine hosts"]:
+            process.start()
+        keys = self._setup.keys
+        while self.redis.hlen(keys.engines) < self._workload.num_engines or not self.redis.exists(keys.status):
+            time.sleep(0.1)
+        for process in self._processes["client"]:
+            process.start()
+        self.client.recv()
+
+    def start_service(self, service: Service) -> None:
+        """Start the coordinator or the relay."""
+        command = [sys.executable, "-m", "rollout_worker.job.services", service]
+        with tempfile.TemporaryFile("w+") as settings:
+            settings.write(self._setup.to_json())
+            settings.seek(0)
+            self._services[service] = subprocess.Popen(command, stdin=settings)
+
+    def replace(self, part: Service | None) -> None:
+        """Kill the coordinator, the relay or Redis (None), and start it again."""
+        if part is None:
+            self._server.restart()
+            return
+        self._services[part].kill()
+        self._services[part].wait()
+        self.start_service(part)
+
+    def close(self) -> None:
+        """Kill all processes."""
+        for service in self._services.values():
+            service.kill()
+            service.wait()
+        for processes in self._processes.values():
+            for process in processes:
+                if process.pid is not None:
+                    process.kill()
+
+    def cpu_seconds(self) -> dict[str, float]:
+        """Return the CPU time of the job's processes so far, by kind."""
+        info = self.redis.info("cpu")
+        pids = {name: [service.pid] for name, service in self._services.items()}
+        pids |= {kind: [process.pid or 0 for process in found] for kind, found in self._processes.items()}
+        times = {kind: [psutil.Process(pid).cpu_times() for pid in found] for kind, found in pids.items()}
+        seconds = {kind: sum(one.user + one.system for one in found) for kind, found in times.items()}
+        return seconds | {"Redis": info["used_cpu_user"] + info["used_cpu_sys"]}
+
+    def finished_rollouts(self) -> int:
+        """Return the number of rollouts that the job has finished."""
+        return int(self.redis.hget(self._setup.keys.totals, "rollouts") or 0)
+
+    def is_quiet(self) -> bool:
+        """Return whether the relay has moved all rollouts to the history."""
+        return not self.redis.xlen(self._setup.keys.outbox)
+
+    def history(self) -> Counter[str]:
+        """Return how often the history contains each rollout."""
+        store = self._setup.history_store()
+        logs = self.redis.scan_iter(self._setup.history_keys.log("*"), count=1000)
+        problems = [key.decode().split("{")[1].split("}")[0] for key in logs]
+        slices = store.read(dict.fromkeys(problems, START), count=1_000_000)
+        return Counter(record.rollout_id for found in slices.values() for record in found.records)
+
+
+@dataclass(frozen=True)
+class Load:
+    """The job under one load."""
+
+    trajectories: int
+    rollouts_per_s: float
+    added_s: list[float]
+    cpu_s: dict[str, float]
+    """CPU seconds per rollout, by kind of process."""
+
+    @property
+    def total_cpu_s(self) -> float:
+        """CPU seconds per rollout, of all processes."""
+        return sum(self.cpu_s.values())
+
+
+def measure_idle(job: Job, seconds: float) -> dict[str, float]:
+    """Return the CPU seconds per second of a job without rollouts, by kind of process."""
+    time.sleep(SETTLE_S)
+    before = job.cpu_seconds()
+    time.sleep(seconds)
+    return {kind: (after - before[kind]) / seconds for kind, after in job.cpu_seconds().items()}
+
+
+def measure(job: Job, workload: Workload, trajectories: int, seconds: float) -> Load:
+    """Measure the job for *seconds* while it runs this many trajectories.
+
+    Raises:
+        RuntimeError: if a rollout was delivered twice, or more were finished than delivered.
+    """
+    finished_before = job.finished_rollouts()
+    job.client.send(trajectories)
+    time.sleep(1.5 * workload.generation_s)
+    job.client.send("begin")
+    begun = job.client.recv()
+    started, before = time.perf_counter(), job.cpu_seconds()
+    time.sleep(seconds)
+    job.client.send("end")
+    rollouts = job.client.recv() - begun
+    elapsed, after = time.perf_counter() - started, job.cpu_seconds()
+    job.client.send("stop")
+    added_s, delivered = job.client.recv()
+    while not job.is_quiet():
+        time.sleep(0.1)
+    finished = job.finished_rollouts() - finished_before
+    if finished != len(delivered) or max(delivered.values()) > 1:
+        raise RuntimeError(f"{finished} rollouts have finished, and {delivered.total()} were delivered")
+    cpu_s = {kind: (after[kind] - before[kind]) / rollouts for kind in after}
+    return Load(trajectories, rollouts / elapsed, added_s, cpu_s)
+
+
+def measure_kills(job: Job, workload: Workload, trajectories: int, rounds: int) -> list[Figure]:
+    """Kill each part in turns while the job runs this many trajectories, and return the figures.
+
+    Raises:
+        RuntimeError: if a rollout was delivered or is in the history more than once.
+    """
+    job.client.send(trajectories)
+    time.sleep(1.5 * workload.generation_s)
+    job.client.send("begin")
+    job.client.recv()
+    for part in (*Service, None) * rounds:
+        job.replace(part)
+        time.sleep(KILL_INTERVAL_S)
+    job.client.send("stop")
+    added_s, delivered = job.client.recv()
+    while not job.is_quiet():
+        time.sleep(0.1)
+    history = job.history()
+    if max(delivered.values()) > 1 or max(history.values()) > 1:
+        raise RuntimeError("a rollout was delivered twice, or is twice in the history")
+    where = f"with {3 * rounds} kills, {trajectories} trajectories"
+    return [
+        Figure(f"rollouts delivered once, {where}", len(delivered), "rollouts", "", ">=", None),
+        Figure(f"of these, not in the history, {where}", len(delivered.keys() - history), "rollouts", "", "<=", 0.0),
+        Figure(f"added by the message path, p99, {where}", 1000 * quantile(added_s, 0.99), "ms", "", "<=", None),
+    ]
+
+
+def figures_of(idle: dict[str, float], loads: Sequence[Load]) -> list[Figure]:
+    """Return the figures."""
+    figures = [
+        Figure(f"CPU time without rollouts, {kind}", 1000 * share, "ms per second", "", "<=", None)
+        for kind, share in idle.items()
+    ]
+    for load in loads:
+        where = f"{load.trajectories} trajectories"
+        added_ms = [1000 * seconds for seconds in load.added_s]
+        figures += [
+            Figure(f"rollouts, {where}", load.rollouts_per_s, "per second", "", ">=", None),
+            Figure(f"added by the message path, p50, {where}", quantile(added_ms, 0.5), "ms", "", "<=", None),
+            Figure(f"added by the message path, p99, {where}", quantile(added_ms, 0.99), "ms", "", "<=", None),
+            Figure(f"CPU time per rollout, all processes, {where}", 1000 * load.total_cpu_s, "ms", "", "<=", 1.5),
+        ]
+        figures += [
+            Figure(f"CPU time per rollout, {kind}, {where}", 1000 * seconds, "ms", "", "<=", None)
+            for kind, seconds in load.cpu_s.items()
+        ]
+    return figures
+
+
+@contextlib.contextmanager
+def running_job(workload: Workload) -> Iterator[Job]:
+    """Run a job with stub engines on a Redis server of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="benchmark-load-") as directory,
+        Server(Path(directory), appendonly=True, settings={"appendfsync": "everysec"}, end_with_parent=True) as server,
+    ):
+        job = Job(server, workload)
+        try:
+            job.start()
+            yield job
+        finally:
+            job.close()
+
+
+def main() -> None:
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", type=int, default=256, help="[%(default)s]")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens of each turn [%(default)s]")
+    parser.add_argument("--generation", type=float, default=20.0, help="mean seconds of each turn [%(default)s]")
+    parser.add_argument(
+        "--trajectories", default="200,1000,2500,5000,10000", help="concurrent trajectories [%(default)s]"
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each measurement [%(default)s]")
+    parser.add_argument("--kills", type=int, default=0, help="how often each part is killed afterwards [%(default)s]")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    options = parser.parse_args()
+    workload = Workload(options.engines, options.tokens, options.generation)
+    loads = []
+    with running_job(workload) as job:
+        idle = measure_idle(job, min(10.0, options.seconds))
+        for trajectories in map(int, options.trajectories.split(",")):
+            loads.append(measure(job, workload, trajectories, options.seconds))
+            print(f"{trajectories} trajectories: {loads[-1].rollouts_per_s:.0f} rollouts per second", flush=True)
+        figures = figures_of(idle, loads)
+        if options.kills:
+            figures += measure_kills(job, workload, loads[-1].trajectories, options.kills)
+    report(
+        options.json,
+        figures,
+        engines=workload.num_engines,
+        tokens=workload.tokens,
+        generation_s=workload.generation_s,
+        seconds=options.seconds,
+    )
+
+
+if __name__ == "__main__":
+    main()

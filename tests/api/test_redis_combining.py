@@ -1,0 +1,91 @@
+"""Commands that are executed at the same time share a round trip and keep their own replies and errors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+
+from rollout_api.redis_client.connection import connect_async
+from rollout_worker.runtime.ports import free_port
+from tests.support.redis_servers import Server
+
+
+async def num_connections(client: redis.asyncio.Redis) -> int:
+    connections: Any = await client.client_list()
+    return len(connections)
+
+
+def test_concurrent_commands_use_one_connection(redis_url: str) -> None:
+    async def run() -> None:
+        async with connect_async(redis_url) as client:
+            before = await num_connections(client)
+            await asyncio.gather(*(client.set(f"key-{number}", number) for number in range(1000)))
+            values = await asyncio.gather(*(client.get(f"key-{number}") for number in range(1000)))
+            assert [str(number).encode() for number in range(1000)] == values
+            assert before == await num_connections(client)
+
+    asyncio.run(run())
+
+
+def test_error_of_a_command_concerns_no_other(redis_url: str) -> None:
+    async def run() -> None:
+        async with connect_async(redis_url) as client:
+            await client.set("text", "x")
+            first, second, third = await asyncio.gather(
+                client.get("text"), client.incr("text"), client.strlen("text"), return_exceptions=True
+            )
+            assert (b"x", 1) == (first, third)
+            assert isinstance(second, redis.ResponseError)
+
+    asyncio.run(run())
+
+
+def test_blocking_command_delays_no_other(redis_url: str) -> None:
+    async def run() -> None:
+        async with connect_async(redis_url, block=5) as client:
+            reading = asyncio.ensure_future(client.xread({"stream": "0"}, block=5000))
+            await asyncio.sleep(0.05)
+            await asyncio.wait_for(client.set("key", 1), 1)
+            await asyncio.wait_for(client.xadd("stream", {"a": "b"}), 1)
+            assert await asyncio.wait_for(reading, 1)
+
+    asyncio.run(run())
+
+
+def test_cancelled_command_that_waits_is_not_sent(redis_url: str) -> None:
+    async def run() -> None:
+        async with connect_async(redis_url) as client:
+            sent = [asyncio.ensure_future(client.set("a", 1)), asyncio.ensure_future(client.set("b", 1))]
+            await asyncio.sleep(0)
+            sent[1].cancel()
+            await sent[0]
+            assert (b"1", None) == (await client.get("a"), await client.get("b"))
+
+    asyncio.run(run())
+
+
+def test_all_commands_fail_without_a_server() -> None:
+    async def run() -> None:
+        async with connect_async(f"redis://127.0.0.1:{free_port()}") as client:
+            failures = await asyncio.gather(*(client.get("key") for _ in range(10)), return_exceptions=True)
+            assert all(isinstance(failure, redis.ConnectionError) for failure in failures)
+
+    asyncio.run(run())
+
+
+def test_commands_succeed_after_a_restart(tmp_path: Any) -> None:
+    async def run() -> None:
+        with Server(tmp_path) as server:
+            async with connect_async(f"redis://127.0.0.1:{server.port}") as client:
+                await client.set("key", 1)
+                server.kill()
+                with pytest.raises(redis.ConnectionError):
+                    await client.get("key")
+                server.start()
+                assert [None, None] == await asyncio.gather(client.get("key"), client.get("key"))
+
+    asyncio.run(run())

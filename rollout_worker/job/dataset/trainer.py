@@ -57,7 +57,7 @@ class DatasetProgress:
     started: float = field(default_factory=time.monotonic)
     accepted_per_step: float = 0.0
     """Accepted draft tokens per decoding step in the current epoch run, so far."""
-    status: CoordinatorStatus = NO_STATUS
+    status: CoordinatorStatus = field(default_factory=lambda: NO_STATUS)
     """The job's last status."""
 
     @property

@@ -64,6 +64,7 @@ from rollout_api.protocol.messages import (
     encode,
     problem_id_of,
 )
+from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
 __all__ = [
@@ -74,6 +75,7 @@ __all__ = [
     "ClientLimits",
     "Close",
     "CodecError",
+    "CoordinatorStatus",
     "DraftMode",
     "FieldError",
     "FinishReason",

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollout_operator.names import CONTENT_HASH_ANNOTATION
-from rollout_operator.observed import Manifest
 
 
-def is_outdated(desired: Manifest, actual: Manifest) -> bool:
+def is_outdated(desired: Mapping[str, Any], actual: Mapping[str, Any]) -> bool:
     """Return whether an object has to be applied again.
 
     An object with the hash of its content is compared by it. Its replicas and its restarts may then be changed by

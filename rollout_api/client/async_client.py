@@ -48,6 +48,7 @@ from rollout_api.protocol.messages import (
     WeightsKind,
     encode,
 )
+from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.weights.in_memory import NamedTensors, TensorsInMemory
@@ -223,9 +224,13 @@ class AsyncRolloutClient(JobConnection):
         return self._connected.steps.job
 
     @property
-    def status(self) -> dict[str, Any]:
-        """Status of the job, about a second old (see docs/protocol.md); empty while no coordinator runs."""
-        return {} if self._session is None else self._session.steps.monitor.status
+    def status(self) -> CoordinatorStatus:
+        """Status of the job, about a second old; empty while no coordinator runs.
+
+        A job of another version may lack some of its keys, which are therefore best read with ``get``.
+        """
+        status = None if self._session is None else self._session.steps.monitor.status
+        return status or NO_STATUS
 
     @property
     def num_awaited(self) -> int:
@@ -496,14 +501,14 @@ class AsyncRolloutClient(JobConnection):
         """
         session = self._connected
         deadline = time.monotonic() + timeout
-        while (version := session.steps.monitor.status.get("weight_version")) is None:
+        while (status := session.steps.monitor.status) is None:
             if time.monotonic() > deadline:
                 raise RolloutClientError(
                     f"job {self.job.name} has had no coordinator for {timeout:g} s, so its weight version is unknown; "
                     "is the job running?"
                 )
             await asyncio.sleep(_STATUS_POLL_INTERVAL_S)
-        return max(int(version), await session.publisher.newest())  # the status is up to a second old
+        return max(status["weight_version"], await session.publisher.newest())  # the status is up to a second old
 
     async def report_rewards(self, rewards: Mapping[str, float]) -> None:
         """Report the rewards of rollouts to the job.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from typing import Any
+from typing import Any, cast
 
 import redis.asyncio
 from pydantic import ValidationError
@@ -20,13 +20,8 @@ from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundEr
 from rollout_api.manifest.spec import Sampling
 from rollout_api.manifest.validation_errors import first_error
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
-from rollout_api.protocol.messages import (
-    SCHEMA_VERSION,
-    Capability,
-    Partial,
-    RolloutRequest,
-    encode,
-)
+from rollout_api.protocol.messages import SCHEMA_VERSION, Capability, Partial, RolloutRequest, encode
+from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.client_connection import server_name
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
@@ -129,8 +124,6 @@ class JobInfo:
         client: str,
         where: str,
         step: int | None = None,
-        trajectory_id: str | None = None,
-        turn: int = 0,
         keep_seconds: int | None = None,
         stream: bool = False,
         identity: bytes | None = None,
@@ -146,8 +139,6 @@ class JobInfo:
             client: name of the client that receives the rollouts.
             where: name of the prompt in errors.
             step: number of the training step.
-            trajectory_id: id of the multi-turn trajectory, if the request belongs to one.
-            turn: turn within the trajectory.
             keep_seconds: seconds for which the rollouts are kept under the request's id, instead of being sent to the
                 client's result stream.
             stream: whether the tokens can be read while they are sampled; ignored by jobs that cannot stream.
@@ -175,8 +166,8 @@ class JobInfo:
             "purpose": prompt.purpose,
             "weight_version": prompt.weight_version,
             **bounds,
-            "trajectory_id": trajectory_id,
-            "turn": turn,
+            "trajectory_id": prompt.trajectory_id,
+            "turn": prompt.turn,
             "prefix": prompt.prefix,
         }
         not_hashed: dict[str, Any] = {
@@ -345,10 +336,10 @@ def _too_old(job: str, what: str) -> VersionMismatchError:
     return VersionMismatchError(f"{what}: job {job} is too old for it; upgrade the job's image")
 
 
-def parse_status(data: bytes | None) -> dict[str, Any]:
-    """Parse the job's status; it is empty while no coordinator runs."""
-    status = json.loads(data) if data else {}
-    return status if isinstance(status, dict) else {}
+def parse_status(data: bytes | None) -> CoordinatorStatus | None:
+    """Parse the job's status; None while no coordinator runs."""
+    status = json.loads(data) if data else None
+    return cast(CoordinatorStatus, status) if isinstance(status, dict) else None
 
 
 def _without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, Protocol
+from typing import Protocol
 
 import redis
 import redis.asyncio
@@ -16,6 +16,7 @@ from rollout_api.client.name_lease import NameLease
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.errors import JobChangedError, JobEndedError, RolloutClientError
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
+from rollout_api.protocol.status import CoordinatorStatus
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ class JobMonitor:
         sender: RequestSender,
         limits: ClientLimits,
     ) -> None:
-        self.status: dict[str, Any] = {}
-        """Latest status of the job; empty while no coordinator runs."""
+        self.status: CoordinatorStatus | None = None
+        """Latest status of the job; None while no coordinator runs."""
         self._client, self._job, self._job_name = client, job, job_name
         self._lease, self._results, self._sender, self._limits = lease, results, sender, limits
         self._keys = MessageKeys(job.uid)

@@ -66,6 +66,10 @@ class Prompt:
     max_staleness: int | None = None
     """Largest number of weight versions by which tokens may be behind the newest one when an engine starts or resumes a
     rollout; default: any. See :class:`~rollout_api.protocol.messages.RolloutRequest`."""
+    trajectory_id: str | None = None
+    """Id of the multi-turn trajectory that the prompt continues. :meth:`~rollout_api.Step.turn` sets it itself."""
+    turn: int = 0
+    """Number of the turn within its trajectory."""
     prefix: Partial | None = None
     """Beginning of the response, to be continued; see :meth:`continue_from`."""
     draft_mode: DraftMode = DraftMode.HISTORY

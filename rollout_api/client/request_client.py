@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from typing_extensions import Self
 
@@ -25,6 +24,7 @@ from rollout_api.client.weight_publisher import WeightPublisher
 from rollout_api.errors import RolloutClientError, VersionMismatchError
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import Capability, Rollout
+from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 
 CLIENT_NAME = "requests"
@@ -202,9 +202,13 @@ class RequestClient(JobConnection):
         return self._connected.pauser
 
     @property
-    def status(self) -> dict[str, Any]:
-        """Status of the job, about a second old (see docs/protocol.md); empty while no coordinator runs."""
-        return {} if self._session is None else self._session.monitor.status
+    def status(self) -> CoordinatorStatus:
+        """Status of the job, about a second old; empty while no coordinator runs.
+
+        A job of another version may lack some of its keys, which are therefore best read with ``get``.
+        """
+        status = None if self._session is None else self._session.monitor.status
+        return status or NO_STATUS
 
     @property
     def num_awaited(self) -> int:
@@ -277,13 +281,11 @@ class RequestClient(JobConnection):
             InvalidRequestError: the job cannot serve the prompt.
         """
         return self.job.prepare(
-            prompt,
+            replace(prompt, trajectory_id=trajectory_id or prompt.trajectory_id, turn=turn or prompt.turn),
             request_id or uuid.uuid4().hex,
             client=CLIENT_NAME,
             where=f"request {request_id}" if request_id else "request",
             step=step,
-            trajectory_id=trajectory_id,
-            turn=turn,
             keep_seconds=keep_seconds,
             stream=stream,
             identity=identity,

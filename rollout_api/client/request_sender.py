@@ -17,6 +17,7 @@ from rollout_api.client.limits import LOG_INTERVAL_S
 from rollout_api.client.step_state import PendingRequest
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import Cancel, encode
+from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.redis_client.server_functions import execute_even_when_full
 
@@ -51,7 +52,7 @@ class RequestSender:
         self._sent_since_status = 0
         self._last_log = 0.0
 
-    def observe_status(self, status: dict[str, Any]) -> None:
+    def observe_status(self, status: CoordinatorStatus | None) -> None:
         """Read from the job's status how many rollouts of all its clients are open."""
         self._open_in_job = int(status.get("waiting", 0)) + int(status.get("assigned", 0)) if status else None
         self._sent_since_status = 0

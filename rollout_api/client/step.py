@@ -26,6 +26,7 @@ from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import InvalidRequestError, RequestRefusedError, RolloutClientError
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Purpose, Rollout, RolloutId
+from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +52,8 @@ class StepProgress:
     """Number of rollouts that were requested."""
     tokens: int
     """Number of response tokens that were received."""
-    status: Mapping[str, Any]
-    """Status of the job (see docs/protocol.md); empty while no coordinator runs."""
+    status: CoordinatorStatus
+    """Status of the job; empty while no coordinator runs."""
 
 
 OnProgress = Callable[[StepProgress], None]
@@ -373,7 +374,7 @@ class AsyncStep:
         """Progress of the step, including the turns of its trajectories."""
         state = self._state
         return StepProgress(
-            self.number, state.num_done, state.num_total, state.num_tokens, self._context.monitor.status
+            self.number, state.num_done, state.num_total, state.num_tokens, self._context.monitor.status or NO_STATUS
         )
 
     def report_progress(self, *, is_final: bool) -> None:
@@ -462,6 +463,8 @@ class AsyncStep:
                 priority=priority,
                 deadline_seconds=deadline_seconds,
                 weight_version=weight_version,
+                trajectory_id=trajectory.trajectory_id,
+                turn=turn,
             )
             prepared.append(
                 self._context.job.prepare(
@@ -470,8 +473,6 @@ class AsyncStep:
                     client=self._context.client_name,
                     where=f"trajectory {trajectory.trajectory_id}, turn {turn}",
                     step=self.number,
-                    trajectory_id=trajectory.trajectory_id,
-                    turn=turn,
                 )
             )
         answers = await self._request_turns(prepared)

@@ -26,6 +26,7 @@ from rollout_api.errors import RolloutClientError
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, PauseMode, Purpose, Rollout, UpdateMode, WeightsKind
+from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.weights.in_memory import NamedTensors
 
@@ -290,7 +291,7 @@ class RolloutClient:
         return self._client.job
 
     @property
-    def status(self) -> dict[str, Any]:
+    def status(self) -> CoordinatorStatus:
         """See :attr:`AsyncRolloutClient.status`."""
         return self._client.status
 

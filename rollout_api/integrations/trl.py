@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.sync_client import RolloutClient
@@ -20,7 +21,7 @@ PlayFunction = Callable[[TurnFunction, list[Trajectory]], None]
 """Plays trajectories to their end: calls the turn function, and each trajectory's ``observe`` with the environment's
 response."""
 
-_Rewards = TypeVar("_Rewards", bound=Sequence[float | None])
+logger = logging.getLogger(__name__)
 
 
 class JobRollouts:
@@ -34,7 +35,11 @@ class JobRollouts:
 
     Before the rollouts of a step with new weights, the main process saves and publishes the weights, and all processes
     wait until the job serves them. The first optimizer step on a batch is therefore on-policy. TRL's own vLLM must be
-    off (``use_vllm=False``); TRL then does not correct for numerical differences between the engines and the trainer.
+    off (``use_vllm=False``). TRL nevertheless corrects for numerical differences between the engines and the trainer,
+    as ``vllm_importance_sampling_correction`` and ``vllm_importance_sampling_mode`` of its configuration say.
+
+    A rollout that the job could not produce is replaced by a completion of one token that is masked out. Its reward
+    should be None, which :meth:`wrap_reward` ensures; TRL then excludes it from the advantages of its group.
 
     Args:
         client: connected client that only this process uses.
@@ -74,7 +79,7 @@ class JobRollouts:
             :class:`~rollout_api.Trajectory` for multi-turn rollouts.
 
         Raises:
-            RolloutClientError: the job could not produce all rollouts, or an engine could not load the weights.
+            RolloutClientError: the job could not produce any rollout, or an engine could not load the weights.
         """
         _check(trainer)
         token_ids = _tokenize(prompts, trainer)
@@ -82,17 +87,29 @@ class JobRollouts:
         self._call = max(self._call + 1, trainer.state.global_step)
         purpose = Purpose.TRAIN if trainer.model.training else Purpose.EVAL
         sampling = _sampling(trainer) | self._sampling
+        sampled: Sequence[Rollout] | Sequence[Trajectory]
         if self._play is not None:
-            return _output(token_ids, self._trajectories(token_ids, purpose, sampling, self._play), trainer)
-        return _output(token_ids, self._responses(token_ids, purpose, sampling), trainer)
+            sampled = self._trajectories(token_ids, purpose, sampling, self._play)
+        else:
+            sampled = self._responses(token_ids, purpose, sampling)
+        output = _output(token_ids, sampled, trainer)
+        if trainer.vllm_importance_sampling_correction:
+            _enable_correction(trainer)
+        return output
 
-    def wrap_reward(self, reward: Callable[..., _Rewards]) -> Callable[..., _Rewards]:
-        """Wrap a reward function so that rewards are reported to the job, and statistics of drafts to TRL's log."""
+    def wrap_reward(self, reward: Callable[..., Sequence[float | None]]) -> Callable[..., list[float | None]]:
+        """Wrap a reward function so that rewards are reported to the job, and statistics of drafts to TRL's log.
+
+        Rollouts that cannot be used for training have the reward None, whatever the function returns.
+        """
 
         @wraps(reward)
-        def reporting_reward(*args: Any, **kwargs: Any) -> _Rewards:
-            rewards = reward(*args, **kwargs)
+        def reporting_reward(*args: Any, **kwargs: Any) -> list[float | None]:
             turns_of_each = [_turns(sampled) for sampled in kwargs["rollout"]]
+            rewards = [
+                value if _is_usable(turns) else None
+                for turns, value in zip(turns_of_each, reward(*args, **kwargs), strict=True)
+            ]
             reported = {
                 turn.rollout_id: float(value)
                 for turns, value in zip(turns_of_each, rewards, strict=True)
@@ -174,7 +191,7 @@ def _check(trainer: Any) -> None:
     Raises:
         ValueError: the trainer has such a setting.
     """
-    if trainer.use_vllm:
+    if trainer.args.use_vllm:
         raise ValueError("use_vllm=True makes TRL start vLLM itself; set use_vllm=False to sample in a job")
     if hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config"):
         raise ValueError(
@@ -227,6 +244,29 @@ def _sampling(trainer: Any) -> dict[str, Any]:
     return sampling
 
 
+class _PublishedWeights:
+    """Stands in for TRL's handle of its own vLLM, whose weights it would update."""
+
+    def sync_weights(self) -> None:
+        """Do nothing: the weights are published with the first call for a step."""
+
+
+def _enable_correction(trainer: Any) -> None:
+    """Let TRL weight its loss by the ratio of its own probabilities to those of the engines.
+
+    TRL computes this ratio after each call of a ``rollout_func``, but only if ``use_vllm`` is set, as if its own vLLM
+    had produced the log-probabilities (``_generate_and_score_completions`` and ``_compute_loss`` in TRL 1.16). That
+    attribute is set here and not by the user, because TRL's constructor would start vLLM.
+    """
+    trainer.use_vllm, trainer.vllm_generation = True, _PublishedWeights()
+    trainer._last_loaded_step = trainer.state.global_step
+
+
+def _is_usable(turns: Sequence[Rollout]) -> bool:
+    """Return whether a rollout can be used for training: it has turns, and none of them is empty or incomplete."""
+    return bool(turns) and all(turn.finish_reason.complete and turn.token_ids for turn in turns)
+
+
 def _turns(sampled: Rollout | Trajectory) -> list[Rollout]:
     return [sampled] if isinstance(sampled, Rollout) else sampled.turns
 
@@ -234,31 +274,41 @@ def _turns(sampled: Rollout | Trajectory) -> list[Rollout]:
 def _output(
     prompts: list[list[int]], sampled: Sequence[Rollout] | Sequence[Trajectory], trainer: Any
 ) -> dict[str, list[Any]]:
-    """Return rollouts or trajectories in the form that TRL expects.
+    """Return rollouts or trajectories in the form that TRL expects; those that cannot be used are masked out.
 
     Raises:
-        RolloutClientError: a rollout is empty or incomplete; TRL would train on it as if it were complete.
+        RolloutClientError: all are empty or incomplete.
     """
-    turns = [turn for one in sampled for turn in _turns(one)]
-    bad = [turn for turn in turns if not turn.finish_reason.complete or not turn.token_ids]
-    if bad or not turns:
-        example = f"the first, {bad[0].rollout_id}: {bad[0].finish_reason} {bad[0].detail}" if bad else "no turns"
-        raise RolloutClientError(
-            f"{len(bad)} of {len(turns)} rollouts of step {trainer.state.global_step} cannot be used for training; "
-            + example
+    unusable = [one for one in sampled if not _is_usable(_turns(one))]
+    if unusable:
+        bad = next((turn for turn in _turns(unusable[0]) if not _is_usable([turn])), None)
+        example = f"the first, {bad.rollout_id}: {bad.finish_reason} {bad.detail}" if bad else "no turns"
+        text = (
+            f"{len(unusable)} of {len(sampled)} rollouts of step {trainer.state.global_step} cannot be used for "
+            f"training; {example}"
         )
+        if len(unusable) == len(sampled):
+            raise RolloutClientError(text)
+        logger.warning("%s. They are masked out.", text)
     output: dict[str, list[Any]] = {
         "prompt_ids": prompts,
         "completion_ids": [],
         "logprobs": [],
         "rollout": list(sampled),
     }
+    masks: list[list[int]] = []
+    tokens: list[int]
+    logprobs: list[float] | None
     for one in sampled:
-        if isinstance(one, Trajectory):
-            output["completion_ids"].append(one.response_token_ids)
-            output["logprobs"].append(one.logprobs)
-            output.setdefault("env_mask", []).append(one.mask)
+        if not _is_usable(_turns(one)):
+            tokens, logprobs, mask = [trainer.eos_token_ids[0]], [0.0], [0]
+        elif isinstance(one, Trajectory):
+            tokens, logprobs, mask = one.response_token_ids, one.logprobs, one.mask
         else:
-            output["completion_ids"].append(one.token_ids)
-            output["logprobs"].append(one.logprobs)
+            tokens, logprobs, mask = one.token_ids, one.logprobs, [1] * one.num_tokens
+        output["completion_ids"].append(tokens)
+        output["logprobs"].append(logprobs)
+        masks.append(mask)
+    if unusable or any(isinstance(one, Trajectory) for one in sampled):
+        output["env_mask"] = masks
     return output

@@ -1,4 +1,4 @@
-"""A rollout job as verl's rollout servers. Tested with verl 0.9.1.
+"""A rollout job as verl's rollout servers, for verl 0.9. Tested with 0.9.1.
 
 verl requests tokens from rollout *replicas* and sends weights to them through a *checkpoint engine*. Here, the replica
 is a client of a job, and the checkpoint engine writes safetensors files that the job loads. Importing this module
@@ -27,6 +27,10 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+# First, because with another version of verl, the following imports fail with an unclear error.
+import rollout_api.integrations.verl_version  # noqa: F401
+
+# isort: split
 import ray
 from safetensors.torch import save_file
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, CheckpointEngineWorker
@@ -36,8 +40,9 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutRep
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.prompts import Prompt
 from rollout_api.errors import InvalidRequestError, RolloutClientError
+from rollout_api.integrations.recognized_turns import RecognizedTurns
 from rollout_api.integrations.version_directories import VersionDirectories
-from rollout_api.protocol.messages import FinishReason, Rollout
+from rollout_api.protocol.messages import FinishReason, Purpose, Rollout
 
 NAME = "das"
 """Name under which the replica and the checkpoint engine are registered."""
@@ -64,13 +69,25 @@ class JobServer:
         name: name of the client.
         max_model_len: maximum number of tokens of a prompt and its response together.
         response_length: maximum number of tokens of a response.
+        eval_sampling: sampling parameters by which requests of verl's validation are recognized, because verl does not
+            mark them otherwise; None if they are the same as in training.
     """
 
-    def __init__(self, redis: str, job: str, name: str, max_model_len: int, response_length: int) -> None:
+    def __init__(
+        self,
+        redis: str,
+        job: str,
+        name: str,
+        max_model_len: int,
+        response_length: int,
+        eval_sampling: Mapping[str, Any] | None = None,
+    ) -> None:
         self._unconnected = AsyncRolloutClient.connect(redis, job, name=name)
         self._client: AsyncRolloutClient | None = None
         self._lock = asyncio.Lock()
         self._max_model_len, self._response_length = max_model_len, response_length
+        self._eval_sampling = eval_sampling
+        self._turns = RecognizedTurns()
         # Each request is a separate step, because equal requests within a step would be one. Step numbers must
         # increase, also when the actor is restarted.
         self._step_numbers = itertools.count(time.time_ns() // 1_000_000)
@@ -98,8 +115,17 @@ class JobServer:
         client = await self._connected()
         prompt = list(prompt_ids)
         limit = min(self._response_length, self._max_model_len - len(prompt))
-        # In verl, lower numbers are served first.
-        requested = Prompt(prompt, sampling=to_job_sampling(sampling_params, limit), priority=-priority)
+        # verl gives each turn another request id.
+        turn = self._turns.recognize(prompt)
+        requested = Prompt(
+            prompt,
+            problem_id=turn.problem_id,
+            sampling=to_job_sampling(sampling_params, limit),
+            purpose=Purpose.EVAL if self._is_validation(sampling_params) else Purpose.TRAIN,
+            priority=-priority,  # in verl, lower numbers are served first
+            trajectory_id=turn.trajectory_id,
+            turn=turn.turn,
+        )
         async with client.step(next(self._step_numbers), [requested]) as step:
             try:
                 [rollout] = [rollout async for rollout in step]
@@ -107,7 +133,12 @@ class JobServer:
                 # End the step so that the request is cancelled; leaving it by an exception would keep it for a retry.
                 await step.end()
                 raise
+        self._turns.remember(turn, prompt, rollout.token_ids)
         return to_token_output(rollout)
+
+    def _is_validation(self, params: Mapping[str, Any]) -> bool:
+        expected = self._eval_sampling
+        return expected is not None and all(params.get(name) == value for name, value in expected.items())
 
     async def ready(self) -> None:
         """Wait until the job is available."""
@@ -166,16 +197,21 @@ class JobReplica(RolloutReplica):
         self.workers = group.workers
         await self.launch_servers()
 
-    async def init_hybrid(self, worker_group: RayWorkerGroup) -> None:
+    async def init_hybrid(self, *_: Any) -> None:
         """Reject the hybrid mode.
 
         Raises:
             ValueError: always, because a job has its own machines.
         """
-        raise ValueError(
-            "rollout.name=das uses a job with its own machines: set actor_rollout_ref.hybrid_engine=false and "
-            "trainer.v1.trainer_mode=separate_async"
-        )
+        raise _own_machines_error("hybrid")
+
+    async def init_hybrid_colocated(self, *_: Any) -> None:
+        """Reject the colocated hybrid mode; see :meth:`init_hybrid`."""
+        raise _own_machines_error("colocated hybrid")
+
+    async def init_colocated(self, *_: Any) -> None:
+        """Reject the colocated mode; see :meth:`init_hybrid`."""
+        raise _own_machines_error("colocated")
 
     def get_ray_class_with_init_args(self) -> RayClassWithInitArgs:
         """Return the worker that verl's weight updates address in place of the job's engines."""
@@ -188,7 +224,7 @@ class JobReplica(RolloutReplica):
 
     async def launch_servers(self) -> None:
         """Start the server actor and wait for the job."""
-        job = self.config.engine_kwargs[NAME]["job"]
+        job = job_of(self.config.engine_kwargs)
         server = ray.remote(JobServer).options(
             name=f"rollout_job_server_{self.replica_rank}{self.name_suffix}",
             num_cpus=0,
@@ -196,7 +232,9 @@ class JobReplica(RolloutReplica):
         )
         length = self.config.max_model_len or self.config.prompt_length + self.config.response_length
         name = f"verl-{self.replica_rank}{self.name_suffix}"
-        self._server_handle = server.remote(_redis_url(), job, name, length, self.config.response_length)
+        self._server_handle = server.remote(
+            _redis_url(), job, name, length, self.config.response_length, eval_sampling_of(self.config)
+        )
         await self._server_handle.ready.remote()
         self._server_address = f"{job}#{self.replica_rank}"
         self.servers = [self._server_handle]
@@ -323,6 +361,32 @@ class FileCheckpointEngine(CheckpointEngine):
         shutil.copy(self._model / "config.json", directory)
 
 
+def job_of(engine_kwargs: Mapping[str, Any]) -> str:
+    """Return the job that ``rollout.engine_kwargs`` names.
+
+    Raises:
+        ValueError: it names no job, or has an option that does not exist.
+    """
+    options = engine_kwargs.get(NAME) or {}
+    if list(options) != ["job"]:
+        raise ValueError(
+            f"actor_rollout_ref.rollout.engine_kwargs.{NAME} has the options {sorted(options)}; set exactly one, "
+            f"job: namespace/name"
+        )
+    return str(options["job"])
+
+
+def eval_sampling_of(config: Any) -> dict[str, Any] | None:
+    """Return the sampling parameters that distinguish verl's validation from training; None if there are none.
+
+    Args:
+        config: verl's configuration ``actor_rollout_ref.rollout``.
+    """
+    names = ("temperature", "top_p", "top_k")
+    validation = {name: config.val_kwargs[name] for name in names}
+    return validation if validation != {name: config[name] for name in names} else None
+
+
 def to_job_sampling(params: Mapping[str, Any], limit: int) -> dict[str, Any]:
     """Convert verl's sampling parameters to a job's sampling settings.
 
@@ -381,6 +445,13 @@ def to_token_output(rollout: Rollout) -> TokenOutput:
             # This includes steps without drafts, so that verl's accept length is the number of tokens per step.
             "spec_num_verify_steps": rollout.num_decoding_steps,
         },
+    )
+
+
+def _own_machines_error(mode: str) -> ValueError:
+    return ValueError(
+        f"rollout.name={NAME} does not support verl's {mode} mode, in which engines run on the trainer's GPUs: a job "
+        "has its own machines. Set actor_rollout_ref.hybrid_engine=false and trainer.v1.trainer_mode=separate_async"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import TypedDict, cast
 
 
 class EngineEntry(TypedDict):
@@ -92,6 +92,10 @@ class CoordinatorStatus(TypedDict):
     """Number of unread results of each client."""
     slow_clients: list[str]
     """Clients with too many unread results."""
+
+
+NO_STATUS = cast(CoordinatorStatus, {})
+"""What a client has instead of a status while no coordinator runs."""
 
 
 class ServedStatus(CoordinatorStatus):

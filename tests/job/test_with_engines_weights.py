@@ -106,6 +106,25 @@ def test_tokens_that_are_too_stale_are_sampled_again_when_another_engine_takes_o
     job_harness.run(scenario)
 
 
+def test_groups_in_flight_continue_across_a_weight_update(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        sampling = Sampling(n=4, max_tokens=480, allowed_token_ids=ENDLESS)
+        asked = prompts(8, sampling=sampling)
+        async with client.group_queue(asked, max_in_flight=6, max_staleness=1, order="in_order") as queue:
+            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 24)
+            await client.publish_weights(1, job_harness.models / "1")
+            first = await queue.take(6)
+            assert [(index, 1, 1) for index in range(6)] == [
+                (group.number, group.newest_version, group.staleness) for group in first
+            ]
+            assert all([0, 1] == sorted(versions(group.rollouts)) for group in first)
+            later = await queue.take(2)
+            assert [(6, 0), (7, 0)] == [(group.number, group.staleness) for group in later]
+        assert 0 == queue.num_stale
+
+    job_harness.run(scenario)
+
+
 def test_weights_that_cannot_be_loaded_are_reported_and_the_old_ones_are_served(
     job_harness: JobHarness, tmp_path: Path
 ) -> None:

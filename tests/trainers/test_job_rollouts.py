@@ -62,13 +62,15 @@ def trainer(step: int = 0, **settings: Any) -> SimpleNamespace:
         "chat_template": None,
         "chat_template_kwargs": {},
         "use_vllm": False,
+        "vllm_importance_sampling_correction": True,
+        "eos_token_ids": [2],
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 0,
         "min_p": None,
         "repetition_penalty": 1.0,
         "max_completion_length": 8,
-        "args": SimpleNamespace(generation_kwargs=None, vllm_structured_outputs_regex=None),
+        "args": SimpleNamespace(use_vllm=False, generation_kwargs=None, vllm_structured_outputs_regex=None),
     }
     return SimpleNamespace(**(defaults | settings))
 
@@ -224,6 +226,38 @@ def test_rewards_are_reported_and_statistics_logged(job: UpdatingJob, client: Ro
     assert {"rollouts/tokens_per_step": 1.0, "rollouts/weight_version": 1.0} == logged
 
 
+def test_one_failed_rollout_is_masked_out_and_has_no_reward(redis_url: str, tmp_path: Path) -> None:
+    job = UpdatingJob(redis_url)
+
+    def fail_the_second(request: RolloutRequest) -> None:
+        job.answer(request, [0])
+        job.answer(request, [1], length=0, finish_reason=FinishReason.FAILED)
+
+    with job.serving(fail_the_second), RolloutClient.connect(redis_url, job.name, name="rank-0") as client:
+        rollouts = JobRollouts(client, tmp_path)
+        output = rollouts(["a", "a"], trainer(3))
+        assert [[1, 1, 1], [2]] == sorted(output["completion_ids"])
+        failed = output["completion_ids"].index([2])
+        assert [0] == output["env_mask"][failed]
+        assert [1, 1, 1] == output["env_mask"][1 - failed]
+        assert [1, 3] == sorted(map(len, output["logprobs"]))
+        rewards = rollouts.wrap_reward(lambda **_: [1.0, 1.0])(rollout=output["rollout"])
+        assert rewards[failed] is None
+        assert {output["rollout"][1 - failed].rollout_id: 1.0} == job.rewards()
+
+
+@pytest.mark.parametrize("correction", [True, False])
+def test_trl_corrects_for_the_engines_numerics_if_it_is_configured_to(
+    job: UpdatingJob, client: RolloutClient, tmp_path: Path, correction: bool
+) -> None:
+    rollouts, calling = JobRollouts(client, tmp_path), trainer(vllm_importance_sampling_correction=correction)
+    rollouts(["a"], calling)
+    assert correction == calling.use_vllm
+    if correction:
+        calling.vllm_generation.sync_weights()  # TRL calls it before the function
+    rollouts(["a"], calling)
+
+
 @pytest.mark.parametrize(
     ("length", "finish_reason"),
     [(0, FinishReason.FAILED), (3, FinishReason.CANCELLED), (3, FinishReason.DEADLINE), (0, FinishReason.STOP)],
@@ -249,12 +283,12 @@ def test_incomplete_rollout_is_an_error(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"use_vllm": True}, "use_vllm"),
+        ({"args": SimpleNamespace(use_vllm=True)}, "use_vllm"),
         ({"tools": [print]}, "play"),
         ({"model": type("Peft", (), {"peft_config": 1})()}, "PEFT"),
-        ({"args": SimpleNamespace(generation_kwargs={"top_p": 0.5})}, r"top_p.*JobRollouts\(sampling="),
+        ({"args": SimpleNamespace(use_vllm=False, generation_kwargs={"top_p": 0.5})}, r"top_p.*JobRollouts\(sampling="),
         (
-            {"args": SimpleNamespace(generation_kwargs=None, vllm_structured_outputs_regex="a+")},
+            {"args": SimpleNamespace(use_vllm=False, generation_kwargs=None, vllm_structured_outputs_regex="a+")},
             "vllm_structured_outputs_regex",
         ),
     ],

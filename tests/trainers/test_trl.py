@@ -92,6 +92,11 @@ def test_groups_are_complete_across_processes(training: Training) -> None:
         assert {0} == {size % 8 for size in group_sizes.values()}
 
 
+def test_trl_corrects_for_the_numerics_of_the_engines(training: Training) -> None:
+    for line in training.log:
+        assert 0.9 < line["sampling/importance_sampling_ratio/mean"] <= 1.1
+
+
 def test_drafts_are_accepted(training: Training) -> None:
     assert training.log[-1]["rollouts/tokens_per_step"] > 1.0
 

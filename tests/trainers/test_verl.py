@@ -24,15 +24,18 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
 
-from rollout_api import Cancel, FinishReason, InvalidRequestError, Rollout, RolloutClientError, WeightSpan
+from rollout_api import Cancel, FinishReason, InvalidRequestError, Purpose, Rollout, RolloutClientError, WeightSpan
 from rollout_api.integrations.verl import (
     NAME,
     REDIS_URL_VARIABLE,
     FileCheckpointEngine,
+    JobReplica,
     JobServer,
+    job_of,
     to_job_sampling,
     to_token_output,
 )
+from rollout_api.integrations.verl_version import check
 from tests.support.updating_job import UpdatingJob
 
 JOB = "default/math"
@@ -119,6 +122,44 @@ def test_each_sample_of_a_group_is_a_request(servers: LLMServerManager, job: Upd
     requests = job.received[before:]
     assert 4 == len({request.request_id for request in requests})
     assert 1 == len({request.problem for request in requests})
+
+
+def test_the_turns_of_a_trajectory_are_recognized(servers: LLMServerManager, job: UpdatingJob) -> None:
+    client = servers.get_client()
+    first = generate(client, [21, 22])
+    generate(client, [21, 22, *first.token_ids, 50])
+    turns = job.received[-2:]
+    assert [0, 1] == [request.turn for request in turns]
+    assert 1 == len({request.trajectory_id for request in turns}) == len({request.problem for request in turns})
+
+
+def test_validation_is_recognized_by_its_sampling_parameters(servers: LLMServerManager, job: UpdatingJob) -> None:
+    client = servers.get_client()
+    generate(client, [31], temperature=1.0, top_p=1.0, top_k=-1)
+    generate(client, [31], temperature=0, top_p=1.0, top_k=-1)  # verl's default of val_kwargs
+    assert [Purpose.TRAIN, Purpose.EVAL] == [request.purpose for request in job.received[-2:]]
+
+
+@pytest.mark.parametrize(
+    ("method", "mode"),
+    [("init_hybrid", "hybrid"), ("init_hybrid_colocated", "colocated hybrid"), ("init_colocated", "colocated")],
+)
+def test_modes_that_share_the_trainers_gpus_are_refused_by_name(method: str, mode: str) -> None:
+    replica = object.__new__(JobReplica)
+    with pytest.raises(ValueError, match=f"does not support verl's {mode} mode.*hybrid_engine=false"):
+        asyncio.run(getattr(replica, method)(None))
+
+
+@pytest.mark.parametrize("options", [{}, {NAME: {"jbo": "default/math"}}, {NAME: {"job": "a/b", "redis": "r"}}])
+def test_options_of_the_engine_are_checked(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"engine_kwargs\.das has the options .* set exactly one, job"):
+        job_of(options)
+
+
+def test_other_versions_of_verl_are_refused() -> None:
+    check("0.9.3")
+    with pytest.raises(ImportError, match=r"supports verl 0\.9, but verl 0\.8\.0 is installed; install verl==0\.9\.1"):
+        check("0.8.0")
 
 
 class Trainer(Worker):

@@ -18,6 +18,7 @@ from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import DraftMode, Purpose, Rollout, RolloutId, UpdateMode
+from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.retry import retry
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.dataset.problems import DatasetProblem
@@ -56,7 +57,7 @@ class DatasetProgress:
     started: float = field(default_factory=time.monotonic)
     accepted_per_step: float = 0.0
     """Accepted draft tokens per decoding step in the current epoch run, so far."""
-    status: dict[str, Any] = field(default_factory=dict)
+    status: CoordinatorStatus = field(default_factory=lambda: NO_STATUS)
     """The job's last status."""
 
     @property

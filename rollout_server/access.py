@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
@@ -71,6 +72,65 @@ def _hash(token: str) -> bytes:
     return hashlib.sha256(token.encode(errors="surrogateescape")).digest()
 
 
+class LimitError(Exception):
+    """A request exceeds a limit of its caller."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        """HTTP status with which the request is answered."""
+
+
+class ModelTokens:
+    """The tokens of prompts and responses that one HTTP request has in progress.
+
+    Args:
+        in_progress: caller → number of tokens in progress of all its requests.
+        caller: name of the request's caller.
+        limit: number of tokens that the caller may have in progress; 0 for any number.
+    """
+
+    def __init__(self, in_progress: Counter[str], caller: str, limit: int) -> None:
+        self._in_progress, self._caller, self._limit = in_progress, caller, limit
+        self._own = 0
+
+    def add(self, count: int) -> None:
+        """Add the tokens of a prompt and of its responses, if each has as many as it may have.
+
+        Raises:
+            LimitError: the caller would have too many in progress.
+        """
+        if self._limit and self._own + count > self._limit:
+            message = (
+                f"prompts and max_tokens of the responses are {self._own + count} tokens or more, but the bearer token "
+                f"may have at most {self._limit} tokens in progress; reduce n, max_tokens or the prompts"
+            )
+            raise LimitError(HTTPStatus.BAD_REQUEST, message)
+        if self._limit and self._in_progress[self._caller] + count > self._limit:
+            message = (
+                f"with this request, the bearer token would have more than {self._limit} tokens of prompts and "
+                "responses in progress, which is its limit; try again later"
+            )
+            raise LimitError(HTTPStatus.TOO_MANY_REQUESTS, message)
+        self._own += count
+        self._in_progress[self._caller] += count
+
+    def release(self) -> None:
+        """Remove all tokens of the request."""
+        self._in_progress[self._caller] -= self._own
+        if not self._in_progress[self._caller]:
+            del self._in_progress[self._caller]
+        self._own = 0
+
+
+_model_tokens: ContextVar[ModelTokens | None] = ContextVar("model_tokens", default=None)
+
+
+def current_model_tokens() -> ModelTokens:
+    """Return the tokens of the HTTP request that is being processed; without a limit if there is no middleware."""
+    return _model_tokens.get() or ModelTokens(Counter(), _ANYONE, 0)
+
+
 class AccessMiddleware:
     """ASGI middleware that refuses requests which exceed a limit or have no token.
 
@@ -78,6 +138,8 @@ class AccessMiddleware:
         app: the application.
         tokens: the tokens.
         max_requests: number of requests that one token may have in progress at this server; 0 for any number.
+        max_model_tokens: number of tokens of prompts and responses that one bearer token may have in progress at this
+            server; 0 for any number.
         max_body_bytes: largest body of a request.
     """
 
@@ -87,12 +149,15 @@ class AccessMiddleware:
         tokens: Tokens,
         *,
         max_requests: int = 0,
+        max_model_tokens: int = 0,
         max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
     ) -> None:
         self.tokens = tokens
         """The tokens; they may be replaced while the server runs."""
         self._app, self._max_requests, self._max_body_bytes = app, max_requests, max_body_bytes
+        self._max_model_tokens = max_model_tokens
         self._in_progress: Counter[str] = Counter()
+        self._model_tokens: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Process one request."""
@@ -114,9 +179,13 @@ class AccessMiddleware:
             await _refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, self._body_message(), scope, receive, send)
             return
         self._in_progress[caller] += 1
+        model_tokens = ModelTokens(self._model_tokens, caller, self._max_model_tokens)
+        reset = _model_tokens.set(model_tokens)
         try:
             await self._app(scope, self._limited(receive), _with_retry_after(send))
         finally:
+            _model_tokens.reset(reset)
+            model_tokens.release()
             self._in_progress[caller] -= 1
             if not self._in_progress[caller]:
                 del self._in_progress[caller]

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgpack
+from starlette.responses import JSONResponse
 from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
@@ -33,8 +34,10 @@ from rollout_api.errors import (
     WeightsError,
 )
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout
+from rollout_server.access import LimitError, current_model_tokens
 from rollout_server.conversations import Continuation, Conversations
 from rollout_server.engine_outputs import ResponseOutputs
+from rollout_server.error_response import error_response
 from rollout_server.request_context import (
     REQUEST_IDS_HEADER,
     TURN_HEADER,
@@ -115,7 +118,9 @@ class JobEngineCore:
         context = current_context()
         try:
             prepared = self._prepare(group, context)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, VLLMError):
+                context.refusal = _refusal(error)
             # vLLM's server does so itself if there are several.
             self._output_processor.abort_requests([member.request_id for member in group.requests], internal=True)
             raise
@@ -200,7 +205,8 @@ class JobEngineCore:
                 turn=fields.turn or 0,
                 stream=group.is_streamed,
             )
-        except RolloutClientError as error:
+            current_model_tokens().add(prepared.max_tokens)
+        except (RolloutClientError, LimitError) as error:
             raise http_error(error) from None
         group.trajectory_id, group.turn = fields.trajectory_id, fields.turn or 0
         context.report(REQUEST_IDS_HEADER, f"{self._client.job.uid}/{prepared.request_id}")
@@ -289,9 +295,11 @@ def http_errors() -> Iterator[None]:
 
 
 def http_error(error: Exception) -> VLLMError:
-    """Return the error of vLLM's server, which determines the HTTP status, for an error of the client."""
+    """Return the error of vLLM's server, which determines the HTTP status, for an error of the client or a limit."""
     if isinstance(error, InvalidRequestError | RequestRefusedError | VersionMismatchError):
         return VLLMValidationError(str(error))
+    if isinstance(error, LimitError):
+        return GracefulHTTPError(str(error), error.status)
     if isinstance(error, WeightsError):
         return GracefulHTTPError(str(error), HTTPStatus.BAD_REQUEST)
     if isinstance(error, JobFullError):
@@ -301,6 +309,12 @@ def http_error(error: Exception) -> VLLMError:
     if not isinstance(error, RolloutClientError):
         logger.error("A request failed.", exc_info=error)
     return GracefulHTTPError(str(error) or type(error).__name__, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def _refusal(error: VLLMError) -> JSONResponse:
+    """Return the response of a request that raises *error* before anything is sampled."""
+    status = getattr(error, "http_status", HTTPStatus.BAD_REQUEST)
+    return error_response(status, getattr(error, "message", str(error)), getattr(error, "parameter", None))
 
 
 def _prompt(request: EngineCoreRequest, sampling: dict[str, Any], fields: RolloutFields) -> Prompt:

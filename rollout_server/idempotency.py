@@ -84,11 +84,13 @@ class IdempotencyMiddleware:
                 f"{IDEMPOTENCY_HEADER}: {key!r} belongs to another request of the last minutes, with another body or "
                 "other headers; repeat that request without changes, or use another key"
             )
-            refusal = error_response(HTTPStatus.UNPROCESSABLE_ENTITY, message, IDEMPOTENCY_HEADER)
-            await refusal(scope, receive, send)
+            conflict = error_response(HTTPStatus.UNPROCESSABLE_ENTITY, message, IDEMPOTENCY_HEADER)
+            await conflict(scope, receive, send)
             return
         exchange = _Exchange(body, receive, send)
         await self._app(scope, exchange.receive, exchange.send)
+        if (refusal := current_context().refusal) is not None:
+            exchange.status = refusal.status_code
         await _update(keys, key, exchange, is_new=owner is None)
 
 

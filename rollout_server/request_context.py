@@ -6,9 +6,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from http import HTTPStatus
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollout_api.protocol.messages import Purpose
@@ -132,6 +134,8 @@ class RequestContext:
     """Response header → its values, one for each prompt."""
     start_response: Callable[[], Awaitable[None]] | None = None
     """Sends the headers of a response that is streamed; None if they were sent, or wait for the body."""
+    refusal: Response | None = None
+    """The error with which the request is answered if no header of a response that is streamed was sent yet."""
 
     def next_request_id(self) -> str:
         """Return the id of the request for the next prompt; empty if a new one may be chosen."""
@@ -179,11 +183,20 @@ class RequestContextMiddleware:
             },
         )
 
+        is_successful = is_refused = False
+
         async def send_with_headers(message: Message) -> None:
+            nonlocal is_successful, is_refused
             if message["type"] != "http.response.start":
-                await context.prepared()
-                await send(message)
+                if context.refusal is not None and context.start_response is not None and is_successful:
+                    # vLLM's server would put the error into a stream with the status 200.
+                    context.start_response, is_refused = None, True
+                    await context.refusal(scope, receive, send)
+                if not is_refused:
+                    await context.prepared()
+                    await send(message)
                 return
+            is_successful = message["status"] < HTTPStatus.BAD_REQUEST
 
             async def start() -> None:
                 headers = MutableHeaders(scope=message)

@@ -23,6 +23,7 @@ from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_client import RequestClient
 from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError
 from rollout_api.protocol.messages import FinishReason, Partial, Rollout, WeightsKind
+from rollout_server.access import LimitError, current_model_tokens
 from rollout_server.engine_core import http_error, http_errors
 from rollout_server.request_context import REQUEST_IDS_HEADER, ContextError, RolloutFields, current_context
 from rollout_server.weight_publishing import publish_directory
@@ -238,6 +239,7 @@ class SglangApi:
                 turn=fields.turn or 0,
                 stream=True,
             )
+            current_model_tokens().add(prepared.max_tokens)
             receiving = asyncio.ensure_future(
                 self._client.receive(
                     prepared,
@@ -247,7 +249,7 @@ class SglangApi:
                 )
             )
             rollout = await _unless_aborted(receiving, running)
-        except RolloutClientError as error:
+        except (RolloutClientError, LimitError) as error:
             raise http_error(error) from None
         finally:
             del self._running[request_id]

@@ -39,6 +39,8 @@ class PreparedRequest:
     """Number of samples."""
     data: bytes
     """Encoded request."""
+    max_tokens: int
+    """Largest number of tokens of the prompt and its responses together."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class JobInfo:
                 f"{where}: the encoded request has {len(data)} bytes, but the job allows at most "
                 f"{self.max_request_bytes} (spec.queue.maxRequestBytes); shorten the prompt or raise the limit"
             )
-        return PreparedRequest(request_id, sampling.n, data)
+        return PreparedRequest(request_id, sampling.n, data, len(tokens) + sampling.n * sampling.max_tokens)
 
     def _sampling(self, given: Sampling | Mapping[str, Any], where: str) -> tuple[Sampling, Sampling]:
         """Return the overrides to send, and the settings that result from them and the job's defaults."""

@@ -304,6 +304,14 @@ def serve(
     max_requests_per_token: Annotated[
         int, typer.Option(min=0, help="Number of requests that a client may have in progress; 0 for any number.")
     ] = 0,
+    max_model_tokens_per_token: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Number of tokens of prompts and responses, counted with max_tokens, that a client may have in "
+            "progress; 0 for any number.",
+        ),
+    ] = 0,
     certificate: Annotated[Path | None, typer.Option(help="TLS certificate (PEM), with its chain.")] = None,
     certificate_key: Annotated[Path | None, typer.Option(help="Key of the TLS certificate (PEM).")] = None,
     model_cache: ModelCache = None,
@@ -328,7 +336,12 @@ def serve(
                 exit_with_error(EXIT_MANIFEST, str(error))
             await serve(
                 app,
-                partial(AccessMiddleware, tokens=permitted, max_requests=max_requests_per_token),
+                partial(
+                    AccessMiddleware,
+                    tokens=permitted,
+                    max_requests=max_requests_per_token,
+                    max_model_tokens=max_model_tokens_per_token,
+                ),
                 host=host,
                 port=port,
                 ssl_certfile=certificate,

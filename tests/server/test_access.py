@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,60 @@ def test_a_token_may_have_a_limited_number_of_requests_in_progress(server: str, 
         assert [200] * 3 == [reply.result(timeout=20).status_code for reply in (*running, other)]
     with job.serving(lambda request: job.answer_text(request, "two")):
         assert 200 == post(server, ALICE).status_code
+
+
+@pytest.fixture
+def limited(job: ServedJob, redis_url: str, model: Path, tokens: Path) -> Iterator[str]:
+    """A server that limits the tokens of prompts and responses in progress."""
+    wrap = partial(AccessMiddleware, tokens=Tokens.read(tokens), max_model_tokens=40)
+    with serving(job, redis_url, model, wrap=wrap) as url:
+        yield url
+
+
+def ask(server: str, token: str, max_tokens: int, **fields: object) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {token}"}
+    body = {**BODY, "max_tokens": max_tokens, **fields}
+    return httpx.post(f"{server}/v1/completions", headers=headers, json=body, timeout=20)
+
+
+def sample(server: str, token: str, max_tokens: int) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {token}"}
+    body = {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": max_tokens}}
+    return httpx.post(f"{server}/generate", headers=headers, json=body, timeout=20)
+
+
+@pytest.mark.parametrize("call", [ask, sample])
+def test_a_token_may_have_a_limited_number_of_model_tokens_in_progress(
+    limited: str, job: ServedJob, call: Callable[[str, str, int], httpx.Response]
+) -> None:
+    with ThreadPoolExecutor(3) as pool:
+        running = pool.submit(call, limited, ALICE, 30)
+        job.wait_for_requests(1)
+        refused = call(limited, ALICE, 20)
+        assert (429, "1") == (refused.status_code, refused.headers["Retry-After"])
+        assert "40 tokens" in refused.json()["error"]["message"]
+        if call is ask:
+            streamed = ask(limited, ALICE, 20, stream=True)
+            assert (429, "1") == (streamed.status_code, streamed.headers["Retry-After"])
+            assert "40 tokens" in streamed.json()["error"]["message"]
+        others = [pool.submit(call, limited, ALICE, 5), pool.submit(call, limited, BOB, 30)]
+        for request in job.wait_for_requests(3):
+            job.answer_text(request, "two")
+        assert [200] * 3 == [reply.result(timeout=20).status_code for reply in (running, *others)]
+    with job.serving(lambda request: job.answer_text(request, "two")):
+        assert 200 == call(limited, ALICE, 30).status_code
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 50}, {"n": 3}, {"prompt": ["one", "two", "one two"]}])
+def test_a_request_that_always_exceeds_the_limit_is_invalid(
+    limited: str, job: ServedJob, fields: dict[str, object]
+) -> None:
+    refused = ask(limited, ALICE, **{"max_tokens": 15, **fields})  # type: ignore[arg-type]
+    assert 400 == refused.status_code
+    assert "at most 40 tokens" in refused.json()["error"]["message"]
+    # Nothing stays reserved.
+    with job.serving(lambda request: job.answer_text(request, "two")):
+        assert 200 == ask(limited, ALICE, 30).status_code
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -78,9 +78,10 @@ def test_a_request_can_be_repeated_as_a_stream(openai: OpenAI, job: ServedJob) -
     assert 1 == len(job.sampled)
 
 
-def test_an_invalid_request_leaves_its_key_free(openai: OpenAI, job: ServedJob) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_invalid_request_leaves_its_key_free(openai: OpenAI, job: ServedJob, *, stream: bool) -> None:
     with pytest.raises(openai_package.BadRequestError):
-        complete(openai, temperature=-1)
+        complete(openai, headers={**KEY, "X-Rollout-Step": "x"}, stream=stream)
     wait_for(lambda: not job.redis.exists(job.keys.idempotency("a")))
     assert "two" == while_calling(lambda: complete(openai), answering(job, "two"))
 

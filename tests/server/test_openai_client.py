@@ -340,6 +340,16 @@ def test_what_the_job_cannot_do_is_an_error_that_names_the_field(
     assert [] == job.requests()
 
 
+def test_a_stream_that_is_refused_has_the_status_of_the_error(openai: OpenAI, job: ServedJob) -> None:
+    settings: dict[str, Any] = {"stream": True, "extra_headers": {"X-Rollout-Step": "x"}}
+    with pytest.raises(openai_package.BadRequestError, match="'x' is not an integer") as error:
+        openai.completions.create(model=MODEL_NAME, prompt="one", **settings)
+    assert "X-Rollout-Step" == error.value.param
+    with pytest.raises(openai_package.BadRequestError, match="'x' is not an integer"):
+        openai.chat.completions.create(model=MODEL_NAME, messages=MESSAGES, **settings)
+    assert [] == job.requests()
+
+
 def test_an_unknown_model_is_not_found(openai: OpenAI) -> None:
     with pytest.raises(openai_package.NotFoundError, match="other"):
         openai.completions.create(model="other", prompt="one")

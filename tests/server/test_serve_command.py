@@ -66,13 +66,16 @@ def test_a_job_is_served_until_sigterm(manifest: Path, job: ServedJob, redis_url
     tokens.mkdir()
     (tokens / "trainer").write_text(TOKEN)
     options = ["--tokens", str(tokens), "--enable-auto-tool-choice", "--tool-call-parser=hermes"]
+    options += ["--max-model-tokens-per-token", "50"]
     with running("-f", manifest, "--redis", redis_url, *options) as (process, url):
         body = {"model": "math", "prompt": "one"}
         assert 401 == httpx.post(f"{url}/v1/completions", json=body).status_code
         with job.serving(lambda request: job.answer_text(request, "two")):
             headers = {"Authorization": f"Bearer {TOKEN}"}
             reply = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=20)
+            too_long = httpx.post(f"{url}/v1/completions", json=body | {"max_tokens": 60}, headers=headers, timeout=20)
         assert "two" == reply.json()["choices"][0]["text"]
+        assert "at most 50 tokens" in too_long.json()["error"]["message"]
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(timeout=30) in (0, -signal.SIGTERM)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.messages import CodecError, FinishReason, Refusal, RolloutRequest, decode
-from rollout_api.redis_client.retry import retry_async
+from rollout_api.redis_client.retry import RetryPolicy, retry_async
 from rollout_worker.engine.errors import AdmissionError
 from rollout_worker.history.length_lookup import LengthLookup
 from rollout_worker.job.coordinator.answers import Answers
@@ -50,6 +50,8 @@ class RequestAdmission:
         self._tracker, self._cancellations = tracker, cancellations
         self._answers, self._dead_letters = answers, dead_letters
         self._num_arrivals = 0
+        self._retries = RetryPolicy()
+        """Of all admissions together, so that an outage is not logged for each."""
 
     async def admit(self, entries: Iterable[Entry], held: Mapping[RolloutKey, str] | None = None) -> None:
         """Open the requests in entries of the request stream.
@@ -91,7 +93,7 @@ class RequestAdmission:
 
     async def _register(self, entry: Entry, request: RolloutRequest) -> bool:
         """Open the ledger of a request, or refuse it; return whether it is admitted."""
-        admission = await retry_async(self._job_store.requests.admit, entry.entry_id, request)
+        admission = await retry_async(self._job_store.requests.admit, entry.entry_id, request, policy=self._retries)
         if admission in _REJECTED:
             refusal = Refusal(
                 request_id=request.request_id,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollout_api.redis_client.retry import retry_async
+from rollout_api.redis_client.retry import RetryPolicy, retry_async
 from rollout_worker.job.job_store import JobStore, Order, StaleCoordinatorError
 
 
@@ -15,6 +15,8 @@ class FencedOrders:
         self.coordinator = 0
         """Number of this coordinator; 0 before it has taken over."""
         self._job_store = job_store
+        self._retries = RetryPolicy()
+        """Of all orders together, so that an outage is not logged for each engine."""
 
     async def take_over(self) -> None:
         """Become the job's coordinator."""
@@ -35,7 +37,9 @@ class FencedOrders:
         Raises:
             StaleCoordinatorError: if another coordinator has taken over.
         """
-        return await retry_async(self._job_store.assignments.send, self.coordinator, engine, orders)
+        return await retry_async(
+            self._job_store.assignments.send, self.coordinator, engine, orders, policy=self._retries
+        )
 
     async def reclaim(self, engine: str) -> list[Order] | None:
         """Remove an engine whose lease has expired; return its orders, or None if it has a lease again.

@@ -27,9 +27,9 @@ from rollout_server.weight_publishing import publish_directory
 _PAUSE_TIMEOUT_S = 600.0
 """Seconds that the engines have to pause or to resume."""
 _BROADCAST_ADVICE = (
-    "a job receives no weights over NCCL through its HTTP server; write them to a directory and send POST "
-    '/update_weights {"weight_dir": …}, load an adapter with POST /v1/load_lora_adapter, or broadcast the weights with '
-    "publish_weights of the job's Python client"
+    "a job receives no weights over NCCL and no changes of weights through its HTTP server; write them to a directory "
+    'and send POST /update_weights {"weight_dir": …}, load an adapter with POST /v1/load_lora_adapter, or broadcast '
+    "the weights with publish_weights of the job's Python client"
 )
 
 

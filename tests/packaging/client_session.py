@@ -15,9 +15,9 @@ from rollout_api import RolloutClient
 
 
 def import_modules() -> None:
-    """Import every module, except for the adapters, each of which needs its trainer."""
+    """Import every module, except for the adapters, each of which needs its trainer, and the one that needs NumPy."""
     for module in pkgutil.walk_packages(rollout_api.__path__, "rollout_api."):
-        if not module.name.startswith("rollout_api.integrations."):
+        if not module.name.startswith("rollout_api.integrations.") and module.name != "rollout_api.arrays":
             importlib.import_module(module.name)
 
 

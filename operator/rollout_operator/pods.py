@@ -153,6 +153,8 @@ def server_pod(context: JobContext, server: Server) -> dict[str, Any]:
         args.append(f"--tokens={_TOKENS_MOUNT}")
     if server.max_requests_per_token:
         args.append(f"--max-requests-per-token={server.max_requests_per_token}")
+    if server.max_model_tokens_per_token:
+        args.append(f"--max-model-tokens-per-token={server.max_model_tokens_per_token}")
     if server.tls_secret_name is not None:
         mounts["tls"] = (_TLS_MOUNT, server.tls_secret_name)
         args += [f"--certificate={_TLS_MOUNT}/tls.crt", f"--certificate-key={_TLS_MOUNT}/tls.key"]

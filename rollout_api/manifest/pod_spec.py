@@ -252,6 +252,12 @@ class Server(ManifestModel):
     max_requests_per_token: int = Field(
         default=0, ge=0, le=1_000_000, description="Requests that a token may have in progress at each pod; 0: any."
     )
+    max_model_tokens_per_token: int = Field(
+        default=0,
+        ge=0,
+        le=2**53,
+        description="Tokens of prompts and responses that a token's requests in progress may have at each pod; 0: any.",
+    )
     tls_secret_name: DnsName | None = Field(
         default=None, description="Secret of the type kubernetes.io/tls. Default: the server speaks plain HTTP."
     )

@@ -79,11 +79,13 @@ def test_the_service_selects_the_pods_of_the_deployment_and_none_else() -> None:
 
 
 def test_tokens_and_certificates_come_from_secrets() -> None:
-    cluster = job_with_server(tokensSecretName="clients", tlsSecretName="cert", maxRequestsPerToken=64)
+    limits = {"maxRequestsPerToken": 64, "maxModelTokensPerToken": 10**6}
+    cluster = job_with_server(tokensSecretName="clients", tlsSecretName="cert", **limits)
     container = pod_spec(cluster)["containers"][0]
     assert {
         "--tokens=/etc/rollout-tokens",
         "--max-requests-per-token=64",
+        "--max-model-tokens-per-token=1000000",
         "--certificate=/etc/rollout-tls/tls.crt",
         "--certificate-key=/etc/rollout-tls/tls.key",
     } <= set(container["args"])

@@ -171,7 +171,7 @@ class RolloutQueue:
         """Remove and return the next rollout for an engine, given those that it runs."""
         requests = Counter(self._names[rollout.id][0] for rollout in running if rollout.id in self._names)
         load = EngineLoad(engine, len(running) + 1, len(running), 0, samples=requests)
-        [placed] = self._scheduler.place([load, _FULL_ENGINE], frozenset(), frozenset())
+        [placed] = self._scheduler.place([load, _FULL_ENGINE], frozenset(), frozenset(), newest_version=0)
         return self._rollouts.pop((placed.request_id, placed.sample))
 
     def put_back(self, rollout: Rollout) -> None:

@@ -42,6 +42,7 @@ from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.coordinator.status import StatusBoard
 from rollout_worker.job.coordinator.status_server import StatusServer
 from rollout_worker.job.job_store import EngineReport, JobStore, Order, OrderKind, StaleCoordinatorError
+from rollout_worker.job.job_store.assignments import Assignment
 from rollout_worker.job.ledger import LedgerEntry
 from rollout_worker.job.limits import CoordinatorLimits
 from rollout_worker.policy.canary import canary_sample
@@ -95,6 +96,17 @@ class CoordinatorHarness:
             return found if len(found) >= count else []
 
         found: list[Order] = await wait_for_async(orders)
+        return found
+
+    async def assignments(self, engine: str, count: int) -> list[Assignment]:
+        """Wait until an engine has at least *count* orders to sample, and return what they assign."""
+
+        async def assigned() -> list[Assignment]:
+            orders = await self.job_store.assignments.inbox(engine)
+            found = [order.assignment for order in orders if order.assignment is not None]
+            return found if len(found) >= count else []
+
+        found: list[Assignment] = await wait_for_async(assigned)
         return found
 
     async def finish(
@@ -429,9 +441,9 @@ def test_rollouts_start_only_on_engines_that_are_not_too_far_behind(run: Run) ->
             await wait_for_async(lambda: not job.redis.xlen(JOB.control))
             bounds = {"least": {"min_weight_version": 6}, "fresh": {"max_staleness": 1}, "any": {"max_staleness": 2}}
             job.send(JOB.requests, *(request(name, n=1, **bound) for name, bound in bounds.items()))
-            assignments = [order.assignment for order in await job.inbox("new", 2) if order.assignment is not None]
+            assignments = await job.assignments("new", 2)
             assert {"least": 6, "fresh": 6} == {each.request_id: each.oldest_version for each in assignments}
-            [stale] = [order.assignment for order in await job.inbox("old", 1) if order.assignment is not None]
+            [stale] = await job.assignments("old", 1)
             assert ("any", 5) == (stale.request_id, stale.oldest_version)
 
     run(scenario)

@@ -125,6 +125,8 @@ class StubEngine:
         return GenerationResult(
             token_ids=[(first + 31 * position) % VOCABULARY for position in range(self._workload.tokens)],
             logprobs=self._logprobs,
+            ranks=None,
+            top_logprobs=None,
             weight_spans=[WeightSpan(start=0, weight_version=0)],
             finish_reason=FinishReason.LENGTH,
             num_decoding_steps=self._workload.tokens,

@@ -17,12 +17,11 @@ from rollout_api.client.result_stream import ResultStream, is_stream_gone
 from rollout_api.client.step_state import DeferredResult, Entries, StepState
 from rollout_api.errors import NameInUseError, RolloutClientError, UnreadableResultError
 from rollout_api.protocol.messages import CodecError, Refusal, Rollout, RolloutId, decode
+from rollout_api.redis_client.batch_pacer import BatchPacer
 from rollout_api.redis_client.retry import ClientRetryPolicy
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_PER_RESULT_S, _MAX_PAUSE_S = 0.002, 0.02
-"""Pause after a read, per result that it has found, and longest pause: the more arrive, the larger are the batches."""
 _READ_RETRY_PAUSE_S = 0.2
 """Pause after a failed read of results."""
 
@@ -166,7 +165,7 @@ class ResultReceiver:
     async def _read_forever(self) -> None:
         position = self._last_entry_id if self._was_interrupted else ">"
         failing_since: float | None = None
-        next_read = 0.0
+        pacer, next_read = BatchPacer(), 0.0
         while True:
             await self._wait_for_demand()
             if (pause := next_read - time.monotonic()) > 0:
@@ -188,8 +187,9 @@ class ResultReceiver:
                 await asyncio.sleep(_READ_RETRY_PAUSE_S)
                 continue
             failing_since = None
-            if len(entries) < self._limits.read_batch:
-                next_read = time.monotonic() + min(_MAX_PAUSE_S, len(entries) * _PAUSE_PER_RESULT_S)
+            now = time.monotonic()
+            pause = pacer.pause(len(entries), now)
+            next_read = now + pause if len(entries) < self._limits.read_batch else now
             await self._route_all(entries)
             await self._flush_acknowledgements()
             if position != ">":

@@ -48,10 +48,6 @@ class CoordinatorLimits:
     """Time for which a read waits for new messages; it bounds how long other work is delayed."""
     read_batch: int = 500
     """Maximum number of entries of each stream in one read."""
-    pause_per_message_s: float = 0.002
-    """Pause after a read, per message that it has found: the more messages arrive, the larger are their batches."""
-    max_pause_s: float = 0.02
-    """Longest pause after a read."""
     engine_check_interval_s: float = 0.25
     """Time between two checks of engines, deadlines and unread results."""
     status_interval_s: float = 1.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 
+from rollout_api.redis_client.batch_pacer import BatchPacer
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.admission import RequestAdmission
 from rollout_worker.job.coordinator.cancellations import Cancellations
@@ -34,7 +35,7 @@ class MessageReader:
         self._tracker, self._engines = tracker, engines
         self._admission, self._cancellations, self._control = admission, cancellations, control
         self._cursors: dict[Stream, str] = {}
-        self._next_read = 0.0
+        self._pacer, self._next_read = BatchPacer(), 0.0
         """``time.monotonic()`` before which no read begins."""
 
     async def reset(self) -> None:
@@ -49,7 +50,7 @@ class MessageReader:
     async def read(self) -> None:
         """Process new messages; wait a moment for them if there are none.
 
-        While the queue is full, no requests are read. After messages were read, further ones are collected briefly.
+        While the queue is full, no requests are read. While many messages arrive, further ones are collected briefly.
         """
         if (pause := self._next_read - time.monotonic()) > 0:
             await asyncio.sleep(pause)
@@ -63,9 +64,8 @@ class MessageReader:
             )
 
         found = await retry_async(read_streams)
-        num_found = sum(map(len, found.values()))
-        pause = min(self._limits.max_pause_s, num_found * self._limits.pause_per_message_s)
-        self._next_read = time.monotonic() + pause
+        now = time.monotonic()
+        self._next_read = now + self._pacer.pause(sum(map(len, found.values())), now)
         for stream, entries in found.items():
             self._cursors[stream] = entries[-1].entry_id
         for entry in found.get(Stream.EVENTS, []):

@@ -83,14 +83,20 @@ class ResponseOutputs:
         """
         if self._num_alternatives is None:
             return None
-        likely_tokens, logprobs = tokens.top_logprobs or [{}] * stop, tokens.logprobs or []
+        logprobs = tokens.logprobs or []
+        ranks = np.array(tokens.ranks[start:stop] if tokens.ranks is not None else [0] * (stop - start), dtype=np.int64)
+        if not tokens.top_logprobs:
+            return LogprobsLists(
+                logprob_token_ids=np.array(tokens.token_ids[start:stop], dtype=np.int64)[:, None],
+                logprobs=np.array(logprobs[start:stop], dtype=np.float32)[:, None],
+                sampled_token_ranks=ranks,
+            )
         token_rows, logprob_rows = [], []
         for index in range(start, stop):
-            likely = list(likely_tokens[index].items())[: self._num_alternatives]
+            likely = list(tokens.top_logprobs[index].items())[: self._num_alternatives]
             row_tokens, row_logprobs = zip((tokens.token_ids[index], logprobs[index]), *likely, strict=True)
             token_rows.append(np.array(row_tokens, dtype=np.int64))
             logprob_rows.append(np.array(row_logprobs, dtype=np.float32))
-        ranks = tokens.ranks[start:stop] if tokens.ranks is not None else [0] * (stop - start)
         # vLLM's server reads them one position after the other, so that they may have different lengths.
         rows: Any = token_rows, logprob_rows
-        return LogprobsLists(*rows, sampled_token_ranks=np.array(ranks, dtype=np.int64))
+        return LogprobsLists(*rows, sampled_token_ranks=ranks)

@@ -413,11 +413,18 @@ class AsyncRolloutClient(JobConnection):
             InvalidRequestError: an argument cannot be used; nothing was sent.
             WeightsError: no engine could load the weights, so that all keep their old ones, or some took too long.
         """
-        return await self._connected.publisher.publish(
+        try:
+            publisher = self._connected.publisher
+            parsed_kind, parsed_mode = parse_choice(WeightsKind, kind, "kind"), parse_choice(UpdateMode, mode, "mode")
+        except RolloutClientError as error:
+            if not isinstance(weights, str | Path):  # the trainer's other processes may be waiting for it
+                await asyncio.to_thread(weights.abort, str(error))
+            raise
+        return await publisher.publish(
             version,
             weights,
-            kind=parse_choice(WeightsKind, kind, "kind"),
-            mode=parse_choice(UpdateMode, mode, "mode"),
+            kind=parsed_kind,
+            mode=parsed_mode,
             sha256=sha256,
             wait=wait,
             timeout=timeout,

@@ -104,7 +104,10 @@ def send(
             sent, tensor = next(tensors, ("nothing", torch.empty(0)))
             if (sent, tensor.dtype, list(tensor.shape)) != (name, getattr(torch, dtype), shape):
                 found = f"{tensor.dtype} {list(tensor.shape)}"
-                raise RuntimeError(f"{name} ({dtype} {shape}) was announced, and {sent} ({found}) is to be sent")
+                raise RuntimeError(
+                    f"{name} ({dtype} {shape}) was announced, and {sent} ({found}) is to be sent; return the same "
+                    "tensors in the same order each time"
+                )
             flat = tensor.contiguous().reshape(-1).view(torch.uint8)
             if len(bucket.offsets) == 1:
                 memory = flat

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollout_api import (
+    AsyncRolloutClient,
     InvalidRequestError,
     Rewards,
     RolloutClient,
+    RolloutClientError,
     RolloutId,
+    TensorsInMemory,
     WeightsError,
     WeightUpdate,
     decode,
@@ -128,3 +133,34 @@ def test_rewards_of_received_rollouts_are_not_looked_up(client: RolloutClient, j
             step.turn([trajectory])
     client.report_rewards(dict.fromkeys([*(rollout.rollout_id for rollout in group), *trajectory.rollout_ids], 1.0))
     assert 1 == job.redis.xlen(job.keys.rewards)
+
+
+class RecordedTensors(TensorsInMemory):
+    """Tensors that record what the trainer's other processes are told instead of a publication."""
+
+    def __init__(self) -> None:
+        super().__init__({"a": torch.zeros(2)}, host="127.0.0.1")
+        self.aborted: list[str] = []
+
+    def abort(self, reason: str) -> None:
+        self.aborted.append(reason)
+
+
+def test_other_processes_of_a_trainer_are_told_why_nothing_is_published(client: RolloutClient, job: FakeJob) -> None:
+    weights = RecordedTensors()
+    with pytest.raises(WeightsError, match="the job has no engine"):
+        client.publish_weights(1, weights)
+    with pytest.raises(InvalidRequestError, match="mode"):
+        client.publish_weights(1, weights, mode="later")
+    with pytest.raises(InvalidRequestError, match="need wait=True"):
+        client.publish_weights(1, weights, wait=False)
+    assert 3 == len(weights.aborted)
+    assert "the job has no engine" in weights.aborted[0]
+
+
+def test_they_are_told_that_the_client_is_not_connected(redis_url: str, job: FakeJob) -> None:
+    weights = RecordedTensors()
+    unconnected = AsyncRolloutClient.connect(redis_url, job.name)
+    with pytest.raises(RolloutClientError):
+        asyncio.run(unconnected.publish_weights(1, weights))
+    assert 1 == len(weights.aborted)

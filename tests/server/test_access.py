@@ -117,7 +117,7 @@ def test_a_token_may_have_a_limited_number_of_model_tokens_in_progress(
 def test_a_request_that_always_exceeds_the_limit_is_invalid(
     limited: str, job: ServedJob, fields: dict[str, object]
 ) -> None:
-    refused = ask(limited, ALICE, **{"max_tokens": 15, **fields})  # type: ignore[arg-type]
+    refused = ask(limited, ALICE, **{"max_tokens": 15, **fields})
     assert 400 == refused.status_code
     assert "at most 40 tokens" in refused.json()["error"]["message"]
     # Nothing stays reserved.

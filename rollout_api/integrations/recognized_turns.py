@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -43,13 +44,15 @@ class RecognizedTurns:
         self._turns: OrderedDict[_Ending, RecognizedTurn] = OrderedDict()
         self._lengths: Counter[int] = Counter()
         """Length of a remembered prompt with its response, in tokens → number of turns."""
+        self._sorted_lengths: list[int] = []
+        """The lengths in ascending order."""
 
     def recognize(self, prompt: Sequence[int]) -> RecognizedTurn:
         """Return which turn has this prompt: the one after the longest remembered turn, or turn 0 of a trajectory."""
         packed = pack_tokens(prompt)
         digest, hashed = blake2b(digest_size=16), 0
         found: _Ending | None = None
-        for length in sorted(self._lengths):
+        for length in self._sorted_lengths:
             if length > len(prompt):
                 break
             digest.update(packed[hashed * _BYTES_PER_TOKEN : length * _BYTES_PER_TOKEN])
@@ -66,6 +69,8 @@ class RecognizedTurns:
         tokens = [*prompt, *response]
         ending = _Ending(len(tokens), blake2b(pack_tokens(tokens), digest_size=16).digest())
         if ending not in self._turns:
+            if not self._lengths[ending.num_tokens]:
+                insort(self._sorted_lengths, ending.num_tokens)
             self._lengths[ending.num_tokens] += 1
         self._turns[ending] = turn
         self._turns.move_to_end(ending)
@@ -74,3 +79,4 @@ class RecognizedTurns:
             self._lengths[oldest.num_tokens] -= 1
             if not self._lengths[oldest.num_tokens]:
                 del self._lengths[oldest.num_tokens]
+                del self._sorted_lengths[bisect_left(self._sorted_lengths, oldest.num_tokens)]

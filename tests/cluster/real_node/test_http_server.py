@@ -22,10 +22,19 @@ START_TIMEOUT_S = 300
 AGENT_TIMEOUT_S = 300
 """Seconds that the agent's two epochs may take, although a server is killed and replaced meanwhile."""
 SUSPENSION_TIMEOUT_S = 120
+CONNECTION_RETRIES = 6
 
 
 def servers(cluster: RealCluster) -> list[dict[str, Any]]:
     return [pod for pod in cluster.pods(JOB) if pod["metadata"]["labels"]["app.kubernetes.io/component"] == "server"]
+
+
+def wait_for_servers(cluster: RealCluster) -> None:
+    wait_for(
+        lambda: cluster.status(JOB).get("server") == {"replicas": REPLICAS, "ready": REPLICAS},
+        START_TIMEOUT_S,
+        lambda: cluster.describe(JOB),
+    )
 
 
 @pytest.fixture
@@ -41,11 +50,7 @@ def test_an_agent_gets_each_rollout_once_although_a_server_is_killed(
     cluster: RealCluster, manifests: list[dict[str, Any]]
 ) -> None:
     cluster.apply(*(manifest for manifest in manifests if manifest["kind"] != "Job"))
-    wait_for(
-        lambda: cluster.status(JOB).get("server") == {"replicas": REPLICAS, "ready": REPLICAS},
-        START_TIMEOUT_S,
-        lambda: cluster.describe(JOB),
-    )
+    wait_for_servers(cluster)
     cluster.apply(*(manifest for manifest in manifests if manifest["kind"] == "Job"))
     wait_for(lambda: cluster.status(JOB)["progress"]["done"] > 0, AGENT_TIMEOUT_S, lambda: cluster.describe(JOB))
     killed = servers(cluster)[0]["metadata"]["name"]
@@ -57,8 +62,11 @@ def test_an_agent_gets_each_rollout_once_although_a_server_is_killed(
     rollouts = cluster.rollouts_in_history(JOB)
     assert (ROLLOUTS, ROLLOUTS) == (len(rollouts), len(set(rollouts)))
     if isinstance(cluster, OwnCluster):
+        wait_for_servers(cluster)
         address = cluster.get("service", f"{JOB}-server")["spec"]["clusterIP"]
-        assert 401 == httpx.get(f"http://{address}:8000/v1/models").status_code
+        # kube-proxy may send connections to the killed server until it has seen the Service's new endpoints.
+        with httpx.Client(transport=httpx.HTTPTransport(retries=CONNECTION_RETRIES)) as client:
+            assert 401 == client.get(f"http://{address}:8000/v1/models").status_code
 
     cluster.kubectl("patch", "rolloutjob", JOB, "--type=merge", "-p", '{"spec": {"lifecycle": {"suspend": true}}}')
     wait_for(lambda: not servers(cluster), SUSPENSION_TIMEOUT_S, lambda: cluster.describe(JOB))

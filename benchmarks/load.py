@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 from benchmarks.figures import Figure, quantile, report
 from rollout_api import AsyncRolloutClient
@@ -163,7 +164,7 @@ def run_engines(url: str, workload: Workload, names: Sequence[str]) -> None:
         ]
         await asyncio.gather(*(worker.run() for worker in workers))
 
-    asyncio.run(run())
+    uvloop.run(run())
 
 
 @dataclass

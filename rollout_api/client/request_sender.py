@@ -92,9 +92,10 @@ class RequestSender:
 
         async def append_missing() -> None:
             missing = [index for index in range(len(messages)) if index not in ids]
-            # The client combines these commands, and those of other tasks.
-            appends = [self._client.xadd(stream, {MESSAGE_FIELD: messages[index]}) for index in missing]
-            replies: list[Any] = await asyncio.gather(*appends, return_exceptions=True)
+            pipeline = self._client.pipeline(transaction=False)
+            for index in missing:
+                pipeline.xadd(stream, {MESSAGE_FIELD: messages[index]})
+            replies: list[Any] = await pipeline.execute(raise_on_error=False)
             ids.update(
                 (index, reply.decode())
                 for index, reply in zip(missing, replies, strict=True)

@@ -17,8 +17,8 @@ from redis.backoff import NoBackoff
 
 from rollout_api.errors import InvalidRequestError
 from rollout_api.redis_client.address import parse_server_address
-from rollout_api.redis_client.combining import CombiningRedis
 from rollout_api.redis_client.connection import async_client
+from rollout_api.redis_client.pipelined import PipelinedRedis
 from rollout_api.redis_client.sentinel import async_sentinel_pool, endpoint_of, forced_host
 
 READ_BLOCK_MS = 1000
@@ -95,13 +95,13 @@ def open_client(target: RedisTarget) -> redis.asyncio.Redis:
     connection_class, settings = _copy_settings(pool)
     settings |= {**_CLIENT_SETTINGS, "retry": Retry(NoBackoff(), 0)}
     if not isinstance(pool, sync_sentinel.SentinelConnectionPool | async_sentinel.SentinelConnectionPool):
-        return CombiningRedis.from_pool(async_connection.ConnectionPool(connection_class=connection_class, **settings))
+        return PipelinedRedis.from_pool(async_connection.ConnectionPool(connection_class=connection_class, **settings))
     if not pool.is_master:
         raise InvalidRequestError("redis: a client of Sentinel's replicas cannot write; create one with master_for")
     sentinels = [_copy_settings(sentinel.connection_pool) for sentinel in pool.sentinel_manager.sentinels]
     manager = pool.sentinel_manager
     options = {"min_other_sentinels": manager.min_other_sentinels, "force_master_ip": forced_host(manager)}
-    return CombiningRedis.from_pool(
+    return PipelinedRedis.from_pool(
         async_sentinel_pool(connection_class, settings, pool.service_name, sentinels, options)
     )
 

@@ -17,7 +17,7 @@ from redis.retry import Retry
 from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, parse_server_address
 from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_api.redis_client.cluster import Cluster
-from rollout_api.redis_client.combining import CombiningRedis
+from rollout_api.redis_client.pipelined import PipelinedRedis
 from rollout_api.redis_client.sentinel import async_sentinel_pool, sentinel_pool
 
 # redis-py repeats the handshake of a connection within each retry of a command, so a server that accepts connections
@@ -82,6 +82,7 @@ def async_client(address: RedisAddress, settings: Mapping[str, Any]) -> redis.as
         address: address of a server or of Sentinels.
         settings: settings of the connections to the server, including the options of the address.
     """
+    settings = {**settings, "protocol": 2}
     if address.kind is Kind.SENTINEL:
         kind = async_connection.SSLConnection if address.tls else async_connection.Connection
         sentinels = [(kind, {"host": host, "port": port, **address.sentinel_options}) for host, port in address.hosts]
@@ -101,7 +102,7 @@ def async_client(address: RedisAddress, settings: Mapping[str, Any]) -> redis.as
             connection_class=async_connection.SSLConnection if address.tls else async_connection.Connection,
             **{**settings, "host": host, "port": port},
         )
-    return CombiningRedis.from_pool(pool)
+    return PipelinedRedis.from_pool(pool)
 
 
 def _client(address: RedisAddress, timeout: float) -> redis.Redis:

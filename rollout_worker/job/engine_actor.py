@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import uvloop
 
 from rollout_worker.engine.compat import own_address
 from rollout_worker.engine.config import EngineConfig, EngineNode, vllm_settings
@@ -61,7 +62,7 @@ class _EventLoopThread:
     """An asyncio event loop in a thread."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=name, daemon=True).start()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:

@@ -102,6 +102,10 @@ WEIGHT_SOURCE_CHECK_INTERVAL_S = 1.0
 """Seconds between two checks whether any engine has these weights."""
 MAX_PASSING_ATTEMPTS = 3
 """Number of failed attempts to receive missed weights, after which an engine waits for the next version."""
+MAX_REQUEST_BYTES_IN_ORDER = 32 * 1024
+"""Largest size of a request that is part of the order for its first sample on an engine. It is in Redis twice then, but
+saves the engine a round trip.
+"""
 MAX_CACHED_REQUESTS = 512
 """Number of recently used requests that an engine keeps."""
 HISTORY_WAIT_S = 2.0

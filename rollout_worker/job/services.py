@@ -15,6 +15,8 @@ import threading
 import time
 from enum import StrEnum
 
+import uvloop
+
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_api.status_token import StatusToken
 from rollout_worker.history.maintenance.thread import MaintenanceThread
@@ -95,7 +97,7 @@ def main() -> int:
     """Run the service that the command line names."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     service, setup = Service(sys.argv[1]), JobSetup.from_json(sys.stdin.read())
-    return asyncio.run(coordinate(setup)) if service is Service.COORDINATOR else relay(setup)
+    return uvloop.run(coordinate(setup)) if service is Service.COORDINATOR else relay(setup)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socketserver
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from rollout_api import (
     RedisUnreachableError,
     RolloutClient,
 )
+from rollout_api.redis_client.pipelined import PipelinedRedis
 from tests.support.client_tests import PROMPTS
 from tests.support.fake_job import FakeJob
 from tests.support.redis_servers import Server
@@ -29,18 +30,17 @@ def test_request_whose_reply_was_lost_is_sampled_once(
     client: RolloutClient, job: FakeJob, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection breaks after Redis has executed the command."""
-    execute = redis.asyncio.client.Pipeline.execute
+    execute = PipelinedRedis.execute_all
     broken: list[int] = []
 
-    async def break_once(self: Any, raise_on_error: bool = True) -> list[Any]:
-        sends = any(args[0][0] == "XADD" for args in self.command_stack)
-        replies = await execute(self, raise_on_error)
-        if sends and not broken:
+    async def break_once(self: PipelinedRedis, commands: Sequence[tuple[Any, Any]]) -> list[Any]:
+        replies = await execute(self, commands)
+        if any(args[0] == "XADD" for args, _ in commands) and not broken:
             broken.append(1)
             raise redis.ConnectionError("the reply was lost")
         return replies
 
-    monkeypatch.setattr(redis.asyncio.client.Pipeline, "execute", break_once)
+    monkeypatch.setattr(PipelinedRedis, "execute_all", break_once)
     with client.step(0, PROMPTS) as step:
         wait_for(lambda: len(job.requests()) == 6)
         with job.serving():

@@ -21,6 +21,7 @@ from rollout_api.protocol.keys import MESSAGE_FIELD
 from rollout_api.protocol.messages import Partial, Rollout, RolloutRequest, WeightSpan, decode, encode
 from rollout_api.redis_client.connection import connect
 from rollout_api.redis_client.retry import retry_async
+from rollout_api.redis_client.wire import Wire
 from rollout_worker.history.blocks import START
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.job_store import (
@@ -345,6 +346,7 @@ def answer_requests(url: str, stop_before: int) -> None:
 
     sync_send = redis.connection.AbstractConnection.send_packed_command
     async_send = redis.asyncio.connection.AbstractConnection.send_packed_command
+    flush = Wire._flush
 
     def counted_sync(self: Any, *args: Any, **options: Any) -> Any:
         count()
@@ -354,6 +356,11 @@ def answer_requests(url: str, stop_before: int) -> None:
         count()
         return await async_send(self, *args, **options)
 
+    def counted_flush(self: Wire) -> None:
+        count()
+        flush(self)
+
+    Wire._flush = counted_flush  # type: ignore[method-assign]
     redis.connection.AbstractConnection.send_packed_command = counted_sync
     redis.asyncio.connection.AbstractConnection.send_packed_command = counted_async
     harness = StoreHarness(url)

@@ -58,7 +58,8 @@ class RequestAdmission:
 
         Args:
             entries: the entries.
-            held: request id and sample → engine that already has the assignment.
+            held: request id and sample → engine that already has the assignment; None unless another coordinator may
+                have assigned samples of these requests.
         """
         checked = [(entry, request) for entry in entries if (request := await self._check(entry)) is not None]
         # A request that was sent twice has two entries, of which Redis admits the first.
@@ -69,7 +70,7 @@ class RequestAdmission:
             if is_admitted
         ]
         if admitted:
-            await self._open(admitted, held or {})
+            await self._open(admitted, held)
 
     async def _check(self, entry: Entry) -> RolloutRequest | None:
         """Return the request of an entry; None if it was moved to the dead letters."""
@@ -103,7 +104,7 @@ class RequestAdmission:
             await retry_async(self._job_store.results.refuse, request, refusal)
         return admission is Admission.ADMITTED
 
-    async def _open(self, admitted: list[tuple[str, RolloutRequest]], held: Mapping[RolloutKey, str]) -> None:
+    async def _open(self, admitted: list[tuple[str, RolloutRequest]], held: Mapping[RolloutKey, str] | None) -> None:
         requests = [request for _, request in admitted]
         progress = await retry_async(self._job_store.requests.progress, [request.request_id for request in requests])
         lengths = await self._lengths.fetch(request.problem for request in requests)
@@ -124,8 +125,9 @@ class RequestAdmission:
                 lengths[request.problem],
                 set(done),
                 cancelled=cancelled,
+                recovered=held is not None,
             )
-            self._tracker.open(opened, held, preferred_engine)
+            self._tracker.open(opened, held or {}, preferred_engine)
             if cancelled:
                 self._answers.end_waiting(opened, FinishReason.CANCELLED)
         if cancelled_early:

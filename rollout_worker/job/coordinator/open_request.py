@@ -38,6 +38,12 @@ class OpenRequest:
     lengths: list[int] = field(default_factory=list)
     """Lengths of samples that have ended, in tokens."""
     cancelled: bool = False
+    recovered: bool = False
+    """Whether another coordinator may have assigned its samples before."""
+    started: set[int] = field(default_factory=set)
+    """Samples that this coordinator has assigned to an engine."""
+    informed: set[str] = field(default_factory=set)
+    """Ids of engines that have received the request with an order."""
 
     @property
     def request_id(self) -> str:
@@ -53,6 +59,10 @@ class OpenRequest:
     def rollout_id(self, sample: int) -> str:
         """Return the id of a sample's rollout."""
         return str(self.request.rollout_id(sample))
+
+    def is_first(self, sample: int) -> bool:
+        """Return whether no engine has had a sample before."""
+        return not self.recovered and sample not in self.started
 
     @property
     def predicted_length(self) -> float:

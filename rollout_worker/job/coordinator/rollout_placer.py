@@ -56,7 +56,7 @@ class RolloutPlacer:
         ]
         if not loads:
             return
-        by_engine: defaultdict[str, list[Assignment]] = defaultdict(list)
+        by_engine: defaultdict[str, list[Order]] = defaultdict(list)
         newest = self._weights.newest_version
         for placed in self._queue.place(loads, slow_clients, self._tracker.requests, newest):
             request = self._tracker.requests[placed.request_id]
@@ -66,16 +66,14 @@ class RolloutPlacer:
                 request.entry_id,
                 resumed=self._queue.may_have_partial(request.rollout_id(placed.sample)),
                 oldest_version=VersionBounds.of(request.request).oldest(newest),
+                is_first=request.is_first(placed.sample),
             )
-            by_engine[placed.engine].append(assignment)
-        replies = await asyncio.gather(
-            *(
-                self._orders.send(engine, [Order.sample(assignment) for assignment in assignments])
-                for engine, assignments in by_engine.items()
-            )
-        )
-        for (engine, assignments), sent in zip(by_engine.items(), replies, strict=True):
-            for assignment in assignments:
+            order = Order.sample(assignment, with_request=placed.engine not in request.informed)
+            request.informed.add(placed.engine)
+            by_engine[placed.engine].append(order)
+        replies = await asyncio.gather(*(self._orders.send(engine, orders) for engine, orders in by_engine.items()))
+        for (engine, orders), sent in zip(by_engine.items(), replies, strict=True):
+            for assignment in (order.assignment for order in orders if order.assignment is not None):
                 if sent:
                     self._tracker.assign(assignment.key, engine)
                 else:

@@ -88,10 +88,16 @@ class RolloutExecutor:
     async def _execute(self, running: RunningRollout, engine_id: str) -> None:
         assignment = running.assignment
         started_at = time.time()
-        request, (done, cancelled) = await asyncio.gather(  # in one round trip
-            self._requests.get(assignment.entry_id),
-            retry_async(self._job_store.rollouts.start_state, *assignment.key),
-        )
+        if running.order.request:
+            self._requests.add(assignment.entry_id, running.order.request)
+        if assignment.is_first:
+            request = await self._requests.get(assignment.entry_id)
+            done = cancelled = False  # a later cancellation has an order of its own
+        else:
+            request, (done, cancelled) = await asyncio.gather(
+                self._requests.get(assignment.entry_id),
+                retry_async(self._job_store.rollouts.start_state, *assignment.key),
+            )
         if request is None:  # it was answered in the meantime
             await self._acknowledge(running, engine_id)
             return
@@ -102,7 +108,8 @@ class RolloutExecutor:
             await self._acknowledge(running, engine_id)
             return
         oldest, resumed = assignment.oldest_version, None
-        if (assignment.resumed or request.stream) and can_continue(request.sampling):
+        may_have_tokens = assignment.resumed or (request.stream and not assignment.is_first)
+        if may_have_tokens and can_continue(request.sampling):
             [resumed] = await retry_async(self._job_store.rollouts.partials, [(request, assignment.sample)])
         if resumed is not None and _is_older(resumed, oldest):
             resumed = None

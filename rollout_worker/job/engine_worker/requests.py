@@ -6,7 +6,7 @@ import asyncio
 from collections import OrderedDict
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import RolloutRequest
+from rollout_api.protocol.messages import RolloutRequest, decode
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.limits import MAX_CACHED_REQUESTS
@@ -23,18 +23,30 @@ class RequestCache:
             defaults: sampling settings of the job, for what a request leaves open.
         """
         self._job_store, self._defaults = job_store, defaults
-        self._reads: OrderedDict[str, asyncio.Task[RolloutRequest | None]] = OrderedDict()
+        self._reads: OrderedDict[str, asyncio.Future[RolloutRequest | None]] = OrderedDict()
 
     async def get(self, entry: str) -> RolloutRequest | None:
         """Return the request in an entry of the request stream; None once it has been answered."""
         read = self._reads.get(entry)
         if read is None:
-            read = self._reads[entry] = asyncio.ensure_future(self._read(entry))
-            while len(self._reads) > MAX_CACHED_REQUESTS:
-                self._reads.popitem(last=False)
+            read = asyncio.ensure_future(self._read(entry))
+            self._keep(entry, read)
         else:
             self._reads.move_to_end(entry)
-        return await asyncio.shield(read)
+        return read.result() if read.done() else await asyncio.shield(read)
+
+    def add(self, entry: str, encoded: bytes) -> None:
+        """Keep a request that has arrived with an order."""
+        request = decode(encoded)
+        if isinstance(request, RolloutRequest) and entry not in self._reads:
+            known: asyncio.Future[RolloutRequest | None] = asyncio.get_running_loop().create_future()
+            known.set_result(request.with_defaults(self._defaults))
+            self._keep(entry, known)
+
+    def _keep(self, entry: str, read: asyncio.Future[RolloutRequest | None]) -> None:
+        self._reads[entry] = read
+        while len(self._reads) > MAX_CACHED_REQUESTS:
+            self._reads.popitem(last=False)
 
     async def _read(self, entry: str) -> RolloutRequest | None:
         request = await retry_async(self._job_store.requests.read, entry)

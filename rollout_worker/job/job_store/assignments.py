@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 import redis.asyncio
 
-from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.redis_client.server_functions import async_function
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.incoming import read_entries
-from rollout_worker.job.limits import MAX_EVENTS
+from rollout_worker.job.limits import MAX_EVENTS, MAX_REQUEST_BYTES_IN_ORDER
 
 RolloutKey = tuple[str, int]
 """Request id and sample, which identify a rollout within a job."""
@@ -35,6 +35,8 @@ class Assignment:
     """Whether there may be a partial from which the engine can continue."""
     oldest_version: int = 0
     """Oldest weight version that may have sampled, or may sample, a token of the rollout."""
+    is_first: bool = False
+    """Whether no engine has had the rollout before, so that it has not ended, and has no tokens."""
 
     @property
     def key(self) -> RolloutKey:
@@ -74,11 +76,20 @@ class Order:
     """Id of the engine to which weights are passed on."""
     weight_version: int = 0
     """Version of these weights."""
+    request: bytes = field(default=b"", repr=False)
+    """The encoded request of the assignment; empty if the engine reads it itself."""
+    with_request: bool = False
+    """Whether Redis is to put the request into the order that is sent, unless it is large."""
 
     @classmethod
-    def sample(cls, assignment: Assignment) -> Order:
-        """Return the order to produce a rollout."""
-        return cls(OrderKind.SAMPLE, assignment, assignment.request_id)
+    def sample(cls, assignment: Assignment, *, with_request: bool = False) -> Order:
+        """Return the order to produce a rollout.
+
+        Args:
+            assignment: the rollout.
+            with_request: whether the engine needs the request, because it has no other sample of it.
+        """
+        return cls(OrderKind.SAMPLE, assignment, assignment.request_id, with_request=with_request)
 
     @classmethod
     def migrate(cls, assignment: Assignment) -> Order:
@@ -121,10 +132,12 @@ class Order:
                 as_text(fields[b"r"]),
                 resumed=b"p" in fields,
                 oldest_version=int(fields.get(b"o", 0)),
+                is_first=b"f" in fields,
             )
         target = as_text(fields.get(b"t", b""))
         weight_version = int(fields[b"v"]) if kind is OrderKind.SEND_WEIGHTS else 0
-        return cls(kind, assignment, request_id, entry_id, target, weight_version)
+        request = fields.get(MESSAGE_FIELD.encode(), b"")
+        return cls(kind, assignment, request_id, entry_id, target, weight_version, request)
 
     def encode(self) -> list[str | int]:
         """Return the alternating names and values of the entry's fields."""
@@ -133,6 +146,7 @@ class Order:
             fields += ["s", self.assignment.sample, "r", self.assignment.entry_id]
             fields += ["p", "1"] if self.assignment.resumed else []
             fields += ["o", self.assignment.oldest_version] if self.assignment.oldest_version else []
+            fields += ["f", "1"] if self.assignment.is_first else []
         if self.kind is OrderKind.SEND_WEIGHTS:
             fields += ["t", self.target, "v", self.weight_version]
         return fields
@@ -168,12 +182,13 @@ class AssignmentStore:
         Raises:
             StaleCoordinatorError: if another coordinator has taken over.
         """
-        args: list[Any] = [coordinator]
+        args: list[Any] = [coordinator, MAX_REQUEST_BYTES_IN_ORDER]
         for order in orders:
             fields = order.encode()
-            args += [len(fields), *fields]
+            args += [order.assignment.entry_id if order.with_request and order.assignment else "", len(fields), *fields]
+        keys = self._keys
         reply = await self._assign(
-            keys=[self._keys.fencing_token, self._keys.lease(engine), self._keys.inbox(engine)], args=args
+            keys=[keys.fencing_token, keys.lease(engine), keys.inbox(engine), keys.requests], args=args
         )
         if reply == b"stale":
             raise StaleCoordinatorError("another coordinator has taken over")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import redis.asyncio
 
-from rollout_api.protocol.keys import MESSAGE_FIELD, REQUEST_FIELD, MessageKeys
+from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import (
     Partial,
     Purpose,
@@ -136,36 +136,32 @@ class RolloutStore:
 
         Returns:
             For each, the number of tokens in the stream; they are appended only if it was ``start``. -1 if the rollout
-            has ended or belongs to another engine. The error for those that Redis could not append.
-
-        Raises:
-            redis.RedisError: Redis fails.
+            has ended or belongs to another engine. The error for those that could not be appended.
         """
-        keys = self._keys
-        pipeline = self._client.pipeline(transaction=False)
-        for one in appended:
-            request_id = one.request.request_id
-            await self._append_function(
-                keys=[
-                    keys.ledger(request_id),
-                    keys.inbox(one.engine),
-                    keys.tokens(request_id, one.sample),
-                    keys.attempts,
-                ],
-                args=[
-                    str(one.request.rollout_id(one.sample)),
-                    one.sample,
-                    one.order,
-                    one.start,
-                    one.start + len(one.tokens.token_ids),
-                    encode(one.tokens),
-                ],
-                client=pipeline,
-            )
-        for request_id in {one.request.request_id for one in appended}:
-            pipeline.xadd(keys.token_updates, {REQUEST_FIELD: request_id}, maxlen=MAX_EVENTS)
-        replies = await pipeline.execute(raise_on_error=False)
-        return [reply if isinstance(reply, Exception) else int(reply) for reply in replies[: len(appended)]]
+        replies: list[Any] = await asyncio.gather(*map(self._append_tokens, appended), return_exceptions=True)
+        return [reply if isinstance(reply, Exception) else int(reply) for reply in replies]
+
+    async def _append_tokens(self, appended: AppendedTokens) -> Any:
+        keys, request_id, sample = self._keys, appended.request.request_id, appended.sample
+        return await self._append_function(
+            keys=[
+                keys.ledger(request_id),
+                keys.inbox(appended.engine),
+                keys.tokens(request_id, sample),
+                keys.attempts,
+                keys.token_updates,
+            ],
+            args=[
+                str(appended.request.rollout_id(sample)),
+                sample,
+                appended.order,
+                appended.start,
+                appended.start + len(appended.tokens.token_ids),
+                encode(appended.tokens),
+                request_id,
+                MAX_EVENTS,
+            ],
+        )
 
     async def partials(self, samples: Sequence[tuple[RolloutRequest, int]]) -> list[Partial | None]:
         """Return the last partial of each sample."""

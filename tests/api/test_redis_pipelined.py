@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -87,5 +88,77 @@ def test_commands_succeed_after_a_restart(tmp_path: Any) -> None:
                     await client.get("key")
                 server.start()
                 assert [None, None] == await asyncio.gather(client.get("key"), client.get("key"))
+
+    asyncio.run(run())
+
+
+def test_each_command_of_a_batch_has_its_own_reply(redis_url: str) -> None:
+    async def run() -> None:
+        async with connect_async(redis_url) as client:
+            batch = client.pipeline(transaction=False)
+            batch.set("text", "x").incr("text").strlen("text")
+            replies = await batch.execute(raise_on_error=False)
+            assert (True, 1) == (replies[0], replies[2])
+            assert isinstance(replies[1], redis.ResponseError)
+            batch.incr("text")
+            with pytest.raises(redis.ResponseError):
+                await batch.execute()
+            assert [] == await batch.execute()
+
+    asyncio.run(run())
+
+
+def test_cancelled_blocking_command_takes_no_reply_of_another(redis_url: str) -> None:
+    async def run() -> None:
+        async with connect_async(redis_url, block=5) as client:
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(client.xread({"first": "0"}, block=5000), 0.1)
+            reading = asyncio.ensure_future(client.xread({"second": "0"}, block=5000))
+            await asyncio.sleep(0.05)
+            await client.xadd("first", {"a": "b"})
+            await client.xadd("second", {"c": "d"})
+            [[stream, [[_, fields]]]] = await reading
+            assert (b"second", {b"c": b"d"}) == (stream, fields)
+
+    asyncio.run(run())
+
+
+def test_commands_wait_while_the_server_is_slow_to_read(redis_url: str) -> None:
+    async def run() -> None:
+        async with connect_async(redis_url) as client:
+            values = [bytes([number]) * (1 << 20) for number in range(64)]
+            await asyncio.gather(*(client.set(f"key-{number}", value) for number, value in enumerate(values)))
+            assert values == await asyncio.gather(*(client.get(f"key-{number}") for number in range(64)))
+
+    asyncio.run(run())
+
+
+def test_server_that_stops_replying_is_given_up(tmp_path: Any) -> None:
+    async def run() -> None:
+        with Server(tmp_path) as server:
+            async with connect_async(f"redis://127.0.0.1:{server.port}?socket_timeout=0.5") as client:
+                await client.set("key", 1)
+                server.pause()
+                started = time.monotonic()
+                with pytest.raises(redis.TimeoutError):
+                    await client.get("key")
+                assert 0.5 < time.monotonic() - started < 5
+                server.resume()
+                assert b"1" == await client.get("key")
+
+    asyncio.run(run())
+
+
+def test_server_that_became_a_replica_is_left(tmp_path: Any) -> None:
+    async def run() -> None:
+        with Server(tmp_path) as server:
+            async with connect_async(f"redis://127.0.0.1:{server.port}") as client:
+                connection = await client.client_id()
+                await client.replicaof("127.0.0.1", str(free_port()))
+                with pytest.raises(redis.exceptions.ReadOnlyError):
+                    await client.set("key", 1)
+                await client.replicaof("NO", "ONE")
+                await client.set("key", 1)
+                assert connection != await client.client_id()
 
     asyncio.run(run())

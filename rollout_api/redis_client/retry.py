@@ -28,8 +28,6 @@ MAX_OUTAGE_S = 7.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 _SYNC_PAUSE_S = 0.2
 _LOG_INTERVAL_S = 10.0
-_MAX_CONCURRENT_COMMANDS = 32
-"""Commands of one client that are executed at the same time, each on a connection of its own; the others wait."""
 
 _TRANSIENT_CODES = re.compile(r"(?:.* caused error: )?(BUSY|MISCONF|NOREPLICAS) ", re.DOTALL)
 """Error codes without a class in redis-py: a script is running, the disk is full, too few replicas are connected.
@@ -188,7 +186,6 @@ class ClientRetryPolicy(RetryPolicy):
         super().__init__(max_outage=min(max_outage, FIRST_CONNECTION_S))
         self._server, self._max_outage_later = server, max_outage
         self._has_answered = False
-        self._concurrency = asyncio.Semaphore(_MAX_CONCURRENT_COMMANDS)
 
     async def run(self, command: Callable[[], Awaitable[_Result]], *, action: str) -> _Result:
         """Return the result of *command*, which performs *action*.
@@ -199,8 +196,7 @@ class ClientRetryPolicy(RetryPolicy):
         """
 
         async def attempt() -> _Result:
-            async with self._concurrency:
-                result = await command()
+            result = await command()
             self._has_answered, self._max_outage = True, self._max_outage_later
             return result
 

@@ -83,8 +83,8 @@ def test_a_request_is_admitted_once_and_answered_once(harness: StoreHarness) -> 
 
     async def scenario(job_store: JobStore) -> None:
         requests, rollouts = job_store.requests, job_store.rollouts
-        assert Admission.ADMITTED is await requests.admit(first, asked)
-        assert Admission.ADMITTED is await requests.admit(first, asked)  # by the next coordinator
+        assert Admission.NEW is await requests.admit(first, asked)
+        assert Admission.KNOWN is await requests.admit(first, asked)  # by the next coordinator
         assert Admission.REPEATED is await requests.admit(again, asked)
         more = asked.model_copy(update={"sampling": Sampling(n=3)})
         assert Admission.CONFLICT is await requests.admit(harness.submit(more), more)
@@ -114,7 +114,7 @@ def test_a_request_that_redis_has_lost_is_admitted_when_it_is_sent_again(harness
         lost = harness.submit(asked)
         harness.redis.delete(JOB.requests)
         assert Admission.GONE is await job_store.requests.admit(lost, asked)
-        assert Admission.ADMITTED is await job_store.requests.admit(harness.submit(asked), asked)
+        assert Admission.NEW is await job_store.requests.admit(harness.submit(asked), asked)
 
     harness.run(scenario)
 
@@ -373,7 +373,7 @@ def answer_requests(url: str, stop_before: int) -> None:
         for entry in await job_store.incoming.entries(Stream.REQUESTS):
             asked = decode(entry.data)
             assert isinstance(asked, RolloutRequest)
-            if await job_store.requests.admit(entry.entry_id, asked) is not Admission.ADMITTED:
+            if await job_store.requests.admit(entry.entry_id, asked) not in (Admission.NEW, Admission.KNOWN):
                 continue
             ((done, _),) = await job_store.requests.progress([asked.request_id])
             unfinished = [sample for sample in range(SAMPLES) if sample not in done]

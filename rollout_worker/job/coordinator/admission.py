@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.messages import CodecError, FinishReason, Refusal, RolloutRequest, decode
@@ -19,6 +19,7 @@ from rollout_worker.job.coordinator.request_checks import check_request
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.job_store import Admission, Entry, JobStore, Stream, arrival_time
 from rollout_worker.job.job_store.assignments import RolloutKey
+from rollout_worker.job.job_store.requests import RequestProgress
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ _REJECTED = {
     ),
 }
 """Outcome of an admission → reason that the client is told."""
+_NO_PROGRESS = RequestProgress(frozenset(), cancelled=False)
 
 
 class RequestAdmission:
@@ -64,13 +66,18 @@ class RequestAdmission:
         checked = [(entry, request) for entry in entries if (request := await self._check(entry)) is not None]
         # A request that was sent twice has two entries, of which Redis admits the first.
         registered = await asyncio.gather(*(self._register(entry, request) for entry, request in checked))
-        admitted = [
-            (entry.entry_id, request)
-            for (entry, request), is_admitted in zip(checked, registered, strict=True)
-            if is_admitted
+        admitted = {
+            entry.entry_id: request
+            for (entry, request), admission in zip(checked, registered, strict=True)
+            if admission in (Admission.NEW, Admission.KNOWN)
+        }
+        known = [
+            request.request_id
+            for (_, request), admission in zip(checked, registered, strict=True)
+            if admission is Admission.KNOWN
         ]
         if admitted:
-            await self._open(admitted, held)
+            await self._open(admitted, known, held)
 
     async def _check(self, entry: Entry) -> RolloutRequest | None:
         """Return the request of an entry; None if it was moved to the dead letters."""
@@ -92,8 +99,8 @@ class RequestAdmission:
             await self._dead_letters.add(Stream.REQUESTS, entry, str(error))
             return None
 
-    async def _register(self, entry: Entry, request: RolloutRequest) -> bool:
-        """Open the ledger of a request, or refuse it; return whether it is admitted."""
+    async def _register(self, entry: Entry, request: RolloutRequest) -> Admission:
+        """Open the ledger of a request, or refuse it."""
         admission = await retry_async(self._job_store.requests.admit, entry.entry_id, request, policy=self._retries)
         if admission in _REJECTED:
             refusal = Refusal(
@@ -102,17 +109,28 @@ class RequestAdmission:
                 already_answered=admission is Admission.ANSWERED,
             )
             await retry_async(self._job_store.results.refuse, request, refusal)
-        return admission is Admission.ADMITTED
+        return admission
 
-    async def _open(self, admitted: list[tuple[str, RolloutRequest]], held: Mapping[RolloutKey, str] | None) -> None:
-        requests = [request for _, request in admitted]
-        progress = await retry_async(self._job_store.requests.progress, [request.request_id for request in requests])
-        lengths = await self._lengths.fetch(request.problem for request in requests)
-        preferred_engines = await retry_async(self._job_store.requests.trajectory_engines, requests)
+    async def _open(
+        self, admitted: Mapping[str, RolloutRequest], known: Sequence[str], held: Mapping[RolloutKey, str] | None
+    ) -> None:
+        """Add admitted requests.
+
+        Args:
+            admitted: entry id → request.
+            known: ids of those requests that were admitted before.
+            held: see :meth:`admit`.
+        """
+        requests = list(admitted.values())
+        progress, lengths, preferred_engines = await asyncio.gather(
+            retry_async(self._job_store.requests.progress, known),
+            self._lengths.fetch(request.problem for request in requests),
+            retry_async(self._job_store.requests.trajectory_engines, requests),
+        )
+        progress_of = dict(zip(known, progress, strict=True))
         cancelled_early: list[str] = []
-        for (entry_id, request), (done, cancelled), preferred_engine in zip(
-            admitted, progress, preferred_engines, strict=True
-        ):
+        for (entry_id, request), preferred_engine in zip(admitted.items(), preferred_engines, strict=True):
+            done, cancelled = progress_of.get(request.request_id, _NO_PROGRESS)
             self._num_arrivals += 1
             if self._cancellations.is_cancelled_early(request.request_id, entry_id):
                 cancelled_early.append(request.request_id)

@@ -51,9 +51,9 @@ def check_request(
 def _check_token_ids(request: RolloutRequest, vocabulary: int) -> None:
     prefix = request.prefix.token_ids if request.prefix is not None else []
     for name, tokens in (("prompt", request.prompt_token_ids), ("prefix", prefix)):
-        outside = next((token for token in tokens if not 0 <= token < vocabulary), None)
-        if outside is not None:
-            raise _unknown_token(name, outside, vocabulary)
+        for extreme in (min(tokens), max(tokens)) if tokens else ():
+            if not 0 <= extreme < vocabulary:
+                raise _unknown_token(name, extreme, vocabulary)
     for name, token in request.sampling.tokens_outside(vocabulary).items():
         raise _unknown_token(f"sampling.{name}", token, vocabulary)
 

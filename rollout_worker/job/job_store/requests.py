@@ -17,8 +17,10 @@ from rollout_worker.job.ledger import META_FIELDS
 class Admission(IntEnum):
     """The outcome of admitting a request. The values are those that ``admit.lua`` returns."""
 
-    ADMITTED = 1
-    """The request is open; its rollouts are to be produced."""
+    NEW = 2
+    """The request is open now; none of its rollouts has been produced."""
+    KNOWN = 1
+    """The request was opened earlier; those of its rollouts that have not ended are to be produced."""
     REPEATED = 0
     """The request is already open under another entry."""
     ANSWERED = -1
@@ -46,7 +48,7 @@ class RequestStore:
         self._cancel = async_function(client, __package__, "cancel")
 
     async def admit(self, entry_id: str, request: RolloutRequest) -> Admission:
-        """Open the ledger of a request. Unless the result is ADMITTED, the entry is deleted."""
+        """Open the ledger of a request. Unless the result is NEW or KNOWN, the entry is deleted."""
         ledger = self._keys.ledger(request.request_id)
         result = await self._admit(keys=[ledger, self._keys.requests], args=[entry_id, request.sampling.n])
         return Admission(int(result))

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from hashlib import blake2b
 from typing import Any, cast
 
@@ -27,6 +27,8 @@ from rollout_api.redis_client.retry import ClientRetryPolicy
 
 _LOOKUP_INTERVAL_S = 0.25
 _MAX_LISTED_JOBS = 20
+_SAMPLING_DEFAULTS = {name: field.default for name, field in Sampling.model_fields.items()}
+_REQUEST_DEFAULTS = {name: field.default for name, field in RolloutRequest.model_fields.items()}
 
 
 @dataclass(frozen=True)
@@ -199,17 +201,24 @@ class JobInfo:
             )
         return PreparedRequest(request_id, sampling.n, data, len(tokens) + sampling.n * sampling.max_tokens)
 
+    @cached_property
+    def _default_sampling(self) -> Sampling:
+        """The job's sampling settings."""
+        return Sampling.model_validate(self.sampling)
+
     def _sampling(self, given: Sampling | Mapping[str, Any], where: str) -> tuple[Sampling, Sampling]:
         """Return the overrides to send, and the settings that result from them and the job's defaults."""
         overrides = overrides_of(given)
-        for name in [name for name in overrides if name in Sampling.model_fields and name not in self.sampling]:
+        for name in [name for name in overrides if name in _SAMPLING_DEFAULTS and name not in self.sampling]:
             # A job of an earlier version could not even read the default value.
-            if overrides.pop(name) != Sampling.model_fields[name].default:
+            if overrides.pop(name) != _SAMPLING_DEFAULTS[name]:
                 raise _too_old(self.name, f"{where}: sampling.{name}")
         if "min_tokens" in overrides:
             # The receiver validates min_tokens against max_tokens before it knows the job's default for the latter.
             overrides.setdefault("max_tokens", self.sampling["max_tokens"])
         try:
+            if not overrides:
+                return Sampling(), self._default_sampling
             return Sampling.model_validate(overrides), Sampling.model_validate({**self.sampling, **overrides})
         except ValidationError as invalid:
             raise InvalidRequestError(f"{where}: sampling.{first_error(invalid, Sampling)}") from None
@@ -346,4 +355,4 @@ def parse_status(data: bytes | None) -> CoordinatorStatus | None:
 
 def _without_defaults(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Drop fields that have their default values: messages stay small, and readable by older versions."""
-    return {name: value for name, value in fields.items() if value != RolloutRequest.model_fields[name].default}
+    return {name: value for name, value in fields.items() if value != _REQUEST_DEFAULTS[name]}

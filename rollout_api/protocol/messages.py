@@ -547,6 +547,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Resume,
     Close,
 )
+_SAMPLING_FIELDS = frozenset(Sampling.model_fields)
 _KINDS: dict[str, type[Message]] = {model.model_fields["kind"].default: model for model in MESSAGES}
 _INTEGER_FIELDS = ("prompt_token_ids", "token_ids", "ranks")
 
@@ -673,7 +674,7 @@ def decode(data: bytes) -> Message:
         raise CodecError(f"unknown message kind {kind!r}")
     try:
         _unpack(body)
-        if isinstance(sampling := body.get("sampling"), dict) and sampling.keys() - Sampling.model_fields.keys():
+        if isinstance(sampling := body.get("sampling"), dict) and sampling.keys() - _SAMPLING_FIELDS:
             model.model_validate(body)  # names the unknown setting, and what may have been meant
         return model.model_validate(body, extra="ignore")
     except CodecError:

@@ -41,7 +41,7 @@ class PipelinedRedis(redis.asyncio.Redis):
                 if b"BLOCK" in args:
                     reply = await self._execute_blocking(args)
                 else:
-                    reply = await (await self._wire()).send(*args)
+                    reply = await (self._ready_wire() or await self._wire()).send(*args)
                 break
             except (redis.ConnectionError, redis.TimeoutError):
                 if not retries:
@@ -65,11 +65,8 @@ class PipelinedRedis(redis.asyncio.Redis):
         retries = self._retries
         while True:
             try:
-                wire = await self._wire()
-                replies = await asyncio.gather(*(wire.send(*args) for args, _ in commands), return_exceptions=True)
-                for reply in replies:
-                    if isinstance(reply, BaseException) and not isinstance(reply, redis.ResponseError):
-                        raise reply
+                wire = self._ready_wire() or await self._wire()
+                replies = await _replies([wire.send(*args) for args, _ in commands])
                 break
             except (redis.ConnectionError, redis.TimeoutError):
                 if not retries:
@@ -100,6 +97,11 @@ class PipelinedRedis(redis.asyncio.Redis):
             return reply
         options.pop("keys", None)  # these are for redis-py's cache
         return callback(reply, **options)
+
+    def _ready_wire(self) -> Wire | None:
+        """Return the shared connection if it can be written to at once."""
+        wire = self._shared
+        return wire if wire is not None and wire.is_usable and wire.is_writable else None
 
     async def _wire(self) -> Wire:
         """Return the shared connection, once it can be written to."""
@@ -174,3 +176,23 @@ class _Batch(Pipeline):
                 if isinstance(reply, Exception):
                     raise reply
         return replies
+
+
+async def _replies(sent: Sequence[asyncio.Future[Any]]) -> list[Any]:
+    """Wait for the replies to commands of one connection, and return them or the errors of the server.
+
+    Raises:
+        redis.RedisError: the connection has failed.
+    """
+    replies: list[Any] = []
+    try:
+        for future in sent:
+            try:
+                replies.append(await future)
+            except redis.ResponseError as error:
+                replies.append(error)
+    finally:
+        for future in sent[len(replies) :]:
+            if not future.cancel() and not future.cancelled():
+                future.exception()  # otherwise asyncio would report that nothing has noticed the error
+    return replies

@@ -66,6 +66,11 @@ class Wire(asyncio.Protocol):
         connection = await pool.get_connection()
         return cls(pool, connection)
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether the server has read most of what was sent before."""
+        return self._writable.is_set()
+
     async def wait_writable(self) -> None:
         """Wait until the server has read most of what was sent before."""
         while not self._writable.is_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -90,8 +91,14 @@ class Wire(asyncio.Protocol):
         if not self._unsent:
             self._loop.call_soon(self._flush)
         deadline = self._loop.time() + self._timeout_s
-        self._unsent.append(_Command(self._connection.pack_command(*args), reply, deadline))
+        self._unsent.append(_Command(self._pack(args), reply, deadline))
         return reply
+
+    def _pack(self, args: tuple[Any, ...]) -> Sequence[bytes]:
+        if " " not in str(args[0]):
+            with contextlib.suppress(TypeError):  # it does not know all types
+                return (hiredis.pack_command(args),)
+        return self._connection.pack_command(*args)
 
     def abort(self, error: Exception) -> None:
         """Close the connection at once; commands without a reply fail with *error*."""

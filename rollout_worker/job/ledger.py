@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import msgpack
 
@@ -41,7 +41,7 @@ class LedgerEntry:
 
     def pack(self) -> bytes:
         """Encode the entry."""
-        packed: bytes = msgpack.packb(astuple(self))
+        packed: bytes = msgpack.packb(list(vars(self).values()))
         return packed
 
     @classmethod

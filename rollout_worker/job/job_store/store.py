@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import redis.asyncio
 
 from rollout_api.protocol.keys import MessageKeys
@@ -45,8 +43,9 @@ class JobStore:
 
     async def server_run_id(self) -> str:
         """Return the id of the server's process, which changes with a restart or a failover."""
-        info: dict[str, Any] = await self._client.info("server")
-        return str(info["run_id"])
+        # redis-py parses only the replies to commands whose name is a string; of this one, it would parse all lines.
+        info: bytes = await self._client.execute_command(b"INFO", "server")
+        return info.partition(b"run_id:")[2].partition(b"\r")[0].decode()
 
     async def clock(self) -> float:
         """Return the Unix time of the server, by which deadlines are counted."""

@@ -320,6 +320,22 @@ def test_a_cancellation_may_overtake_its_request(run: Run) -> None:
     run(scenario)
 
 
+def test_a_new_coordinator_cancels_what_the_last_one_could_not(run: Run) -> None:
+    """The last coordinator was killed between recording a cancellation and telling the engine."""
+
+    async def scenario(job: CoordinatorHarness) -> None:
+        async with job.engine("a"):
+            async with job.coordinator():
+                job.send(JOB.requests, request("r"))
+                await job.assignments("a", 1)
+            await job.job_store.requests.mark_cancelled(["r"])
+            async with job.coordinator():
+                _, order = await job.inbox("a", 2)
+            assert (OrderKind.CANCEL, "r") == (order.kind, order.request_id)
+
+    run(scenario)
+
+
 def test_engines_receive_work_while_thousands_of_rollouts_are_cancelled(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
         names = [f"r{number}" for number in range(300)]

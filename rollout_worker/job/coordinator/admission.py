@@ -7,11 +7,10 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 
 from rollout_api.manifest.rollout_job import RolloutJob
-from rollout_api.protocol.messages import CodecError, FinishReason, Refusal, RolloutRequest, decode
+from rollout_api.protocol.messages import CodecError, Refusal, RolloutRequest, decode
 from rollout_api.redis_client.retry import RetryPolicy, retry_async
 from rollout_worker.engine.errors import AdmissionError
 from rollout_worker.history.length_lookup import LengthLookup
-from rollout_worker.job.coordinator.answers import Answers
 from rollout_worker.job.coordinator.cancellations import Cancellations
 from rollout_worker.job.coordinator.dead_letters import DeadLetters
 from rollout_worker.job.coordinator.open_request import OpenRequest
@@ -45,12 +44,11 @@ class RequestAdmission:
         vocabulary: int,
         tracker: RolloutTracker,
         cancellations: Cancellations,
-        answers: Answers,
         dead_letters: DeadLetters,
     ) -> None:
         self._job, self._job_store, self._lengths, self._vocabulary = job, job_store, lengths, vocabulary
         self._tracker, self._cancellations = tracker, cancellations
-        self._answers, self._dead_letters = answers, dead_letters
+        self._dead_letters = dead_letters
         self._num_arrivals = 0
         self._retries = RetryPolicy()
         """Of all admissions together, so that an outage is not logged for each."""
@@ -129,6 +127,7 @@ class RequestAdmission:
         )
         progress_of = dict(zip(known, progress, strict=True))
         cancelled_early: list[str] = []
+        ended: list[OpenRequest] = []
         for (entry_id, request), preferred_engine in zip(admitted.items(), preferred_engines, strict=True):
             done, cancelled = progress_of.get(request.request_id, _NO_PROGRESS)
             self._num_arrivals += 1
@@ -147,6 +146,7 @@ class RequestAdmission:
             )
             self._tracker.open(opened, held or {}, preferred_engine)
             if cancelled:
-                self._answers.end_waiting(opened, FinishReason.CANCELLED)
+                ended.append(opened)
         if cancelled_early:
             await retry_async(self._job_store.requests.mark_cancelled, cancelled_early)
+        await self._cancellations.end(ended)

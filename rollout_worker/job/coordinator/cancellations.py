@@ -9,6 +9,7 @@ from rollout_api.protocol.messages import FinishReason
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.answers import Answers
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
+from rollout_worker.job.coordinator.open_request import OpenRequest
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.job_store import JobStore, Order, Stream, arrival_time
 
@@ -52,6 +53,10 @@ class Cancellations:
         if not requests:
             return
         await retry_async(self._job_store.requests.mark_cancelled, [request.request_id for request in requests])
+        await self.end(requests)
+
+    async def end(self, requests: Iterable[OpenRequest]) -> None:
+        """End the rollouts of requests that are recorded as cancelled."""
         orders: defaultdict[str, list[Order]] = defaultdict(list)
         for request in requests:
             request.cancelled = True

@@ -99,7 +99,6 @@ class Coordinator:
             vocabulary=vocabulary,
             tracker=self._tracker,
             cancellations=self._cancellations,
-            answers=self._answers,
             dead_letters=self._dead_letters,
         )
         self._reader = MessageReader(

@@ -36,6 +36,7 @@ from rollout_api.integrations.verl import (
     to_token_output,
 )
 from rollout_api.integrations.verl_version import check
+from rollout_worker.job.coordinator.open_request import OpenRequest
 from tests.support.updating_job import UpdatingJob
 
 JOB = "default/math"
@@ -107,8 +108,10 @@ def test_verls_client_receives_tokens_from_the_job(
     )
 
 
-def test_each_sample_of_a_group_is_a_request(servers: LLMServerManager, job: UpdatingJob) -> None:
-    # verl requests each sample separately.
+def test_the_samples_of_a_group_are_requests_that_the_job_schedules_together(
+    servers: LLMServerManager, job: UpdatingJob
+) -> None:
+    """verl requests each sample separately, under another request id, and says of none to which group it belongs."""
     client = servers.get_client()
     before = len(job.received)
 
@@ -121,7 +124,11 @@ def test_each_sample_of_a_group_is_a_request(servers: LLMServerManager, job: Upd
     asyncio.run(group())
     requests = job.received[before:]
     assert 4 == len({request.request_id for request in requests})
-    assert 1 == len({request.problem for request in requests})
+    opened = [OpenRequest("1-0", request, 0, None) for request in requests]
+    assert 1 == len({request.group for request in opened})
+    another = generate(client, [10])
+    assert another.token_ids
+    assert OpenRequest("1-0", job.received[-1], 0, None).group != opened[0].group
 
 
 def test_the_turns_of_a_trajectory_are_recognized(servers: LLMServerManager, job: UpdatingJob) -> None:

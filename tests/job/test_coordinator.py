@@ -23,6 +23,7 @@ from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import (
+    Broadcast,
     Cancel,
     FinishReason,
     Message,
@@ -30,6 +31,7 @@ from rollout_api.protocol.messages import (
     Refusal,
     Rollout,
     RolloutRequest,
+    TensorSpec,
     WeightSpan,
     WeightUpdate,
     decode,
@@ -424,6 +426,24 @@ def test_the_next_coordinator_tells_an_engine_about_weights_that_it_missed(run: 
             async with job.coordinator():
                 [order] = await job.inbox(engine, 1)
         assert order.kind is OrderKind.UPDATE_WEIGHTS
+
+    run(scenario)
+
+
+def test_engines_are_told_once_that_no_engine_has_the_weights_that_they_have_missed(run: Run) -> None:
+    offer = Broadcast(
+        group="g", ranks={"gone": 1}, world_size=2, tensors=[TensorSpec(name="x", dtype="float32", shape=[1])]
+    )
+    update = WeightUpdate(weight_version=1, uri="gloo://trainer:1", broadcast=offer)
+
+    async def scenario(job: CoordinatorHarness) -> None:
+        job.send(JOB.control, update)
+        async with job.coordinator(), job.engine("a", broadcast="gloo", missed=1) as a:
+            await job.inbox(a, 1)
+            await asyncio.sleep(3 * FAST.reconcile_interval_s)
+            orders = await job.inbox(a, 1)
+        told = [order for order in orders if order.kind is not OrderKind.UPDATE_WEIGHTS]
+        assert [(OrderKind.KEEP_WEIGHTS, 1)] == [(order.kind, order.weight_version) for order in told]
 
     run(scenario)
 

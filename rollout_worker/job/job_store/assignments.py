@@ -55,6 +55,8 @@ class OrderKind(StrEnum):
     """Load the published weights."""
     SEND_WEIGHTS = "send-weights"
     """Pass the full weights on to another engine."""
+    KEEP_WEIGHTS = "keep-weights"
+    """Serve the weights that the engine has, because no other engine has those that it has missed."""
     UPDATE_PAUSE = "pause"
     """Pause or resume decoding, as the job's record says."""
 
@@ -73,7 +75,7 @@ class Order:
     target: str = ""
     """Id of the engine to which weights are passed on."""
     weight_version: int = 0
-    """Version of these weights."""
+    """Version of these weights, or of those that no other engine has."""
 
     @classmethod
     def sample(cls, assignment: Assignment) -> Order:
@@ -106,6 +108,11 @@ class Order:
         return cls(OrderKind.SEND_WEIGHTS, target=target, weight_version=weight_version)
 
     @classmethod
+    def keep_weights(cls, missed_version: int) -> Order:
+        """Return the order not to wait any more for full weights that no other engine has."""
+        return cls(OrderKind.KEEP_WEIGHTS, weight_version=missed_version)
+
+    @classmethod
     def read(cls, entry_id: str, fields: Mapping[bytes, bytes]) -> Order | None:
         """Decode an entry of an inbox; return None if its kind is unknown, as after an upgrade of the coordinator."""
         try:
@@ -123,7 +130,7 @@ class Order:
                 oldest_version=int(fields.get(b"o", 0)),
             )
         target = as_text(fields.get(b"t", b""))
-        weight_version = int(fields[b"v"]) if kind is OrderKind.SEND_WEIGHTS else 0
+        weight_version = int(fields[b"v"]) if kind in (OrderKind.SEND_WEIGHTS, OrderKind.KEEP_WEIGHTS) else 0
         return cls(kind, assignment, request_id, entry_id, target, weight_version)
 
     def encode(self) -> list[str | int]:
@@ -135,6 +142,8 @@ class Order:
             fields += ["o", self.assignment.oldest_version] if self.assignment.oldest_version else []
         if self.kind is OrderKind.SEND_WEIGHTS:
             fields += ["t", self.target, "v", self.weight_version]
+        elif self.kind is OrderKind.KEEP_WEIGHTS:
+            fields += ["v", self.weight_version]
         return fields
 
 

@@ -107,9 +107,8 @@ class TrlWeights:
             raise ValueError("weights cannot be published through files without a directory")
         _tell(Route.FILES)
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        written = self._directories.new()
-        _unwrapped(trainer).save_pretrained(written, state_dict=state)
-        directory = self._directories.assign(written, version)
+        _unwrapped(trainer).save_pretrained(self._directories.new(), state_dict=state)
+        directory = self._directories.assign(version)
         self._client.publish_weights(version, directory, timeout=self._timeout).raise_if_failed()
         self._directories.delete_before(version)
 

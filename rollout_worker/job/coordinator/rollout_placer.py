@@ -87,7 +87,7 @@ class RolloutPlacer:
         """Return for each engine how many siblings of waiting samples are assigned to it, by the name of the group."""
         siblings: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for group in self._queue.probed_groups():
-            for engine, count in self._tracker.groups.assigned_to(group).items():
+            for engine, count in self._tracker.groups.named(group).assigned.items():
                 siblings[engine][group] = count
         return siblings
 

@@ -54,7 +54,8 @@ class RolloutTracker:
             else:
                 request.assigned[sample] = engine
                 self.assigned[engine].add((request.request_id, sample))
-        group.started = group.started or bool(request.done or request.assigned)
+                group.assign(engine)
+        group.started = group.started or bool(request.done)
         self._queue.add(request, waiting, group, preferred_engine)
 
     def queue(self, request: OpenRequest, samples: list[int]) -> None:
@@ -89,7 +90,7 @@ class RolloutTracker:
         """Record that a rollout is assigned to an engine."""
         request, sample = self.requests[key[0]], key[1]
         request.assigned[sample], request.assigned_at[sample] = engine, time.monotonic()
-        self.groups.of(request).started = True
+        self.groups.of(request).assign(engine)
         self.assigned[engine].add(key)
 
     def unassign(self, key: RolloutKey) -> None:
@@ -102,6 +103,7 @@ class RolloutTracker:
         engine = request.assigned.pop(key[1], None)
         if engine is not None:
             self.assigned[engine].discard(key)
+            self.groups.of(request).unassign(engine)
 
     def record_end(self, event: RolloutEvent) -> None:
         """Record that a rollout has ended; the request is closed with its last one. Repetitions have no effect."""

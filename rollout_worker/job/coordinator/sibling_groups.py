@@ -23,6 +23,8 @@ class SiblingGroup:
     """Lengths of the rollouts that have ended, also of requests that are answered, in tokens."""
     started: bool = False
     """Whether a rollout was assigned to an engine."""
+    assigned: Counter[str] = field(default_factory=Counter)
+    """Id of an engine → number of rollouts that are assigned to it, if there are any."""
 
     expected_length: float = 0.0
     """Expected length of a rollout in tokens, as it was last used for the order of the waiting samples."""
@@ -34,9 +36,16 @@ class SiblingGroup:
         self.expected_length = length
         return True
 
-    def assigned_to(self) -> Counter[str]:
-        """Return the number of rollouts that are assigned to each engine."""
-        return Counter(engine for request in self.requests.values() for engine in request.assigned.values())
+    def assign(self, engine: str) -> None:
+        """Record that a rollout is assigned to an engine."""
+        self.started = True
+        self.assigned[engine] += 1
+
+    def unassign(self, engine: str) -> None:
+        """Record that a rollout is not assigned to an engine any more."""
+        self.assigned[engine] -= 1
+        if not self.assigned[engine]:
+            del self.assigned[engine]
 
 
 class SiblingGroups:
@@ -67,7 +76,6 @@ class SiblingGroups:
         if not group.requests:
             del self._groups[group.name]
 
-    def assigned_to(self, name: str) -> Counter[str]:
-        """Return the number of a group's rollouts that are assigned to each engine."""
-        group = self._groups.get(name)
-        return group.assigned_to() if group is not None else Counter()
+    def named(self, name: str) -> SiblingGroup:
+        """Return the group that has a name and an open request."""
+        return self._groups[name]

@@ -30,7 +30,7 @@ from benchmarks.traces import Tokens
 from rollout_api.length_stats import LengthStats
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS
-from rollout_worker.job.coordinator.scheduler import EngineLoad, ProbeThenLongest, WaitingGroup
+from rollout_worker.job.coordinator.scheduler import EngineLoad, ProbeThenLongest, WaitingRequest
 from rollout_worker.policy.rebalance import HANDOVER_S, PlacedRollout, plan_rebalancing
 from rollout_worker.policy.remaining_length import remaining_quantiles
 
@@ -143,10 +143,10 @@ class RolloutQueue:
                 self._add(request, list(range(len(part))), probed=not longest_first)
 
     def _add(self, request: str, samples: list[int], *, probed: bool) -> None:
-        group = WaitingGroup(request, "client", samples, self._arrivals[request], probed=probed)
+        waiting = WaitingRequest(request, "client", samples, self._arrivals[request], probed=probed)
         if self._longest_first:
-            group.predicted_length = self._lengths.expected(self._problems[request])
-        self._scheduler.add(group)
+            waiting.predicted_length = self._lengths.expected(self._problems[request])
+        self._scheduler.add(waiting)
 
     def __len__(self) -> int:
         return self._scheduler.waiting()
@@ -155,22 +155,22 @@ class RolloutQueue:
         """Return the expected number of tokens of all waiting rollouts."""
         return float(
             sum(
-                self._lengths.expected(self._problems[group.request_id]) * len(group.samples)
-                for group in self._scheduler.groups()
+                self._lengths.expected(self._problems[waiting.request_id]) * len(waiting.samples)
+                for waiting in self._scheduler.requests()
             )
         )
 
     def update_prediction(self, problem: str) -> None:
         """Predict the lengths of a problem's waiting rollouts again."""
         if self._longest_first:
-            for group in list(self._scheduler.groups()):
-                if self._problems[group.request_id] == problem:
-                    self._scheduler.predict(group.request_id, self._lengths.expected(problem))
+            for waiting in list(self._scheduler.requests()):
+                if self._problems[waiting.request_id] == problem:
+                    self._scheduler.predict(waiting.group, self._lengths.expected(problem))
 
     def take(self, engine: str, running: Collection[Rollout]) -> Rollout:
         """Remove and return the next rollout for an engine, given those that it runs."""
         requests = Counter(self._names[rollout.id][0] for rollout in running if rollout.id in self._names)
-        load = EngineLoad(engine, len(running) + 1, len(running), 0, samples=requests)
+        load = EngineLoad(engine, len(running) + 1, len(running), 0, siblings=requests)
         [placed] = self._scheduler.place([load, _FULL_ENGINE], frozenset(), frozenset(), newest_version=0)
         return self._rollouts.pop((placed.request_id, placed.sample))
 

@@ -65,7 +65,9 @@ def main() -> None:
     parser.add_argument("--redis", required=True, help="Redis URL of the job")
     parser.add_argument("--job", default="default/trl-grpo", help="namespace/name of the job")
     parser.add_argument("--model", type=Path, default=CACHE / "das/tiny-qwen3/step-0360")
-    parser.add_argument("--weights", type=Path, default=CACHE / "das/trl-grpo", help="directory for published weights")
+    parser.add_argument(
+        "--weights", type=Path, help="directory shared with the job, for weights that cannot be broadcast"
+    )
     parser.add_argument("--output", type=Path, default=Path("trl-grpo"), help="directory for logs, as JSON lines")
     parser.add_argument("--steps", type=int, default=40, help="number of training steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -77,7 +79,7 @@ def main() -> None:
         for index, entry in enumerate(PROBLEMS)
     ]
     config = GRPOConfig(
-        output_dir=str(args.weights / "trainer"),
+        output_dir=str(args.output / "trainer"),
         max_steps=args.steps,
         per_device_train_batch_size=72 // processes,  # 9 problems per step; a group may be divided among processes
         num_generations=8,

@@ -466,6 +466,21 @@ class AsyncRolloutClient(JobConnection):
             self._tensors.replace(tensors)
         return await self.publish_weights(version, self._tensors, mode=mode, timeout=timeout)
 
+    async def broadcast_backend(self, *, timeout: float = 600.0) -> str:
+        """Return how the engines receive weights from a trainer's memory, once the job has an engine.
+
+        Args:
+            timeout: seconds to wait for an engine.
+
+        Returns:
+            ``nccl``, ``gloo``, or an empty string if weights must be published from a directory, because
+            ``spec.weights.broadcast`` of the job is false.
+
+        Raises:
+            WeightsError: the job had no engine for longer.
+        """
+        return await self._connected.publisher.broadcast_backend(timeout)
+
     async def pause(self, mode: PauseMode | str = PauseMode.KEEP, *, timeout: float = 600.0) -> None:
         """Pause sampling on all engines of the job, until it is resumed or closed. Requests can be sent meanwhile.
 

@@ -405,6 +405,10 @@ class RolloutClient:
             )
         )
 
+    def broadcast_backend(self, *, timeout: float = 600.0) -> str:
+        """See :meth:`AsyncRolloutClient.broadcast_backend`."""
+        return self._loop.run(self._client.broadcast_backend(timeout=timeout))
+
     def pause(self, mode: PauseMode | str = PauseMode.KEEP, *, timeout: float = 600.0) -> None:
         """See :meth:`AsyncRolloutClient.pause`."""
         self._loop.run(self._client.pause(mode, timeout=timeout))

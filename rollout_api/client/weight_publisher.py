@@ -203,6 +203,16 @@ class WeightPublisher:
         updates = [decode(data) for data in stored if isinstance(data, bytes)]
         return max((update.weight_version for update in updates if isinstance(update, WeightUpdate)), default=0)
 
+    async def broadcast_backend(self, timeout: float) -> str:
+        """Wait until the job has an engine; see :meth:`rollout_api.AsyncRolloutClient.broadcast_backend`."""
+        deadline = time.monotonic() + timeout
+        while not (engines := await read_engine_reports(self._client, self._keys, self._policy)):
+            if time.monotonic() > deadline:
+                raise WeightsError(f"the job has had no engine for {timeout:g} s that could load weights")
+            await asyncio.sleep(_POLL_INTERVAL_S)
+        backends = {str(report.get("broadcast", "")) for report in engines.values()}
+        return backends.pop() if len(backends) == 1 else ""
+
     async def num_ranks(self) -> int:
         """Return the number of worker processes of all engines."""
         engines = await read_engine_reports(self._client, self._keys, self._policy)

@@ -12,7 +12,7 @@ from rollout_api.client.prompts import Prompt
 from rollout_api.client.sync_client import RolloutClient
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import RolloutClientError
-from rollout_api.integrations.version_directories import VersionDirectories
+from rollout_api.integrations.trl_weights import TrlWeights
 from rollout_api.protocol.messages import Purpose, Rollout
 
 TurnFunction = Callable[[Sequence[Trajectory]], list[Rollout]]
@@ -30,43 +30,48 @@ class JobRollouts:
     Each process creates one, with its own client under its own name::
 
         with RolloutClient.connect(url, "default/math", name=f"rank-{os.environ.get('RANK', 0)}") as client:
-            rollouts = JobRollouts(client, "/weights/math")
+            rollouts = JobRollouts(client)
             GRPOTrainer(rollout_func=rollouts, reward_funcs=rollouts.wrap_reward(reward), …).train()
 
-    Before the rollouts of a step with new weights, the main process saves and publishes the weights, and all processes
-    wait until the job serves them. The first optimizer step on a batch is therefore on-policy. TRL's own vLLM must be
-    off (``use_vllm=False``). TRL nevertheless corrects for numerical differences between the engines and the trainer,
-    as ``vllm_importance_sampling_correction`` and ``vllm_importance_sampling_mode`` of its configuration say.
+    Before the rollouts of a step with new weights, the main process publishes the weights, and all processes wait until
+    the job serves them. The first optimizer step on a batch is therefore on-policy. The weights are broadcast from the
+    trainer's memory to the engines (NCCL on GPUs, gloo on CPUs). If that is not possible, they are written to
+    *weights*, and a line in the log says why.
+
+    TRL's own vLLM must be off (``use_vllm=False``). TRL nevertheless corrects for numerical differences between the
+    engines and the trainer, as ``vllm_importance_sampling_correction`` and ``vllm_importance_sampling_mode`` of its
+    configuration say.
 
     A rollout that the job could not produce is replaced by a completion of one token that is masked out. Its reward
     should be None, which :meth:`wrap_reward` ensures; TRL then excludes it from the advantages of its group.
 
     Args:
         client: connected client that only this process uses.
-        weights: directory for published weights, which the job sees under the same path (``spec.weights``).
+        weights: directory for weights that cannot be broadcast, which the job sees under the same path
+            (``spec.weights``); None if there is none.
         sampling: settings that override the trainer's arguments (temperature, top_p, top_k, min_p, repetition_penalty,
             max_completion_length).
         play: function that plays multi-turn rollouts; default: sample one response to each prompt.
         kept_versions: number of published versions to keep on disk, at least 1.
-        publish_timeout: seconds for which the job may have no coordinator when weights are published, and seconds that
-            its engines may take to load them.
+        publish_timeout: seconds for which the job may have no coordinator or no engine when weights are published, and
+            seconds that its engines may take to load them.
     """
 
     def __init__(
         self,
         client: RolloutClient,
-        weights: str | Path,
+        weights: str | Path | None = None,
         *,
         sampling: Mapping[str, Any] | None = None,
         play: PlayFunction | None = None,
         kept_versions: int = 2,
         publish_timeout: float = 600.0,
     ) -> None:
-        self._client, self._directories = client, VersionDirectories(weights, kept_versions)
+        self._client = client
+        self._weights = TrlWeights(client, weights, kept_versions, publish_timeout)
         self._sampling, self._play = dict(sampling or {}), play
         if not self._sampling.get("logprobs", True):
             raise ValueError("sampling: TRL needs the log-probabilities of the rollouts; remove logprobs=False")
-        self._publish_timeout = publish_timeout
         self._version, self._published_step = -1, -1
         self._call = -1
 
@@ -153,28 +158,10 @@ class JobRollouts:
 
     def _sync(self, trainer: Any) -> None:
         """Make the job serve the trainer's current weights. All processes must call this together."""
-        from accelerate.utils import broadcast_object_list
-
-        if self._published_step == trainer.state.global_step:
-            return
-        accelerator = trainer.accelerator
-        state = accelerator.get_state_dict(trainer.model_wrapped)  # gathers shards, so all processes must call it
-        if accelerator.is_main_process:
-            self._version = self._publish(accelerator.unwrap_model(trainer.model_wrapped), state, trainer)
-        # The other processes need the version, and must not send requests before it is served.
-        [self._version] = broadcast_object_list([self._version])
-        self._published_step = trainer.state.global_step
-
-    def _publish(self, model: Any, state: Mapping[str, Any], trainer: Any) -> int:
-        served = self._client.weight_version(timeout=self._publish_timeout)
-        version = max(self._version + 1, served + 1, int(trainer.state.global_step))
-        written = self._directories.new()
-        model.save_pretrained(written, state_dict=state)
-        directory = self._directories.assign(written, version)
-        published = self._client.publish_weights(version, directory, timeout=self._publish_timeout)
-        published.raise_if_failed()
-        self._directories.delete_before(version)
-        return version
+        step = int(trainer.state.global_step)
+        if self._published_step != step:
+            self._version = self._weights.publish(trainer, max(self._version + 1, step))
+            self._published_step = step
 
 
 def group_repeats(prompts: Sequence[Sequence[int]]) -> tuple[list[list[int]], list[list[int]]]:

@@ -1,7 +1,7 @@
 """A rollout job as verl's rollout servers, for verl 0.9. Tested with 0.9.1.
 
 verl requests tokens from rollout *replicas* and sends weights to them through a *checkpoint engine*. Here, the replica
-is a client of a job, and the checkpoint engine writes safetensors files that the job loads. Importing this module
+is a client of a job; :mod:`rollout_api.integrations.verl_weights` has the checkpoint engines. Importing this module
 registers both under the name ``das``. Set ``VERL_USE_EXTERNAL_MODULES=rollout_api.integrations.verl`` to have every
 process of verl import it. verl's configuration (with ``trainer.v1.trainer_mode=separate_async``)::
 
@@ -9,7 +9,7 @@ process of verl import it. verl's configuration (with ``trainer.v1.trainer_mode=
     actor_rollout_ref.rollout:
       {name: das, nnodes: 1, n_gpus_per_node: 1, calculate_log_probs: true,  # one replica, which uses no GPU of verl
        engine_kwargs: {das: {job: default/math}},
-       checkpoint_engine: {backend: das, engine_kwargs: {das: {job: default/math, weights: /weights/math, model: …}}}}
+       checkpoint_engine: {backend: das, engine_kwargs: {das: {job: default/math}}}}
 
 The URL of the job's Redis is read from the environment variable ``ROLLOUT_REDIS_URL``, because verl logs its
 configuration.
@@ -19,35 +19,27 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
-import shutil
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 # First, because with another version of verl, the following imports fail with an unclear error.
-import rollout_api.integrations.verl_version  # noqa: F401
+import rollout_api.integrations.verl_version
 
 # isort: split
 import ray
-from safetensors.torch import save_file
-from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry, CheckpointEngineWorker
+from verl.checkpoint_engine.base import CheckpointEngineWorker
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
 from verl.workers.rollout.replica import RolloutMode, RolloutReplica, RolloutReplicaRegistry, TokenOutput
 
+import rollout_api.integrations.verl_weights  # noqa: F401  (registers the checkpoint engines)
 from rollout_api.client.async_client import AsyncRolloutClient
 from rollout_api.client.prompts import Prompt
 from rollout_api.errors import InvalidRequestError, RolloutClientError
 from rollout_api.integrations.recognized_turns import RecognizedTurns
-from rollout_api.integrations.version_directories import VersionDirectories
+from rollout_api.integrations.verl_settings import NAME, redis_url
 from rollout_api.protocol.messages import FinishReason, Purpose, Rollout
 
-NAME = "das"
-"""Name under which the replica and the checkpoint engine are registered."""
-REDIS_URL_VARIABLE = "ROLLOUT_REDIS_URL"
-"""Environment variable with the URL of the job's Redis."""
 _STOP_REASONS = {
     FinishReason.STOP: "completed",
     FinishReason.LENGTH: "completed",
@@ -233,7 +225,7 @@ class JobReplica(RolloutReplica):
         length = self.config.max_model_len or self.config.prompt_length + self.config.response_length
         name = f"verl-{self.replica_rank}{self.name_suffix}"
         self._server_handle = server.remote(
-            _redis_url(), job, name, length, self.config.response_length, eval_sampling_of(self.config)
+            redis_url(), job, name, length, self.config.response_length, eval_sampling_of(self.config)
         )
         await self._server_handle.ready.remote()
         self._server_address = f"{job}#{self.replica_rank}"
@@ -251,114 +243,6 @@ class _PlaceholderAdapter:
     async def update_weights(self, weights: AsyncIterator[Any], **_: Any) -> None:
         async for _name, _tensor in weights:
             raise RuntimeError("weights were sent to a process without an engine")
-
-
-@CheckpointEngineRegistry.register(NAME)
-class FileCheckpointEngine(CheckpointEngine):
-    """Publishes weights to a job: the trainer's first rank writes safetensors files and publishes them.
-
-    The job's weight version is verl's ``global_steps`` + 1, because version 0 is the model that the job was started
-    with. When a trainer returns to an earlier checkpoint, the difference becomes larger and then stays constant,
-    because versions only increase.
-
-    Args:
-        bucket_size: approximate size of a safetensors file in bytes.
-        is_master: whether this is the trainer's first rank.
-        job: ``namespace/name`` of the job.
-        weights: directory for published weights, which the job sees under the same path.
-        model: directory of the model that training started with; its configuration is published too.
-        kept_versions: number of published versions to keep on disk, at least 1.
-        publish_timeout: seconds for which the job may have no coordinator when weights are published, and seconds that
-            its engines may take to load them.
-    """
-
-    def __init__(
-        self,
-        bucket_size: int,
-        is_master: bool = False,
-        *,
-        job: str,
-        weights: str,
-        model: str,
-        kept_versions: int = 2,
-        publish_timeout: float = 600.0,
-    ) -> None:
-        self._bucket_size, self._is_master = bucket_size, is_master
-        self._job, self._model = job, Path(model)
-        self._directories = VersionDirectories(weights, kept_versions)
-        self._publish_timeout = publish_timeout
-        self._version_offset = 0
-
-    def prepare(self) -> dict[str, Any]:
-        """Return no metadata: the other processes need none."""
-        return {}
-
-    @classmethod
-    def build_topology(
-        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
-    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
-        """Return an empty topology: files need no process group."""
-        return {}, {}
-
-    def init_process_group(self, **_: Any) -> None:
-        """Do nothing."""
-
-    def finalize(self) -> None:
-        """Do nothing."""
-
-    async def send_weights(self, weights: Iterable[tuple[str, Any]], global_steps: int | None = None) -> None:
-        """Write and publish the weights, and return when every engine of the job serves them.
-
-        Raises:
-            RolloutClientError: an engine could not load the weights, or the job had no coordinator for too long.
-        """
-        if not self._is_master:
-            for _name, _tensor in weights:
-                pass  # the generator gathers shards, for which it must run on all ranks
-            return
-        written = self._directories.new()
-        # Write before connecting, because the other ranks are waiting in the generator.
-        await asyncio.to_thread(self._write, written, weights)
-        async with AsyncRolloutClient.connect(_redis_url(), self._job, name="verl-weights") as client:
-            expected = (global_steps or 0) + 1 + self._version_offset
-            version = max(expected, 1 + await client.weight_version(timeout=self._publish_timeout))
-            self._version_offset += version - expected
-            directory = self._directories.assign(written, version)
-            published = await client.publish_weights(version, directory, timeout=self._publish_timeout)
-        published.raise_if_failed()
-        self._directories.delete_before(version)
-
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, Any]]:
-        """Yield nothing: the engines load files."""
-        nothing: tuple[tuple[str, Any], ...] = ()
-        for weight in nothing:
-            yield weight
-
-    def _write(self, directory: Path, weights: Iterable[tuple[str, Any]]) -> None:
-        directory.mkdir(parents=True)
-        file_of_weight: dict[str, str] = {}
-        bucket: dict[str, Any] = {}
-        bucket_size = total_size = 0
-
-        def flush() -> None:
-            file = f"model-{len(set(file_of_weight.values())) + 1:05d}.safetensors"
-            save_file(bucket, directory / file, metadata={"format": "pt"})
-            file_of_weight.update(dict.fromkeys(bucket, file))
-            bucket.clear()
-
-        for name, tensor in weights:
-            # Copy the tensor, because the generator may reuse its memory.
-            bucket[name] = tensor.detach().cpu().contiguous().clone()
-            bucket_size += bucket[name].nbytes
-            total_size += bucket[name].nbytes
-            if bucket_size >= self._bucket_size:
-                flush()
-                bucket_size = 0
-        if bucket:
-            flush()
-        index = {"metadata": {"total_size": total_size}, "weight_map": file_of_weight}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-        shutil.copy(self._model / "config.json", directory)
 
 
 def job_of(engine_kwargs: Mapping[str, Any]) -> str:
@@ -453,13 +337,6 @@ def _own_machines_error(mode: str) -> ValueError:
         f"rollout.name={NAME} does not support verl's {mode} mode, in which engines run on the trainer's GPUs: a job "
         "has its own machines. Set actor_rollout_ref.hybrid_engine=false and trainer.v1.trainer_mode=separate_async"
     )
-
-
-def _redis_url() -> str:
-    try:
-        return os.environ[REDIS_URL_VARIABLE]
-    except KeyError:
-        raise ValueError(f"set {REDIS_URL_VARIABLE} to the URL of the job's Redis, for every process of verl") from None
 
 
 RolloutReplicaRegistry.register(NAME, lambda: JobReplica)

@@ -22,18 +22,18 @@ class VersionDirectories:
         if num_kept < 1:
             raise ValueError(f"kept_versions = {num_kept}: at least the version in use must be kept")
         self._root, self._num_kept = Path(root).absolute(), num_kept
+        self._next = self._root / "next"
 
     def new(self) -> Path:
         """Return a directory, which does not exist yet, for weights that have no version yet."""
-        directory = self._root / "next"
-        shutil.rmtree(directory, ignore_errors=True)
-        return directory
+        shutil.rmtree(self._next, ignore_errors=True)
+        return self._next
 
-    def assign(self, written: Path, version: int) -> Path:
-        """Rename the directory *written* for a version that the job does not serve yet, and return the new path."""
+    def assign(self, version: int) -> Path:
+        """Rename the new directory for a version that the job does not serve yet, and return the path."""
         directory = self._directory(version)
         shutil.rmtree(directory, ignore_errors=True)
-        return written.rename(directory)
+        return self._next.rename(directory)
 
     def delete_before(self, version: int) -> None:
         """Delete the oldest versions up to *version*, including those of earlier runs of the trainer.

@@ -177,9 +177,9 @@ class Weights(ManifestModel):
         "the model cache, the directory of model.uri and /weights.",
     )
     broadcast: bool = Field(
-        default=False,
-        description="Allow weights to be broadcast from the trainer's memory. Engines then connect to the trainer, by "
-        "NCCL, or by gloo for CPU workers.",
+        default=True,
+        description="Allow weights to be broadcast from the trainer's memory. For each such version, engines connect "
+        "to the address that the trainer names, by NCCL, or by gloo for CPU workers.",
     )
 
     @field_validator("allowed_roots", mode="before")

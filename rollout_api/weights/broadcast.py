@@ -23,7 +23,7 @@ JOIN_TIMEOUT_S = 120.0
 _CONNECT_TIMEOUT_S = 20.0
 """How long a process tries to reach rank 0, which may not listen yet."""
 _POLL_INTERVAL_S = 0.05
-_NUM_PRESENT_KEY, _COMPLETE_KEY = "das-present", "das-complete"
+_NUM_PRESENT_KEY, _COMPLETE_KEY, _UNIQUE_ID_KEY = "das-present", "das-complete", "das-nccl-id"
 """Keys of the store through which the processes of a group find each other."""
 
 
@@ -193,11 +193,8 @@ class _NcclGroup:
     def __init__(self, store: Any, rank: int, world_size: int, device: Any) -> None:
         import torch
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
-        from vllm.distributed.utils import StatelessProcessGroup
 
-        # Some versions of vLLM have a listening socket among the fields.
-        fields = {"socket": None} if "socket" in StatelessProcessGroup.__dataclass_fields__ else {}
-        group = StatelessProcessGroup(rank=rank, world_size=world_size, store=store, **fields)
+        group = nccl_rendezvous(store, rank, world_size)
         self._cuda, self._device = torch.cuda, device
         with self._cuda.device(device):  # the current device is a property of the thread
             self._communicator: Any = PyNcclCommunicator(group, device=device)
@@ -215,3 +212,24 @@ class _NcclGroup:
         if destroy is not None:
             destroy()
         self._communicator = None
+
+
+def nccl_rendezvous(store: Any, rank: int, world_size: int) -> Any:
+    """Return a process group of vLLM through which the processes exchange the identifier of a NCCL communicator.
+
+    vLLM's own group would exchange it pickled, so that whoever tells engines a trainer's address could run code in
+    them. This one exchanges the bytes of the identifier.
+    """
+    from vllm.distributed.utils import StatelessProcessGroup
+
+    class _UniqueIdGroup(StatelessProcessGroup):  # type: ignore[misc]
+        def broadcast_obj(self, obj: Any, src: int) -> Any:
+            """Send *obj*, a ctypes structure, or receive another of its type."""
+            if self.rank == src:
+                self.store.set(_UNIQUE_ID_KEY, bytes(obj))
+                return obj
+            return type(obj).from_buffer_copy(self.store.get(_UNIQUE_ID_KEY))
+
+    # Some versions of vLLM have a listening socket among the fields.
+    fields = {"socket": None} if "socket" in StatelessProcessGroup.__dataclass_fields__ else {}
+    return _UniqueIdGroup(rank=rank, world_size=world_size, store=store, **fields)

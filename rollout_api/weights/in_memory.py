@@ -52,13 +52,23 @@ class TensorsInMemory:
         port: port on which this process listens for engines that join; 0 chooses a free one.
         trainers: process group (``torch.distributed``) of the trainer's processes that hold shards; None if the tensors
             are not sharded, or for torch's default group if they are.
+        device: torch device to which each tensor is copied before it is sent, and which decides between NCCL and gloo;
+            None to send the tensors from where they are.
 
     Raises:
-        InvalidRequestError: there are no tensors, or they are on several kinds of devices.
+        InvalidRequestError: there are no tensors, or they are on several kinds of devices and *device* is None.
     """
 
-    def __init__(self, tensors: NamedTensors, *, host: str | None = None, port: int = 0, trainers: Any = None) -> None:
-        self._host, self._port, self._trainers = host, port, trainers
+    def __init__(
+        self,
+        tensors: NamedTensors,
+        *,
+        host: str | None = None,
+        port: int = 0,
+        trainers: Any = None,
+        device: Any = None,
+    ) -> None:
+        self._host, self._port, self._trainers, self._target = host, port, trainers, device
         self._membership = _Membership()
         self._withdrawn = threading.Event()
         self.replace(tensors)
@@ -67,14 +77,14 @@ class TensorsInMemory:
         """Publish these tensors from now on.
 
         Raises:
-            InvalidRequestError: there are no tensors, or they are on several kinds of devices.
+            InvalidRequestError: see :class:`TensorsInMemory`.
         """
         self._read = _reader(tensors)
         devices, self._is_sharded = set(), False
         self._specs: list[TensorSpec] = []
         for source, tensor in self._read():
-            self._device = tensor.device
-            devices.add(tensor.device.type)
+            self._device = _device_of(tensor, self._target)
+            devices.add(self._device.type)
             self._is_sharded = self._is_sharded or hasattr(tensor, "full_tensor")
             self._specs += [
                 TensorSpec(name=name, dtype=str(piece.dtype).removeprefix("torch."), shape=list(piece.shape))
@@ -168,7 +178,7 @@ class TensorsInMemory:
         """Yield each tensor of the checkpoint as a whole."""
         for source, tensor in self._read():
             self._tell(_NEXT)
-            yield from self._split(source, _whole(tensor))
+            yield from self._split(source, _whole(tensor).to(self._device))
 
     def _tell(self, message: str) -> None:
         """Tell the trainer's other processes what happens next."""
@@ -207,14 +217,17 @@ class ModelInMemory(TensorsInMemory):
         host: see :class:`TensorsInMemory`.
         port: see :class:`TensorsInMemory`.
         trainers: see :class:`TensorsInMemory`.
+        device: see :class:`TensorsInMemory`.
 
     Raises:
-        InvalidRequestError: the parameters are on several kinds of devices.
+        InvalidRequestError: the parameters are on several kinds of devices and *device* is None.
     """
 
-    def __init__(self, model: Any, *, host: str | None = None, port: int = 0, trainers: Any = None) -> None:
+    def __init__(
+        self, model: Any, *, host: str | None = None, port: int = 0, trainers: Any = None, device: Any = None
+    ) -> None:
         self._model = model
-        super().__init__(model.named_parameters, host=host, port=port, trainers=trainers)
+        super().__init__(model.named_parameters, host=host, port=port, trainers=trainers, device=device)
 
     def _split(self, name: str, tensor: Any) -> Iterable[tuple[str, Any]]:
         return checkpoint_pieces(self._model, name, tensor)
@@ -235,6 +248,13 @@ def _reader(tensors: NamedTensors) -> Callable[[], Iterable[tuple[str, Any]]]:
 def _whole(tensor: Any) -> Any:
     """Return a tensor as a whole, without its gradient; its other shards' processes must do the same."""
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def _device_of(tensor: Any, target: Any) -> Any:
+    """Return the device from which a tensor is sent: *target*, or if that is None, the one that it is on."""
+    import torch
+
+    return tensor.device if target is None else torch.device(target)
 
 
 def _without_data(tensor: Any) -> Any:

@@ -98,8 +98,6 @@ ORDERS_PER_READ = 256
 """Maximum number of orders in one read."""
 WEIGHT_OFFER_POLL_INTERVAL_S = 0.2
 """Seconds between two checks whether another engine offers weights that this engine has missed."""
-WEIGHT_SOURCE_CHECK_INTERVAL_S = 1.0
-"""Seconds between two checks whether any engine has these weights."""
 MAX_PASSING_ATTEMPTS = 3
 """Number of failed attempts to receive missed weights, after which an engine waits for the next version."""
 MAX_REQUEST_BYTES_IN_ORDER = 32 * 1024

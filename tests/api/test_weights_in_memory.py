@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from rollout_api import InvalidRequestError, ModelInMemory, TensorsInMemory
 from rollout_api.protocol.messages import Broadcast
-from rollout_api.weights.broadcast import join, receive
+from rollout_api.weights.broadcast import join, nccl_rendezvous, receive
 from rollout_api.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
 from rollout_worker.runtime.ports import free_port
 from tests.support.reference_model import make_model, small_qwen3_moe
@@ -189,3 +189,23 @@ def test_processes_that_wait_to_gather_learn_why_nothing_is_published(tmp_path: 
     processes = sharded_trainer(tmp_path, "abort", "gloo://127.0.0.1:1", "")
     expected = "the process with rank 0 has not published the weights: the job has no engine"
     assert ["", expected] == outputs(processes)
+
+
+def test_the_identifier_of_a_nccl_communicator_is_exchanged_without_pickle() -> None:
+    import torch.distributed as dist
+    from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
+
+    store = dist.HashStore()
+    sent = ncclUniqueId.from_buffer_copy(bytes(range(128)))
+    nccl_rendezvous(store, 0, 2).broadcast_obj(sent, src=0)
+    received = nccl_rendezvous(store, 1, 2).broadcast_obj(ncclUniqueId(), src=0)
+    assert bytes(range(128)) == bytes(received)
+
+    class Trainer(dist.HashStore):
+        """A trainer that sends pickled code in place of the identifier."""
+
+        def get(self, key: str) -> bytes:
+            return b"cos\nsystem\n(S'exit 1'\ntR."
+
+    with pytest.raises(ValueError, match="Buffer size too small"):
+        nccl_rendezvous(Trainer(), 1, 2).broadcast_obj(ncclUniqueId(), src=0)

@@ -23,6 +23,7 @@ from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import (
+    Broadcast,
     Cancel,
     FinishReason,
     Message,
@@ -30,6 +31,7 @@ from rollout_api.protocol.messages import (
     Refusal,
     Rollout,
     RolloutRequest,
+    TensorSpec,
     WeightSpan,
     WeightUpdate,
     decode,
@@ -355,6 +357,29 @@ def test_engines_receive_work_while_thousands_of_rollouts_are_cancelled(run: Run
     run(scenario)
 
 
+def test_samples_that_are_requested_separately_are_scheduled_as_a_group(run: Run) -> None:
+    """verl requests each sample of a prompt separately."""
+
+    async def scenario(job: CoordinatorHarness) -> None:
+        one = [request(f"one-{sample}", problem_id="one") for sample in range(4)]
+        two = [request(f"two-{sample}", problem_id="two") for sample in range(4)]
+        async with job.coordinator():
+            job.send(JOB.requests, *one, *two)
+            await wait_for_async(lambda: job.redis.hlen(JOB.ledger("two-3")))
+            async with job.engine("a", max_running=2) as a:
+                # The first samples of both problems start before all others.
+                orders = await job.inbox(a, 3)
+                by_request = {order.assignment.request_id: order for order in orders if order.assignment}
+                assert ["one-0", "two-0", "one-1"] == list(by_request)
+                # The length of the first sample predicts those of its siblings, which are requests of their own.
+                await job.finish(two[0], by_request["two-0"], 20)
+                await wait_for_async(lambda: len(job.rollouts()) == 1)
+                assigned = [assignment.request_id for assignment in await job.assignments(a, 3)]
+                assert ["one-0", "one-1", "two-1"] == assigned
+
+    run(scenario)
+
+
 def test_a_replaced_coordinator_ends_even_if_it_has_no_work(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
         async with job.unchecked_coordinator() as (_, running):
@@ -421,9 +446,27 @@ def test_the_next_coordinator_tells_an_engine_about_weights_that_it_missed(run: 
     run(scenario)
 
 
+def test_engines_are_told_once_that_no_engine_has_the_weights_that_they_have_missed(run: Run) -> None:
+    offer = Broadcast(
+        group="g", ranks={"gone": 1}, world_size=2, tensors=[TensorSpec(name="x", dtype="float32", shape=[1])]
+    )
+    update = WeightUpdate(weight_version=1, uri="gloo://trainer:1", broadcast=offer)
+
+    async def scenario(job: CoordinatorHarness) -> None:
+        job.send(JOB.control, update)
+        async with job.coordinator(), job.engine("a", broadcast="gloo", missed=1) as a:
+            await job.inbox(a, 1)
+            await asyncio.sleep(3 * FAST.reconcile_interval_s)
+            orders = await job.inbox(a, 1)
+        told = [order for order in orders if order.kind is not OrderKind.UPDATE_WEIGHTS]
+        assert [(OrderKind.KEEP_WEIGHTS, 1)] == [(order.kind, order.weight_version) for order in told]
+
+    run(scenario)
+
+
 def test_a_rollout_whose_event_was_missed_does_not_count_as_empty(run: Run) -> None:
     async def scenario(job: CoordinatorHarness) -> None:
-        short, long = request("short", n=4), request("long", n=4)
+        short, long = (request(name, n=4, problem_id=name) for name in ("short", "long"))
         async with job.coordinator(), job.engine("a", max_running=1) as engine:  # it is assigned one more rollout ahead
             job.send(JOB.requests, short, long)
             probes = {order.request_id: order for order in await job.inbox(engine, 2)}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.job.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingGroup
+from rollout_worker.job.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingRequest
 from rollout_worker.job.coordinator.version_bounds import VersionBounds
 
 NONE: frozenset[str] = frozenset()
@@ -20,14 +20,14 @@ def engine(
     assigned: int = 0,
     version: int = 0,
     non_speculative: bool = False,
-    samples: Mapping[str, int] | None = None,
+    siblings: Mapping[str, int] | None = None,
 ) -> EngineLoad:
-    return EngineLoad(name, max_running, assigned, version, non_speculative, samples or {})
+    return EngineLoad(name, max_running, assigned, version, non_speculative, siblings or {})
 
 
-def group(name: str, arrival: int, samples: int = 4, predicted: float = 0.0, **more: object) -> WaitingGroup:
+def group(name: str, arrival: int, samples: int = 4, predicted: float = 0.0, **more: object) -> WaitingRequest:
     fields: dict[str, object] = {"predicted_length": predicted, **more}
-    return WaitingGroup(name, "trainer", list(range(samples)), arrival, **fields)
+    return WaitingRequest(name, "trainer", list(range(samples)), arrival, **fields)
 
 
 def place(
@@ -37,7 +37,7 @@ def place(
     return [(placement.request_id, placement.sample, placement.engine) for placement in placements]
 
 
-def scheduler_with(*groups: WaitingGroup) -> ProbeThenLongest:
+def scheduler_with(*groups: WaitingRequest) -> ProbeThenLongest:
     scheduler = ProbeThenLongest()
     for added in groups:
         scheduler.add(added)
@@ -65,7 +65,7 @@ def test_a_new_prediction_reorders_the_groups() -> None:
 
 def test_an_engine_takes_siblings_of_its_samples_first() -> None:
     scheduler = scheduler_with(group("x", 1, 5, 100, probed=True), group("y", 2, 5, 95, probed=True))
-    runs_x, runs_y = engine("a", 3, 1, samples={"x": 1}), engine("b", 3, 1, samples={"y": 1})
+    runs_x, runs_y = engine("a", 3, 1, siblings={"x": 1}), engine("b", 3, 1, siblings={"y": 1})
     placed = place(scheduler, runs_x, runs_y)
     assert {("x", "a"), ("y", "b")} == {(request, name) for request, _, name in placed}
     assert 4 == len(placed)
@@ -73,12 +73,41 @@ def test_an_engine_takes_siblings_of_its_samples_first() -> None:
 
 def test_an_engine_takes_the_group_of_which_it_runs_most_samples() -> None:
     scheduler = scheduler_with(*(group(name, number, 2, 10, probed=True) for number, name in enumerate("xyz")))
-    [(request, _, _)] = place(scheduler, engine("a", 9, 8, samples={"x": 1, "y": 4, "z": 3}))
+    [(request, _, _)] = place(scheduler, engine("a", 9, 8, siblings={"x": 1, "y": 4, "z": 3}))
     assert "y" == request
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=1, max_size=5),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3)), min_size=1, max_size=3),
+)
+def test_samples_that_are_requested_separately_start_in_the_order_and_on_the_engines_of_a_single_request(
+    problems: list[tuple[int, int]], sizes: list[tuple[int, int]]
+) -> None:
+    """verl requests each sample separately; it must make no difference."""
+    single, separate = ProbeThenLongest(), ProbeThenLongest()
+    arrivals = 0
+    for number, (samples, length) in enumerate(problems):
+        single.add(group(f"p{number}", arrivals, samples, 100.0 * length))
+        for sample in range(samples):
+            separate.add(group(f"p{number}/{sample}", arrivals, 1, 100.0 * length, group=f"p{number}"))
+            arrivals += 1
+    engines = [engine(f"e{number}", size, assigned) for number, (size, assigned) in enumerate(sizes)]
+    for step in range(5):
+        placed = [(request, where) for request, _, where in place(single, *engines)]
+        assert placed == [(request.partition("/")[0], where) for request, _, where in place(separate, *engines)]
+        for scheduler in (single, separate):
+            scheduler.predict(f"p{step % len(problems)}", 250.0)
+    assert single.waiting() == separate.waiting()
+
+
+def test_a_request_that_arrives_while_siblings_run_waits_for_the_probes_of_others() -> None:
+    scheduler = scheduler_with(group("late", 1, 1, group="p", probed=True), group("other", 2, 1))
+    assert ["other", "late"] == [request for request, _, _ in place(scheduler, engine())]
+
+
 def test_siblings_do_not_start_before_probes_longer_groups_and_higher_priorities() -> None:
-    runs_y = engine("a", 2, 1, samples={"y": 1})
+    runs_y = engine("a", 2, 1, siblings={"y": 1})
     known = group("y", 2, 4, 80, probed=True)
     for name, other in {
         "probe": group("probe", 1, 1, 0),
@@ -90,7 +119,7 @@ def test_siblings_do_not_start_before_probes_longer_groups_and_higher_priorities
 
 
 def test_siblings_of_another_client_or_version_do_not_start_instead() -> None:
-    runs_y = engine("a", 2, 1, version=1, samples={"y": 1})
+    runs_y = engine("a", 2, 1, version=1, siblings={"y": 1})
     pinned = group("y", 2, 4, 100, probed=True, versions=VersionBounds(pinned=0))
     assert [("x", 0, "a")] == place(scheduler_with(group("x", 1, 1, 100, probed=True), pinned), runs_y)
 
@@ -160,7 +189,7 @@ def test_an_engine_gets_at_most_one_isolated_rollout() -> None:
 
 groups = st.lists(
     st.builds(
-        WaitingGroup,
+        WaitingRequest,
         st.integers(0, 9).map(str),
         st.sampled_from(["x", "y"]),
         st.lists(st.integers(0, 5), unique=True, max_size=6),
@@ -174,6 +203,7 @@ groups = st.lists(
         non_speculative=st.booleans(),
         preferred_engine=st.none() | st.sampled_from(["a", "b", "lost"]),
         isolated=st.booleans(),
+        group=st.sampled_from(["", "g", "h"]),
     ),
     max_size=8,
     unique_by=lambda waiting: waiting.request_id,
@@ -189,7 +219,7 @@ engines = st.lists(
 
 @given(groups, st.lists(engines, min_size=1, max_size=5), st.sets(st.sampled_from(["x", "y"])))
 def test_every_sample_is_placed_once_and_only_where_it_may_run(
-    waiting: list[WaitingGroup], rounds: list[list[EngineLoad]], slow: set[str]
+    waiting: list[WaitingRequest], rounds: list[list[EngineLoad]], slow: set[str]
 ) -> None:
     known = {each.request_id: (each.client, each.versions, each.non_speculative) for each in waiting}
     expected = Counter((each.request_id, sample) for each in waiting for sample in each.samples)
@@ -224,11 +254,11 @@ def test_every_sample_is_placed_once_and_only_where_it_may_run(
 
 
 @given(groups)
-def test_removed_samples_can_be_added_again_and_repetitions_are_ignored(waiting: list[WaitingGroup]) -> None:
+def test_removed_samples_can_be_added_again_and_repetitions_are_ignored(waiting: list[WaitingRequest]) -> None:
     scheduler = scheduler_with(*waiting)
     for each in list(waiting):
         removed = scheduler.remove(each.request_id)
         for sample in removed:
-            scheduler.add(WaitingGroup(each.request_id, each.client, [sample], each.arrival))
-            scheduler.add(WaitingGroup(each.request_id, each.client, [sample], each.arrival))
+            scheduler.add(WaitingRequest(each.request_id, each.client, [sample], each.arrival))
+            scheduler.add(WaitingRequest(each.request_id, each.client, [sample], each.arrival))
     assert sum(len(each.samples) for each in waiting) == scheduler.waiting()

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_worker.job.coordinator.weight_passing import Passing, PassingPlanner, find_waiting_engines
+from rollout_worker.job.coordinator.weight_passing import (
+    Passing,
+    PassingPlanner,
+    find_engines_without_source,
+    find_waiting_engines,
+)
 from rollout_worker.job.job_store import EngineReport
 
 TIMEOUT_S = 30.0
@@ -88,3 +93,14 @@ def test_an_engine_waits_for_missed_weights_only_while_another_one_has_them() ->
     assert set() == find_waiting_engines(waiting | {"a": report(4)})
     assert set() == find_waiting_engines(waiting | {"a": report(5, draining=True)})
     assert set() == find_waiting_engines({"t": report(0), "a": report(5)})
+
+
+def test_engines_learn_once_that_no_engine_has_the_weights_that_they_have_missed() -> None:
+    engines = {"t": report(0, missed=5), "u": report(0, missed=5), "old": report(4)}
+    assert ["t", "u"] == find_engines_without_source(5, engines)
+    engines["u"].failed[5] = "no other engine has it"
+    assert ["t"] == find_engines_without_source(5, engines)
+    assert [] == find_engines_without_source(5, engines | {"source": report(5)})
+    assert [] == find_engines_without_source(5, engines | {"source": report(4, loading=5)})
+    assert [] == find_engines_without_source(5, {"t": report(0, missed=5, loading=5)})
+    assert [] == find_engines_without_source(6, engines)

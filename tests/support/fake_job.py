@@ -199,9 +199,11 @@ class FakeJob:
         failed: dict[int, str] | None = None,
         draining: bool = False,
         paused: str = "",
+        broadcast: str = "",
     ) -> None:
         """Write an engine's report and its lease."""
         report = {"version": version, "failed": failed or {}, "draining": draining, "paused": paused, "ranks": 1}
+        report["broadcast"] = broadcast
         self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
         self.redis.set(self.keys.lease(engine), "1", px=60_000)
 

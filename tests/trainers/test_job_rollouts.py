@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,8 +51,10 @@ def trainer(step: int = 0, **settings: Any) -> SimpleNamespace:
     model = Model()
     accelerator = SimpleNamespace(
         is_main_process=True,
+        device=torch.device("cpu"),
+        distributed_type="NO",
         get_state_dict=lambda _: {"bytes": b"weights"},
-        unwrap_model=lambda model: model,
+        unwrap_model=lambda model, **_: model,
     )
     defaults: dict[str, Any] = {
         "model": model,

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -30,27 +29,36 @@ class Training:
     """The rollouts that the processes trained on."""
     job_code: int
     """Exit status of ``rollout run``."""
+    output: str
+    """What the trainer's processes have printed."""
 
 
-@pytest.fixture(scope="module")
-def training(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
-    directory = tmp_path_factory.mktemp("trl")
+def train(directory: Path, redis_server: str, steps: int, weights: Path | None = None) -> Training:
+    """Run a job and a trainer.
+
+    Args:
+        directory: directory for what they write.
+        redis_server: URL of Redis.
+        steps: number of training steps.
+        weights: directory for weights; None to broadcast them.
+    """
     model = ensure(default_cache() / "das" / "tiny-qwen3")[0]
     manifest = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
-    manifest["spec"]["weights"] = {"allowedRoots": [str(directory)]}
+    if weights is not None:
+        manifest["spec"]["weights"] = {"broadcast": False, "allowedRoots": [str(weights)]}
     (directory / "job.yaml").write_text(yaml.safe_dump(manifest))
 
     serve = [sys.executable, "-m", "rollout_worker.cli", "run", "-f", str(directory / "job.yaml"), "--no-compare"]
     serve += ["--redis", redis_server, "--state-dir", str(directory / "state")]
-    train = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    train += [str(EXAMPLE / "train.py"), "--redis", redis_server, "--model", str(model), "--steps", str(STEPS)]
-    train += ["--weights", str(directory / "weights"), "--output", str(directory / "lines")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLE / "train.py"), "--redis", redis_server, "--model", str(model), "--steps", str(steps)]
+    command += ["--output", str(directory / "lines")] + (["--weights", str(weights)] if weights is not None else [])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     job_log, train_log = directory / "job.log", directory / "train.log"
     with job_log.open("w") as job_output, train_log.open("w") as train_output:
         job = subprocess.Popen(serve, stdout=job_output, stderr=subprocess.STDOUT, env=environment)
         try:
-            code = subprocess.run(train, stdout=train_output, stderr=subprocess.STDOUT, env=environment).returncode
+            code = subprocess.run(command, stdout=train_output, stderr=subprocess.STDOUT, env=environment).returncode
             assert 0 == code, train_log.read_text()[-4000:] + job_log.read_text()[-4000:]
             job_code = job.wait(timeout=90)
         finally:
@@ -61,7 +69,13 @@ def training(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
         return [json.loads(line) for line in (directory / "lines" / name).read_text().splitlines()]
 
     log = [line for line in lines("log.jsonl") if "reward" in line]
-    yield Training(log, lines("rank-0.jsonl") + lines("rank-1.jsonl"), job_code)
+    return Training(log, lines("rank-0.jsonl") + lines("rank-1.jsonl"), job_code, train_log.read_text())
+
+
+@pytest.fixture(scope="module")
+def training(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Training:
+    """Train with weights that are broadcast from the trainer's memory."""
+    return train(tmp_path_factory.mktemp("trl"), redis_server, STEPS)
 
 
 @pytest.mark.timeout(900)
@@ -103,3 +117,12 @@ def test_drafts_are_accepted(training: Training) -> None:
 
 def test_closing_the_job_ends_it(training: Training) -> None:
     assert 0 == training.job_code
+
+
+@pytest.mark.timeout(900)
+def test_weights_go_through_files_if_the_job_does_not_allow_broadcasts(redis_server: str, tmp_path: Path) -> None:
+    training = train(tmp_path, redis_server, 2, tmp_path / "weights")
+    assert {1, 2} == {version for line in training.rollouts for version in line["versions"]}
+    assert ["version-000001", "version-000002"] == sorted(path.name for path in (tmp_path / "weights").iterdir())
+    reason = f"published through files in {tmp_path / 'weights'}: spec.weights.broadcast of the job is false"
+    assert 1 == training.output.count(reason)

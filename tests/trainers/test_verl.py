@@ -24,18 +24,22 @@ from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, Ra
 from verl.workers.config import CheckpointEngineConfig
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient, LLMServerManager
 
-from rollout_api import Cancel, FinishReason, InvalidRequestError, Purpose, Rollout, RolloutClientError, WeightSpan
-from rollout_api.integrations.verl import (
-    NAME,
-    REDIS_URL_VARIABLE,
-    FileCheckpointEngine,
-    JobReplica,
-    JobServer,
-    job_of,
-    to_job_sampling,
-    to_token_output,
+from rollout_api import (
+    Cancel,
+    FinishReason,
+    InvalidRequestError,
+    Purpose,
+    Rollout,
+    RolloutClientError,
+    WeightsError,
+    WeightSpan,
 )
+from rollout_api.integrations.verl import JobReplica, JobServer, job_of, to_job_sampling, to_token_output
+from rollout_api.integrations.verl_settings import FILES_NAME, NAME, REDIS_URL_VARIABLE
 from rollout_api.integrations.verl_version import check
+from rollout_api.integrations.verl_weights import FileCheckpointEngine, JobCheckpointEngine
+from rollout_worker.job.coordinator.open_request import OpenRequest
+from tests.support.receiving_job import ReceivingJob
 from tests.support.updating_job import UpdatingJob
 
 JOB = "default/math"
@@ -52,7 +56,7 @@ def cluster(redis_server: str) -> Iterator[None]:
         patch.setenv(REDIS_URL_VARIABLE, redis_server)
         ray.init(
             address="local",
-            num_cpus=4,
+            num_cpus=8,  # each group of processes of verl reserves its own
             include_dashboard=False,
             log_to_driver=False,
             runtime_env={"env_vars": environment},
@@ -62,8 +66,8 @@ def cluster(redis_server: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def job(redis_server: str) -> Iterator[UpdatingJob]:
-    with (job := UpdatingJob(redis_server)).serving():
+def job(redis_server: str) -> Iterator[ReceivingJob]:
+    with (job := ReceivingJob(redis_server)).serving():
         yield job
 
 
@@ -78,7 +82,7 @@ def servers(cluster: None, job: UpdatingJob) -> LLMServerManager:
         "prompt_length": 32,
         "response_length": 16,
         "engine_kwargs": {NAME: {"job": JOB}},
-        "checkpoint_engine": {"backend": NAME, "engine_kwargs": {NAME: {"job": JOB, "weights": "", "model": ""}}},
+        "checkpoint_engine": {"backend": NAME, "engine_kwargs": {NAME: {"job": JOB}}},
     }
     config = OmegaConf.merge(defaults, {"actor_rollout_ref": {"hybrid_engine": False, "rollout": rollout}})
     return LLMServerManager.create(config=config)
@@ -107,8 +111,10 @@ def test_verls_client_receives_tokens_from_the_job(
     )
 
 
-def test_each_sample_of_a_group_is_a_request(servers: LLMServerManager, job: UpdatingJob) -> None:
-    # verl requests each sample separately.
+def test_the_samples_of_a_group_are_requests_that_the_job_schedules_together(
+    servers: LLMServerManager, job: UpdatingJob
+) -> None:
+    """verl requests each sample separately, under another request id, and says of none to which group it belongs."""
     client = servers.get_client()
     before = len(job.received)
 
@@ -121,7 +127,11 @@ def test_each_sample_of_a_group_is_a_request(servers: LLMServerManager, job: Upd
     asyncio.run(group())
     requests = job.received[before:]
     assert 4 == len({request.request_id for request in requests})
-    assert 1 == len({request.problem for request in requests})
+    opened = [OpenRequest("1-0", request, 0, None) for request in requests]
+    assert 1 == len({request.group for request in opened})
+    another = generate(client, [10])
+    assert another.token_ids
+    assert OpenRequest("1-0", job.received[-1], 0, None).group != opened[0].group
 
 
 def test_the_turns_of_a_trajectory_are_recognized(servers: LLMServerManager, job: UpdatingJob) -> None:
@@ -165,10 +175,11 @@ def test_other_versions_of_verl_are_refused() -> None:
 class Trainer(Worker):
     """A trainer rank that updates weights as verl's ActorRolloutRefWorker does."""
 
-    def __init__(self, weights: str, model: str) -> None:
+    def __init__(self, backend: str, options: dict[str, str]) -> None:
         super().__init__()
-        kwargs = {"job": JOB, "weights": weights, "model": model}
-        self._engine = CheckpointEngineRegistry.new(NAME, is_master=self.rank == 0, bucket_size=100, **kwargs)
+        self._engine = CheckpointEngineRegistry.new(
+            backend, is_master=self.rank == 0, bucket_size=100, job=JOB, **options
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def update_weights(self, global_steps: int, mode: str) -> dict[str, Any]:
@@ -180,23 +191,44 @@ class Trainer(Worker):
         return getattr(self._engine, method)(*args, **kwargs)
 
 
-def test_verl_publishes_weights_to_the_job(servers: LLMServerManager, job: UpdatingJob, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text("{}")
+def update_weights(servers: LLMServerManager, steps: int, backend: str, **options: str) -> None:
+    """Update the job's weights with verl's manager, from a trainer with two ranks."""
     trainers = RayWorkerGroup(
         resource_pool=RayResourcePool([2], use_gpu=False, max_colocate_count=1),
-        ray_cls_with_init=RayClassWithInitArgs(ray.remote(Trainer), str(tmp_path / "weights"), str(model)),
+        ray_cls_with_init=RayClassWithInitArgs(ray.remote(Trainer), backend, options),
         use_gpu=False,
         device_name="cpu",
     )
-    config = CheckpointEngineConfig(backend=NAME)
+    config = CheckpointEngineConfig(backend=backend)
     manager = CheckpointEngineManager(config, actor_wg=trainers, replicas=servers.get_replicas())
-    for step in range(3):
+    for step in range(steps):
         manager.update_weights(step)
-    assert [1, 2, 3] == [update.weight_version for update in job.updates]
+
+
+def test_verl_broadcasts_weights_to_the_job(servers: LLMServerManager, job: ReceivingJob) -> None:
+    before = job.version
+    update_weights(servers, 3, NAME)
+    assert [before + 1, before + 2, before + 3] == [update.weight_version for update in job.updates[-3:]]
+    assert 3 == len(job.weights)
+    for received in job.weights:
+        assert {f"layer.{layer}.weight": [float(layer)] * 16 for layer in range(5)} == {
+            name: tensor.flatten().tolist() for name, tensor in received.items()
+        }
+
+
+def test_verl_publishes_weights_to_the_job_as_files(
+    servers: LLMServerManager, job: ReceivingJob, tmp_path: Path
+) -> None:
+    before = job.version
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    update_weights(servers, 3, FILES_NAME, weights=str(tmp_path / "weights"), model=str(model))
+    versions = [before + 1, before + 2, before + 3]
+    assert versions == [update.weight_version for update in job.updates[-3:]]
     directory = Path(job.updates[-1].uri)
-    assert ["version-000002", "version-000003"] == sorted(path.name for path in directory.parent.iterdir())
+    kept = [f"version-{version:06d}" for version in versions[1:]]
+    assert kept == sorted(path.name for path in directory.parent.iterdir())
     weights: dict[str, torch.Tensor] = {}
     for file in directory.glob("*.safetensors"):
         weights |= load_file(file)
@@ -209,6 +241,50 @@ def test_verl_publishes_weights_to_the_job(servers: LLMServerManager, job: Updat
         load_file(directory / index["weight_map"]["layer.4.weight"])
     )  # each file contains two tensors
     assert (directory / "config.json").is_file()
+
+
+def broadcast(job: UpdatingJob, *steps: int, **options: Any) -> None:
+    """Publish weights as a trainer that broadcasts them does after each of *steps*."""
+    engine = JobCheckpointEngine(100, True, job=job.name, **options)
+    for step in steps:
+        asyncio.run(engine.send_weights([("one", torch.full((4, 4), float(step)))], global_steps=step))
+
+
+def test_a_trainer_that_returns_to_a_checkpoint_broadcasts_later_versions(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(REDIS_URL_VARIABLE, redis_server)
+    receiving = ReceivingJob(redis_server, uid=(uid := uuid4().hex), name=f"default/{uid}", num_failures=1)
+    with receiving.serving():
+        broadcast(receiving, 0, 1)  # the first broadcast fails, and is repeated as the next version
+        broadcast(receiving, 1)
+    assert [1, 2, 3, 4] == [update.weight_version for update in receiving.updates]
+    assert [0.0, 1.0, 1.0] == [received["one"].mean().item() for received in receiving.weights]
+
+
+def test_verl_writes_files_if_the_job_does_not_allow_broadcasts(
+    another_job: UpdatingJob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with another_job.serving():
+        broadcast(another_job, 0, 1, weights=str(tmp_path / "weights"), model=str(tmp_path))
+    assert ["version-000001", "version-000002"] == published(tmp_path / "weights")
+    assert [None, None] == [update.broadcast for update in another_job.updates]
+    assert 1 == caplog.text.count("through files in")
+
+
+def test_verl_without_a_way_to_the_engines_is_an_error_that_names_both(another_job: UpdatingJob) -> None:
+    expected = (
+        r"From memory: spec\.weights\.broadcast .* Through files: no directory is set.*engine_kwargs\.das\.weights"
+    )
+    with another_job.serving(), pytest.raises(WeightsError, match=expected):
+        broadcast(another_job, 0)
+    assert [] == another_job.updates
+
+
+def test_a_directory_for_weights_needs_the_model() -> None:
+    with pytest.raises(ValueError, match=r"engine_kwargs\.das: set both weights and model, or neither"):
+        JobCheckpointEngine(100, True, job=JOB, weights="/weights")
 
 
 def publish(weights: Path, job: UpdatingJob, *steps: int, **options: Any) -> None:

@@ -113,7 +113,7 @@ class EngineTracker:
             elif request.cancelled:
                 self._answers.cancel(request, sample)
             else:
-                self._queue.add(request, [sample])
+                self._tracker.queue(request, [sample])
 
     def apply_event(self, event: RolloutEvent) -> None:
         """Record that a rollout has ended, or queue it again if its engine has returned it."""
@@ -132,7 +132,7 @@ class EngineTracker:
         if request.cancelled:
             self._answers.cancel(request, sample)
         else:
-            self._queue.add(request, [sample])
+            self._tracker.queue(request, [sample])
 
     async def reconcile(self) -> None:
         """Compare the assignments with Redis, because events are trimmed and may have been missed.

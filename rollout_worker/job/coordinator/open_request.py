@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.messages import RolloutRequest
@@ -14,6 +15,13 @@ from rollout_worker.policy.remaining_length import SimilarRollouts
 
 _HISTORY_WEIGHT = 2
 """Weight of the history's mean length in a prediction, in rollouts of the group itself."""
+_MAX_LENGTHS = 128
+"""Number of siblings, those that have ended last, whose lengths a prediction uses."""
+
+
+def no_lengths() -> deque[int]:
+    """Return an empty list of the lengths of siblings that have ended."""
+    return deque(maxlen=_MAX_LENGTHS)
 
 
 @dataclass
@@ -35,8 +43,8 @@ class OpenRequest:
     """Sample → id of the engine that produces it."""
     assigned_at: dict[int, float] = field(default_factory=dict)
     """Sample → ``time.monotonic()`` of its assignment."""
-    lengths: list[int] = field(default_factory=list)
-    """Lengths of samples that have ended, in tokens."""
+    lengths: deque[int] = field(default_factory=no_lengths)
+    """Lengths of siblings that have ended, in tokens."""
     cancelled: bool = False
     recovered: bool = False
     """Whether another coordinator may have assigned its samples before."""
@@ -55,6 +63,14 @@ class OpenRequest:
         sampling = self.request.sampling
         if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
             self.history = LengthStats.from_lengths([(0, sampling.max_tokens, False)])
+
+    @cached_property
+    def group(self) -> str:
+        """Name of the group of siblings to which the request belongs: its problem, turn and purpose.
+
+        Turns of a trajectory have lengths of their own, and so do evaluation rollouts, whose settings differ.
+        """
+        return f"{self.request.purpose}/{self.request.turn}/{self.request.problem}"
 
     def rollout_id(self, sample: int) -> str:
         """Return the id of a sample's rollout."""

@@ -77,17 +77,16 @@ class RolloutPlacer:
                 if sent:
                     self._tracker.assign(assignment.key, engine)
                 else:
-                    self._queue.add(self._tracker.requests[assignment.request_id], [assignment.sample])
+                    self._tracker.queue(self._tracker.requests[assignment.request_id], [assignment.sample])
             if not sent:
                 self._engines.remove(engine)
 
     def _siblings_of_waiting(self) -> defaultdict[str, Counter[str]]:
-        """Return for each engine how many siblings of waiting samples are assigned to it, by request id."""
+        """Return for each engine how many siblings of waiting samples are assigned to it, by the name of the group."""
         siblings: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for group in self._queue.groups():
-            if group.probed:
-                for engine in self._tracker.requests[group.request_id].assigned.values():
-                    siblings[engine][group.request_id] += 1
+        for group in self._queue.probed_groups():
+            for engine, count in self._tracker.groups.named(group).assigned.items():
+                siblings[engine][group] = count
         return siblings
 
     async def migrate(self, *, tokens_per_second: float, accepted_per_step: float) -> None:

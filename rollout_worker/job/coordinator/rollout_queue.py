@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rollout_api.protocol.messages import DraftMode
 from rollout_worker.job.coordinator.open_request import OpenRequest
-from rollout_worker.job.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingGroup
+from rollout_worker.job.coordinator.scheduler import EngineLoad, Placement, ProbeThenLongest, WaitingRequest
+from rollout_worker.job.coordinator.sibling_groups import SiblingGroup
 from rollout_worker.job.coordinator.version_bounds import VersionBounds
 from rollout_worker.job.job_store.assignments import RolloutKey
 from rollout_worker.job.limits import CoordinatorLimits
@@ -36,16 +37,23 @@ class RolloutQueue:
         """Number of waiting samples."""
         return self._scheduler.waiting()
 
-    def groups(self) -> Iterator[WaitingGroup]:
-        """Yield all groups with waiting samples."""
-        return self._scheduler.groups()
+    def requests(self) -> Iterator[WaitingRequest]:
+        """Yield all requests with waiting samples."""
+        return self._scheduler.requests()
 
-    def add(self, request: OpenRequest, samples: list[int], preferred_engine: str | None = None) -> None:
+    def probed_groups(self) -> Iterator[str]:
+        """Yield the names of the groups of siblings of which samples wait and others were started before."""
+        return self._scheduler.probed_groups()
+
+    def add(
+        self, request: OpenRequest, samples: list[int], group: SiblingGroup, preferred_engine: str | None = None
+    ) -> None:
         """Queue samples of a request.
 
         Args:
             request: the request.
             samples: the samples.
+            group: the request and those with siblings of its samples.
             preferred_engine: id of the engine that has the request's prefix cached.
         """
         isolated = {
@@ -55,18 +63,19 @@ class RolloutQueue:
         }
         self._isolated |= isolated
         self._scheduler.add(
-            WaitingGroup(
+            WaitingRequest(
                 request.request_id,
                 request.request.reply_to,
                 samples,
                 request.arrival,
                 request.request.priority,
                 request.predicted_length,
-                probed=bool(request.done or request.assigned),
+                probed=group.started,
                 versions=VersionBounds.of(request.request),
                 non_speculative=request.request.draft_mode is DraftMode.OFF,
                 preferred_engine=preferred_engine,
                 isolated=bool(isolated),
+                group=group.name,
             )
         )
 
@@ -74,9 +83,9 @@ class RolloutQueue:
         """Remove and return the waiting samples of a request."""
         return self._scheduler.remove(request_id)
 
-    def update_prediction(self, request: OpenRequest) -> None:
-        """Reorder a request after one of its samples has ended."""
-        self._scheduler.predict(request.request_id, request.predicted_length)
+    def update_prediction(self, group: str, length: float) -> None:
+        """Reorder a group of siblings, whose samples are expected to have *length* tokens."""
+        self._scheduler.predict(group, length)
 
     def place(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from rollout_worker.job.canaries import CanaryTest
 from rollout_worker.job.coordinator.open_request import OpenRequest
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
+from rollout_worker.job.coordinator.sibling_groups import SiblingGroups
 from rollout_worker.job.job_store import RolloutEvent
 from rollout_worker.job.job_store.assignments import RolloutKey
 
@@ -27,6 +28,8 @@ class RolloutTracker:
         """Engine id → the rollouts that are assigned to it."""
         self.num_rollouts = 0
         """Number of samples of all open requests, including those that have ended."""
+        self.groups = SiblingGroups()
+        """The groups of siblings of the open requests."""
         self._queue, self._canaries = queue, canaries
 
     def open(self, request: OpenRequest, held: Mapping[RolloutKey, str], preferred_engine: str | None) -> None:
@@ -39,6 +42,7 @@ class RolloutTracker:
         """
         self.close(request.request_id)  # it is open already only if Redis has lost it in the meantime
         self.requests[request.request_id] = request
+        group = self.groups.add(request)
         self.num_rollouts += request.request.sampling.n
         waiting = []
         for sample in range(request.request.sampling.n):
@@ -50,7 +54,13 @@ class RolloutTracker:
             else:
                 request.assigned[sample] = engine
                 self.assigned[engine].add((request.request_id, sample))
-        self._queue.add(request, waiting, preferred_engine)
+                group.assign(engine)
+        group.started = group.started or bool(request.done)
+        self._queue.add(request, waiting, group, preferred_engine)
+
+    def queue(self, request: OpenRequest, samples: list[int]) -> None:
+        """Queue samples of an open request that have lost their engine."""
+        self._queue.add(request, samples, self.groups.of(request))
 
     def close(self, request_id: str) -> None:
         """Remove a request that is answered."""
@@ -60,6 +70,7 @@ class RolloutTracker:
         for sample in list(request.assigned):
             self.unassign((request_id, sample))
         del self.requests[request_id]
+        self.groups.remove(request)
         self._canaries.discard(request_id)
         self.num_rollouts -= request.request.sampling.n
         self._queue.forget_request(request_id)
@@ -80,6 +91,7 @@ class RolloutTracker:
         request, sample = self.requests[key[0]], key[1]
         request.assigned[sample], request.assigned_at[sample] = engine, time.monotonic()
         request.started.add(sample)
+        self.groups.of(request).assign(engine)
         self.assigned[engine].add(key)
 
     def unassign(self, key: RolloutKey) -> None:
@@ -92,6 +104,7 @@ class RolloutTracker:
         engine = request.assigned.pop(key[1], None)
         if engine is not None:
             self.assigned[engine].discard(key)
+            self.groups.of(request).unassign(engine)
 
     def record_end(self, event: RolloutEvent) -> None:
         """Record that a rollout has ended; the request is closed with its last one. Repetitions have no effect."""
@@ -105,6 +118,8 @@ class RolloutTracker:
             self._canaries.record(request.request, event.sample, event.measurement)
             if event.length is not None:
                 request.lengths.append(event.length)
-            self._queue.update_prediction(request)
+            group = self.groups.of(request)
+            if group.update_expected_length(request.predicted_length):
+                self._queue.update_prediction(group.name, group.expected_length)
         if len(request.done) >= request.request.sampling.n:
             self.close(event.request_id)

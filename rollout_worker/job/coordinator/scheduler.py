@@ -33,8 +33,9 @@ class EngineLoad:
     """Weight version with which it samples new rollouts."""
     non_speculative: bool = False
     """Whether it runs without speculation, for requests that want no drafts."""
-    samples: Mapping[str, int] = field(default_factory=dict)
-    """Request id → number of its samples that are assigned to the engine, of requests with waiting samples."""
+    siblings: Mapping[str, int] = field(default_factory=dict)
+    """Name of a group of siblings → number of its samples that are assigned to the engine, of groups of which samples
+    wait."""
 
     @property
     def load(self) -> float:
@@ -43,7 +44,7 @@ class EngineLoad:
 
 
 @dataclass
-class WaitingGroup:
+class WaitingRequest:
     """The waiting samples of one request."""
 
     request_id: str
@@ -53,11 +54,11 @@ class WaitingGroup:
     arrival: int
     """Position of the request in the order of arrival."""
     priority: int = 0
-    """Groups with a higher priority start first."""
+    """Requests with a higher priority start first."""
     predicted_length: float = 0.0
     """Expected length of a sample in tokens."""
     probed: bool = False
-    """Whether a sample of the request was started before: once it ends, the others' lengths are better known."""
+    """Whether a sample of its siblings was started before: once it ends, the others' lengths are better known."""
     versions: VersionBounds = ANY_VERSION
     """Weight versions with which the request may be sampled."""
     non_speculative: bool = False
@@ -66,6 +67,12 @@ class WaitingGroup:
     """Id of the engine that has the request's prefix cached."""
     isolated: bool = False
     """Whether several engines were lost with a sample; an engine gets at most one such sample at a time."""
+    group: str = ""
+    """Name of its group of siblings; an empty string if the request is a group of its own."""
+
+    def __post_init__(self) -> None:
+        """Name the group of a request that is a group of its own after the request."""
+        self.group = self.group or self.request_id
 
 
 @dataclass(frozen=True)
@@ -78,12 +85,12 @@ class Placement:
 
 
 _Lane = tuple[str, bool, VersionBounds, bool]
-"""What decides where a group may run: client, whether it wants no drafts, weight versions, and isolation."""
+"""What decides where a request may run: client, whether it wants no drafts, weight versions, and isolation."""
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """Which engines may run a group at the moment."""
+    """Which engines may run a request at the moment."""
 
     kinds: frozenset[bool]
     """Whether there are engines without (True) and with (False) speculation."""
@@ -91,14 +98,14 @@ class _Rules:
     """Newest published weight version."""
 
     def may_run(self, engine: EngineLoad, *, non_speculative: bool, versions: VersionBounds) -> bool:
-        """Return whether an engine may run a group.
+        """Return whether an engine may run a request.
 
-        A group runs on an engine of the other kind only if there is none of its own.
+        A request runs on an engine of the other kind only if there is none of its own.
 
         Args:
             engine: the engine.
-            non_speculative: whether the group wants no drafts.
-            versions: weight versions with which the group may be sampled.
+            non_speculative: whether the request wants no drafts.
+            versions: weight versions with which the request may be sampled.
         """
         right_kind = engine.non_speculative == non_speculative or non_speculative not in self.kinds
         return right_kind and versions.allow(engine.version, self.newest_version)
@@ -106,9 +113,10 @@ class _Rules:
 
 @dataclass
 class ProbeThenLongest:
-    """Holds the waiting groups and decides which samples start on which engines.
+    """Holds the waiting requests and decides which samples start on which engines.
 
-    One sample of each group starts first, then those with the longest expected length.
+    One sample of each group of siblings starts first, then those with the longest expected length. The samples of a
+    group may belong to one request, or to several ones, in whatever way the trainer divides it.
 
     A long rollout that starts late delays the end of the training step, and the length of a group's first rollout
     predicts the lengths of the others (Seer, arXiv 2511.14617, also starts one sample of each group first). Priorities
@@ -119,46 +127,62 @@ class ProbeThenLongest:
     from siblings while they run.
     """
 
-    _groups: dict[str, WaitingGroup] = field(default_factory=dict)
+    _requests: dict[str, WaitingRequest] = field(default_factory=dict)
+    _groups: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Name of a group → ids of its waiting requests, in the order in which they were added."""
+    _unprobed: dict[str, set[str]] = field(default_factory=dict)
+    """Name of a group → ids of those of its waiting requests that do not know of a probe."""
     _lanes: dict[_Lane, list[tuple[tuple[float, ...], str]]] = field(default_factory=dict)
     _waiting: int = 0
 
-    def add(self, group: WaitingGroup) -> None:
-        """Add a group, or further samples of a known one."""
-        if (known := self._groups.get(group.request_id)) is not None:
-            new = [sample for sample in group.samples if sample not in known.samples]
+    def add(self, request: WaitingRequest) -> None:
+        """Add a request, or further samples of a known one."""
+        if request.probed:
+            self._mark_probed(request.group)
+        if (known := self._requests.get(request.request_id)) is not None:
+            new = [sample for sample in request.samples if sample not in known.samples]
             known.samples[:0] = new
-            known.isolated = known.isolated or group.isolated
+            known.isolated = known.isolated or request.isolated
             self._waiting += len(new)
-            group = known
-        elif group.samples:
-            self._groups[group.request_id] = group
-            self._waiting += len(group.samples)
+            request = known
+        elif request.samples:
+            self._requests[request.request_id] = request
+            self._groups.setdefault(request.group, {})[request.request_id] = None
+            if not request.probed:
+                self._unprobed.setdefault(request.group, set()).add(request.request_id)
+            self._waiting += len(request.samples)
         else:
             return
-        self._push(group)
+        self._push(request)
 
-    def predict(self, request_id: str, length: float) -> None:
-        """Change the expected length of a group's samples, in tokens."""
-        if (group := self._groups.get(request_id)) is not None and group.predicted_length != length:
-            group.predicted_length = length
-            self._push(group)
+    def predict(self, group: str, length: float) -> None:
+        """Change the expected length of the samples of a group, in tokens."""
+        for request_id in self._groups.get(group, ()):
+            request = self._requests[request_id]
+            if request.predicted_length != length:
+                request.predicted_length = length
+                self._push(request)
 
     def remove(self, request_id: str) -> list[int]:
-        """Remove a group and return its waiting samples."""
-        group = self._groups.pop(request_id, None)
-        if group is None:
+        """Remove a request and return its waiting samples."""
+        request = self._requests.get(request_id)
+        if request is None:
             return []
-        self._waiting -= len(group.samples)
-        return group.samples
+        self._forget(request)
+        self._waiting -= len(request.samples)
+        return request.samples
 
     def waiting(self) -> int:
         """Return the number of waiting samples."""
         return self._waiting
 
-    def groups(self) -> Iterator[WaitingGroup]:
-        """Yield all groups with waiting samples."""
-        yield from self._groups.values()
+    def requests(self) -> Iterator[WaitingRequest]:
+        """Yield all requests with waiting samples."""
+        yield from self._requests.values()
+
+    def probed_groups(self) -> Iterator[str]:
+        """Yield the names of the groups of which samples wait and others were started before."""
+        yield from (name for name in self._groups if name not in self._unprobed)
 
     def place(
         self, engines: Iterable[EngineLoad], slow_clients: frozenset[str], occupied: frozenset[str], newest_version: int
@@ -185,11 +209,11 @@ class ProbeThenLongest:
             ahead = max(1, engine.max_running // _RUNNING_PER_EXTRA_ASSIGNMENT) if self._waiting > capacity else 0
             if engine.assigned >= engine.max_running + ahead:
                 continue
-            group = self._first(engine, slow_clients, rules, with_isolated)
-            if group is None:
+            request = self._first(engine, slow_clients, rules, with_isolated)
+            if request is None:
                 continue
-            placed.append(self._take(group, loads, name))
-            if group.isolated:
+            placed.append(self._take(request, loads, name))
+            if request.isolated:
                 with_isolated.add(name)
             heapq.heappush(available, (loads[name].load, name))
         return placed
@@ -199,23 +223,23 @@ class ProbeThenLongest:
     ) -> list[Placement]:
         """Place turns on the engines that have their prefixes cached, even if they wait there a little."""
         placed = []
-        for group in [group for group in self._groups.values() if group.preferred_engine is not None]:
-            engine = loads.get(group.preferred_engine or "")
+        for request in [request for request in self._requests.values() if request.preferred_engine is not None]:
+            engine = loads.get(request.preferred_engine or "")
             if (
                 engine is None
-                or group.isolated
-                or not rules.may_run(engine, non_speculative=group.non_speculative, versions=group.versions)
+                or request.isolated
+                or not rules.may_run(engine, non_speculative=request.non_speculative, versions=request.versions)
             ):
-                group.preferred_engine = None
-            elif group.client not in slow_clients and engine.load < _MAX_PREFERRED_LOAD:
-                placed += [self._take(group, loads, engine.engine) for _ in list(group.samples)]
+                request.preferred_engine = None
+            elif request.client not in slow_clients and engine.load < _MAX_PREFERRED_LOAD:
+                placed += [self._take(request, loads, engine.engine) for _ in list(request.samples)]
         return placed
 
     def _first(
         self, engine: EngineLoad, slow_clients: frozenset[str], rules: _Rules, with_isolated: set[str]
-    ) -> WaitingGroup | None:
-        """Return the group whose sample should start next among those that an engine may run."""
-        best: tuple[tuple[float, ...], WaitingGroup] | None = None
+    ) -> WaitingRequest | None:
+        """Return the request whose sample should start next among those that an engine may run."""
+        best: tuple[tuple[float, ...], WaitingRequest] | None = None
         for lane in list(self._lanes):
             client, non_speculative, versions, isolated = lane
             if client in slow_clients or not rules.may_run(engine, non_speculative=non_speculative, versions=versions):
@@ -227,53 +251,75 @@ class ProbeThenLongest:
                 best = (_sort_key(head), head)
         return self._sibling_of(best[1], engine) if best else None
 
-    def _sibling_of(self, first: WaitingGroup, engine: EngineLoad) -> WaitingGroup:
-        """Return the group of which an engine runs most samples, among those that may start instead of *first*."""
+    def _sibling_of(self, first: WaitingRequest, engine: EngineLoad) -> WaitingRequest:
+        """Return a request of the group of which an engine runs most samples, if it may start instead of *first*."""
         if not first.probed or first.isolated:
             return first
         min_length = _MIN_RELATIVE_LENGTH * first.predicted_length
-        candidates = [
-            (count, -group.arrival, group.request_id)
-            for request_id, count in engine.samples.items()
-            if (group := self._groups.get(request_id)) is not None
-            and _lane(group) == _lane(first)
-            and group.priority == first.priority
-            and group.predicted_length >= min_length
-        ]
-        return self._groups[max(candidates)[2]] if candidates else first
 
-    def _head(self, lane: _Lane) -> WaitingGroup | None:
-        """Return the first group of a lane; entries with an outdated sort key are dropped on the way."""
+        def may_start_instead(request: WaitingRequest) -> bool:
+            return (
+                _lane(request) == _lane(first)
+                and request.priority == first.priority
+                and request.predicted_length >= min_length
+            )
+
+        candidates = []
+        for group, count in engine.siblings.items():
+            waiting = (self._requests[request_id] for request_id in self._groups.get(group, ()))
+            if (found := next(filter(may_start_instead, waiting), None)) is not None:
+                candidates.append((count, -found.arrival, found.request_id))
+        return self._requests[max(candidates)[2]] if candidates else first
+
+    def _head(self, lane: _Lane) -> WaitingRequest | None:
+        """Return the first request of a lane; entries with an outdated sort key are dropped on the way."""
         heap = self._lanes[lane]
         while heap:
             key, request_id = heap[0]
-            group = self._groups.get(request_id)
-            if group is not None and key == _sort_key(group) and _lane(group) == lane:
-                return group
+            request = self._requests.get(request_id)
+            if request is not None and key == _sort_key(request) and _lane(request) == lane:
+                return request
             heapq.heappop(heap)
         del self._lanes[lane]
         return None
 
-    def _push(self, group: WaitingGroup) -> None:
-        heapq.heappush(self._lanes.setdefault(_lane(group), []), (_sort_key(group), group.request_id))
+    def _push(self, request: WaitingRequest) -> None:
+        heapq.heappush(self._lanes.setdefault(_lane(request), []), (_sort_key(request), request.request_id))
 
-    def _take(self, group: WaitingGroup, loads: dict[str, EngineLoad], engine: str) -> Placement:
-        sample = group.samples.pop(0)
+    def _take(self, request: WaitingRequest, loads: dict[str, EngineLoad], engine: str) -> Placement:
+        sample = request.samples.pop(0)
         self._waiting -= 1
-        if not group.samples:
-            del self._groups[group.request_id]
-        elif not group.probed:
-            group.probed = True
-            self._push(group)
+        if not request.samples:
+            self._forget(request)
+        self._mark_probed(request.group)
         load = loads[engine]
-        samples = {**load.samples, group.request_id: load.samples.get(group.request_id, 0) + 1}
-        loads[engine] = replace(load, assigned=load.assigned + 1, samples=samples)
-        return Placement(group.request_id, sample, engine)
+        siblings = {**load.siblings, request.group: load.siblings.get(request.group, 0) + 1}
+        loads[engine] = replace(load, assigned=load.assigned + 1, siblings=siblings)
+        return Placement(request.request_id, sample, engine)
+
+    def _mark_probed(self, group: str) -> None:
+        """Let the waiting requests of a group start after the first samples of other groups."""
+        for request_id in self._unprobed.pop(group, ()):
+            request = self._requests[request_id]
+            request.probed = True
+            self._push(request)
+
+    def _forget(self, request: WaitingRequest) -> None:
+        """Remove a request that has no waiting samples any more."""
+        del self._requests[request.request_id]
+        members = self._groups[request.group]
+        del members[request.request_id]
+        if not members:
+            del self._groups[request.group]
+        if (unprobed := self._unprobed.get(request.group)) is not None:
+            unprobed.discard(request.request_id)
+            if not unprobed:
+                del self._unprobed[request.group]
 
 
-def _sort_key(group: WaitingGroup) -> tuple[float, ...]:
-    return (-group.priority, group.probed, -group.predicted_length, group.arrival)
+def _sort_key(request: WaitingRequest) -> tuple[float, ...]:
+    return (-request.priority, request.probed, -request.predicted_length, request.arrival)
 
 
-def _lane(group: WaitingGroup) -> _Lane:
-    return (group.client, group.non_speculative, group.versions, group.isolated)
+def _lane(request: WaitingRequest) -> _Lane:
+    return (request.client, request.non_speculative, request.versions, request.isolated)

@@ -56,9 +56,10 @@ class UnservableRequests:
         newest = self._weights.newest_version
         served = {report.upcoming_version for report in reports}
         unserved = {
-            group.versions
-            for group in self._queue.groups()
-            if group.versions != ANY_VERSION and not any(group.versions.allow(version, newest) for version in served)
+            waiting.versions
+            for waiting in self._queue.requests()
+            if waiting.versions != ANY_VERSION
+            and not any(waiting.versions.allow(version, newest) for version in served)
         }
         if not unserved or not reports:
             return

@@ -46,6 +46,17 @@ def find_waiting_engines(engines: Mapping[str, EngineReport]) -> set[str]:
     }
 
 
+def find_engines_without_source(version: int, engines: Mapping[str, EngineReport]) -> list[str]:
+    """Return the engines that do not know yet that no engine can pass them the full weights of *version*."""
+    if any(report.has_full_weights(version) for report in engines.values()):
+        return []
+    return [
+        engine
+        for engine, report in engines.items()
+        if report.missed == version and report.loading is None and version not in report.failed
+    ]
+
+
 @dataclass
 class PassingPlanner:
     """Decides which engine passes its weights on to which other one. Pure.
@@ -114,6 +125,8 @@ class WeightPassing:
 
     def __init__(self, orders: FencedOrders, limits: CoordinatorLimits) -> None:
         self._orders, self._planner = orders, PassingPlanner(limits.passing_timeout_s)
+        self._told: dict[str, tuple[int, int]] = {}
+        """Engine → the version for which it was told last that it has no source, and its attempts until then."""
 
     async def update(self, version: int | None, engines: Mapping[str, EngineReport]) -> None:
         """Order what is possible now; what was interrupted is ordered again, from another engine if there is one.
@@ -127,3 +140,14 @@ class WeightPassing:
                 "Engine %s passes weight version %d on to engine %s.", passing.source, passing.version, passing.target
             )
             await self._orders.send(passing.source, [Order.send_weights(passing.target, passing.version)])
+        await self._tell_missing_sources(version, engines)
+
+    async def _tell_missing_sources(self, version: int | None, engines: Mapping[str, EngineReport]) -> None:
+        """Tell engines, once after each attempt to load weights, that no engine has those that they have missed."""
+        self._told = {engine: told for engine, told in self._told.items() if engine in engines}
+        if version is None:
+            return
+        for engine in find_engines_without_source(version, engines):
+            if self._told.get(engine) != (attempt := (version, engines[engine].loads)):
+                self._told[engine] = attempt
+                await self._orders.send(engine, [Order.keep_weights(version)])

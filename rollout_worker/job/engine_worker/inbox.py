@@ -59,6 +59,8 @@ class InboxReader:
             self._weights.request_update()
         elif order.kind is OrderKind.SEND_WEIGHTS:
             self._weights.request_passing(order.target, order.weight_version)
+        elif order.kind is OrderKind.KEEP_WEIGHTS:
+            await self._weights.report_missing_source(order.weight_version)
         elif order.kind is OrderKind.UPDATE_PAUSE:
             self._pause.request_update()
         await retry_async(self._job_store.assignments.acknowledge, self._lease.engine_id, order.order_id)

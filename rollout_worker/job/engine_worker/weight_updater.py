@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
 from contextlib import suppress
 
 from rollout_api.protocol.messages import WeightsKind, WeightUpdate
@@ -17,11 +16,7 @@ from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.running import RunningRollouts
 from rollout_worker.job.job_store import JobStore, WeightOffer
-from rollout_worker.job.limits import (
-    MAX_PASSING_ATTEMPTS,
-    WEIGHT_OFFER_POLL_INTERVAL_S,
-    WEIGHT_SOURCE_CHECK_INTERVAL_S,
-)
+from rollout_worker.job.limits import MAX_PASSING_ATTEMPTS, WEIGHT_OFFER_POLL_INTERVAL_S
 from rollout_worker.job.weight_transport import Load, MissedBroadcastError, UnusableWeightsError, WeightTransport
 
 logger = logging.getLogger(__name__)
@@ -31,8 +26,8 @@ class WeightUpdater:
     """Makes the engine serve the published weights. When they cannot be loaded, it keeps the weights that it has.
 
     If the engine has missed a broadcast, the coordinator orders another engine to pass the weights on, whose offer this
-    class waits for. If there is no such engine, this is reported as a failure, and the engine waits for the next
-    version.
+    class waits for. If there is no such engine, the coordinator tells this one, which reports a failure and waits for
+    the next version.
     """
 
     def __init__(
@@ -50,8 +45,6 @@ class WeightUpdater:
         self._updating = asyncio.Lock()
         self._passing_attempts = 0
         """Number of failed attempts to receive the missed weights from another engine."""
-        self._next_source_check = 0.0
-        """``time.monotonic()`` from which on it is checked again whether an engine has the missed weights."""
         self._last_offer = ""
         """Token of the last offer that was tried."""
         self._passing_requests: dict[str, int] = {}
@@ -68,6 +61,21 @@ class WeightUpdater:
         """Pass the full weights on to the engine *target* soon, if they are still those of *version*."""
         self._passing_requests[target] = version
         self._passing_requested.set()
+
+    async def report_missing_source(self, version: int) -> None:
+        """Report the failure to load missed weights that no other engine has, if they are still missed."""
+        report = self._lease.report
+        if version != report.missed or version in report.failed or report.loading is not None:
+            return
+        reason = (
+            f"weight version {version} was broadcast before this engine joined, and no other engine of the job has it; "
+            "the engine loads the next version, or these weights when they are published from a directory under a "
+            "later version"
+        )
+        logger.warning("Cannot load weight version %d: %s", version, reason)
+        report.failed[version] = reason
+        report.loads += 1
+        await self._lease.renew()
 
     async def run(self) -> None:
         """Load weights whenever an update is requested or missed weights are offered, until cancelled.
@@ -158,7 +166,6 @@ class WeightUpdater:
                     )
                 continue
             await self._try_update(update, served, offer if is_offered else None)
-        await self._report_missing_source()
         await self._lease.renew()
 
     async def _try_update(self, update: WeightUpdate, served: int, offer: WeightOffer | None) -> None:
@@ -224,31 +231,6 @@ class WeightUpdater:
             if offer is not None and offer.token != self._last_offer:
                 self._last_offer = offer.token
                 await self._update(offer)
-            elif time.monotonic() >= self._next_source_check and await self._report_missing_source():
-                await self._lease.renew()
-
-    async def _report_missing_source(self) -> bool:
-        """Report a failure if no engine can pass the missed weights on; return whether it is a new one."""
-        report = self._lease.report
-        version = report.missed
-        if version is None or version in report.failed:
-            return False
-        self._next_source_check = time.monotonic() + WEIGHT_SOURCE_CHECK_INTERVAL_S
-        engines = await retry_async(self._job_store.engines.engines)
-        if any(
-            alive and engine != self._lease.engine_id and other.has_full_weights(version)
-            for engine, (other, alive) in engines.items()
-        ):
-            return False
-        reason = (
-            f"weight version {version} was broadcast before this engine joined, and no other engine of the job has it; "
-            "the engine loads the next version, or these weights when they are published from a directory under a "
-            "later version"
-        )
-        logger.warning("Cannot load weight version %d: %s", version, reason)
-        report.failed[version] = reason
-        report.loads += 1
-        return True
 
     async def _make_offer(self, version: int) -> WeightOffer:
         source = self._lease.engine_id

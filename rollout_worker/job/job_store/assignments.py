@@ -57,6 +57,8 @@ class OrderKind(StrEnum):
     """Load the published weights."""
     SEND_WEIGHTS = "send-weights"
     """Pass the full weights on to another engine."""
+    KEEP_WEIGHTS = "keep-weights"
+    """Serve the weights that the engine has, because no other engine has those that it has missed."""
     UPDATE_PAUSE = "pause"
     """Pause or resume decoding, as the job's record says."""
 
@@ -75,7 +77,7 @@ class Order:
     target: str = ""
     """Id of the engine to which weights are passed on."""
     weight_version: int = 0
-    """Version of these weights."""
+    """Version of these weights, or of those that no other engine has."""
     request: bytes = field(default=b"", repr=False)
     """The encoded request of the assignment; empty if the engine reads it itself."""
     with_request: bool = False
@@ -117,6 +119,11 @@ class Order:
         return cls(OrderKind.SEND_WEIGHTS, target=target, weight_version=weight_version)
 
     @classmethod
+    def keep_weights(cls, missed_version: int) -> Order:
+        """Return the order not to wait any more for full weights that no other engine has."""
+        return cls(OrderKind.KEEP_WEIGHTS, weight_version=missed_version)
+
+    @classmethod
     def read(cls, entry_id: str, fields: Mapping[bytes, bytes]) -> Order | None:
         """Decode an entry of an inbox; return None if its kind is unknown, as after an upgrade of the coordinator."""
         try:
@@ -135,7 +142,7 @@ class Order:
                 is_first=b"f" in fields,
             )
         target = as_text(fields.get(b"t", b""))
-        weight_version = int(fields[b"v"]) if kind is OrderKind.SEND_WEIGHTS else 0
+        weight_version = int(fields[b"v"]) if kind in (OrderKind.SEND_WEIGHTS, OrderKind.KEEP_WEIGHTS) else 0
         request = fields.get(MESSAGE_FIELD.encode(), b"")
         return cls(kind, assignment, request_id, entry_id, target, weight_version, request)
 
@@ -149,6 +156,8 @@ class Order:
             fields += ["f", "1"] if self.assignment.is_first else []
         if self.kind is OrderKind.SEND_WEIGHTS:
             fields += ["t", self.target, "v", self.weight_version]
+        elif self.kind is OrderKind.KEEP_WEIGHTS:
+            fields += ["v", self.weight_version]
         return fields
 
 

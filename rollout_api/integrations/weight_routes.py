@@ -1,0 +1,99 @@
+"""How a trainer's weights reach the engines of a job: from the trainer's memory, or through files."""
+
+from __future__ import annotations
+
+import logging
+from importlib.util import find_spec
+
+from rollout_api.errors import WeightsError
+from rollout_api.str_enum import StrEnum
+
+logger = logging.getLogger(__name__)
+
+
+class Route(StrEnum):
+    """A way from the trainer to the engines."""
+
+    MEMORY = "memory"
+    """The trainer broadcasts the weights to the engines."""
+    FILES = "files"
+    """The trainer writes the weights to a directory from which the engines load them."""
+
+
+def why_not_from_memory(backend: str, *, has_gpu: bool) -> str:
+    """Return why weights cannot be broadcast to the engines; an empty string if they can.
+
+    Args:
+        backend: how the engines receive a broadcast: nccl, gloo, or an empty string if they receive none.
+        has_gpu: whether the trainer's process has a GPU.
+    """
+    if not backend:
+        return "spec.weights.broadcast of the job is false"
+    if backend == "nccl" and not has_gpu:
+        return "the engines receive broadcasts with NCCL, and this process has no GPU"
+    if backend == "nccl" and find_spec("vllm") is None:
+        return "the engines receive broadcasts with NCCL, for which vLLM must be installed in this environment"
+    return ""
+
+
+class WeightRoutes:
+    """Chooses the route of each weight version, and logs the choice when it changes.
+
+    Weights are sent from memory if that is possible, and otherwise through files. If a broadcast fails, the same
+    weights are sent through files, or if there is no directory, once more from memory. If no broadcast has succeeded
+    before, for example because the engines cannot reach the trainer, none is tried again as long as there is a
+    directory.
+
+    Args:
+        directory: directory that trainer and job share; None if there is none.
+        setting: how the user sets this directory, for errors.
+    """
+
+    def __init__(self, directory: object | None, setting: str) -> None:
+        self._directory, self._setting = directory, setting
+        self._has_succeeded = False
+        self._obstacle = ""
+        """Why nothing is broadcast any more."""
+        self._logged: tuple[Route, str] | None = None
+
+    def first(self, obstacle: str) -> Route:
+        """Return the route on which a version is sent first.
+
+        Args:
+            obstacle: why it cannot be broadcast; an empty string if it can.
+
+        Raises:
+            WeightsError: there is no route.
+        """
+        obstacle = obstacle or self._obstacle
+        route = Route.FILES if obstacle else Route.MEMORY
+        if obstacle and self._directory is None:
+            raise WeightsError(
+                f"the weights cannot be published. From memory: {obstacle}. Through files: no directory is set. Remove "
+                f"the obstacle, or set {self._setting} to a directory that trainer and job share (spec.weights)"
+            )
+        if self._logged != (route, obstacle):
+            self._logged = route, obstacle
+            if obstacle:
+                logger.warning("Weights are published through files in %s: %s.", self._directory, obstacle)
+            else:
+                logger.info("Weights are published from memory.")
+        return route
+
+    def after_failure(self, error: WeightsError) -> Route:
+        """Return the route on which a version is sent once more after a broadcast of it has failed.
+
+        Args:
+            error: why the broadcast has failed.
+        """
+        if self._directory is None:
+            logger.warning("Weights could not be published from memory; trying once more: %s", error)
+            return Route.MEMORY
+        if not self._has_succeeded:
+            self._obstacle = f"the first broadcast has failed ({error})"
+        logger.warning("Weights could not be published from memory; publishing them through files: %s", error)
+        return Route.FILES
+
+    def succeeded(self) -> None:
+        """Record that a broadcast has succeeded."""
+        self._has_succeeded = True

@@ -23,14 +23,10 @@ from rollout_api.protocol.messages import PauseMode, WeightsKind
 from rollout_server.engine_core import http_errors
 from rollout_server.job_engine import JobEngine
 from rollout_server.weight_publishing import publish_directory
+from rollout_server.weight_transfer_api import UpdateInfo, WeightTransferApi
 
 _PAUSE_TIMEOUT_S = 600.0
 """Seconds that the engines have to pause or to resume."""
-_BROADCAST_ADVICE = (
-    "a job receives no weights over NCCL and no changes of weights through its HTTP server; write them to a directory "
-    'and send POST /update_weights {"weight_dir": …}, load an adapter with POST /v1/load_lora_adapter, or broadcast '
-    "the weights with publish_weights of the job's Python client"
-)
 
 
 class UpdateWeightsRequest(BaseModel):
@@ -40,7 +36,7 @@ class UpdateWeightsRequest(BaseModel):
 
     weight_dir: str | None = None
     weight_version: int | None = None
-    update_info: dict[str, Any] | None = Field(default=None, description="vLLM's description of a broadcast.")
+    update_info: UpdateInfo | None = None
 
 
 class LoadAdapterRequest(BaseModel):
@@ -66,10 +62,11 @@ class TrainerApi:
         client: connection to the job.
         engine: the job as vLLM's engine client.
         app: vLLM's application, whose state has been initialised.
+        transfer: receives weights that trainers send.
     """
 
-    def __init__(self, client: RequestClient, engine: JobEngine, app: FastAPI) -> None:
-        self._client, self._engine = client, engine
+    def __init__(self, client: RequestClient, engine: JobEngine, app: FastAPI, transfer: WeightTransferApi) -> None:
+        self._client, self._engine, self._transfer = client, engine, transfer
         self._models: Any = app.state.openai_serving_models
         self._models.lora_resolvers.append(_NamedAdapterResolver(client))
 
@@ -82,8 +79,6 @@ class TrainerApi:
         router.add_api_route("/get_world_size", self.get_world_size, methods=["GET"])
         router.add_api_route("/weight_info", self.weight_info, methods=["GET"])
         router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
-        for path in ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"):
-            router.add_api_route(f"/{path}", self.refuse_broadcast, methods=["POST"])
         router.add_api_route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
         router.add_api_route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"])
         return router
@@ -144,18 +139,17 @@ class TrainerApi:
         with http_errors():
             return {"weight_version": str(await self._client.publisher.newest())}
 
-    async def refuse_broadcast(self) -> None:
-        """Say how weights can be published instead."""
-        raise GracefulHTTPError(_BROADCAST_ADVICE, HTTPStatus.NOT_IMPLEMENTED)
-
     async def update_weights(self, body: UpdateWeightsRequest) -> Response:
-        """Publish full weights from a directory, and wait until the job's engines serve them."""
-        if body.weight_dir is None:
-            raise GracefulHTTPError(_BROADCAST_ADVICE, HTTPStatus.NOT_IMPLEMENTED)
+        """Publish full weights that are in a directory, or that the trainer sends, and wait until they are served."""
         with http_errors():
-            published = await publish_directory(
-                self._client.publisher, body.weight_dir, WeightsKind.FULL, body.weight_version
-            )
+            if body.update_info is not None:
+                published = await self._transfer.receive(body.update_info)
+            elif body.weight_dir is not None:
+                published = await publish_directory(
+                    self._client.publisher, body.weight_dir, WeightsKind.FULL, body.weight_version
+                )
+            else:
+                raise VLLMValidationError("set weight_dir or update_info", parameter="update_info")
         return JSONResponse({"message": "Weights updated", "weight_version": published.version})
 
     async def load_adapter(self, body: LoadAdapterRequest) -> Response:

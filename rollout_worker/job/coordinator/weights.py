@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
-from rollout_api.protocol.messages import WeightUpdate
+from rollout_api.protocol.messages import JoinGroup, WeightUpdate
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.job_store import EngineReport, JobStore, Order
@@ -42,6 +42,13 @@ class WeightAnnouncer:
         await self.restore()
         for engine in engines:
             await self._orders.send(engine, [Order.update_weights()])
+
+    async def form_group(self, group: JoinGroup, engines: Container[str]) -> None:
+        """Record a transfer group, and order its members among *engines* to join it."""
+        await retry_async(self._job_store.job.set_transfer_group, group)
+        for engine in group.members:
+            if engine in engines:
+                await self._orders.send(engine, [Order.join_group()])
 
     async def notify_new_engine(self, engine: str, report: EngineReport) -> None:
         """Order an engine that has just been discovered to load the weights, if it neither serves nor loads them."""

@@ -55,6 +55,8 @@ class OrderKind(StrEnum):
     """Load the published weights."""
     SEND_WEIGHTS = "send-weights"
     """Pass the full weights on to another engine."""
+    JOIN_GROUP = "join"
+    """Join the transfer group, as the job's record says."""
     UPDATE_PAUSE = "pause"
     """Pause or resume decoding, as the job's record says."""
 
@@ -94,6 +96,11 @@ class Order:
     def update_weights(cls) -> Order:
         """Return the order to load the published weights."""
         return cls(OrderKind.UPDATE_WEIGHTS)
+
+    @classmethod
+    def join_group(cls) -> Order:
+        """Return the order to join the transfer group."""
+        return cls(OrderKind.JOIN_GROUP)
 
     @classmethod
     def update_pause(cls) -> Order:

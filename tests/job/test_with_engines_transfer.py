@@ -29,7 +29,7 @@ from tests.support.reference_model import ReferenceDistribution
 from tests.support.served_job import serving
 from tests.support.vllm_sender_on_cpu import install
 
-SAMPLING = Sampling(n=2, max_tokens=60, logprobs=True)
+SAMPLING = Sampling(n=4, max_tokens=40, logprobs=True)
 TENSOR = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 Transfer = Callable[[LiveJob, AsyncRolloutClient, str], Coroutine[Any, Any, None]]
 
@@ -84,7 +84,7 @@ async def assert_all_sample_with(
     job_harness: JobHarness, running: LiveJob, client: AsyncRolloutClient, version: int, model: int
 ) -> None:
     """Check that all engines sample from the distribution of a model, as this weight version."""
-    rollouts = await gather(client, version, prompts(8, sampling=SAMPLING, weight_version=version))
+    rollouts = await gather(client, version, prompts(10, sampling=SAMPLING, weight_version=version))
     assert {worker.engine_id for worker in running.workers.values()} == {rollout.engine for rollout in rollouts}
     assert {version} == versions(rollouts)
     reference = ReferenceDistribution(job_harness.models / str(model))

@@ -202,7 +202,6 @@ class FakeJob:
         broadcast: str = "",
         group: str = "",
         group_error: str = "",
-        loads: int = 0,
     ) -> None:
         """Write an engine's report and its lease."""
         report = {
@@ -214,7 +213,6 @@ class FakeJob:
             "broadcast": broadcast,
             "group": group,
             "group_error": group_error,
-            "loads": loads,
         }
         self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
         self.redis.set(self.keys.lease(engine), "1", px=60_000)

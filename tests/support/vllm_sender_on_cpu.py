@@ -31,6 +31,9 @@ class GlooCommunicator:
 class _Stream:
     """In place of a CUDA stream. Everything is done when it is called."""
 
+    def __init__(self, device: Any = None) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 
@@ -41,6 +44,6 @@ def install(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
 
     set_attribute(pynccl, "PyNcclCommunicator", GlooCommunicator)
     set_attribute(torch.accelerator, "current_device_index", lambda: 0)
-    set_attribute(torch.cuda, "Stream", lambda device=None: _Stream())
-    set_attribute(torch.cuda, "current_stream", lambda device=None: _Stream())
+    set_attribute(torch.cuda, "Stream", _Stream)
+    set_attribute(torch.cuda, "current_stream", _Stream)
     set_attribute(torch.cuda, "stream", contextlib.nullcontext)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import redis
 import redis.asyncio
 
 from rollout_api.client.engine_reports import read_engine_reports
@@ -87,7 +89,8 @@ class WeightTransfer:
             await self._wait_for_members(group, timeout)
         finally:
             # A message that no coordinator has processed must not make engines join later.
-            await self._client.xdel(self._keys.control, entry_id)
+            with contextlib.suppress(redis.RedisError):
+                await self._client.xdel(self._keys.control, entry_id)
 
     async def check_group(self) -> JoinGroup:
         """Return the group that was formed last.

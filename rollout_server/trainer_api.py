@@ -6,6 +6,8 @@ Paths, fields and responses are those of vLLM 0.32 (``vllm/entrypoints/rl/online
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -27,6 +29,9 @@ from rollout_server.weight_transfer_api import UpdateInfo, WeightTransferApi
 
 _PAUSE_TIMEOUT_S = 600.0
 """Seconds that the engines have to pause or to resume."""
+_ENGINE_TIMEOUT_S = 240.0
+"""Seconds for which a trainer that asks for the number of processes waits for the first engine."""
+_ENGINE_POLL_INTERVAL_S = 0.2
 
 
 class UpdateWeightsRequest(BaseModel):
@@ -130,9 +135,19 @@ class TrainerApi:
             return {"is_paused": await self._client.pauser.mode() is not None}
 
     async def get_world_size(self) -> dict[str, int]:
-        """Return the number of worker processes of all engines."""
+        """Return the number of worker processes of all engines, once there is one.
+
+        Trainers ask for it when the server answers, which vLLM's does not before its engine has started.
+        """
+        deadline = time.monotonic() + _ENGINE_TIMEOUT_S
         with http_errors():
-            return {"world_size": await self._client.publisher.num_ranks()}
+            while not (world_size := await self._client.publisher.num_ranks()):
+                if time.monotonic() > deadline:
+                    raise GracefulHTTPError(
+                        "the job has no engine yet; check that its workers start", HTTPStatus.SERVICE_UNAVAILABLE
+                    )
+                await asyncio.sleep(_ENGINE_POLL_INTERVAL_S)
+        return {"world_size": world_size}
 
     async def weight_info(self) -> dict[str, str]:
         """Return the newest weight version."""

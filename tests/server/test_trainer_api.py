@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,15 @@ def test_pausing_may_end_the_requests_in_progress(server: str, job: ServedJob) -
     body = {"model": MODEL_NAME, "prompt": [1, 2], "max_tokens": 9}
     reply = while_calling(lambda: post(f"{server}/v1/completions", body), abort)
     assert "abort" == reply.json()["choices"][0]["finish_reason"]
+
+
+def test_a_trainer_that_asks_for_the_world_size_waits_for_an_engine(server: str, job: ServedJob) -> None:
+    def start_engine() -> None:
+        time.sleep(0.5)
+        job.report_engine("a", version=0)
+
+    reply = while_calling(lambda: httpx.get(f"{server}/get_world_size", timeout=20), start_engine)
+    assert {"world_size": 1} == reply.json()
 
 
 def test_full_weights_are_published_from_a_directory(server: str, job: ServedJob) -> None:

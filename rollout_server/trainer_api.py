@@ -6,6 +6,8 @@ Paths, fields and responses are those of vLLM 0.32 (``vllm/entrypoints/rl/online
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -23,14 +25,13 @@ from rollout_api.protocol.messages import PauseMode, WeightsKind
 from rollout_server.engine_core import http_errors
 from rollout_server.job_engine import JobEngine
 from rollout_server.weight_publishing import publish_directory
+from rollout_server.weight_transfer_api import UpdateInfo, WeightTransferApi
 
 _PAUSE_TIMEOUT_S = 600.0
 """Seconds that the engines have to pause or to resume."""
-_BROADCAST_ADVICE = (
-    "a job receives no weights over NCCL and no changes of weights through its HTTP server; write them to a directory "
-    'and send POST /update_weights {"weight_dir": …}, load an adapter with POST /v1/load_lora_adapter, or broadcast '
-    "the weights with publish_weights of the job's Python client"
-)
+_ENGINE_TIMEOUT_S = 240.0
+"""Seconds for which a trainer that asks for the number of processes waits for the first engine."""
+_ENGINE_POLL_INTERVAL_S = 0.2
 
 
 class UpdateWeightsRequest(BaseModel):
@@ -40,7 +41,7 @@ class UpdateWeightsRequest(BaseModel):
 
     weight_dir: str | None = None
     weight_version: int | None = None
-    update_info: dict[str, Any] | None = Field(default=None, description="vLLM's description of a broadcast.")
+    update_info: UpdateInfo | None = None
 
 
 class LoadAdapterRequest(BaseModel):
@@ -66,10 +67,11 @@ class TrainerApi:
         client: connection to the job.
         engine: the job as vLLM's engine client.
         app: vLLM's application, whose state has been initialised.
+        transfer: receives weights that trainers send.
     """
 
-    def __init__(self, client: RequestClient, engine: JobEngine, app: FastAPI) -> None:
-        self._client, self._engine = client, engine
+    def __init__(self, client: RequestClient, engine: JobEngine, app: FastAPI, transfer: WeightTransferApi) -> None:
+        self._client, self._engine, self._transfer = client, engine, transfer
         self._models: Any = app.state.openai_serving_models
         self._models.lora_resolvers.append(_NamedAdapterResolver(client))
 
@@ -82,8 +84,6 @@ class TrainerApi:
         router.add_api_route("/get_world_size", self.get_world_size, methods=["GET"])
         router.add_api_route("/weight_info", self.weight_info, methods=["GET"])
         router.add_api_route("/update_weights", self.update_weights, methods=["POST"])
-        for path in ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"):
-            router.add_api_route(f"/{path}", self.refuse_broadcast, methods=["POST"])
         router.add_api_route("/v1/load_lora_adapter", self.load_adapter, methods=["POST"])
         router.add_api_route("/v1/unload_lora_adapter", self.unload_adapter, methods=["POST"])
         return router
@@ -135,27 +135,36 @@ class TrainerApi:
             return {"is_paused": await self._client.pauser.mode() is not None}
 
     async def get_world_size(self) -> dict[str, int]:
-        """Return the number of worker processes of all engines."""
+        """Return the number of worker processes of all engines, once there is one.
+
+        Trainers ask for it when the server answers, which vLLM's does not before its engine has started.
+        """
+        deadline = time.monotonic() + _ENGINE_TIMEOUT_S
         with http_errors():
-            return {"world_size": await self._client.publisher.num_ranks()}
+            while not (world_size := await self._client.publisher.num_ranks()):
+                if time.monotonic() > deadline:
+                    raise GracefulHTTPError(
+                        "the job has no engine yet; check that its workers start", HTTPStatus.SERVICE_UNAVAILABLE
+                    )
+                await asyncio.sleep(_ENGINE_POLL_INTERVAL_S)
+        return {"world_size": world_size}
 
     async def weight_info(self) -> dict[str, str]:
         """Return the newest weight version."""
         with http_errors():
             return {"weight_version": str(await self._client.publisher.newest())}
 
-    async def refuse_broadcast(self) -> None:
-        """Say how weights can be published instead."""
-        raise GracefulHTTPError(_BROADCAST_ADVICE, HTTPStatus.NOT_IMPLEMENTED)
-
     async def update_weights(self, body: UpdateWeightsRequest) -> Response:
-        """Publish full weights from a directory, and wait until the job's engines serve them."""
-        if body.weight_dir is None:
-            raise GracefulHTTPError(_BROADCAST_ADVICE, HTTPStatus.NOT_IMPLEMENTED)
+        """Publish full weights that are in a directory, or that the trainer sends, and wait until they are served."""
         with http_errors():
-            published = await publish_directory(
-                self._client.publisher, body.weight_dir, WeightsKind.FULL, body.weight_version
-            )
+            if body.update_info is not None:
+                published = await self._transfer.receive(body.update_info)
+            elif body.weight_dir is not None:
+                published = await publish_directory(
+                    self._client.publisher, body.weight_dir, WeightsKind.FULL, body.weight_version
+                )
+            else:
+                raise VLLMValidationError("set weight_dir or update_info", parameter="update_info")
         return JSONResponse({"message": "Weights updated", "weight_version": published.version})
 
     async def load_adapter(self, body: LoadAdapterRequest) -> Response:

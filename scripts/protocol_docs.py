@@ -28,6 +28,7 @@ from rollout_api.protocol.messages import (
     CodecError,
     DraftMode,
     FinishReason,
+    JoinGroup,
     Message,
     Partial,
     Pause,
@@ -215,6 +216,24 @@ def messages() -> dict[str, Message]:
         ),
         "weights: lora": WeightUpdate(
             weight_version=19, uri="/weights/lora-19", weights_kind=WeightsKind.LORA, mode=UpdateMode.KEEP
+        ),
+        "weights: sent in a transfer group": WeightUpdate(
+            weight_version=21,
+            uri="nccl://10.0.0.7:29500",
+            broadcast=Broadcast(
+                group="c3d4",
+                ranks={"engine-0-6ecaac90": 1, "engine-1-463c4e58": 3},
+                world_size=5,
+                tensors=[TensorSpec(name="model.norm.weight", dtype="bfloat16", shape=[4096])],
+                packed_bytes=1 << 30,
+            ),
+        ),
+        "join": JoinGroup(
+            group="c3d4",
+            uri="nccl://10.0.0.7:29500",
+            members={"engine-0-6ecaac90": 1, "engine-1-463c4e58": 3},
+            world_size=5,
+            packed_bytes=1 << 30,
         ),
         "cancel": Cancel(request_ids=["demo-1", "demo-2"]),
         "rewards": Rewards(rewards={"6f1c2e9a/demo-1/0/0": 1.0, "6f1c2e9a/demo-1/1/0": -0.5}),

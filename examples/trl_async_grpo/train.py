@@ -32,11 +32,12 @@ def answer_rewards(completions: list[list[dict[str, str]]], problem: list[int], 
 
 
 def main() -> None:
-    """Train a LoRA adapter."""
+    """Train a LoRA adapter, or all weights."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="URL of the vLLM server")
     parser.add_argument("--model", type=Path, default=CACHE / "das/tiny-qwen3/step-0360")
     parser.add_argument("--output", type=Path, default=CACHE / "das/trl-async-grpo", help="directory for adapters")
+    parser.add_argument("--full", action="store_true", help="train all weights, and send them over NCCL")
     parser.add_argument("--steps", type=int, default=40, help="number of training steps")
     parser.add_argument("--cpu", action="store_true", help="train without a GPU")
     args = parser.parse_args()
@@ -48,12 +49,13 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     # TRL recognises the chat templates of well-known models. That of the tiny model is a part of Qwen3's.
     tokenizer.response_template = qwen3_template
+    adapter = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
     trainer = AsyncGRPOTrainer(
         model=str(args.model),
         processing_class=tokenizer,
         train_dataset=Dataset.from_list(rows),
         reward_funcs=answer_rewards,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        peft_config=None if args.full else adapter,
         args=AsyncGRPOConfig(
             output_dir=str(args.output),
             vllm_server_base_url=args.url,
@@ -63,7 +65,7 @@ def main() -> None:
             max_completion_length=160,
             token_budget=2048,
             max_staleness=2,
-            learning_rate=2e-3,
+            learning_rate=1e-5 if args.full else 2e-3,
             use_cpu=args.cpu,
             bf16=False,
             gradient_checkpointing=False,

@@ -21,6 +21,7 @@ from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.turn_records import TurnRecords
 from rollout_api.client.weight_publisher import WeightPublisher
+from rollout_api.client.weight_transfer import WeightTransfer
 from rollout_api.errors import RolloutClientError, VersionMismatchError
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import Capability, Rollout
@@ -43,6 +44,7 @@ class _Session:
     adapters: AdapterNames
     idempotency_keys: IdempotencyKeys
     publisher: WeightPublisher
+    transfer: WeightTransfer
     pauser: JobPauser
     monitor: JobMonitor
     tasks: list[asyncio.Task[None]]
@@ -112,6 +114,9 @@ class RequestClient(JobConnection):
         except BaseException:
             await self._redis.aclose()
             raise
+        publisher = WeightPublisher(
+            self._redis, keys, sender, self._policy, buckets=Capability.WEIGHT_BUCKETS in job.capabilities
+        )
         monitor = JobMonitor(self._redis, job, self._job_name, None, results, sender, limits)
         self._session = _Session(
             job=job,
@@ -119,9 +124,8 @@ class RequestClient(JobConnection):
             turns=TurnRecords(self._redis, keys, self._policy),
             adapters=AdapterNames(self._redis, keys, self._policy),
             idempotency_keys=IdempotencyKeys(self._redis, keys, self._policy),
-            publisher=WeightPublisher(
-                self._redis, keys, sender, self._policy, buckets=Capability.WEIGHT_BUCKETS in job.capabilities
-            ),
+            publisher=publisher,
+            transfer=WeightTransfer(self._redis, job, sender, self._policy, publisher),
             pauser=JobPauser(self._redis, job, sender, self._policy),
             monitor=monitor,
             tasks=[
@@ -191,6 +195,15 @@ class RequestClient(JobConnection):
             RolloutClientError: the client is not connected yet.
         """
         return self._connected.publisher
+
+    @property
+    def transfer(self) -> WeightTransfer:
+        """Receives weights from trainers that send them as to vLLM's own server.
+
+        Raises:
+            RolloutClientError: the client is not connected yet.
+        """
+        return self._connected.transfer
 
     @property
     def pauser(self) -> JobPauser:

@@ -70,7 +70,7 @@ class MessageKeys:
 
     @property
     def control(self) -> str:
-        """Stream, written by clients: weight updates, cancellations and the close, each deleted once processed."""
+        """Stream, written by clients: weight updates, cancellations and other commands, deleted once processed."""
         return self._key("control")
 
     def kept(self, request_id: str) -> str:
@@ -169,7 +169,8 @@ class MessageKeys:
 
     @property
     def weights(self) -> str:
-        """Hash, written by the coordinator: ``full`` → last update of full weights, ``lora`` → a later adapter's."""
+        """Hash, written by the coordinator: ``full`` → last update of full weights, ``lora`` → that of a later adapter,
+        ``group`` → the last transfer group."""
         return self._key("weights")
 
     @property

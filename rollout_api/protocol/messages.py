@@ -74,6 +74,8 @@ class Capability(StrEnum):
     """Requests may have ``stream``."""
     WEIGHT_BUCKETS = "weight-buckets"
     """Broadcasts may have ``bucket_bytes``."""
+    WEIGHT_TRANSFER = "weight-transfer"
+    """Engines can join transfer groups (``join``), and broadcasts may have ``packed_bytes``."""
     PAUSE = "pause"
     """The job can be paused and resumed."""
     STALENESS = "staleness"
@@ -470,6 +472,13 @@ class Broadcast(_Message):
         "multiple of 16 bytes; a larger tensor is broadcast alone. 0: each tensor is. Needs the capability "
         "weight-buckets.",
     )
+    packed_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="The group is a transfer group, which the engines have joined before. Its tensors are sent in "
+        "vLLM's formats: successive ones at once, without gaps, up to the first with which they have more than this "
+        "many bytes; or 0: each tensor alone. Needs the capability weight-transfer.",
+    )
 
 
 class WeightUpdate(_Message):
@@ -514,6 +523,25 @@ class Rewards(_Message):
     rewards: dict[str, float] = Field(min_length=1, description="Rollout id → reward.")
 
 
+class JoinGroup(_Message):
+    """Control message: join the process group of a trainer, its transfer group, and leave the one joined before."""
+
+    kind: Literal["join"] = "join"
+    group: str = Field(min_length=1, description="Id of the process group.")
+    uri: str = Field(min_length=1, description="nccl:// or gloo:// with the host and port at which rank 0 listens.")
+    members: dict[str, int] = Field(
+        min_length=1,
+        description="Engine id → rank of its first worker process. Its other processes have the following ranks. The "
+        "trainer has rank 0.",
+    )
+    world_size: int = Field(ge=2, description="Number of processes in the group, including the trainer.")
+    packed_bytes: int = Field(
+        default=0,
+        ge=0,
+        description="What broadcasts in this group have as packed_bytes unless they are told otherwise.",
+    )
+
+
 class Close(_Message):
     """Control message: there are no further requests. The job ends when all open requests are answered."""
 
@@ -533,7 +561,7 @@ class Resume(_Message):
     kind: Literal["resume"] = "resume"
 
 
-ControlMessage = WeightUpdate | Cancel | Pause | Resume | Close
+ControlMessage = WeightUpdate | JoinGroup | Cancel | Pause | Resume | Close
 Message = RolloutRequest | Rollout | Partial | Refusal | Rewards | ControlMessage
 MESSAGES: tuple[type[Message], ...] = (
     RolloutRequest,
@@ -541,6 +569,7 @@ MESSAGES: tuple[type[Message], ...] = (
     Partial,
     Refusal,
     WeightUpdate,
+    JoinGroup,
     Cancel,
     Rewards,
     Pause,

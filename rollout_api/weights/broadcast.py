@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from rollout_api.weights.buckets import plan_buckets
+from rollout_api.weights.buckets import plan_buckets, plan_packed
 
 BACKENDS = ("gloo", "nccl")
 """Supported backends."""
@@ -73,7 +73,7 @@ def join(
     if backend not in BACKENDS:
         raise ValueError(f"{backend!r} is not a broadcast backend; use {' or '.join(BACKENDS)}")
     store = _rendezvous(host, port, rank, world_size, withdrawn or threading.Event())
-    return _GlooGroup(store, rank, world_size) if backend == "gloo" else _NcclGroup(store, rank, world_size, device)
+    return GlooGroup(store, rank, world_size) if backend == "gloo" else NcclGroup(store, rank, world_size, device)
 
 
 TensorTuple = tuple[str, str, list[int]]
@@ -119,18 +119,41 @@ def send(
 
 
 def receive(
-    group: BroadcastGroup, specs: Sequence[TensorTuple], *, bucket_bytes: int, device: Any
+    group: BroadcastGroup,
+    specs: Sequence[TensorTuple],
+    *,
+    bucket_bytes: int,
+    packed_bytes: int | None = None,
+    device: Any,
 ) -> Iterator[tuple[str, Any]]:
-    """Receive tensors from rank 0, and yield each with its name; see :func:`send`."""
+    """Receive tensors from rank 0, and yield each with its name.
+
+    Args:
+        group: the group.
+        specs: what rank 0 sends.
+        bucket_bytes: see :func:`send`.
+        packed_bytes: set if rank 0 sends in vLLM's formats instead; see
+            :class:`~rollout_api.protocol.messages.Broadcast`.
+        device: torch device of the tensors.
+
+    Raises:
+        RuntimeError: rank 0 is gone.
+    """
     import torch
 
     expected = iter(specs)
-    for bucket in plan_buckets(map(_size, specs), bucket_bytes):
+    sizes = map(_size, specs)
+    for bucket in plan_packed(sizes, packed_bytes) if packed_bytes else plan_buckets(sizes, bucket_bytes):
+        members = [next(expected) for _ in bucket.offsets]
         memory = torch.empty(bucket.size, dtype=torch.uint8, device=device)
-        group.broadcast(memory)
-        for offset in bucket.offsets:
-            name, dtype, shape = spec = next(expected)
-            yield name, memory[offset : offset + _size(spec)].view(getattr(torch, dtype)).view(shape)
+        # vLLM sends a tensor that is alone with its own data type, and NCCL wants the same one from all processes.
+        group.broadcast(memory.view(getattr(torch, members[0][1])) if packed_bytes == 0 else memory)
+        for offset, spec in zip(bucket.offsets, members, strict=True):
+            name, dtype, shape = spec
+            piece = memory[offset : offset + _size(spec)]
+            if offset % getattr(torch, dtype).itemsize:
+                piece = piece.clone()  # vLLM's packed format does not align tensors
+            yield name, piece.view(getattr(torch, dtype)).view(shape)
 
 
 def _size(spec: TensorTuple) -> int:
@@ -166,8 +189,14 @@ def _rendezvous(host: str, port: int, rank: int, world_size: int, withdrawn: thr
     return store
 
 
-class _GlooGroup:
-    """Broadcasts tensors in main memory."""
+class GlooGroup:
+    """Broadcasts tensors in main memory.
+
+    Args:
+        store: torch store to which all processes of the group are connected.
+        rank: rank of this process.
+        world_size: number of processes in the group.
+    """
 
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         import torch
@@ -187,8 +216,15 @@ class _GlooGroup:
         self._group = self._store = None
 
 
-class _NcclGroup:
-    """Broadcasts tensors on one CUDA device with vLLM's communicator, which the engine's workers use too."""
+class NcclGroup:
+    """Broadcasts tensors on one CUDA device with vLLM's communicator, which the engine's workers use too.
+
+    Args:
+        store: see :class:`GlooGroup`.
+        rank: see :class:`GlooGroup`.
+        world_size: see :class:`GlooGroup`.
+        device: the CUDA device.
+    """
 
     def __init__(self, store: Any, rank: int, world_size: int, device: Any) -> None:
         import torch

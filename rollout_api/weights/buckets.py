@@ -21,6 +21,27 @@ class Bucket:
     """Bytes of the block."""
 
 
+def plan_packed(sizes: Iterable[int], limit: int) -> Iterator[Bucket]:
+    """Yield the blocks of vLLM's packed format, in order, in which tensors have no gaps between them.
+
+    Source: ``pack_tensors`` of ``vllm/distributed/weight_transfer/packed_tensor.py``, vLLM 0.32.
+
+    Args:
+        sizes: bytes of each tensor.
+        limit: a block ends with the first tensor with which it has more bytes.
+    """
+    offsets: list[int] = []
+    end = 0
+    for size in sizes:
+        offsets.append(end)
+        end += size
+        if end > limit:
+            yield Bucket(tuple(offsets), end)
+            offsets, end = [], 0
+    if offsets:
+        yield Bucket(tuple(offsets), end)
+
+
 def plan_buckets(sizes: Iterable[int], limit: int) -> Iterator[Bucket]:
     """Yield the buckets of tensors, in order. Trainer and engines compute the same ones.
 

@@ -38,6 +38,8 @@ class BroadcastWeights:
     """Name, PyTorch data type and shape of each tensor, in the order in which they are sent."""
     bucket_bytes: int = 0
     """Largest number of bytes of successive tensors that are sent at once; 0 if each tensor is."""
+    packed_bytes: int | None = None
+    """Set if *group* is a transfer group; see :class:`~rollout_api.protocol.messages.Broadcast`."""
 
 
 def check_broadcast(weights: BroadcastWeights, model: Path) -> None:

@@ -22,6 +22,7 @@ from rollout_worker.engine.generation import PartialCallback, ResponseGenerator,
 from rollout_worker.engine.limits import HISTORY_POLL_INTERVAL_S
 from rollout_worker.engine.metrics import EngineCounters
 from rollout_worker.engine.response import GenerationResult
+from rollout_worker.engine.transfer_group import GroupMembership
 from rollout_worker.engine.vllm_client import VllmClient
 from rollout_worker.engine.weight_loading import PassedWeights, WeightLoader
 from rollout_worker.engine.weight_versions import WeightVersionTracker
@@ -201,6 +202,17 @@ class Engine:
         broadcast as well, it stops.
         """
         return await self._loader.receive(weights, weight_version, mode)
+
+    async def join_transfer_group(self, membership: GroupMembership) -> None:
+        """Join the process group of a trainer, and leave the one that was joined before.
+
+        Nothing is decoded meanwhile. Weights that the trainer sends in the group are then loaded by
+        :meth:`receive_weights`.
+
+        Raises:
+            EngineError: if the trainer cannot be reached, or another engine of the group is missing.
+        """
+        await self._loader.join_group(membership)
 
     async def pass_weights(self) -> PassedWeights:
         """Pass the current full weights on to another engine, in the background, while this one continues to decode.

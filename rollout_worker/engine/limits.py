@@ -27,6 +27,9 @@ MAX_CPU_ADAPTERS = 8
 """Adapters that vLLM keeps in main memory. It reads a dropped one again from its directory, and dies if that fails."""
 MAX_READING_PAUSE_S = 0.02
 """Seconds, between two decoding steps, for which a CPU engine unpacks weights in order to pass them on."""
+TRANSFER_CONNECT_TIMEOUT_S = 15.0
+"""Seconds for which an engine tries to reach a trainer whose transfer group it joins, and after which torch tries once
+more. The engine does not decode meanwhile."""
 STREAM_CHUNK_BYTES = 32 << 20
 """Bytes of a tensor that are copied to or from the device at once while weights are passed on to another engine."""
 STREAM_CONNECT_TIMEOUT_S = 20.0

@@ -19,6 +19,7 @@ from rollout_worker.engine.errors import EngineError, translate_errors
 from rollout_worker.engine.generation import ResponseGenerator
 from rollout_worker.engine.limits import MAX_READING_PAUSE_S
 from rollout_worker.engine.model_source import ModelError
+from rollout_worker.engine.transfer_group import GroupMembership
 from rollout_worker.engine.vllm_client import VllmClient
 from rollout_worker.engine.weight_versions import WeightVersionTracker
 
@@ -93,16 +94,33 @@ class WeightLoader:
             await asyncio.to_thread(check_broadcast, weights, self._config.model)
         except ModelError as error:
             raise EngineError(self._still_serving(error)) from None
+        if weights.packed_bytes is None:
+            prepare, load = "das_join_broadcast", "das_receive_weights"
+        else:
+            prepare, load = "das_await_transfer", "das_receive_transferred"
+        action = f"joining the broadcast from {weights.host}:{weights.port}"
         try:
-            await self._client.collective_rpc(
-                "das_join_broadcast",
-                asdict(weights),
-                action=f"joining the broadcast from {weights.host}:{weights.port}",
-            )
+            await self._call_ranks(prepare, asdict(weights), action=action, failure=f"failed while {action}")
         except EngineError as error:
             raise EngineError(self._still_serving(error)) from error
-        new = _NewWeights("das_receive_weights", (asdict(weights),), version, mode)
-        return await asyncio.shield(self._replace(new))
+        return await asyncio.shield(self._replace(_NewWeights(load, (asdict(weights),), version, mode)))
+
+    async def join_group(self, membership: GroupMembership) -> None:
+        """See :meth:`Engine.join_transfer_group`."""
+        async with self._loading:
+            try:
+                await self._call_ranks(
+                    "das_join_transfer_group",
+                    asdict(membership),
+                    action="joining a trainer's process group",
+                    failure=f"cannot join the process group of the trainer at {membership.host}:{membership.port}",
+                )
+            except EngineError:
+                with suppress(EngineError):  # ranks that have joined would keep its resources
+                    await self._client.collective_rpc(
+                        "das_leave_transfer_group", action="leaving a trainer's process group"
+                    )
+                raise
 
     async def pass_on(self) -> PassedWeights:
         """See :meth:`Engine.pass_weights`."""

@@ -19,6 +19,7 @@ from rollout_worker.engine.drafting_config import DraftingConfig
 if TYPE_CHECKING:
     from rollout_worker.engine.drafting_loop import DraftingLoop
     from rollout_worker.engine.speculator import DraftScheduling
+    from rollout_worker.engine.transfer_group import TransferGroup
     from rollout_worker.engine.weight_stream import StagedTensors, StreamTensor, TensorReceiver, TensorSender
     from rollout_worker.history.sync import HistorySync
     from rollout_worker.policy.controller import DraftController
@@ -44,6 +45,8 @@ class EngineExtension:
     reload_weights: Callable[..., None]
     _das_group: tuple[str, Any] = ("", None)
     """Name of the process group of the last broadcast, and the group."""
+    _das_transfer_group: TransferGroup | None = None
+    """The trainer's process group that was joined last."""
     _das_reading: tuple[Iterator[tuple[StreamTensor, Any] | None], list[tuple[StreamTensor, Any]]] | None = None
     """The tensors that are being read in order to pass them on, and those that were read."""
     _das_senders: tuple[TensorSender, ...] = ()
@@ -128,6 +131,77 @@ class EngineExtension:
             group.leave()
             raise
         self._das_group = (name, group)
+
+    def das_join_transfer_group(self, membership: dict[str, Any]) -> str | None:
+        """Join a trainer's process group, and leave the one that was joined before.
+
+        Args:
+            membership: :class:`~rollout_worker.engine.transfer_group.GroupMembership` as a dictionary.
+
+        Returns:
+            Why it was not joined; None if it was.
+        """
+        from rollout_worker.engine.transfer_group import GroupMembership, TransferGroup
+
+        self.das_interrupt_timing()
+        self.das_leave_transfer_group()
+        try:
+            self._das_transfer_group = TransferGroup(
+                GroupMembership(**membership), self.parallel_config.rank, self.device
+            )
+        except Exception as error:
+            return _error_text(error)
+        return None
+
+    def das_leave_transfer_group(self) -> None:
+        """Leave the trainer's process group, if one was joined."""
+        group, self._das_transfer_group = self._das_transfer_group, None
+        if group is not None:
+            group.leave()
+
+    def das_await_transfer(self, weights: dict[str, Any]) -> str | None:
+        """Wait until all engines of the transfer group are about to receive weights.
+
+        The group is left if this fails, because its processes do not expect the same tensors any more.
+
+        Args:
+            weights: :class:`~rollout_worker.engine.checkpoint_check.BroadcastWeights` as a dictionary.
+
+        Returns:
+            Why the weights cannot be received; None if they can.
+        """
+        self.das_interrupt_timing()
+        self.das_stop_passing()  # the engines that receive these weights take part in the broadcast, too
+        group = self._das_transfer_group
+        if group is None or group.name != weights["group"]:
+            return "the engine is no member of the trainer's process group"
+        try:
+            group.meet()
+        except Exception as error:
+            self.das_leave_transfer_group()
+            return _error_text(error)
+        return None
+
+    def das_receive_transferred(self, weights: dict[str, Any]) -> str | None:
+        """Replace the weights by those that are sent in the transfer group; see :meth:`das_load_weights`.
+
+        The group is left if this fails; see :meth:`das_await_transfer`.
+
+        Args:
+            weights: :class:`~rollout_worker.engine.checkpoint_check.BroadcastWeights` as a dictionary.
+
+        Returns:
+            Why not all weights were received; None if they were.
+        """
+        group = self._das_transfer_group
+        if group is None:
+            return "the engine is no member of the trainer's process group"
+        try:
+            self._das_reload(weights_iterator=group.receive(weights["tensors"], weights["packed_bytes"]))
+        except Exception as error:
+            self.das_leave_transfer_group()
+            return _error_text(error)
+        return None
 
     def das_read_weights(self, restart: bool, seconds: float) -> bool | str:
         """Read the weights of this rank in order to pass them on to another engine.

@@ -15,6 +15,17 @@ from rollout_worker.engine.checkpoint_check import BroadcastWeights
 from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.model_source import ModelError, resolve_adapter, resolve_checkpoint
 
+
+def broadcast_address(uri: str) -> tuple[str, str, int] | None:
+    """Return backend, host and port of a process group; None if *uri* is not that of a group."""
+    try:
+        address = urlsplit(uri)
+        backend, host, port = address.scheme, address.hostname, address.port
+    except ValueError:  # not a valid port
+        return None
+    return None if backend not in BACKENDS or host is None or port is None else (backend, host, port)
+
+
 Load = Callable[[Engine], Awaitable[float]]
 """Loads weights into an engine and returns for how many seconds decoding was paused; raises EngineError."""
 
@@ -89,14 +100,8 @@ class BroadcastTransport:
 
     async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
         """Check the description of the broadcast; see :class:`WeightTransport`."""
-        broadcast = update.broadcast
-        try:
-            address = urlsplit(update.uri)
-            backend, host, port = address.scheme, address.hostname, address.port
-        except ValueError:  # not a valid port
-            backend, host, port = "", None, None
-        full = update.weights_kind is WeightsKind.FULL
-        if broadcast is None or not full or backend not in BACKENDS or host is None or port is None:
+        broadcast, address = update.broadcast, broadcast_address(update.uri)
+        if broadcast is None or update.weights_kind is not WeightsKind.FULL or address is None:
             raise UnusableWeightsError(
                 f"cannot receive {update.weights_kind} weights from {update.uri}: a broadcast must contain full "
                 "weights and come from nccl://host:port or gloo://host:port"
@@ -107,14 +112,13 @@ class BroadcastTransport:
             )
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in broadcast.tensors]
         incoming = BroadcastWeights(
-            backend,
-            host,
-            port,
+            *address,
             broadcast.group,
             broadcast.ranks[engine_id],
             broadcast.world_size,
             tensors,
             broadcast.bucket_bytes,
+            broadcast.packed_bytes,
         )
         return lambda engine: engine.receive_weights(incoming, update.weight_version, update.mode)
 

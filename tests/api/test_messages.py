@@ -35,7 +35,7 @@ from rollout_api import (
     encode,
     problem_id_of,
 )
-from rollout_api.protocol.messages import MESSAGES, Message
+from rollout_api.protocol.messages import MESSAGES, JoinGroup, Message
 
 token_ids = st.lists(st.integers(0, 2**32 - 2), max_size=50)
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -148,6 +148,14 @@ by_kind: dict[type[Message], st.SearchStrategy[Message]] = {
         weights_kind=st.sampled_from(WeightsKind),
         sha256=st.none() | st.from_regex("[0-9a-f]{64}", fullmatch=True),
         mode=st.sampled_from(UpdateMode),
+    ),
+    JoinGroup: st.builds(
+        JoinGroup,
+        group=identifiers,
+        uri=identifiers,
+        members=st.dictionaries(identifiers, st.integers(1, 99), min_size=1, max_size=5),
+        world_size=st.integers(2, 99),
+        packed_bytes=st.integers(0, 2**40),
     ),
     Cancel: st.builds(Cancel, request_ids=st.lists(identifiers, min_size=1, max_size=5)),
     Rewards: st.builds(

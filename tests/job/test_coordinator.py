@@ -26,6 +26,7 @@ from rollout_api.protocol.messages import (
     Broadcast,
     Cancel,
     FinishReason,
+    JoinGroup,
     Message,
     Partial,
     Refusal,
@@ -460,6 +461,26 @@ def test_engines_are_told_once_that_no_engine_has_the_weights_that_they_have_mis
             orders = await job.inbox(a, 1)
         told = [order for order in orders if order.kind is not OrderKind.UPDATE_WEIGHTS]
         assert [(OrderKind.KEEP_WEIGHTS, 1)] == [(order.kind, order.weight_version) for order in told]
+
+    run(scenario)
+
+
+def test_members_of_a_transfer_group_are_told_to_join_even_if_they_are_discovered_later(run: Run) -> None:
+    async def scenario(job: CoordinatorHarness) -> None:
+        group = JoinGroup(group="g", uri="gloo://127.0.0.1:1", members={"a": 1, "b": 2, "c": 3}, world_size=4)
+        async with job.engine("a"), job.engine("others"), job.coordinator():
+            job.send(JOB.control, group)
+            [order] = await job.inbox("a", 1)
+            assert order.kind is OrderKind.JOIN_GROUP
+            assert group == await job.job_store.job.transfer_group()
+            async with job.engine("b"):
+                [order] = await job.inbox("b", 1)
+            assert order.kind is OrderKind.JOIN_GROUP
+            assert [] == await job.job_store.assignments.inbox("others")
+            async with job.engine("c", group="g"):  # it has joined before
+                job.send(JOB.control, WeightUpdate(weight_version=1, uri="/one"))
+                [order] = await job.inbox("c", 1)
+            assert order.kind is OrderKind.UPDATE_WEIGHTS
 
     run(scenario)
 

@@ -22,7 +22,15 @@ from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.job_store import EngineReport
 from tests.support.in_process_job import LiveJob, manifest, start_engine
-from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompts, wait_for_status
+from tests.support.live_job_harness import (
+    ENDLESS,
+    JobHarness,
+    gather,
+    lose,
+    prompts,
+    replace_engine,
+    wait_for_status,
+)
 from tests.support.reference_model import LoopThread, make_adapter
 
 GREEDY = Sampling(n=1, temperature=0, max_tokens=48, allowed_token_ids=ENDLESS, logprobs=True)
@@ -49,23 +57,6 @@ def in_memory(job_harness: JobHarness, version: int) -> ModelInMemory:
     """Return one of the test's models in the memory of a trainer."""
     model: Any = AutoModelForCausalLM.from_pretrained(job_harness.models / str(version), dtype="float32")
     return ModelInMemory(model, host="127.0.0.1")
-
-
-async def lose(running: LiveJob, name: str) -> None:
-    """Kill an engine's worker, and let its lease expire at once."""
-    engine_id = running.workers[name].engine_id
-    await running.kill(name)
-    running.redis.delete(running.keys.lease(engine_id))
-    if "coordinator" in running.tasks:
-        await running.until(lambda: engine_id.encode() not in running.redis.hkeys(running.keys.engines))
-
-
-async def replace_engine(running: LiveJob, job_harness: JobHarness, name: str) -> EngineWorker:
-    """Replace an engine by one that has the weights of the job's model directory."""
-    await lose(running, name)
-    engine = job_harness.engines[name]
-    await engine.load_weights(job_harness.models / "0", 0)
-    return running.start_worker(name, engine)
 
 
 def versions(rollouts: list[Rollout]) -> set[int]:

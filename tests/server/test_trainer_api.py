@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from openai import NotFoundError, OpenAI
 
 from rollout_api import Pause, Resume, WeightsKind, WeightUpdate, encode
+from rollout_api.protocol.messages import Broadcast, JoinGroup, TensorSpec
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.served_job import MODEL_NAME, ServedJob, answering, serving, while_calling
 from tests.support.waiting import wait_for
@@ -63,6 +65,15 @@ def test_pausing_may_end_the_requests_in_progress(server: str, job: ServedJob) -
     assert "abort" == reply.json()["choices"][0]["finish_reason"]
 
 
+def test_a_trainer_that_asks_for_the_world_size_waits_for_an_engine(server: str, job: ServedJob) -> None:
+    def start_engine() -> None:
+        time.sleep(0.5)
+        job.report_engine("a", version=0)
+
+    reply = while_calling(lambda: httpx.get(f"{server}/get_world_size", timeout=20), start_engine)
+    assert {"world_size": 1} == reply.json()
+
+
 def test_full_weights_are_published_from_a_directory(server: str, job: ServedJob) -> None:
     job.report_engine("a", version=3)
     job.report_engine("b", version=3)
@@ -82,17 +93,131 @@ def test_full_weights_are_published_from_a_directory(server: str, job: ServedJob
     assert {"weight_version": "4"} == httpx.get(f"{server}/weight_info").json()
 
 
-def test_what_needs_the_trainers_process_group_is_refused_with_advice(server: str) -> None:
-    calls: list[tuple[str, dict[str, Any]]] = [
-        ("init_weight_transfer_engine", {"init_info": {"master_address": "10.0.0.7", "world_size": 2}}),
-        ("start_weight_update", {"is_checkpoint_format": True}),
-        ("update_weights", {"update_info": {"names": ["a"]}}),
-        ("finish_weight_update", {}),
-    ]
-    for path, body in calls:
-        reply = post(f"{server}/{path}", body)
-        assert 501 == reply.status_code
-        assert "/v1/load_lora_adapter" in reply.json()["error"]["message"]
+INIT_INFO = {"master_address": "10.0.0.7", "master_port": 29500, "rank_offset": 1, "world_size": 3}
+UPDATE_INFO = {"names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[2, 3]]}
+
+
+def test_a_trainer_forms_a_group_at_one_server_and_sends_weights_through_another(
+    server: str, job: ServedJob, redis_url: str, model: Path
+) -> None:
+    # vllm.distributed.weight_transfer.nccl_engine.NCCLTrainerWeightTransferEngine, vLLM 0.32
+    for engine in ("a", "b"):
+        job.report_engine(engine, version=0, broadcast="nccl")
+    joins: list[JoinGroup] = []
+
+    def join() -> None:
+        wait_for(lambda: bool(job.control_messages()))
+        [message] = job.control_messages()
+        assert isinstance(message, JoinGroup)
+        joins.append(message)
+        job.serve_once()
+        for engine in ("a", "b"):
+            job.report_engine(engine, version=0, broadcast="nccl", group=message.group)
+
+    init_info = {**INIT_INFO, "packed": True, "packed_buffer_size_bytes": 1000, "packed_num_buffers": 2}
+    formed = while_calling(lambda: post(f"{server}/init_weight_transfer_engine", {"init_info": init_info}), join)
+    assert {"message": "Weight transfer initialized"} == formed.json()
+    [group] = joins
+    assert ("nccl://10.0.0.7:29500", {"a": 1, "b": 2}, 3, 1000) == (
+        group.uri,
+        group.members,
+        group.world_size,
+        group.packed_bytes,
+    )
+
+    def load(packed_bytes: int) -> None:
+        wait_for(lambda: bool(job.control_messages()))
+        [update] = job.control_messages()
+        assert isinstance(update, WeightUpdate)
+        expected = Broadcast(
+            group=group.group,
+            ranks=group.members,
+            world_size=3,
+            tensors=[TensorSpec(name="a", dtype="bfloat16", shape=[2, 3])],
+            packed_bytes=packed_bytes,
+        )
+        assert expected == update.broadcast
+        assert group.uri == update.uri
+        job.serve_once()
+        for engine in ("a", "b"):
+            job.report_engine(engine, version=update.weight_version, broadcast="nccl", group=group.group)
+
+    with serving(job, redis_url, model, engine=WITH_ADAPTERS) as another:
+        # Before vLLM 0.28, the format was part of each update.
+        for version, info, packed_bytes in [(1, UPDATE_INFO, 1000), (2, {**UPDATE_INFO, "packed": False}, 0)]:
+            assert 200 == post(f"{another}/start_weight_update").status_code
+            reply = while_calling(
+                lambda info=info: post(f"{another}/update_weights", {"update_info": info}),
+                lambda packed_bytes=packed_bytes: load(packed_bytes),
+            )
+            assert version == reply.json()["weight_version"]
+            assert 200 == post(f"{another}/finish_weight_update").status_code
+    assert {"weight_version": "2"} == httpx.get(f"{server}/weight_info").json()
+    assert 200 == post(f"{server}/finish_weight_update", {"weight_version": "2"}).status_code
+    named = post(f"{server}/finish_weight_update", {"weight_version": "step-2"})
+    assert 400 == named.status_code
+    assert "served as version 2" in named.json()["error"]["message"]
+
+
+def test_the_reason_why_an_engine_has_not_joined_is_returned(server: str, job: ServedJob) -> None:
+    for engine in ("a", "b"):
+        job.report_engine(engine, version=0, broadcast="nccl")
+
+    def fail() -> None:
+        wait_for(lambda: bool(job.control_messages()))
+        [message] = job.control_messages()
+        assert isinstance(message, JoinGroup)
+        job.serve_once()
+        job.report_engine("b", version=0, broadcast="nccl", group=message.group, group_error="no route to host")
+
+    reply = while_calling(lambda: post(f"{server}/init_weight_transfer_engine", {"init_info": INIT_INFO}), fail)
+    assert 400 == reply.status_code
+    assert "b: no route to host" in reply.json()["error"]["message"]
+    assert not job.control_messages()
+
+
+@pytest.mark.parametrize(
+    ("info", "advice"),
+    [
+        ({**INIT_INFO, "world_size": 4}, "use world_size 3"),
+        ({**INIT_INFO, "world_size": 1}, "world_size"),
+        ({**INIT_INFO, "rank_offset": 2}, "rank_offset"),
+        ({"nccl_unique_id_b64": "AAAA", "rank_offset": 1, "world_size": 3}, "master_address"),
+    ],
+)
+def test_groups_that_the_engines_cannot_form_are_refused(
+    server: str, job: ServedJob, info: dict[str, Any], advice: str
+) -> None:
+    for engine in ("a", "b"):
+        job.report_engine(engine, version=0, broadcast="nccl")
+    reply = post(f"{server}/init_weight_transfer_engine", {"init_info": info})
+    assert 400 == reply.status_code
+    assert advice in reply.text
+    assert not job.control_messages()
+
+
+def test_a_job_that_accepts_no_broadcasts_says_so(server: str, job: ServedJob) -> None:
+    job.report_engine("a", version=0)
+    reply = post(f"{server}/init_weight_transfer_engine", {"init_info": {**INIT_INFO, "world_size": 2}})
+    assert 400 == reply.status_code
+    assert "spec.weights.broadcast is false" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("info", "advice"),
+    [
+        (UPDATE_INFO, "POST /init_weight_transfer_engine"),
+        ({**UPDATE_INFO, "shapes": []}, "they must be as many"),
+        ({**UPDATE_INFO, "is_checkpoint_format": False}, "is_checkpoint_format must be true"),
+        ([UPDATE_INFO, UPDATE_INFO], "update_info"),
+    ],
+)
+def test_updates_that_cannot_be_received_are_refused(server: str, job: ServedJob, info: Any, advice: str) -> None:
+    job.report_engine("a", version=0, broadcast="nccl")
+    reply = post(f"{server}/update_weights", {"update_info": info})
+    assert 400 == reply.status_code
+    assert advice in reply.text
+    assert not job.control_messages()
 
 
 def test_an_adapter_is_published_and_named_for_all_servers_of_the_job(
@@ -154,7 +279,7 @@ def test_skyrl_replaces_an_adapter_under_its_name(server: str, job: ServedJob) -
     ]:
         reply = post(f"{server}/{path}", body)
         assert 501 == reply.status_code
-        assert "/v1/load_lora_adapter" in reply.json()["error"]["message"]
+        assert "POST /v1/load_lora_adapter" in reply.json()["error"]["message"]
 
 
 def test_the_reason_why_an_adapter_was_not_loaded_is_returned(server: str, job: ServedJob) -> None:

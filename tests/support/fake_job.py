@@ -27,7 +27,7 @@ from rollout_api import (
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys, job_uid_key
 from rollout_api.protocol.length_entries import pack_entry, pack_recent
-from rollout_api.protocol.messages import Message
+from rollout_api.protocol.messages import JoinGroup, Message
 from tests.support.waiting import wait_for
 
 VOCABULARY = 1000
@@ -69,7 +69,7 @@ class FakeJob:
             "max_rollouts": max_rollouts,
             "history": HISTORY.full_name,
             "state": "running",
-            "capabilities": "kept-results streamed-tokens weight-buckets pause staleness",
+            "capabilities": "kept-results streamed-tokens weight-buckets weight-transfer pause staleness",
         }
         self.redis.hset(self.keys.job, mapping=description)
         self.redis.set(job_uid_key(name), uid)
@@ -200,10 +200,20 @@ class FakeJob:
         draining: bool = False,
         paused: str = "",
         broadcast: str = "",
+        group: str = "",
+        group_error: str = "",
     ) -> None:
         """Write an engine's report and its lease."""
-        report = {"version": version, "failed": failed or {}, "draining": draining, "paused": paused, "ranks": 1}
-        report["broadcast"] = broadcast
+        report = {
+            "version": version,
+            "failed": failed or {},
+            "draining": draining,
+            "paused": paused,
+            "ranks": 1,
+            "broadcast": broadcast,
+            "group": group,
+            "group_error": group_error,
+        }
         self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
         self.redis.set(self.keys.lease(engine), "1", px=60_000)
 
@@ -218,6 +228,9 @@ class FakeJob:
                 self.redis.xdel(self.keys.control, entry)
             if isinstance(message, WeightUpdate):
                 self.adopt_update(message, entry)
+            if isinstance(message, JoinGroup):
+                self.redis.hset(self.keys.weights, "group", encode(message))
+                self.redis.xdel(self.keys.control, entry)
             if isinstance(message, Pause | Resume):
                 self.adopt_pause(message.mode if isinstance(message, Pause) else "", entry)
         for entry, request in self.entries():

@@ -10,6 +10,7 @@ from typing import Any
 from rollout_api import AsyncRolloutClient, Prompt, Rollout, RolloutId
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_worker.engine.engine import Engine
+from rollout_worker.job.engine_worker import EngineWorker
 from tests.support.in_process_job import LiveJob, live, manifest
 from tests.support.reference_model import EOS, VOCABULARY, LoopThread
 from tests.support.waiting import wait_for_async
@@ -53,6 +54,23 @@ class JobHarness:
                     await engine.resume()
                 if engine.weight_version != 0 and not engine.stopped:
                     await engine.load_weights(self.models / "0", 0)
+
+
+async def lose(running: LiveJob, name: str) -> None:
+    """Kill an engine's worker, and let its lease expire at once."""
+    engine_id = running.workers[name].engine_id
+    await running.kill(name)
+    running.redis.delete(running.keys.lease(engine_id))
+    if "coordinator" in running.tasks:
+        await running.until(lambda: engine_id.encode() not in running.redis.hkeys(running.keys.engines))
+
+
+async def replace_engine(running: LiveJob, job_harness: JobHarness, name: str) -> EngineWorker:
+    """Replace an engine by one that has the weights of the job's model directory."""
+    await lose(running, name)
+    engine = job_harness.engines[name]
+    await engine.load_weights(job_harness.models / "0", 0)
+    return running.start_worker(name, engine)
 
 
 def prompts(count: int, length: int = 4, **fields: Any) -> list[Prompt]:

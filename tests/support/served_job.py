@@ -1,4 +1,4 @@
-"""A fake job that is served over HTTP."""
+"""Serves a job over HTTP in a thread, and a fake job for it."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from rollout_api.protocol.messages import Partial
 from rollout_server.server import as_asgi, build_app
 from rollout_worker.tiny_model.tokenizer import build_tokenizer, load_tokenizer
 from tests.support.fake_job import VOCABULARY, FakeJob
+from tests.support.in_process_job import LiveJob
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.waiting import wait_for
 
@@ -131,7 +132,7 @@ def answering(job: ServedJob, *texts: str, end: FinishReason = FinishReason.STOP
 
 @contextmanager
 def serving(
-    job: FakeJob,
+    job: FakeJob | LiveJob,
     url: str,
     model: Path,
     arguments: Sequence[str] = (),
@@ -153,7 +154,8 @@ def serving(
     errors: list[BaseException] = []
 
     async def run() -> None:
-        async with RequestClient.connect(url, job.name, reconnect_timeout=2) as client:
+        address: dict[str, str] = {"uid": job.uid} if isinstance(job, LiveJob) else {"job": job.name}
+        async with RequestClient.connect(url, **address, reconnect_timeout=2) as client:
             app = await build_app(client, model, [MODEL_NAME], Engine.model_validate(engine), arguments)
             server = uvicorn.Server(uvicorn.Config(wrap(as_asgi(app)), port=0, log_level="warning"))
             app.state.server, job_engine = server, app.state.engine_client

@@ -1,6 +1,6 @@
 """Trainers that reach a real job by a URL: TRL's AsyncGRPOTrainer, verifiers, SkyRL's client, and the calls of slime.
 
-The trainer of ``examples/trl_async_grpo`` is not modified. It assumes a GPU in two places, which
+The trainer of ``examples/trl_async_grpo`` is not modified. It assumes a GPU in some places, which
 ``tests/support/async_grpo_on_cpu`` fills in.
 """
 
@@ -39,8 +39,10 @@ SKYRL = ROOT / ".venv" / "skyrl"
 VERIFIERS = ROOT / ".venv" / "verifiers" / "bin" / "python"
 EXAMPLE = ROOT / "examples" / "trl_async_grpo"
 CLIENTS = ROOT / "tests" / "support" / "http_clients"
+WITH_TESTS = {**os.environ, "PYTHONPATH": str(ROOT)}
+"""Environment of programs that import the tests' modules."""
 HISTORY = HistoryKeys("default", "trl-async-grpo")
-STEPS = 24
+STEPS, FULL_STEPS = 24, 4
 ADAPTERS_IN_USE = 3
 """A trainer with a max_staleness of 2 keeps the names of as many adapters."""
 
@@ -65,6 +67,15 @@ def largest_error(
     return float((expected - torch.tensor(logprobs)).abs().max())
 
 
+def assert_samples_from(url: str, checkpoint: Path) -> None:
+    """Check that a job's responses have the log-probabilities under a checkpoint."""
+    prompt = load_tokenizer(checkpoint).encode("3+4=")
+    body = {"model": "trl-async-grpo", "prompt": prompt, "max_tokens": 40, "logprobs": 1, "return_token_ids": True}
+    choice = httpx.post(f"{url}/v1/completions", json=body, timeout=120).json()["choices"][0]
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+    assert largest_error(model, prompt, choice["token_ids"], choice["logprobs"]["token_logprobs"]) < 1e-3
+
+
 def publish_trained_model(url: str, directory: Path) -> tuple[Path, int]:
     """Let the job serve a trained policy; return its directory and its weight version."""
     checkpoint = shutil.copytree(ensure(default_cache() / "das" / "tiny-qwen3")[-1], directory)
@@ -77,7 +88,7 @@ def job(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """URL of a job's server, and the directory where it may load weights."""
     directory = tmp_path_factory.mktemp("async-grpo")
     manifest = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
-    manifest["spec"]["weights"] = {"allowedRoots": [str(directory)]}
+    manifest["spec"]["weights"]["allowedRoots"] = [str(directory)]
     file, port = directory / "job.yaml", free_port()
     file.write_text(yaml.safe_dump(manifest))
     common = ["-f", str(file), "--redis", redis_server]
@@ -110,26 +121,32 @@ def job(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             process.wait(timeout=60)
 
 
-@pytest.fixture(scope="module")
-def training(job: tuple[str, Path]) -> list[dict[str, Any]]:
-    """The trainer's log, one entry per training step."""
-    url, directory = job
+def train(url: str, output: Path, steps: int, *options: str, **variables: str) -> list[dict[str, Any]]:
+    """Run the example's trainer; return its log, one entry per training step."""
     model = ensure(default_cache() / "das" / "tiny-qwen3")[0]
     command = [sys.executable, str(EXAMPLE / "train.py"), "--url", url, "--model", str(model), "--cpu"]
-    command += ["--output", str(directory / "out"), "--steps", str(STEPS)]
+    command += ["--output", str(output), "--steps", str(steps), *options]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT / "tests" / "support" / "async_grpo_on_cpu"),
+        "PYTHONPATH": f"{ROOT / 'tests' / 'support' / 'async_grpo_on_cpu'}:{ROOT}",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRL_EXPERIMENTAL_SILENCE": "1",
+        **variables,
     }
-    log = directory / "train.log"
-    with log.open("w") as output:
-        code = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=environment).returncode
+    log = output.with_suffix(".log")
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
     assert 0 == code, log.read_text()[-4000:]
-    state = json.loads((directory / "out" / "trainer_state.json").read_text())
+    state = json.loads((output / "trainer_state.json").read_text())
     return [entry for entry in state["log_history"] if "reward" in entry]
+
+
+@pytest.fixture(scope="module")
+def training(job: tuple[str, Path]) -> list[dict[str, Any]]:
+    """The log of a trainer of an adapter, one entry per training step."""
+    url, directory = job
+    return train(url, directory / "out", STEPS)
 
 
 @pytest.mark.timeout(600)
@@ -193,7 +210,7 @@ def test_skyrls_client_samples_pauses_and_replaces_an_adapter(job: tuple[str, Pa
     checkpoint, version = publish_trained_model(url, directory / "skyrl")
     adapter = make_adapter(directory / "skyrl-adapter", checkpoint, seed=1)
     command = [sys.executable, CLIENTS / "skyrl_client.py", SKYRL, url, "trl-async-grpo", adapter]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=WITH_TESTS)
     assert 0 == done.returncode, done.stderr[-2000:]
     report = json.loads(done.stdout.splitlines()[-1])
 
@@ -212,7 +229,18 @@ def test_skyrls_client_samples_pauses_and_replaces_an_adapter(job: tuple[str, Pa
     assert report["is_paused"]
     assert 2 == len(report["resumed"]["responses"])
     assert report["chat"]["choices"][0]["message"]["content"]
-    assert "POST /v1/load_lora_adapter" in report["refusal"]
+    assert "POST /init_weight_transfer_engine" in report["refusal"]
+
+
+def test_skyrls_sender_sends_all_weights(job: tuple[str, Path]) -> None:
+    url, _ = job
+    before = int(httpx.get(f"{url}/weight_info").json()["weight_version"])
+    checkpoint = ensure(default_cache() / "das" / "tiny-qwen3")[1]
+    command = [sys.executable, CLIENTS / "skyrl_sender.py", SKYRL, url, checkpoint]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=WITH_TESTS)
+    assert 0 == done.returncode, done.stderr[-2000:]
+    assert {"weight_version": str(before + 2)} == httpx.get(f"{url}/weight_info").json()
+    assert_samples_from(url, checkpoint)
 
 
 @pytest.mark.parametrize("client_type", ["openai_chat_completions", "renderer"])
@@ -257,3 +285,18 @@ def test_an_environment_of_verifiers_continues_from_the_sampled_tokens(
         assert 4 == report["prefixes"].count("unknown")
         assert {"unknown", "sampled", "restored"} >= {*report["prefixes"]}
     wait_for(lambda: len(rollout_ids_in(server, HISTORY, problem) - earlier) == 4 * 3)
+
+
+@pytest.mark.timeout(600)
+def test_trl_trains_all_weights_and_sends_them(job: tuple[str, Path]) -> None:
+    url, directory = job
+    before = int(httpx.get(f"{url}/weight_info").json()["weight_version"])
+    variables = {"SEND_WEIGHTS_ON_CPU": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    log = train(url, directory / "full", FULL_STEPS, "--full", **variables)
+    assert FULL_STEPS == len(log)
+    # The first step samples with the trainer's initial weights, whatever the job has served before.
+    assert pytest.approx(1.0, abs=1e-4) == log[0]["ratio"]
+    assert {"weight_version": str(before + 1 + FULL_STEPS)} == httpx.get(f"{url}/weight_info").json()
+    assert not httpx.get(f"{url}/is_paused").json()["is_paused"]
+
+    assert_samples_from(url, directory / "full")

@@ -1,8 +1,17 @@
-"""Control messages: cancellations, weight updates, pauses, and the close of the job."""
+"""Control messages: cancellations, weight updates, transfer groups, pauses, and the close of the job."""
 
 from __future__ import annotations
 
-from rollout_api.protocol.messages import Cancel, CodecError, ControlMessage, Pause, Resume, WeightUpdate, decode
+from rollout_api.protocol.messages import (
+    Cancel,
+    CodecError,
+    ControlMessage,
+    JoinGroup,
+    Pause,
+    Resume,
+    WeightUpdate,
+    decode,
+)
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.cancellations import Cancellations
 from rollout_worker.job.coordinator.dead_letters import DeadLetters
@@ -49,6 +58,8 @@ class ControlProcessor:
                 await self._dead_letters.add(Stream.CONTROL, entry, reason)
                 return
             await self._weights.publish(message, list(self._engines.engines))
+        elif isinstance(message, JoinGroup):
+            await self._weights.form_group(message, self._engines.engines)
         elif isinstance(message, Cancel):
             if not await self._cancellations.cancel(entry.entry_id, message.request_ids):
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollout_api.protocol.messages import FinishReason
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.engine_worker.executor import RolloutExecutor
+from rollout_worker.job.engine_worker.group_joiner import GroupJoiner
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.pause_updater import PauseUpdater
 from rollout_worker.job.engine_worker.running import RunningRollouts
@@ -23,10 +24,11 @@ class InboxReader:
         running: RunningRollouts,
         executor: RolloutExecutor,
         weights: WeightUpdater,
+        groups: GroupJoiner,
         pause: PauseUpdater,
     ) -> None:
         self._job_store, self._lease, self._running = job_store, lease, running
-        self._executor, self._weights, self._pause = executor, weights, pause
+        self._executor, self._weights, self._groups, self._pause = executor, weights, groups, pause
 
     async def run(self) -> None:
         """Execute orders until cancelled."""
@@ -61,6 +63,8 @@ class InboxReader:
             self._weights.request_passing(order.target, order.weight_version)
         elif order.kind is OrderKind.KEEP_WEIGHTS:
             await self._weights.report_missing_source(order.weight_version)
+        elif order.kind is OrderKind.JOIN_GROUP:
+            self._groups.request_update()
         elif order.kind is OrderKind.UPDATE_PAUSE:
             self._pause.request_update()
         await retry_async(self._job_store.assignments.acknowledge, self._lease.engine_id, order.order_id)

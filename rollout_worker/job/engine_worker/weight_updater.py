@@ -197,6 +197,8 @@ class WeightUpdater:
             report.failed[version] = error
             if update.broadcast is not None and report.broadcast:
                 report.missed = version  # others may have received what this engine has not
+                if update.broadcast.group == report.group:
+                    report.group_error = error  # the trainer's next tensors may be those of this update
             return
         self._passing_attempts += 1
         if self._passing_attempts == MAX_PASSING_ATTEMPTS:

@@ -15,6 +15,7 @@ from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.engine_worker.announcer import HistoryAnnouncer
 from rollout_worker.job.engine_worker.checkpoints import CheckpointWriter
 from rollout_worker.job.engine_worker.executor import RolloutExecutor
+from rollout_worker.job.engine_worker.group_joiner import GroupJoiner
 from rollout_worker.job.engine_worker.inbox import InboxReader
 from rollout_worker.job.engine_worker.lease import EngineLease
 from rollout_worker.job.engine_worker.monitor import EngineMonitor
@@ -43,6 +44,7 @@ class EngineWorker:
     - :class:`CheckpointWriter` writes their partials,
     - :class:`TokenStreams` writes the tokens of those that are streamed,
     - :class:`WeightUpdater` loads published weights and passes them on to other engines,
+    - :class:`GroupJoiner` joins the trainer's transfer group,
     - :class:`PauseUpdater` pauses and resumes the engine,
     - :class:`HistoryAnnouncer` tells the drafter which histories it needs,
     - :class:`EngineMonitor` reads the engine's statistics, and
@@ -110,7 +112,10 @@ class EngineWorker:
             checkpoint_tokens=checkpoint_tokens,
         )
         self._pause = PauseUpdater(engine, job_store, self._lease)
-        self._inbox = InboxReader(job_store, self._lease, self._running, self._executor, self._weights, self._pause)
+        self._groups = GroupJoiner(engine, job_store, self._lease)
+        self._inbox = InboxReader(
+            job_store, self._lease, self._running, self._executor, self._weights, self._groups, self._pause
+        )
         self._monitor = EngineMonitor(engine, report, self._running, speculation_cutoff or SpeculationCutoff())
         self._draining: asyncio.Task[None] | None = None
         self._drained = asyncio.Event()
@@ -152,6 +157,7 @@ class EngineWorker:
                 self._token_streams.run(),
                 self._weights.run(),
                 self._weights.pass_on(),
+                self._groups.run(),
                 self._pause.run(),
                 self._announcer.run(),
                 self._monitor.run(),

@@ -59,6 +59,8 @@ class OrderKind(StrEnum):
     """Pass the full weights on to another engine."""
     KEEP_WEIGHTS = "keep-weights"
     """Serve the weights that the engine has, because no other engine has those that it has missed."""
+    JOIN_GROUP = "join"
+    """Join the transfer group, as the job's record says."""
     UPDATE_PAUSE = "pause"
     """Pause or resume decoding, as the job's record says."""
 
@@ -107,6 +109,11 @@ class Order:
     def update_weights(cls) -> Order:
         """Return the order to load the published weights."""
         return cls(OrderKind.UPDATE_WEIGHTS)
+
+    @classmethod
+    def join_group(cls) -> Order:
+        """Return the order to join the transfer group."""
+        return cls(OrderKind.JOIN_GROUP)
 
     @classmethod
     def update_pause(cls) -> Order:

@@ -53,6 +53,10 @@ class EngineReport:
     """Version of the engine's full weights, regardless of an adapter."""
     missed: int | None = None
     """Version of broadcast weights that the engine has missed and wants to receive from another engine."""
+    group: str = ""
+    """Id of the transfer group that the engine was last told to join; '' if there was none."""
+    group_error: str = ""
+    """Why the engine is no member of this group; '' if it is."""
     paused: str = ""
     """How the engine is paused (a :class:`~rollout_api.PauseMode`); '' if it is not."""
     counters: dict[str, float] = field(default_factory=dict)

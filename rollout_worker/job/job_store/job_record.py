@@ -11,6 +11,7 @@ from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.messages import (
     SCHEMA_VERSION,
     Capability,
+    JoinGroup,
     PauseMode,
     WeightsKind,
     WeightUpdate,
@@ -109,3 +110,13 @@ class JobRecord:
         stored = await self._client.hmget(self._keys.weights, [WeightsKind.FULL.value, WeightsKind.LORA.value])
         updates = [decode(data) for data in stored if isinstance(data, bytes)]
         return [update for update in updates if isinstance(update, WeightUpdate)]
+
+    async def set_transfer_group(self, group: JoinGroup) -> None:
+        """Store the transfer group that engines should have joined."""
+        await self._client.hset(self._keys.weights, "group", encode(group))
+
+    async def transfer_group(self) -> JoinGroup | None:
+        """Return the transfer group that engines should have joined; None if there is none."""
+        stored: Any = await self._client.hget(self._keys.weights, "group")
+        group = None if stored is None else decode(stored)
+        return group if isinstance(group, JoinGroup) else None

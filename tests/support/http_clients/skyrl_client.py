@@ -10,11 +10,11 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-PACKAGES = ("", ".backends", ".backends.skyrl_train", ".backends.skyrl_train.inference_servers")
-PACKAGES += (".backends.skyrl_train.utils",)
+from tests.support.http_clients.skyrl_modules import import_from_skyrl
+
+CLIENT = "backends.skyrl_train.inference_servers.remote_inference_client"
 SAMPLING = {
     # skyrl.backends.skyrl_train.inference_servers.engine_utils.get_vllm_sampling_params, with SkyRL's defaults
     "min_tokens": 1,
@@ -30,23 +30,9 @@ SAMPLING = {
 }
 
 
-def import_client(folder: Path) -> Any:
-    """Return the module of SkyRL's client.
-
-    The ``__init__`` modules of its packages import all of SkyRL, which needs Python 3.12. The client does not.
-    """
-    for package in PACKAGES:
-        module = ModuleType(f"skyrl{package}")
-        module.__path__ = [str(folder / f"skyrl{package}".replace(".", "/"))]
-        sys.modules[module.__name__] = module
-    from skyrl.backends.skyrl_train.inference_servers import remote_inference_client
-
-    return remote_inference_client
-
-
 async def main(folder: str, url: str, name: str, adapter: str) -> None:
     """Make the calls of a training step, and print what they return."""
-    module = import_client(Path(folder))
+    module = import_from_skyrl(Path(folder), CLIENT)
     report: dict[str, Any] = {}
     async with module.RemoteInferenceClient(
         proxy_url=url, server_urls=[url], data_parallel_size=1, model_name=name, uses_lora_weight_sync=True

@@ -1,0 +1,111 @@
+"""The process group in which a trainer transfers weights as it would to vLLM's own server.
+
+The processes find each other and send tensors as in ``vllm/distributed/weight_transfer`` of vLLM 0.32, whose sender the
+trainer uses. On CPUs, the group uses gloo where vLLM has NCCL only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from rollout_api.weights.broadcast import JOIN_TIMEOUT_S, BroadcastGroup, GlooGroup, NcclGroup, TensorTuple, receive
+from rollout_worker.engine.limits import TRANSFER_CONNECT_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class GroupMembership:
+    """Which transfer group an engine joins."""
+
+    name: str
+    """Name of the group."""
+    backend: str
+    """nccl or gloo."""
+    host: str
+    """The trainer's address."""
+    port: int
+    rank: int
+    """Rank of the engine's first worker process in the group."""
+    world_size: int
+    """Number of processes in the group. All but rank 0, which is the trainer, belong to engines."""
+
+
+class TransferGroup:
+    """A joined transfer group, in one worker process of an engine.
+
+    NCCL would wait forever for a process that does not take part. The engines' processes therefore first wait for each
+    other, for a limited time, with the trainer's store.
+
+    Args:
+        membership: the group.
+        rank: rank of this process within its engine.
+        device: torch device of this process's tensors.
+
+    Raises:
+        RuntimeError: the trainer cannot be reached, or an engine is missing.
+    """
+
+    def __init__(self, membership: GroupMembership, rank: int, device: Any) -> None:
+        from vllm.distributed.utils import StatelessProcessGroup
+        from vllm.utils.nccl import unpinned_nccl_env
+
+        self.name = membership.name
+        self._num_receivers, self._device = membership.world_size - 1, device
+        own_rank = membership.rank + rank
+        self._store = StatelessProcessGroup.create(
+            membership.host,
+            membership.port,
+            own_rank,
+            membership.world_size,
+            store_timeout=int(TRANSFER_CONNECT_TIMEOUT_S),
+        ).store
+        self._store.set_timeout(timedelta(seconds=JOIN_TIMEOUT_S))
+        self._num_meetings = 0
+        self.meet()
+        self._group: BroadcastGroup
+        if membership.backend == "gloo":
+            self._group = GlooGroup(self._store, own_rank, membership.world_size)
+        else:
+            with unpinned_nccl_env():  # as vLLM does for communicators that it shares with a trainer
+                self._group = NcclGroup(self._store, own_rank, membership.world_size, device)
+
+    def receive(self, tensors: Sequence[TensorTuple], packed_bytes: int) -> Iterator[tuple[str, Any]]:
+        """Yield the tensors that the trainer sends; :meth:`meet` must be called before.
+
+        Args:
+            tensors: what it sends.
+            packed_bytes: see :class:`~rollout_api.protocol.messages.Broadcast`.
+
+        Raises:
+            RuntimeError: the trainer is gone, or another process of the group is.
+        """
+        return receive(self._group, tensors, bucket_bytes=0, packed_bytes=packed_bytes, device=self._device)
+
+    def meet(self) -> None:
+        """Wait until all processes of engines have called this.
+
+        Raises:
+            RuntimeError: a process has not, or the trainer is gone.
+        """
+        self._num_meetings += 1
+        arrived, complete = f"das-arrived-{self._num_meetings}", f"das-complete-{self._num_meetings}"
+        try:
+            if self._store.add(arrived, 1) == self._num_receivers:
+                self._store.set(complete, "")
+            self._store.wait([complete], timedelta(seconds=JOIN_TIMEOUT_S))
+        except RuntimeError as error:
+            count = "some"
+            with contextlib.suppress(RuntimeError):
+                count = str(self._store.add(arrived, 0))
+            raise RuntimeError(
+                f"{count} of {self._num_receivers} processes of the engines take part in the trainer's process group: "
+                f"{error}"
+            ) from error
+
+    def leave(self) -> None:
+        """Release the group's resources. The group cannot be used afterwards."""
+        self._group.leave()
+        self._store = None

@@ -1,0 +1,219 @@
+"""Weights that trainers send to a job's HTTP server as to vLLM's own, with the senders of TRL and vLLM.
+
+The senders are not modified. They need GPUs, which ``tests/support/vllm_sender_on_cpu`` replaces; NCCL is not run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import httpx
+import pytest
+import requests
+from accelerate import PartialState
+from transformers import AutoModelForCausalLM
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+from vllm.distributed.weight_transfer.base import ModuleSource
+from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NCCLTrainerWeightTransferEngine
+
+from rollout_api import AsyncRolloutClient, Rollout
+from rollout_api.manifest.spec import Sampling
+from rollout_worker.runtime.ports import free_port
+from tests.support.in_process_job import LiveJob
+from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompt_index, prompts, replace_engine
+from tests.support.reference_model import ReferenceDistribution
+from tests.support.served_job import serving
+from tests.support.vllm_sender_on_cpu import install
+
+SAMPLING = Sampling(n=4, max_tokens=40, logprobs=True)
+TENSOR = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
+Transfer = Callable[[LiveJob, AsyncRolloutClient, str], Coroutine[Any, Any, None]]
+
+
+@pytest.fixture(autouse=True)
+def senders_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch.setattr)
+    PartialState()  # as a trainer does; TRL's log needs it
+    monkeypatch.setenv("VLLM_HOST_IP", "127.0.0.1")  # the address at which a trainer listens
+
+
+def run(job_harness: JobHarness, transfer: Transfer) -> None:
+    """Run a scenario with the URL of a server of its job."""
+
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        with serving(running, job_harness.url, job_harness.models / "0") as url:
+            await transfer(running, client, url)
+
+    job_harness.run(scenario)
+
+
+def load(job_harness: JobHarness, version: int) -> Any:
+    """Return one of the test's models."""
+    return AutoModelForCausalLM.from_pretrained(job_harness.models / str(version), dtype="float32")
+
+
+def trl_client(url: str, model: Any) -> WeightTransferClient:
+    """Return TRL's sender, as AsyncGRPOTrainer creates it."""
+    tensors = list(model.named_parameters())
+    described = {
+        "names": [name for name, _ in tensors],
+        "dtype_names": [str(tensor.dtype).split(".")[-1] for _, tensor in tensors],
+        "shapes": [list(tensor.shape) for _, tensor in tensors],
+    }
+    return WeightTransferClient(VLLMClient(url, 60), described, weight_sync_timeout=120)
+
+
+def vllm_engine(url: str, model: Any, world_size: int, **wire: Any) -> NCCLTrainerWeightTransferEngine:
+    """Return vLLM's sender, which has formed a group with the job's engines."""
+    init_info = NCCLTrainerInitInfo("127.0.0.1", free_port(), world_size, rank=0, **wire)
+    return NCCLTrainerWeightTransferEngine.trainer_init(
+        init_info, client=HTTPVLLMWeightSyncClient(url), source=ModuleSource(model)
+    )
+
+
+def versions(rollouts: list[Rollout]) -> set[int]:
+    """Return all weight versions that sampled tokens of the rollouts."""
+    return {span.weight_version for rollout in rollouts for span in rollout.weight_spans}
+
+
+async def assert_all_sample_with(
+    job_harness: JobHarness, running: LiveJob, client: AsyncRolloutClient, version: int, model: int
+) -> None:
+    """Check that all engines sample from the distribution of a model, as this weight version."""
+    rollouts = await gather(client, version, prompts(10, sampling=SAMPLING, weight_version=version))
+    assert {worker.engine_id for worker in running.workers.values()} == {rollout.engine for rollout in rollouts}
+    assert {version} == versions(rollouts)
+    reference = ReferenceDistribution(job_harness.models / str(model))
+    for rollout in rollouts:
+        prompt = list(prompts(prompt_index(rollout) + 1)[-1].token_ids)
+        assert rollout.logprobs is not None
+        assert reference.max_error(prompt, rollout.token_ids, rollout.logprobs, SAMPLING) < 1e-3
+
+
+def test_trls_client_sends_weights_while_rollouts_are_paused(job_harness: JobHarness) -> None:
+    async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
+        model = load(job_harness, 1)
+        trl = trl_client(url, model)
+        long = prompts(2, sampling=Sampling(n=8, max_tokens=400, allowed_token_ids=ENDLESS))
+        async with client.step(1, long) as step:
+            await running.until(lambda: running.redis.hlen(running.keys.partials) >= 4)
+            await asyncio.to_thread(trl.init_weight_transfer)
+            for call in (trl.pause, lambda: trl.send_weights(model.named_parameters()), trl.resume):
+                await asyncio.to_thread(call)
+            across = [rollout async for rollout in step]
+        assert {(0, 1)} == {tuple(span.weight_version for span in rollout.weight_spans) for rollout in across}
+        assert {"weight_version": "1"} == httpx.get(f"{url}/weight_info").json()
+        await assert_all_sample_with(job_harness, running, client, 1, 1)
+        # The group stays, and the next weights need no rendezvous.
+        model.load_state_dict(load(job_harness, 2).state_dict())
+        await asyncio.to_thread(trl.send_weights, model.named_parameters())
+        await assert_all_sample_with(job_harness, running, client, 2, 2)
+
+    run(job_harness, transfer)
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        {"packed": False},
+        {"packed_buffer_size_bytes": 1000},  # a few tensors, each of which may exceed it
+        {"packed_buffer_size_bytes": 1 << 30},  # all tensors at once
+    ],
+)
+def test_vllms_sender_is_understood_in_all_its_formats(job_harness: JobHarness, wire: dict[str, Any]) -> None:
+    async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
+        sender = await asyncio.to_thread(vllm_engine, url, load(job_harness, 1), 3, **wire)
+        await asyncio.to_thread(sender.send_weights)
+        await assert_all_sample_with(job_harness, running, client, 1, 1)
+
+    run(job_harness, transfer)
+
+
+def test_an_engine_that_joins_later_gets_the_weights_and_is_part_of_the_next_group(job_harness: JobHarness) -> None:
+    async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
+        sender = await asyncio.to_thread(vllm_engine, url, load(job_harness, 1), 3)
+        await asyncio.to_thread(sender.send_weights)
+        lost = running.workers["engine-1"].engine_id
+        joined = await replace_engine(running, job_harness, "engine-1")
+        await running.until(lambda: joined.report.version == 1, 30)
+        await assert_all_sample_with(job_harness, running, client, 1, 1)
+
+        # The group has lost a member, which the trainer learns before it sends anything.
+        with pytest.raises(requests.HTTPError):
+            await asyncio.to_thread(sender.send_weights)
+        for path, body in [("start_weight_update", None), ("update_weights", {"update_info": TENSOR})]:
+            reply = httpx.post(f"{url}/{path}", json=body)
+            assert 400 == reply.status_code
+            error = reply.json()["error"]["message"]
+            assert f"{lost}: the engine has ended" in error
+            assert "POST /init_weight_transfer_engine" in error
+
+        again = await asyncio.to_thread(vllm_engine, url, load(job_harness, 2), 3)
+        await asyncio.to_thread(again.send_weights)
+        await assert_all_sample_with(job_harness, running, client, 2, 2)
+
+    run(job_harness, transfer)
+
+
+def test_engines_without_a_place_in_the_group_get_the_weights_from_others(job_harness: JobHarness) -> None:
+    async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
+        sender = await asyncio.to_thread(vllm_engine, url, load(job_harness, 1), 2)
+        await asyncio.to_thread(sender.send_weights)
+        assert 1 == sum(bool(worker.report.group) for worker in running.workers.values())
+        await assert_all_sample_with(job_harness, running, client, 1, 1)
+
+    run(job_harness, transfer)
+
+
+def test_weights_that_do_not_fit_the_model_are_refused_and_end_the_group(job_harness: JobHarness) -> None:
+    async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
+        model = load(job_harness, 1)
+        first, *others = model.named_parameters()
+        trl = trl_client(url, model)
+        for names in trl._weight_update_info.values():
+            names.pop(0)
+        await asyncio.to_thread(trl.init_weight_transfer)
+        with pytest.raises(RuntimeError) as failure:
+            await asyncio.to_thread(trl.send_weights, iter(others))
+        reasons = str(failure.value.__cause__)
+        for worker in running.workers.values():
+            assert worker.engine_id in reasons
+        assert f"has no {first[0]}: it must have all of the model's tensors" in reasons
+        assert {0} == versions(await gather(client, 1, prompts(4)))
+        error = httpx.post(f"{url}/start_weight_update").json()["error"]["message"]
+        assert first[0] in error
+        assert "POST /init_weight_transfer_engine" in error
+
+        complete = trl_client(url, model)
+        await asyncio.to_thread(complete.init_weight_transfer)
+        await asyncio.to_thread(complete.send_weights, model.named_parameters())
+        await assert_all_sample_with(job_harness, running, client, 2, 1)
+
+    run(job_harness, transfer)
+
+
+def test_a_trainer_that_does_not_listen_leaves_the_engines_as_they_are(job_harness: JobHarness) -> None:
+    async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
+        missing = httpx.post(f"{url}/update_weights", json={"update_info": TENSOR})
+        assert 400 == missing.status_code
+        assert "have joined no process group" in missing.json()["error"]["message"]
+
+        address = {"master_address": "127.0.0.1", "master_port": free_port(), "rank_offset": 1}
+        too_large = httpx.post(f"{url}/init_weight_transfer_engine", json={"init_info": {**address, "world_size": 4}})
+        assert 400 == too_large.status_code
+        assert "use world_size 3" in too_large.json()["error"]["message"]
+
+        nobody = await asyncio.to_thread(
+            lambda: httpx.post(
+                f"{url}/init_weight_transfer_engine", json={"init_info": {**address, "world_size": 3}}, timeout=90
+            )
+        )
+        assert 400 == nobody.status_code
+        assert f"cannot join the process group of the trainer at 127.0.0.1:{address['master_port']}" in nobody.text
+        assert {0} == versions(await gather(client, 1, prompts(4)))
+
+    run(job_harness, transfer)

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -120,14 +121,15 @@ async def _sample_dataset(setup: JobSetup, load_dataset: Callable[[], Dataset | 
     dataset = await run_in_daemon_thread(load_dataset)
     if dataset is None:
         return
-    while True:
-        try:
-            finished = await asyncio.to_thread(count_finished, server, setup.keys)
-            await run_dataset(setup, dataset, server, finished_before=finished)
-        except redis.RedisError as error:
-            logger.warning("Waiting for Redis: %s", explain_error(error, setup.redis_url))
-        except (RedisUnreachableError, JobNotFoundError) as error:  # the coordinator may be waiting for Redis as well
-            logger.warning("Waiting for the coordinator: %s", error)
-        else:
-            return
-        await asyncio.sleep(REDIS_RETRY_DELAY_S)
+    with closing(dataset):
+        while True:
+            try:
+                finished = await asyncio.to_thread(count_finished, server, setup.keys)
+                await run_dataset(setup, dataset, server, finished_before=finished)
+            except redis.RedisError as error:
+                logger.warning("Waiting for Redis: %s", explain_error(error, setup.redis_url))
+            except (RedisUnreachableError, JobNotFoundError) as error:  # the coordinator may wait for Redis as well
+                logger.warning("Waiting for the coordinator: %s", error)
+            else:
+                return
+            await asyncio.sleep(REDIS_RETRY_DELAY_S)

@@ -18,6 +18,8 @@ from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJ
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.retry import retry
 from rollout_worker.engine.model_source import resolve_checkpoint
+from rollout_worker.environment.supervisor import EnvironmentSupervisor
+from rollout_worker.job.dataset.environment_source import EnvironmentProblem, load_environment
 from rollout_worker.job.dataset.problems import DatasetProblem, load_problems
 from rollout_worker.job.dataset.report import EpochMode, JobReport
 from rollout_worker.job.dataset.trainer import DatasetTrainer
@@ -32,13 +34,26 @@ _CLIENT_NAME = "dataset"
 class Dataset:
     """The loaded dataset source of a manifest."""
 
-    problems: Sequence[DatasetProblem]
+    problems: Sequence[DatasetProblem | EnvironmentProblem]
     checkpoints: Sequence[str]
     """Address of each epoch's weights."""
     tokenizer: Any
+    environment: EnvironmentSupervisor | None = None
+    """The environment that the problems belong to."""
+    has_episodes: bool = False
+    """Whether the environment itself asks for the responses, turn by turn."""
+    scores_groups: bool = False
+    """Whether its rewards compare the rollouts of a problem."""
 
-    def total_rollouts(self, job: RolloutJob) -> int:
-        """Return the number of rollouts in all epochs."""
+    def close(self) -> None:
+        """End the environment's process."""
+        if self.environment is not None:
+            self.environment.close()
+
+    def total_rollouts(self, job: RolloutJob) -> int | None:
+        """Return the number of rollouts in all epochs; None if the number of turns is unknown."""
+        if self.has_episodes:
+            return None
         return len(self.problems) * job.spec.sampling.n * len(self.checkpoints)
 
 
@@ -60,9 +75,26 @@ def load_dataset(job: RolloutJob, model: Path, tokenizer: Any, cache: Path) -> D
         return None
     for uri in source.checkpoints:
         resolve_checkpoint(uri, cache, model, job.spec.weights.allowed_roots)
-    problems = load_problems(source, tokenizer)
-    _check_requests(job, problems, len(tokenizer))
-    return Dataset(problems, list(source.checkpoints) or [job.spec.model.uri] * source.epochs, tokenizer)
+    checkpoints = list(source.checkpoints) or [job.spec.model.uri] * source.epochs
+    if source.environment is None:
+        problems = load_problems(source, tokenizer)
+        _check_requests(job, problems, len(tokenizer))
+        return Dataset(problems, checkpoints, tokenizer)
+    loaded = load_environment(source.environment, tokenizer)
+    dataset = Dataset(
+        loaded.problems,
+        checkpoints,
+        tokenizer,
+        loaded.environment,
+        has_episodes=loaded.has_episodes,
+        scores_groups=loaded.scores_groups,
+    )
+    try:
+        _check_requests(job, loaded.problems, len(tokenizer))
+    except ManifestError:
+        dataset.close()
+        raise
+    return dataset
 
 
 def count_finished(server: redis.Redis, keys: MessageKeys) -> int:
@@ -110,6 +142,7 @@ async def run_dataset(
             store=setup.history_store(),
             baselines=baselines,
             finished_before=finished_before,
+            environment=dataset.environment,
         )
         watching = [asyncio.ensure_future(watch(trainer))] if watch is not None else []
         try:
@@ -118,7 +151,9 @@ async def run_dataset(
             await cancel_and_wait(*watching)
 
 
-def _check_requests(job: RolloutJob, problems: Sequence[DatasetProblem], vocabulary_size: int) -> None:
+def _check_requests(
+    job: RolloutJob, problems: Sequence[DatasetProblem | EnvironmentProblem], vocabulary_size: int
+) -> None:
     """Reject requests that the engines would reject, before any engine is started."""
     sampling, limit = job.spec.sampling, job.spec.engine.max_model_len
     errors = []

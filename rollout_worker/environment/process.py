@@ -22,9 +22,9 @@ _HOST = Path(__file__).with_name("host.py")
 _SECRETS = ("ROLLOUT_REDIS_URL", "ROLLOUT_HISTORY_REDIS_URL", "ROLLOUT_STATUS_TOKEN")
 """Environment variables of the head that an environment does not need."""
 _READ_BYTES = 1 << 20
-_KEPT_LINES = 12
+_KEPT_LINES = 5
 """Number of lines of output that are kept for the message about the end of the process."""
-_MAX_LINE_BYTES = 500
+_MAX_LINE_BYTES = 400
 _SEND_TIMEOUT_S = 30.0
 """Seconds after which a process that reads no messages is considered hung."""
 
@@ -150,8 +150,8 @@ class EnvironmentProcess:
         self._channel.close()
         self._output.close()
         how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        printed = "".join(f"\n  {line}" for line in self._lines)
-        return f"{how}; the end of its output:{printed}" if printed else how
+        printed = " | ".join(self._lines)
+        return f"{how}; its last output: {printed}" if printed else how
 
     def _has_closed_channel(self) -> bool:
         readable, _, _ = select.select([self._channel], [], [], 0)

@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -102,6 +102,8 @@ async def run_local(
             dataset = load_dataset(job, model, tokenizer, cache)
             if dataset is not None:
                 exit_stack.callback(dataset.close)
+                if dataset.has_episodes:  # it asks for its responses itself, and always for drafts from the history
+                    options = replace(options, baselines=())
             state = JobState.open(directory / "job.json", job, notify)
             setup = JobSetup(
                 manifest=job.model_dump(mode="json", by_alias=True),
@@ -158,7 +160,10 @@ async def _run_on_ray(
                 limited = _until_deadline(work, job.spec.lifecycle.active_deadline_seconds)
                 return await _while_checked(limited, _check_processes(services, fleet))
             finally:
-                services.stop()  # before the processes that Ray has left behind are killed
+                # Before the processes that Ray has left behind are killed.
+                services.stop()
+                if dataset is not None:
+                    dataset.close()
     finally:
         services.stop()
 

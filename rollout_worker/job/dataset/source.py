@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from rollout_api.redis_client.retry import retry
 from rollout_worker.engine.model_source import resolve_checkpoint
 from rollout_worker.environment.supervisor import EnvironmentSupervisor
 from rollout_worker.job.dataset.environment_source import EnvironmentProblem, load_environment
+from rollout_worker.job.dataset.episodes import EpisodeSource, EpisodeTrainer
+from rollout_worker.job.dataset.local_server import LocalServer
 from rollout_worker.job.dataset.problems import DatasetProblem, load_problems
 from rollout_worker.job.dataset.report import EpochMode, JobReport
 from rollout_worker.job.dataset.trainer import DatasetTrainer
@@ -118,7 +121,8 @@ async def run_dataset(
         dataset: the problems to sample.
         server: the job's Redis.
         finished_before: number of rollouts that earlier runs have finished.
-        baselines: modes in which each epoch is repeated for comparison.
+        baselines: modes in which each epoch is repeated for comparison; none for an environment that asks for its
+            responses itself.
         watch: runs concurrently to show the progress; cancelled at the end.
 
     Raises:
@@ -126,24 +130,30 @@ async def run_dataset(
         redis.RedisError: if Redis is unavailable for long. Finished rollouts are kept, and the call can be repeated.
     """
     comparison = f"compare-{secrets.token_hex(4)}"
-    async with (
-        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=_CLIENT_NAME) as client,
-        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=comparison) as comparison_client,
-    ):
-        trainer = DatasetTrainer(
-            setup.job,
-            problems=dataset.problems,
-            checkpoints=dataset.checkpoints,
-            tokenizer=dataset.tokenizer,
-            client=client,
-            comparison_client=comparison_client,
-            server=server,
-            keys=setup.keys,
-            store=setup.history_store(),
-            baselines=baselines,
-            finished_before=finished_before,
-            environment=dataset.environment,
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(
+            AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=_CLIENT_NAME)
         )
+        comparison_client = await stack.enter_async_context(
+            AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=comparison)
+        )
+        arguments: dict[str, Any] = {
+            "problems": dataset.problems,
+            "checkpoints": dataset.checkpoints,
+            "tokenizer": dataset.tokenizer,
+            "client": client,
+            "comparison_client": comparison_client,
+            "server": server,
+            "keys": setup.keys,
+            "store": setup.history_store(),
+            "finished_before": finished_before,
+        }
+        if dataset.environment is not None and dataset.has_episodes:
+            local_server = await stack.enter_async_context(LocalServer(setup))
+            source = EpisodeSource(dataset.environment, local_server, dataset.scores_groups)
+            trainer: DatasetTrainer = EpisodeTrainer(source, setup.job, baselines=(), **arguments)
+        else:
+            trainer = DatasetTrainer(setup.job, environment=dataset.environment, baselines=baselines, **arguments)
         watching = [asyncio.ensure_future(watch(trainer))] if watch is not None else []
         try:
             return await trainer.run()

@@ -137,3 +137,31 @@ class StrangePrompts(ScriptedEnvironment):
     def problems(self) -> Iterator[dict[str, Any]]:
         """Return problems with a prompt of fractions."""
         yield {"problem_id": "a", "prompt": [0.5, 1.5]}
+
+
+class Dialogue(ScriptedEnvironment):
+    """A conversation of three turns. Rewards are the number of the model's messages."""
+
+    def reply(self, problem: dict[str, Any], messages: list[dict[str, Any]]) -> str | None:
+        """Return the next question."""
+        turns = sum(message["role"] == "assistant" for message in messages)
+        if problem["answer"] == "die" and turns == 2:
+            os._exit(7)
+        return f"{turns}+4=" if turns < 3 else None
+
+    def reward(self, problem: dict[str, Any], messages: list[dict[str, Any]]) -> Any:
+        """Return the number of turns, or do what the answer says."""
+        if problem["answer"] != "one":
+            return super().reward(problem, messages)
+        assert [message["role"] for message in messages] == ["user", "assistant"] * 3
+        return 3.0
+
+
+class SlowDialogue(Dialogue):
+    """The same, with rewards that take a second and are counted."""
+
+    def reward(self, problem: dict[str, Any], messages: list[dict[str, Any]]) -> Any:
+        """Return the number of turns."""
+        time.sleep(1)
+        ScriptedEnvironment.reward(self, problem, messages)
+        return 3.0

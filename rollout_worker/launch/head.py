@@ -35,6 +35,9 @@ TERMINATION_LOG = Path("/dev/termination-log")
 """File that Kubernetes reads as a container's termination message (default ``terminationMessagePath``), up to 4 KiB."""
 _FINAL_FIGURES = ("done", "total", "epoch", "weight_version", "tokens", "decoding_steps", "accepted_per_step")
 
+_MAX_ERROR_CHARS = 100
+"""Length to which texts about errors are cut there."""
+
 
 class HeadInputs:
     """Loads what the head reads from a job's model and dataset, each once and only if it is needed."""
@@ -111,7 +114,12 @@ def _write_termination_message(job_store: LauncherStore) -> None:
         status = retry(job_store.status)
         if status is None:
             return  # the status expires within seconds
-        TERMINATION_LOG.write_text(json.dumps({name: status[name] for name in _FINAL_FIGURES if name in status}))
+        figures = {name: status[name] for name in _FINAL_FIGURES if name in status}
+        figures["environment_errors"] = {
+            kind: {name: value[:_MAX_ERROR_CHARS] if isinstance(value, str) else value for name, value in error.items()}
+            for kind, error in status.get("environment_errors", {}).items()
+        }
+        TERMINATION_LOG.write_text(json.dumps(figures))
     except (OSError, ValueError, redis.RedisError) as error:
         logger.warning("Cannot leave the final figures for the operator: %s", error)
 

@@ -89,7 +89,7 @@ class TimeBudget:
 
 
 class RolloutRecord:
-    """One rollout of an episode: its identity, and the responses that were sampled for it."""
+    """One rollout of a trajectory: its identity, and the responses that were sampled for it."""
 
     def __init__(self, call: Mapping[str, Any], sample: int, budget: TimeBudget) -> None:
         self.call, self.sample, self.budget = call, sample, budget
@@ -101,7 +101,7 @@ class RolloutRecord:
         """Return the headers of the next request for a response.
 
         A request has the same ``Idempotency-Key`` whenever the environment arrives at it again, so that a repeated
-        episode gets the responses that were sampled before.
+        trajectory gets the responses that were sampled before.
         """
         digest = hashlib.blake2b(body, digest_size=16).digest()
         occurrence = self._occurrences[digest] = self._occurrences.get(digest, 0) + 1
@@ -197,7 +197,7 @@ class PythonEnvironment:
         return cls(environment, calls)
 
     @property
-    def has_episodes(self) -> bool:
+    def samples_itself(self) -> bool:
         """Whether the environment itself asks for responses."""
         return self._reply is not None
 
@@ -226,7 +226,7 @@ class PythonEnvironment:
                 raise UsageError(f"two problems have the problem_id {problem_id!r}; each needs its own")
             self._problems[problem_id] = problem
             prompt = _plain_prompt(prompt, problem_id)
-            if self.has_episodes and prompt and isinstance(prompt[0], int):
+            if self.samples_itself and prompt and isinstance(prompt[0], int):
                 raise UsageError(
                     f"problem {problem_id!r}: an environment that replies needs prompts of text or messages, not token "
                     "ids"
@@ -242,8 +242,8 @@ class PythonEnvironment:
         response = {"role": "assistant", "content": call["text"], "token_ids": call["token_ids"]}
         return await self._score(call, problem, [*conversation, response])
 
-    async def episodes(self, call: Mapping[str, Any], budget: TimeBudget) -> list[dict[str, Any]]:
-        """Run the episode of the only sample in *call*."""
+    async def trajectories(self, call: Mapping[str, Any], budget: TimeBudget) -> list[dict[str, Any]]:
+        """Run the trajectory of the only sample in *call*."""
         (sample,) = call["samples"]
         record = RolloutRecord(call, sample, budget)
         problem = self._problem(call["problem"])
@@ -445,7 +445,7 @@ class Host:
             return await self._load(call)
         if call["op"] == "reward":
             return await self._environment.reward(call)
-        return await self._environment.episodes(call, budget)
+        return await self._environment.trajectories(call, budget)
 
     async def _load(self, call: Mapping[str, Any]) -> dict[str, Any]:
         if call["verifiers"] is not None:
@@ -456,7 +456,7 @@ class Host:
         problems = await environment.load_problems(call["max_problems"])
         return {
             "problems": problems if call["with_problems"] else [],
-            "has_episodes": environment.has_episodes,
+            "samples_itself": environment.samples_itself,
             "scores_groups": environment.scores_groups,
         }
 

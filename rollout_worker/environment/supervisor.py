@@ -50,7 +50,7 @@ class LoadedEnvironment:
 
     problems: list[dict[str, Any]]
     """The id and the prompt of each problem: messages or token ids, and nothing if only the environment knows it."""
-    has_episodes: bool
+    samples_itself: bool
     """Whether the environment itself asks for the responses, turn by turn."""
     scores_groups: bool
     """Whether rewards compare the rollouts of a problem, so that they have to be in one call."""
@@ -124,7 +124,7 @@ class EnvironmentSupervisor:
         """Call the environment, from any thread.
 
         Args:
-            operation: ``reward`` or ``episodes``.
+            operation: ``reward`` or ``trajectories``.
             arguments: what the operation needs, as data for JSON.
 
         Returns:

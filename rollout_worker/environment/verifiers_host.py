@@ -73,7 +73,7 @@ class Group:
 class VerifiersEnvironment:
     """An environment of ``verifiers``."""
 
-    has_episodes = True
+    samples_itself = True
 
     def __init__(self, name: str, environment: Any) -> None:
         self._name, self._environment = name, environment
@@ -122,11 +122,11 @@ class VerifiersEnvironment:
         return [{"id": problem, "prompt": []} for problem in self._rows]
 
     async def reward(self, call: Mapping[str, Any]) -> float:
-        """Not used: the environment scores its own episodes."""
+        """Not used: the environment scores its own trajectories."""
         raise NotImplementedError
 
-    async def episodes(self, call: Mapping[str, Any], budget: TimeBudget) -> list[dict[str, Any]]:
-        """Run the episodes of one problem; return the reward or the error of each."""
+    async def trajectories(self, call: Mapping[str, Any], budget: TimeBudget) -> list[dict[str, Any]]:
+        """Run the trajectories of one problem; return the reward or the error of each."""
         row = self._rows.get(call["problem"])
         if row is None:
             raise CallError("exception", f"the dataset has no problem {call['problem']!r} since the process restarted")

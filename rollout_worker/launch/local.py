@@ -102,7 +102,7 @@ async def run_local(
             dataset = load_dataset(job, model, tokenizer, cache)
             if dataset is not None:
                 exit_stack.callback(dataset.close)
-                if dataset.has_episodes:  # it asks for its responses itself, and always for drafts from the history
+                if dataset.samples_itself:  # it asks for its responses itself, and always for drafts from the history
                     options = replace(options, baselines=())
             state = JobState.open(directory / "job.json", job, notify)
             setup = JobSetup(

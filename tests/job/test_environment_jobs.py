@@ -135,7 +135,7 @@ def test_a_python_environment_replies_turn_by_turn(tmp_path: Path, redis_server:
     assert [(3.0, None)] * SAMPLES == [(row["reward"], row["error"]) for row in rows["0-one"]]
     assert all(row["error"].startswith("exception: LookupError") for row in rows["1-raise"])
     assert all(row["error"].startswith("exit: ") for row in rows["2-die"])
-    # An episode that is repeated gets the responses that were sampled before. Problem 2 ends before its third turn.
+    # A trajectory that is repeated gets the responses that were sampled before. Problem 2 ends before its third turn.
     assert SAMPLES * (TURNS + TURNS + 2) == job.sampled() == len(job.in_history())
 
 
@@ -166,7 +166,7 @@ def test_an_unmodified_environment_of_verifiers(tmp_path: Path, redis_server: st
 
 
 @pytest.mark.timeout(600)
-def test_a_job_that_is_killed_repeats_no_episode_that_has_ended(tmp_path: Path, redis_server: str) -> None:
+def test_a_job_that_is_killed_repeats_no_trajectory_that_has_ended(tmp_path: Path, redis_server: str) -> None:
     calls = tmp_path / "calls"
     environment = {"entryPoint": "scripted:SlowDialogue", "args": {"actions": ["one"] * 6, "calls": str(calls)}}
     job = EnvironmentJob(tmp_path, redis_server, "killed-environment", environment)
@@ -177,7 +177,7 @@ def test_a_job_that_is_killed_repeats_no_episode_that_has_ended(tmp_path: Path, 
     report = job.run()
 
     scored = Counter(line.split()[1] for line in calls.read_text().splitlines())
-    # At most the episode that ended while the job was killed is scored again.
+    # At most the trajectory that ended while the job was killed is scored again.
     assert SAMPLES * 6 <= scored.total() <= SAMPLES * 6 + 1
     assert [3.0] * SAMPLES * 6 == [row["reward"] for rows in by_problem(report).values() for row in rows]
     assert 3 <= report["rollouts_from_earlier_runs"] < SAMPLES * 6

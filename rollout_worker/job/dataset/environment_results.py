@@ -28,7 +28,7 @@ class RolloutError:
 
 
 class EnvironmentResults:
-    """The errors of an environment, and the results of its episodes. All methods run in one event loop.
+    """The errors of an environment, and the results of its trajectories. All methods run in one event loop.
 
     Args:
         job_store: the job's state in Redis.
@@ -38,8 +38,8 @@ class EnvironmentResults:
         self._job_store, self._lock = job_store, asyncio.Lock()
         self._errors: dict[str, RolloutError] = {}
         self._summary: dict[str, EnvironmentErrors] = {}
-        self.episodes: dict[str, dict[str, Any]] = {}
-        """Name of each episode that has ended → its result."""
+        self.trajectories: dict[str, dict[str, Any]] = {}
+        """Name of each trajectory that has ended → its result."""
 
     async def restore(self) -> None:
         """Read the results of earlier runs of the job."""
@@ -48,10 +48,10 @@ class EnvironmentResults:
             if (error := result.get("error")) is not None:
                 self._add(name, RolloutError(**error))
             if "rollouts" in result:
-                self.episodes[name] = result
+                self.trajectories[name] = result
 
     def error_text(self, name: str) -> str | None:
-        """Return the error of a rollout or episode; None if it has none."""
+        """Return the error of a rollout or trajectory; None if it has none."""
         error = self._errors.get(name)
         return None if error is None else error.text
 
@@ -69,19 +69,23 @@ class EnvironmentResults:
             self._add(name, error)
         await self._store({name: {"error": asdict(error)} for name, error in errors.items()}, outdated)
 
-    async def record_episode(self, name: str, result: dict[str, Any], error: RolloutError | None) -> None:
-        """Record the result of an episode, which is then never repeated.
+    async def record_trajectories(
+        self, results: Mapping[str, dict[str, Any]], errors: Mapping[str, RolloutError]
+    ) -> None:
+        """Record the results of trajectories, which are then never repeated; either all of them or none.
 
         Args:
-            name: identity of the episode.
-            result: its reward and the ids of its rollouts, as data for JSON.
-            error: why it has no reward; None if it has one.
+            results: name of each trajectory → its reward and the ids of its rollouts, as data for JSON.
+            errors: names of those that have no reward → the reason.
         """
-        if error is not None:
+        for name, error in errors.items():
             self._add(name, error)
-            result = {**result, "error": asdict(error)}
-        self.episodes[name] = result
-        await self._store({name: result}, ())
+        complete = {
+            name: {**result, "error": asdict(errors[name])} if name in errors else result
+            for name, result in results.items()
+        }
+        self.trajectories |= complete
+        await self._store(complete, ())
 
     def summary(self) -> dict[str, EnvironmentErrors]:
         """Return the errors by type, each with the first one."""

@@ -30,7 +30,7 @@ class LoadedSource:
 
     environment: EnvironmentSupervisor
     problems: list[EnvironmentProblem]
-    has_episodes: bool
+    samples_itself: bool
     """Whether the environment itself asks for the responses, turn by turn."""
     scores_groups: bool
     """Whether rewards compare the rollouts of a problem."""
@@ -56,14 +56,14 @@ def load_environment(spec: Environment, tokenizer: Any) -> LoadedSource:
             raise ValueError("it has no problems")
         problems = [
             EnvironmentProblem(
-                problem["id"], [] if loaded.has_episodes else _encode(problem["id"], problem["prompt"], tokenizer)
+                problem["id"], [] if loaded.samples_itself else _encode(problem["id"], problem["prompt"], tokenizer)
             )
             for problem in loaded.problems
         ]
     except ValueError as error:
         environment.close()
         raise ManifestError([FieldError(f"{_PATH}.{spec.field}", f"cannot be used: {error}")]) from None
-    return LoadedSource(environment, problems, loaded.has_episodes, loaded.scores_groups)
+    return LoadedSource(environment, problems, loaded.samples_itself, loaded.scores_groups)
 
 
 def _encode(problem_id: str, prompt: Sequence[int] | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:

@@ -21,11 +21,11 @@ from rollout_api.redis_client.retry import retry
 from rollout_worker.engine.model_source import resolve_checkpoint
 from rollout_worker.environment.supervisor import EnvironmentSupervisor
 from rollout_worker.job.dataset.environment_source import EnvironmentProblem, load_environment
-from rollout_worker.job.dataset.episodes import EpisodeSource, EpisodeTrainer
 from rollout_worker.job.dataset.local_server import LocalServer
 from rollout_worker.job.dataset.problems import DatasetProblem, load_problems
 from rollout_worker.job.dataset.report import EpochMode, JobReport
 from rollout_worker.job.dataset.trainer import DatasetTrainer
+from rollout_worker.job.dataset.trajectories import TrajectorySource, TrajectoryTrainer
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
 
@@ -43,7 +43,7 @@ class Dataset:
     tokenizer: Any
     environment: EnvironmentSupervisor | None = None
     """The environment that the problems belong to."""
-    has_episodes: bool = False
+    samples_itself: bool = False
     """Whether the environment itself asks for the responses, turn by turn."""
     scores_groups: bool = False
     """Whether its rewards compare the rollouts of a problem."""
@@ -55,7 +55,7 @@ class Dataset:
 
     def total_rollouts(self, job: RolloutJob) -> int | None:
         """Return the number of rollouts in all epochs; None if the number of turns is unknown."""
-        if self.has_episodes:
+        if self.samples_itself:
             return None
         return len(self.problems) * job.spec.sampling.n * len(self.checkpoints)
 
@@ -89,7 +89,7 @@ def load_dataset(job: RolloutJob, model: Path, tokenizer: Any, cache: Path) -> D
         checkpoints,
         tokenizer,
         loaded.environment,
-        has_episodes=loaded.has_episodes,
+        samples_itself=loaded.samples_itself,
         scores_groups=loaded.scores_groups,
     )
     try:
@@ -148,10 +148,10 @@ async def run_dataset(
             "store": setup.history_store(),
             "finished_before": finished_before,
         }
-        if dataset.environment is not None and dataset.has_episodes:
+        if dataset.environment is not None and dataset.samples_itself:
             local_server = await stack.enter_async_context(LocalServer(setup))
-            source = EpisodeSource(dataset.environment, local_server, dataset.scores_groups)
-            trainer: DatasetTrainer = EpisodeTrainer(source, setup.job, baselines=(), **arguments)
+            source = TrajectorySource(dataset.environment, local_server, dataset.scores_groups)
+            trainer: DatasetTrainer = TrajectoryTrainer(source, setup.job, baselines=(), **arguments)
         else:
             trainer = DatasetTrainer(setup.job, environment=dataset.environment, baselines=baselines, **arguments)
         watching = [asyncio.ensure_future(watch(trainer))] if watch is not None else []

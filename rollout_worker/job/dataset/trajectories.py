@@ -21,8 +21,8 @@ from rollout_worker.job.ledger import LedgerEntry
 
 
 @dataclass(frozen=True)
-class EpisodeSource:
-    """Where episodes take place."""
+class TrajectorySource:
+    """Where trajectories take place."""
 
     environment: EnvironmentSupervisor
     server: LocalServer
@@ -31,22 +31,22 @@ class EpisodeSource:
     """Whether all rollouts of a problem have to be in one call."""
 
 
-def _episode_name(epoch: int, problem_id: str, sample: int) -> str:
+def _trajectory_name(epoch: int, problem_id: str, sample: int) -> str:
     return f"{epoch}/{sample}/{problem_id}"
 
 
-class EpisodeTrainer(DatasetTrainer):
+class TrajectoryTrainer(DatasetTrainer):
     """One run of a dataset job whose environment runs its rollouts itself.
 
     The environment samples each turn from the job's HTTP server, under an ``Idempotency-Key`` that follows from epoch,
-    problem, sample and conversation. The result of an episode is stored; an episode without a result is repeated.
+    problem, sample and conversation. The result of a trajectory is stored; a trajectory without a result is repeated.
 
     Args:
-        source: where episodes take place.
+        source: where trajectories take place.
         arguments: the arguments of :class:`DatasetTrainer`.
     """
 
-    def __init__(self, source: EpisodeSource, *arguments: Any, **keywords: Any) -> None:
+    def __init__(self, source: TrajectorySource, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, environment=source.environment, **keywords)
         self._source = source
         self._began = 0.0
@@ -55,7 +55,7 @@ class EpisodeTrainer(DatasetTrainer):
 
     async def _read_finished(self, epoch: int) -> dict[str, Any]:
         prefix = f"{epoch}/"
-        return {name: result for name, result in self._results.episodes.items() if name.startswith(prefix)}
+        return {name: result for name, result in self._results.trajectories.items() if name.startswith(prefix)}
 
     def _num_finished_before(self, finished: Mapping[int, Mapping[str, Any]]) -> int:
         return sum(map(len, finished.values()))
@@ -65,7 +65,7 @@ class EpisodeTrainer(DatasetTrainer):
         return [self._row(name, result, ledger, None, None) for name, result in finished.items()]
 
     async def _sample(self, run: EpochRun, finished: dict[str, Any]) -> None:
-        """Run all episodes of an epoch that have no result, at the same time as far as the environment can."""
+        """Run all trajectories of an epoch that have no result, at the same time as far as the environment can."""
         progress, samples = self.progress, range(self._job.spec.sampling.n)
         progress.epoch, progress.mode, progress.done = run.epoch, run.mode, len(finished)
         progress.total, progress.accepted_per_step = len(self._problems) * len(samples), 0.0
@@ -73,9 +73,9 @@ class EpisodeTrainer(DatasetTrainer):
         self._began, self._steps, self._accepted = time.time(), 0, 0
         calls = []
         for problem in self._problems:
-            missing = [s for s in samples if _episode_name(run.epoch, problem.problem_id, s) not in finished]
+            missing = [s for s in samples if _trajectory_name(run.epoch, problem.problem_id, s) not in finished]
             groups = [missing] if self._source.scores_groups else [[sample] for sample in missing]
-            calls += [self._run_episodes(run, problem.problem_id, group) for group in groups if group]
+            calls += [self._run_trajectories(run, problem.problem_id, group) for group in groups if group]
         tasks = [asyncio.ensure_future(call) for call in calls]
         try:
             await asyncio.gather(*tasks)
@@ -83,7 +83,7 @@ class EpisodeTrainer(DatasetTrainer):
             await cancel_and_wait(*tasks)
         run.makespan = max((row.finished for row in run.from_this_run if row.finished is not None), default=0.0)
 
-    async def _run_episodes(self, run: EpochRun, problem_id: str, samples: list[int]) -> None:
+    async def _run_trajectories(self, run: EpochRun, problem_id: str, samples: list[int]) -> None:
         arguments = {
             "problem": problem_id,
             "samples": samples,
@@ -94,22 +94,27 @@ class EpisodeTrainer(DatasetTrainer):
         }
         started = time.time()
         try:
-            results = await asyncio.wrap_future(self._source.environment.call("episodes", arguments))
+            results = await asyncio.wrap_future(self._source.environment.call("trajectories", arguments))
         except EnvironmentCallError as error:
             failure = {"type": str(error.error_type), "message": str(error)}
             results = [{"sample": sample, "rollouts": [], "error": failure} for sample in samples]
         finished = time.time()
         ledger = await self._read_ledger(result["rollouts"] for result in results)
+        kept: dict[str, dict[str, Any]] = {}
+        errors: dict[str, RolloutError] = {}
+        rewards: dict[str, float] = {}
         for result in results:
-            name = _episode_name(run.epoch, problem_id, result["sample"])
-            kept = {"problem": problem_id, "rollouts": result["rollouts"], "reward": result.get("reward")}
-            failed = None
+            name = _trajectory_name(run.epoch, problem_id, result["sample"])
+            kept[name] = {"problem": problem_id, "rollouts": result["rollouts"], "reward": result.get("reward")}
             if (failure := result.get("error")) is not None:
-                failed = RolloutError(failure["type"], problem_id, failure["message"])
-            if kept["reward"] is not None and kept["rollouts"]:
-                await self._client.report_rewards(dict.fromkeys(kept["rollouts"], kept["reward"]))
-            await self._results.record_episode(name, kept, failed)
-            row = self._row(name, kept, ledger, started - self._began, finished - self._began)
+                errors[name] = RolloutError(failure["type"], problem_id, failure["message"])
+            else:
+                rewards |= dict.fromkeys(result["rollouts"], result["reward"])
+        if rewards:
+            await self._client.report_rewards(rewards)
+        await self._results.record_trajectories(kept, errors)
+        for name, result in kept.items():
+            row = self._row(name, result, ledger, started - self._began, finished - self._began)
             run.rollouts.append(row)
             self.progress.done += 1
             self.progress.all_done += 1
@@ -136,7 +141,7 @@ class EpisodeTrainer(DatasetTrainer):
         started: float | None,
         finished: float | None,
     ) -> RolloutRow:
-        """Build the row of an episode, which has the sums over its turns."""
+        """Build the row of a trajectory, which has the sums over its turns."""
         turns = [ledger[rollout_id] for rollout_id in result["rollouts"] if rollout_id in ledger]
         return RolloutRow(
             result["rollouts"][-1] if result["rollouts"] else name,

@@ -44,27 +44,29 @@ class EnvironmentProcess:
     def __init__(self, python: str | None, memory_limit: int, timeout_s: float) -> None:
         self._memory_limit = memory_limit
         self._channel, theirs = socket.socketpair()
+        self._output, their_output = os.pipe()
         self._channel.settimeout(_SEND_TIMEOUT_S)
         environ = {name: value for name, value in os.environ.items() if name not in _SECRETS}
         command = [python or sys.executable, "-u", str(_HOST), str(theirs.fileno()), str(memory_limit), str(timeout_s)]
         try:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=their_output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env=environ,
             )
         except OSError:
             self._channel.close()
+            os.close(self._output)
             raise
         finally:
             theirs.close()
-        self._process = process
-        self._output: Any = process.stdout
-        os.set_blocking(self.output, False)
+            os.close(their_output)
+        os.set_blocking(self._output, False)
+        self._output_has_ended = False
         self._received = bytearray()
         self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
         self._line = b""
@@ -80,9 +82,9 @@ class EnvironmentProcess:
         return self._channel
 
     @property
-    def output(self) -> int:
-        """File descriptor of the output, which becomes readable when the environment prints something."""
-        return int(self._output.fileno())
+    def output(self) -> int | None:
+        """File descriptor of the output, which becomes readable when the environment prints; None at its end."""
+        return None if self._output_has_ended else self._output
 
     @property
     def has_ended(self) -> bool:
@@ -122,13 +124,12 @@ class EnvironmentProcess:
         return messages
 
     def read_output(self) -> list[str]:
-        """Return the lines that the environment has printed since the last call; an empty list at the end."""
+        """Return the lines that the environment has printed since the last call."""
         try:
-            data = os.read(self.output, _READ_BYTES)
+            data = os.read(self._output, _READ_BYTES)
         except BlockingIOError:
             return []
-        except OSError:
-            data = b""
+        self._output_has_ended = not data
         *lines, self._line = (self._line + data).split(b"\n")
         if len(self._line) > _MAX_LINE_BYTES or (not data and self._line):
             lines, self._line = [*lines, self._line], b""
@@ -140,18 +141,21 @@ class EnvironmentProcess:
         """Return whether the process and its children use more memory than they may."""
         return exceeds_memory(self.pid, self._memory_limit)
 
+    @property
+    def last_output(self) -> str:
+        """The last lines that the environment has printed, as the end of a sentence; empty without any."""
+        return f"; its last output: {' | '.join(self._lines)}" if self._lines else ""
+
     def kill(self) -> str:
-        """Kill the process with all its children; return how it has ended, and the end of its output."""
+        """Kill the process with all its children; return how it has ended."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=0.5 if self._has_closed_channel() else 0)
         kill_tree(self.pid)
         code = self._process.wait()
         self.read_output()
         self._channel.close()
-        self._output.close()
-        how = f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-        printed = " | ".join(self._lines)
-        return f"{how}; its last output: {printed}" if printed else how
+        os.close(self._output)
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def _has_closed_channel(self) -> bool:
         readable, _, _ = select.select([self._channel], [], [], 0)

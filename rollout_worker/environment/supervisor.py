@@ -65,6 +65,7 @@ class _State:
     blocking: int | None = None
     """The call whose function blocks the process at the moment."""
     last_message: float = field(default_factory=time.monotonic)
+    next_memory_check: float = 0.0
 
 
 class _ProcessEndedError(Exception):
@@ -223,7 +224,8 @@ class EnvironmentSupervisor:
         except _ProcessEndedError as ended:
             how = state.process.kill()
             is_exit = ended.error_type is EnvironmentErrorType.EXIT
-            self._on_load_failure(f"{ended} while it was loaded ({how})" if is_exit else str(ended))
+            reason = f"{ended} while it was loaded ({how})" if is_exit else str(ended)
+            self._on_load_failure(reason + state.process.last_output)
             return False
         if is_first:
             self._loaded.set_exception(EnvironmentLoadError("the job has ended"))
@@ -284,19 +286,27 @@ class EnvironmentSupervisor:
             _ProcessEndedError: if the process has ended or has to be ended.
         """
         process = state.process
-        sources: list[Any] = [process.channel, process.output, self._wake_reader]
-        readable, _, _ = select.select(sources, [], [], _CHECK_INTERVAL_S)
-        if self._wake_reader in readable:
+        poll = select.poll()
+        descriptors = [process.channel.fileno(), self._wake_reader.fileno()]
+        if process.output is not None:
+            descriptors.append(process.output)
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
+        readable = [descriptor for descriptor, _ in poll.poll(_CHECK_INTERVAL_S * 1000)]
+        if self._wake_reader.fileno() in readable:
             self._wake_reader.recv(65536)
         if process.output in readable:
             self._show(process.read_output())
         messages = []
-        if process.channel in readable:
+        if process.channel.fileno() in readable:
             try:
                 messages = process.receive()
             except EOFError:
                 raise _ProcessEndedError(EnvironmentErrorType.EXIT, "the environment's process ended") from None
             state.last_message = time.monotonic()
+        if time.monotonic() < state.next_memory_check:
+            return messages
+        state.next_memory_check = time.monotonic() + _CHECK_INTERVAL_S
         if process.exceeds_memory():
             raise _ProcessEndedError(
                 EnvironmentErrorType.MEMORY,
@@ -321,7 +331,8 @@ class EnvironmentSupervisor:
         """Let the call fail that has ended the process, and repeat all others."""
         calls, state.in_flight = state.in_flight, {}
         to_blame = state.blocking if state.blocking in calls else next(iter(calls)) if len(calls) == 1 else None
-        logger.warning("The environment's process is restarted: %s", message)
+        # What it has printed is not part of the error, which the job's status shows to everyone.
+        logger.warning("The environment's process is restarted: %s%s", message, state.process.last_output)
         suspects = list(calls.values())
         if to_blame is not None:
             call = calls.pop(to_blame)

@@ -134,6 +134,15 @@ def test_a_process_that_is_killed_from_outside_is_restarted(start: Start, tmp_pa
     assert 1 == supervisor.restarts
 
 
+def test_an_environment_may_close_its_output(start: Start) -> None:
+    supervisor = start(["close_output"])
+    assert [1.0] == outcomes(supervisor, ["close_output"])
+    used = time.process_time()
+    time.sleep(1)
+    # The supervisor waits instead of reading the end of the output again and again.
+    assert time.process_time() - used < 0.5
+
+
 def test_closing_ends_the_process_and_open_calls(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "calls"
     supervisor = start(["hang"], calls=file)

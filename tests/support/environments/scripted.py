@@ -79,6 +79,11 @@ class ScriptedEnvironment:
     def _sees_secret(self) -> float:
         return float("OTHER" not in os.environ or "hunter2" in str(os.environ))
 
+    def _close_output(self) -> float:
+        os.close(1)
+        os.close(2)
+        return 1.0
+
     def _print(self) -> float:
         for _ in range(20_000):
             print("{}" * 20)

@@ -170,3 +170,12 @@ class SlowDialogue(Dialogue):
         time.sleep(1)
         ScriptedEnvironment.reward(self, problem, messages)
         return 3.0
+
+
+class Prompts(ScriptedEnvironment):
+    """One problem for each given prompt."""
+
+    def problems(self) -> Iterator[dict[str, Any]]:
+        """Return the problems."""
+        for number, prompt in enumerate(self._actions):
+            yield {"problem_id": str(number), "prompt": prompt}

@@ -222,6 +222,8 @@ class PythonEnvironment:
                 raise UsageError(
                     f"problem {number}: problem_id is {problem_id!r}, but must be a text that is not empty"
                 )
+            if self.samples_itself:
+                check_header(problem_id)
             if problem_id in self._problems:
                 raise UsageError(f"two problems have the problem_id {problem_id!r}; each needs its own")
             self._problems[problem_id] = problem
@@ -295,17 +297,31 @@ def _post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[Any, Any]:
             connection.request("POST", f"/{path}", body, dict(headers))
             response = connection.getresponse()
             data = response.read()
-            if response.status == HTTPStatus.OK:
-                return response.headers, json.loads(data)
-            if response.status not in _RETRIED_STATUSES:
-                text = data[:MAX_MESSAGE_CHARS].decode(errors="replace")
-                raise CallError("sampling", f"the job answered with status {response.status}: {text}")
-        except (OSError, ValueError, http.client.HTTPException):
-            pass  # the server is being restarted
+        except (OSError, http.client.HTTPException):  # the server is being restarted
+            time.sleep(delay)
+            continue
         finally:
             connection.close()
+        if response.status == HTTPStatus.OK:
+            return response.headers, json.loads(data)
+        if response.status not in _RETRIED_STATUSES:
+            text = data[:MAX_MESSAGE_CHARS].decode(errors="replace")
+            raise CallError("sampling", f"the job answered with status {response.status}: {text}")
         time.sleep(delay)
     raise AssertionError("not reached")
+
+
+def check_header(problem_id: str) -> None:
+    """Check that a problem's id can be sent in a header.
+
+    Raises:
+        UsageError: if it cannot.
+    """
+    if not (problem_id.isascii() and problem_id.isprintable() and problem_id == problem_id.strip()):
+        raise UsageError(
+            f"problem_id {problem_id!r}: an environment that samples turn by turn can only use printable ASCII "
+            "characters, without spaces at the ends"
+        )
 
 
 def _field(problem: Any, name: str) -> Any:

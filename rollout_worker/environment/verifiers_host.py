@@ -12,7 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import verifiers as vf
-from environment_host import CallError, RolloutRecord, TimeBudget, UsageError, as_error, as_reward, current_rollout
+from environment_host import (
+    CallError,
+    RolloutRecord,
+    TimeBudget,
+    UsageError,
+    as_error,
+    as_reward,
+    check_header,
+    current_rollout,
+)
 from verifiers.clients import OpenAIChatCompletionsClient
 
 _TOKEN_VARIABLE = "ROLLOUT_ENVIRONMENT_TOKEN"  # noqa: S105  # the name of a variable
@@ -116,6 +125,7 @@ class VerifiersEnvironment:
         """
         for row in self._environment.get_dataset(n=-1 if limit is None else limit):
             problem = f"{self._name}/{row['example_id']}"
+            check_header(problem)
             if problem in self._rows:
                 raise UsageError(f"two problems of the dataset have the example_id {row['example_id']!r}")
             self._rows[problem] = dict(row)

@@ -183,6 +183,16 @@ def test_every_example_is_valid(example: Path) -> None:
             "spec.source.dataset",
             "name either tasks or environment",
         ),
+        (
+            "spec",
+            {
+                "model": {"uri": "a"},
+                "source": {"dataset": {"environment": {"verifiers": "a", "memoryLimit": "4Gi"}}},
+                "head": {"resources": {"memory": "4096Mi"}},
+            },
+            "spec.source.dataset.environment.memoryLimit",
+            "does not fit into head.resources.memory, 4096Mi",
+        ),
         ("spec.source.dataset", {"environment": {}}, "spec.source.dataset.environment", "verifiers or entryPoint"),
         (
             "spec.source.dataset",

@@ -17,6 +17,7 @@ from typing import Self
 import httpx
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.runtime.child_process import spawn_with_parent
 from rollout_worker.runtime.ports import free_port
@@ -27,6 +28,7 @@ _CHECK_INTERVAL_S = 0.5
 _RESTART_DELAY_S = 2.0
 _STOP_TIMEOUT_S = 10.0
 _SHOWN_BYTES = 2000
+_MAX_START_FAILURES = 3
 
 
 class LocalServer:
@@ -36,6 +38,9 @@ class LocalServer:
 
     Args:
         setup: the job.
+
+    Raises:
+        EngineError: when the context is entered, if the server cannot start.
     """
 
     def __init__(self, setup: JobSetup) -> None:
@@ -45,6 +50,8 @@ class LocalServer:
         self._directory = TemporaryDirectory(prefix="rollout-server-")
         self._process: subprocess.Popen[bytes] | None = None
         self._keeper: asyncio.Task[None] | None = None
+        self._failures = 0
+        self._log = ""
 
     @property
     def url(self) -> str:
@@ -67,6 +74,12 @@ class LocalServer:
                         return self
                 except httpx.TransportError:
                     pass
+                if self._failures >= _MAX_START_FAILURES:
+                    await self.__aexit__(None, None, None)
+                    raise EngineError(
+                        "the HTTP server from which the environment samples cannot start; check spec.server.args. The "
+                        f"end of its output: {self._log}"
+                    )
                 await asyncio.sleep(_CHECK_INTERVAL_S)
 
     async def __aexit__(
@@ -106,7 +119,8 @@ class LocalServer:
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             if self._process is not None and (code := self._process.poll()) is not None:
-                log = (Path(self._directory.name) / "log").read_bytes()[-_SHOWN_BYTES:].decode(errors="replace")
-                logger.warning("The HTTP server of the environment ended with exit code %d:\n%s", code, log)
+                self._log = (Path(self._directory.name) / "log").read_bytes()[-_SHOWN_BYTES:].decode(errors="replace")
+                self._failures += 1
+                logger.warning("The environment's HTTP server ended with exit code %d:\n%s", code, self._log)
                 await asyncio.sleep(_RESTART_DELAY_S)
                 self._start()

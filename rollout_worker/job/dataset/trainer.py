@@ -289,30 +289,28 @@ class DatasetTrainer:
 
 
 class _ScoreReporter:
-    """Reports rewards to the job, and records errors, in batches."""
+    """Reports rewards to the job in batches, and records errors at once, so that the job's status shows them."""
 
     def __init__(self, client: AsyncRolloutClient, results: EnvironmentResults, *, enabled: bool) -> None:
         self._client, self._results, self._enabled = client, results, enabled
         self._rewards: dict[str, float] = {}
-        self._errors: dict[str, RolloutError] = {}
 
     async def add(self, rollout_id: str, reward: float | None, error: RolloutError | None) -> None:
         """Report the reward of a rollout, or the error in its place."""
         if not self._enabled:
             return
+        if error is not None:
+            await self._results.record({rollout_id: error})
         if reward is not None:
             self._rewards[rollout_id] = reward
-        if error is not None:
-            self._errors[rollout_id] = error
-        if len(self._rewards) + len(self._errors) >= REWARDS_PER_REPORT:
+        if len(self._rewards) >= REWARDS_PER_REPORT:
             await self.flush()
 
     async def flush(self) -> None:
         """Report what is left."""
         rewards, self._rewards = self._rewards, {}
-        errors, self._errors = self._errors, {}
-        await self._results.record(errors, succeeded=rewards)
         if rewards:
+            await self._results.record({}, succeeded=rewards)
             await self._client.report_rewards(rewards)
 
 

@@ -75,6 +75,13 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
         "spec.source.dataset.environment.memoryLimit",
     ),
     (
+        {
+            "source": {"trainer": None, "dataset": {"environment": {"entryPoint": "a:b", "memoryLimit": "4Gi"}}},
+            "head": {"resources": {"memory": "4096Mi"}},
+        },
+        "does not fit into head.resources.memory",
+    ),
+    (
         {"source": {"trainer": None, "dataset": {"environment": {"entryPoint": "a:b"}, "seed": 3}}},
         "pass it to an environment",
     ),

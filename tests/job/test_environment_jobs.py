@@ -93,18 +93,17 @@ def by_problem(report: dict[str, Any], epoch: int = 1) -> dict[str, list[dict[st
 def test_rollouts_without_a_reward_do_not_end_the_job(tmp_path: Path, redis_server: str) -> None:
     actions = ["one", "raise", "die", "nan", "hang"]
     environment = {"entryPoint": "scripted:make", "args": {"actions": actions}, "timeoutSeconds": 2}
-    job = EnvironmentJob(tmp_path, redis_server, "flaky-environment", environment, epochs=2)
+    job = EnvironmentJob(tmp_path, redis_server, "flaky-environment", environment)
     report = job.run()
 
-    for epoch in (1, 2):
-        rows = by_problem(report, epoch)
-        assert {f"{number}-{action}" for number, action in enumerate(actions)} == rows.keys()
-        assert [(1.0, None)] * SAMPLES == [(row["reward"], row["error"]) for row in rows["0-one"]]
-        for problem, kind in {"1-raise": "exception", "2-die": "exit", "3-nan": "reward", "4-hang": "timeout"}.items():
-            assert [None] * SAMPLES == [row["reward"] for row in rows[problem]]
-            assert all(row["error"].startswith(f"{kind}: ") for row in rows[problem])
+    rows = by_problem(report)
+    assert {f"{number}-{action}" for number, action in enumerate(actions)} == rows.keys()
+    assert [(1.0, None)] * SAMPLES == [(row["reward"], row["error"]) for row in rows["0-one"]]
+    for problem, kind in {"1-raise": "exception", "2-die": "exit", "3-nan": "reward", "4-hang": "timeout"}.items():
+        assert [None] * SAMPLES == [row["reward"] for row in rows[problem]]
+        assert all(row["error"].startswith(f"{kind}: ") for row in rows[problem])
     errors = report["environment_errors"]
-    assert dict.fromkeys(("exception", "exit", "reward", "timeout"), 2 * SAMPLES) == {
+    assert dict.fromkeys(("exception", "exit", "reward", "timeout"), SAMPLES) == {
         kind: found["count"] for kind, found in errors.items()
     }
     assert ("1-raise", "LookupError: the judge is gone") == (
@@ -112,7 +111,7 @@ def test_rollouts_without_a_reward_do_not_end_the_job(tmp_path: Path, redis_serv
         errors["exception"]["message"].partition(" (")[0],
     )
     # Each rollout was sampled once, and is in the history.
-    assert 2 * SAMPLES * len(actions) == job.sampled() == len(job.in_history())
+    assert SAMPLES * len(actions) == job.sampled() == len(job.in_history())
 
 
 @pytest.mark.timeout(600)

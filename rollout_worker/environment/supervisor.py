@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import select
 import socket
+import sys
 import threading
 import time
 from collections import deque
@@ -357,14 +358,15 @@ class EnvironmentSupervisor:
             time.sleep(min(left, _CHECK_INTERVAL_S))
 
     def _show(self, lines: list[str]) -> None:
-        """Log the output of the environment, but not so much of it that other messages are lost."""
+        """Show the output of the environment, but not so much of it that other messages are lost."""
         now = time.monotonic()
         if now - self._lines_from > _OUTPUT_INTERVAL_S:
             self._lines_left, self._lines_from = _MAX_LINES_PER_INTERVAL, now
         for line in lines:
             if line.strip() and self._lines_left:
                 self._lines_left -= 1
-                logger.info("environment: %s", line)
+                more = "" if self._lines_left else f" (further lines of these {_OUTPUT_INTERVAL_S:g} s are left out)"
+                sys.stderr.write(f"environment: {line}{more}\n")
 
 
 def _fail(call: _Call, error: EnvironmentCallError) -> None:

@@ -100,6 +100,14 @@ def test_a_function_that_hangs_is_killed_and_named(start: Start) -> None:
     assert 1 == supervisor.restarts
 
 
+@pytest.mark.parametrize("factory", ["make", "make_async"])
+def test_the_time_limit_of_a_call_does_not_include_the_others(start: Start, factory: str) -> None:
+    actions = ["nap"] * 12  # each takes 0.4 s, and blocks the others
+    supervisor = start(actions, factory, timeout_seconds=3)
+    assert [1.0] * 12 == outcomes(supervisor, actions)
+    assert 0 == supervisor.restarts
+
+
 def test_a_coroutine_that_hangs_ends_alone(start: Start) -> None:
     actions = ["one", "hang", "one"]
     supervisor = start(actions, "make_async", timeout_seconds=2)

@@ -84,6 +84,10 @@ class ScriptedEnvironment:
         os.close(2)
         return 1.0
 
+    def _nap(self) -> float:
+        time.sleep(0.4)
+        return 1.0
+
     def _print(self) -> float:
         for _ in range(20_000):
             print("{}" * 20)

@@ -27,6 +27,18 @@ class EngineStatus(BaseModel):
     """Time since the engine last had a rollout."""
 
 
+class EnvironmentErrorStatus(BaseModel):
+    """Rollouts that got no reward from the environment of a dataset source, for one type of reason."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    count: int = 0
+    problem: str = ""
+    """Problem of the first of them."""
+    message: str = ""
+    """What has happened there."""
+
+
 class HeadStatus(BaseModel):
     """The status of a job as its head reports it: fields of :class:`rollout_api.protocol.status.ServedStatus`.
 
@@ -71,6 +83,8 @@ class HeadStatus(BaseModel):
     """Why Redis is unavailable, while the job waits for it."""
     engine_errors: dict[str, str] = Field(default_factory=dict)
     """Engines that cannot start, and the reason of each."""
+    environment_errors: dict[str, EnvironmentErrorStatus] = Field(default_factory=dict)
+    """Rollouts that got no reward from the environment of a dataset source, by type of error."""
     engines: tuple[EngineStatus, ...] = Field(default=())
 
     @classmethod

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_api.manifest.status import (
     ConditionType,
+    EnvironmentErrors,
     Failure,
     ModelPrefetch,
     PodGroup,
@@ -50,6 +51,8 @@ _COMPONENTS: dict[str, Literal["head", "worker", "prefetch"]] = {
 _ONLY_ON_RESUME = frozenset({"model.cache", "workers.podsPerWorker"})
 """Settings that all pods of a job must share, so that a rolling update cannot change them."""
 _MAX_RECORDED_FAILURES = 10
+_MAX_ENVIRONMENT_MESSAGE = 600
+"""Length to which texts about an environment's errors are cut."""
 _MAX_NEW_FAILURES = 64
 """Number of failed pods that one reconcile records, because the status has a limited size; the next one continues."""
 _MAX_FAILURE_EVENTS = 8
@@ -172,6 +175,7 @@ class JobReconciler:
             last_status = HeadStatus.from_termination_message(succeeded[-1].message)
             if last_status is not None:
                 self._update_status(progress=_progress(last_status), time_saved=_time_saved(last_status))
+                self._update_environment_errors(last_status)
             self._complete(
                 ConditionType.SUCCEEDED, "Completed", "The job was closed and all its requests have been answered."
             )
@@ -553,6 +557,25 @@ class JobReconciler:
             self._update_status(progress=stalled)
             return
         self._update_status(progress=_progress(head), time_saved=_time_saved(head))
+        self._update_environment_errors(head)
+
+    def _update_environment_errors(self, head: HeadStatus) -> None:
+        """Show the errors of the environment, and report each new type of error as an Event."""
+        known = {error.type for error in self.status.environment_errors}
+        for kind, error in head.environment_errors.items():
+            if kind not in known:
+                message = f"Rollouts of the problem {error.problem} and maybe others got no reward ({kind}): "
+                self.builder.warn("EnvironmentErrors", f"{message}{error.message}"[:_MAX_ENVIRONMENT_MESSAGE])
+        errors = [
+            EnvironmentErrors(
+                type=kind,
+                count=error.count,
+                problem=error.problem[:_MAX_ENVIRONMENT_MESSAGE],
+                message=error.message[:_MAX_ENVIRONMENT_MESSAGE],
+            )
+            for kind, error in head.environment_errors.items()
+        ]
+        self._update_status(environment_errors=errors)
 
 
 def _describe_failure(pod: PodView, reason: str) -> str:

@@ -8,6 +8,8 @@ from typing import Any
 
 from rollout_api.manifest.field_types import SecretKey
 from rollout_api.manifest.pod_spec import DEFAULT_GPU_RESOURCE, Resources, Server, Toleration, Workers
+from rollout_api.manifest.quantity import parse_quantity
+from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.status_token import HASH_VARIABLE
 from rollout_operator import names
 from rollout_operator.accelerators import node_affinity
@@ -71,7 +73,7 @@ def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, A
         ],
         "ports": [{"name": "http", "containerPort": names.HTTP_PORT}],
         "readinessProbe": _readiness_probe("/readyz"),
-        "resources": _resources(head.resources) or {"requests": dict(_HEAD_REQUESTS)},
+        "resources": _resources(head.resources) or {"requests": _head_requests(context.job)},
     }
     pod = _pod(
         context,
@@ -87,6 +89,16 @@ def head_pod(context: JobContext, *, taken: Collection[str] = ()) -> dict[str, A
         # The hash is enough to check the token, so that neither the pod nor its namespace needs a Secret.
         pod["spec"]["containers"][0]["env"].append({"name": HASH_VARIABLE, "value": context.status_token_hash})
     return _in_queue(context, _with_template(context, pod, head.pod_template), grouped=True)
+
+
+def _head_requests(job: RolloutJob) -> dict[str, str]:
+    """Return what the head requests if the manifest says nothing, with the memory of the environment that it runs."""
+    dataset = job.spec.source.dataset
+    if dataset is None or dataset.environment is None:
+        return dict(_HEAD_REQUESTS)
+    # An environment of several turns samples from an HTTP server on the head.
+    amounts = (_HEAD_REQUESTS["memory"], _SERVER_REQUESTS["memory"], dataset.environment.memory_limit)
+    return {**_HEAD_REQUESTS, "memory": f"{sum(map(parse_quantity, amounts)) / 2**20:.0f}Mi"}
 
 
 def worker_pod(

@@ -118,6 +118,13 @@ class RolloutJobSpec(ManifestModel):
                 "engine.kvCacheMemory does not fit into a CPU worker's workers.resources.memory",
             ),
             (
+                "has(self.runtimeRef) || !has(self.source.dataset) || !has(self.source.dataset.environment) || "
+                "!has(self.head) || !has(self.head.resources) || !has(self.head.resources.memory) || "
+                "quantity(string(self.source.dataset.environment.memoryLimit))"
+                ".isLessThan(quantity(string(self.head.resources.memory)))",
+                "source.dataset.environment.memoryLimit does not fit into head.resources.memory",
+            ),
+            (
                 "has(self.runtimeRef) || !has(self.model.cache.prefetch) || !self.model.cache.prefetch || "
                 "has(self.model.cache.persistentVolumeClaim)",
                 f"model.cache.prefetch: {_PREFETCH_NEEDS_CLAIM}",
@@ -154,9 +161,11 @@ class RolloutJobSpec(ManifestModel):
     @model_validator(mode="after")
     def _validate_across_sections(self) -> Self:
         if self.runtime_ref is None:
-            errors = _errors_across_sections(self.sampling, self.speculation, self.workers, self.engine, self.model)
+            errors = _errors_across_sections(
+                self.sampling, self.speculation, self.workers, self.engine, self.model, self.source, self.head
+            )
         else:
-            # The workers and the model cache are complete only together with the runtime's settings.
+            # The workers, the head and the model cache are complete only together with the runtime's settings.
             errors = _errors_across_sections(self.sampling, self.speculation, None, self.engine, None)
         if errors:
             raise PydanticCustomError("fields", "several fields are wrong", {"errors": errors})
@@ -221,6 +230,8 @@ def _errors_across_sections(
     workers: Workers | None,
     engine: Engine | None,
     model: Model | None,
+    source: Source | None = None,
+    head: Head | None = None,
 ) -> list[FieldError]:
     """Check the rules that involve several sections. A section that is itself invalid is passed as None."""
     errors: list[FieldError] = []
@@ -270,6 +281,12 @@ def _errors_across_sections(
         if workers.gpus_per_worker == 0 and parse_quantity(cache) >= parse_quantity(memory):
             message = f"{cache} does not fit into a CPU worker's workers.resources.memory, {memory}"
             errors.append(FieldError("engine.kvCacheMemory", message))
+    environment = source.dataset.environment if source and source.dataset else None
+    if environment and head and head.resources.memory:
+        limit, available = environment.memory_limit, head.resources.memory
+        if parse_quantity(limit) >= parse_quantity(available):
+            message = f"{limit} does not fit into head.resources.memory, {available}"
+            errors.append(FieldError("source.dataset.environment.memoryLimit", message))
     if sampling and engine and sampling.max_tokens >= engine.max_model_len:
         message = f"{sampling.max_tokens} leaves no room for a prompt in engine.maxModelLen, {engine.max_model_len}"
         errors.append(FieldError("sampling.maxTokens", message))
@@ -313,6 +330,8 @@ def parse_job(manifest: object) -> RolloutJob:
             None if has_runtime else _section(spec, "workers", Workers),
             _section(spec, "engine", Engine),
             None if has_runtime else _section(spec, "model", Model),
+            _section(spec, "source", Source),
+            None if has_runtime else _section(spec, "head", Head),
         )
         known = {error.path for error in errors}
         errors += [FieldError(f"spec.{e.path}", e.message) for e in across if f"spec.{e.path}" not in known]

@@ -66,25 +66,113 @@ class Task(ManifestModel):
         return config
 
 
+_ONE_ENVIRONMENT = "name either verifiers or entryPoint"
+_MAX_ENVIRONMENT_ARGS_BYTES = 16_384
+
+
+class Environment(ManifestModel):
+    """An environment, which provides problems and rewards. It runs in a process of its own beside the head."""
+
+    model_config = ConfigDict(
+        json_schema_extra=cel_rules(("has(self.verifiers) != has(self.entryPoint)", _ONE_ENVIRONMENT))
+    )
+
+    verifiers: Text | None = Field(
+        default=None,
+        description="Id of an environment of Prime Intellect's verifiers, which verifiers.load_environment loads. The "
+        "package verifiers and the environment have to be installed in the image.",
+    )
+    entry_point: (
+        Annotated[
+            str,
+            StringConstraints(
+                max_length=1024,
+                pattern=r"^[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*:[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*$",
+            ),
+        ]
+        | None
+    ) = Field(
+        default=None,
+        description="A function that returns an environment (rollout_api.environment), as MODULE:FUNCTION, for example "
+        "my_package.my_module:make_environment. The module is imported from the packages of the image, from "
+        "PYTHONPATH, or from the working directory.",
+    )
+    args: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        max_length=64,
+        description="Keyword arguments with which the environment is created; at most 16Ki as JSON.",
+    )
+    python: Annotated[str, StringConstraints(max_length=1024, pattern=r"^/")] | None = Field(
+        default=None,
+        description="Python interpreter of the environment's process, for example that of a virtual environment in the "
+        "image, if the environment needs other versions of packages than the worker. Default: the worker's.",
+    )
+    max_problems: int | None = Field(
+        default=None, ge=1, le=1_000_000, description="Use only this many problems, the first ones. Default: all."
+    )
+    timeout_seconds: int = Field(
+        default=600,
+        ge=1,
+        le=86_400,
+        description="Time limit for loading the environment, and for what the environment itself computes for one "
+        "rollout. The time in which the model samples does not count.",
+    )
+    memory_limit: Size = Field(
+        default="4Gi",
+        description="Memory limit of the environment's process and its child processes together. On Kubernetes, the "
+        "head requests this much memory in addition, unless head.resources sets its memory.",
+    )
+
+    @field_validator("args")
+    @classmethod
+    def _limit_args(cls, args: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if (size := len(json.dumps(args).encode())) > _MAX_ENVIRONMENT_ARGS_BYTES:
+            raise ValueError(f"has {size} bytes as JSON, more than {_MAX_ENVIRONMENT_ARGS_BYTES}")
+        return args
+
+    @model_validator(mode="after")
+    def _require_exactly_one(self) -> Self:
+        if (self.verifiers is None) == (self.entry_point is None):
+            raise PydanticCustomError("one_of", _ONE_ENVIRONMENT)
+        return self
+
+    @property
+    def field(self) -> str:
+        """Name of the field that is set, as in a manifest."""
+        return "entryPoint" if self.verifiers is None else "verifiers"
+
+
+_ONE_KIND_OF_PROBLEMS = "name either tasks or environment"
+_SEED_OF_TASKS = "only tasks are generated with a seed; pass it to an environment in environment.args, or remove it"
+
+
 class DatasetSource(ManifestModel):
-    """The job generates prompts from a problem set and computes the rewards itself."""
+    """The job takes prompts from a problem set, and computes the rewards itself. Exactly one of tasks and environment
+    is set.
+    """
 
     model_config = ConfigDict(
         json_schema_extra=cel_rules(
+            ("has(self.tasks) != has(self.environment)", _ONE_KIND_OF_PROBLEMS),
+            ("!has(self.environment) || self.seed == 0", f"seed: {_SEED_OF_TASKS}"),
             (
                 "size(self.checkpoints) == 0 || size(self.checkpoints) == self.epochs",
                 "checkpoints: list one for each epoch, or none",
-            )
+            ),
         )
     )
 
-    tasks: list[Task] = Field(
+    tasks: list[Task] | None = Field(
+        default=None,
         min_length=1,
         max_length=64,
-        description="Families of problems, with different names.",
+        description="Families of generated problems, with different names.",
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
-    seed: int = Field(default=0, ge=0, lt=2**31, description="Seed with which the problems are generated.")
+    environment: Environment | None = Field(
+        default=None, description="Environment of verifiers or of your own, which provides problems and rewards."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**31, description="Seed with which the problems of tasks are generated.")
     epochs: int = Field(default=1, ge=1, le=10_000, description="Number of passes over all problems.")
     checkpoints: list[Text] = Field(
         default_factory=list,
@@ -95,8 +183,8 @@ class DatasetSource(ManifestModel):
 
     @field_validator("tasks")
     @classmethod
-    def _require_unique_names(cls, tasks: list[Task]) -> list[Task]:
-        names = [task.name for task in tasks]
+    def _require_unique_names(cls, tasks: list[Task] | None) -> list[Task] | None:
+        names = [task.name for task in tasks or ()]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"names must differ; used more than once: {', '.join(twice)}")
         return tasks
@@ -108,6 +196,19 @@ class DatasetSource(ManifestModel):
         if epochs is not None and checkpoints and len(checkpoints) != epochs:
             raise ValueError(f"{len(checkpoints)} checkpoints for {epochs} epochs; list one for each epoch, or none")
         return checkpoints
+
+    @field_validator("seed")
+    @classmethod
+    def _require_tasks_with_seed(cls, seed: int, info: ValidationInfo) -> int:
+        if seed and info.data.get("environment") is not None:
+            raise PydanticCustomError("seed", _SEED_OF_TASKS)
+        return seed
+
+    @model_validator(mode="after")
+    def _require_exactly_one(self) -> Self:
+        if (self.tasks is None) == (self.environment is None):
+            raise PydanticCustomError("one_of", _ONE_KIND_OF_PROBLEMS)
+        return self
 
 
 class TrainerSource(ManifestModel):

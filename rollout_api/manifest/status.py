@@ -110,6 +110,15 @@ class ProgressStatus(ManifestModel):
     summary: str = Field(default="", description="done/total, or done without a total.")
 
 
+class EnvironmentErrors(ManifestModel):
+    """Rollouts that got no reward from the environment of a dataset source, for one type of reason."""
+
+    type: str = Field(description="exception, reward, timeout, memory, exit, sampling or unavailable.")
+    count: int = Field(ge=0, description="Number of rollouts.")
+    problem: str = Field(default="", description="Problem of the first of them.")
+    message: str = Field(default="", description="What has happened there.")
+
+
 class PodGroup(ManifestModel):
     """The head and the workers that Kueue admits as a whole, until the job is suspended or ends."""
 
@@ -186,6 +195,10 @@ class RolloutJobStatus(ManifestModel):
     workers: WorkersStatus = Field(default_factory=WorkersStatus)
     server: ServerStatus | None = None
     progress: ProgressStatus = Field(default_factory=ProgressStatus)
+    environment_errors: Annotated[
+        list[EnvironmentErrors],
+        Field(json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}),
+    ] = Field(default_factory=list, description="Rollouts that got no reward from the environment, by type of error.")
     time_saved: str | None = Field(
         default=None,
         description="Share of decoding time that drafting has saved, for example 38%. It is negative if drafting "

@@ -163,6 +163,16 @@ class MessageKeys:
         return self._key("events")
 
     @property
+    def environment_results(self) -> str:
+        """Hash, written by the dataset source: rollout → what its environment returned, as far as it is kept."""
+        return self._key("environment-results")
+
+    @property
+    def environment_errors(self) -> str:
+        """String, written by the dataset source: summary of the errors of its environment, as JSON."""
+        return self._key("environment-errors")
+
+    @property
     def totals(self) -> str:
         """Hash, written when rollouts finish: rollouts, tokens, decoding steps, draft and accepted tokens."""
         return self._key("totals")

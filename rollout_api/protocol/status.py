@@ -29,6 +29,17 @@ class EngineEntry(TypedDict):
     counters: dict[str, float]
 
 
+class EnvironmentErrors(TypedDict):
+    """Rollouts of a dataset source that got no reward for one type of reason."""
+
+    count: int
+    """Number of rollouts."""
+    problem: str
+    """Problem of the first of them."""
+    message: str
+    """What has happened there."""
+
+
 class CoordinatorStatus(TypedDict):
     """The coordinator's status of its job, which it publishes in Redis."""
 
@@ -82,6 +93,9 @@ class CoordinatorStatus(TypedDict):
     engines: list[EngineEntry]
     engine_errors: dict[str, str]
     """Engines that cannot start, with the reasons."""
+    environment_errors: dict[str, EnvironmentErrors]
+    """Rollouts of a dataset source that got no reward from its environment, by type of error: ``exception``,
+    ``reward``, ``timeout``, ``memory``, ``exit``, ``sampling`` or ``unavailable``."""
     engines_lost: int
     """Engines that this coordinator has lost."""
     migrated: int

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -101,6 +102,13 @@ def report_lines(report: JobReport) -> list[str]:
             f"{report.rollouts_from_earlier_runs} rollouts were finished by an earlier run. Makespan and tokens/s "
             "count only this run."
         )
+    for kind, errors in report.environment_errors.items():
+        lines.append(
+            f"[yellow]{errors['count']} rollouts got no reward from the environment ({kind}). The first one is of the "
+            f"problem {escape(errors['problem'])}: {escape(errors['message'])}[/]"
+        )
+    if report.environment_restarts:
+        lines.append(f"[yellow]The environment's process was restarted {report.environment_restarts} times.[/]")
     if report.dead_letters:
         lines.append(
             f"[yellow]{report.dead_letters} finished rollouts could not be read. They are kept as dead letters.[/]"

@@ -9,6 +9,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 TERMINATION_LOG = Path("/dev/termination-log")
 """File that Kubernetes reads as a container's termination message (default ``terminationMessagePath``), up to 4 KiB."""
 _FINAL_FIGURES = ("done", "total", "epoch", "weight_version", "tokens", "decoding_steps", "accepted_per_step")
+
+_MAX_ERROR_CHARS = 100
+"""Length to which texts about errors are cut there."""
 
 
 class HeadInputs:
@@ -110,7 +114,12 @@ def _write_termination_message(job_store: LauncherStore) -> None:
         status = retry(job_store.status)
         if status is None:
             return  # the status expires within seconds
-        TERMINATION_LOG.write_text(json.dumps({name: status[name] for name in _FINAL_FIGURES if name in status}))
+        figures = {name: status[name] for name in _FINAL_FIGURES if name in status}
+        figures["environment_errors"] = {
+            kind: {name: value[:_MAX_ERROR_CHARS] if isinstance(value, str) else value for name, value in error.items()}
+            for kind, error in status.get("environment_errors", {}).items()
+        }
+        TERMINATION_LOG.write_text(json.dumps(figures))
     except (OSError, ValueError, redis.RedisError) as error:
         logger.warning("Cannot leave the final figures for the operator: %s", error)
 
@@ -120,14 +129,15 @@ async def _sample_dataset(setup: JobSetup, load_dataset: Callable[[], Dataset | 
     dataset = await run_in_daemon_thread(load_dataset)
     if dataset is None:
         return
-    while True:
-        try:
-            finished = await asyncio.to_thread(count_finished, server, setup.keys)
-            await run_dataset(setup, dataset, server, finished_before=finished)
-        except redis.RedisError as error:
-            logger.warning("Waiting for Redis: %s", explain_error(error, setup.redis_url))
-        except (RedisUnreachableError, JobNotFoundError) as error:  # the coordinator may be waiting for Redis as well
-            logger.warning("Waiting for the coordinator: %s", error)
-        else:
-            return
-        await asyncio.sleep(REDIS_RETRY_DELAY_S)
+    with closing(dataset):
+        while True:
+            try:
+                finished = await asyncio.to_thread(count_finished, server, setup.keys)
+                await run_dataset(setup, dataset, server, finished_before=finished)
+            except redis.RedisError as error:
+                logger.warning("Waiting for Redis: %s", explain_error(error, setup.redis_url))
+            except (RedisUnreachableError, JobNotFoundError) as error:  # the coordinator may wait for Redis as well
+                logger.warning("Waiting for the coordinator: %s", error)
+            else:
+                return
+            await asyncio.sleep(REDIS_RETRY_DELAY_S)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -90,7 +90,7 @@ async def run_local(
     _check_machine(job, options)
     directory = options.state / job.metadata.namespace / job.metadata.name
     cache = options.model_cache or default_cache()
-    with lock_state_directory(directory) as lock:
+    with lock_state_directory(directory) as lock, ExitStack() as exit_stack:
         model = resolve_model(job.spec.model, cache)
         with _redis_url(job, options, directory, lock, notify) as url:
             # Redis is checked before anything that takes long.
@@ -100,6 +100,10 @@ async def run_local(
             check(history, options.history_url or url)
             tokenizer = load_tokenizer(model)
             dataset = load_dataset(job, model, tokenizer, cache)
+            if dataset is not None:
+                exit_stack.callback(dataset.close)
+                if dataset.samples_itself:  # it asks for its responses itself, and always for drafts from the history
+                    options = replace(options, baselines=())
             state = JobState.open(directory / "job.json", job, notify)
             setup = JobSetup(
                 manifest=job.model_dump(mode="json", by_alias=True),
@@ -156,7 +160,10 @@ async def _run_on_ray(
                 limited = _until_deadline(work, job.spec.lifecycle.active_deadline_seconds)
                 return await _while_checked(limited, _check_processes(services, fleet))
             finally:
-                services.stop()  # before the processes that Ray has left behind are killed
+                # Before the processes that Ray has left behind are killed.
+                services.stop()
+                if dataset is not None:
+                    dataset.close()
     finally:
         services.stop()
 

@@ -12,6 +12,7 @@ import pytest
 from rollout_api.protocol.keys import MessageKeys
 from tests.support.pod_processes import EPOCHS, UID, PodProcesses
 
+ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"
 DAY_S = 24 * 3600
 EXPIRED = -2
 
@@ -55,3 +56,32 @@ def test_a_dataset_job_runs_from_start_to_end(pods: PodProcesses) -> None:
     assert keys.totals.encode() in expiries
     assert all(0 < seconds <= DAY_S or seconds == EXPIRED for seconds in expiries.values()), expiries
     assert 0 == pods.end("worker", 20, signal.SIGTERM), pods.log("worker")  # the worker has nothing to hand over
+
+
+def test_a_head_that_is_killed_continues_the_trajectories_of_its_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
+    calls = tmp_path / "calls"
+    actions = ["one", "one", "one", "raise"]
+    environment = {"entryPoint": "scripted:SlowDialogue", "args": {"actions": actions, "calls": str(calls)}}
+    pods = PodProcesses(tmp_path, samples=4, source={"dataset": {"environment": environment}})
+
+    def num_scored() -> int:
+        return len(calls.read_text().splitlines()) if calls.exists() else 0
+
+    try:
+        pods.start_worker()
+        pods.start_head()
+        pods.wait(lambda: num_scored() >= 4, "head", "worker", seconds=240)
+        pods.kill("head")
+        pods.start_head()
+        errors = pods.wait(lambda: pods.status().get("environment_errors"), "head", "worker", seconds=120)
+        assert ["exception"] == list(errors)
+        assert ("3-raise", True) == (errors["exception"]["problem"], "judge" in errors["exception"]["message"])
+        assert 0 == pods.end("head", 180), pods.log("head")
+        # At most the trajectory that ended while the head was killed is scored again, and no turn is sampled again.
+        assert 16 <= num_scored() <= 17
+        assert 3 * 16 == len(pods.in_history())
+    finally:
+        pods.close()

@@ -545,6 +545,21 @@ def test_the_errors_of_engines_that_cannot_start_are_reported() -> None:
     assert "Starting" == cluster.status["state"]
 
 
+def test_each_type_of_error_of_an_environment_is_reported_once() -> None:
+    cluster = running_job()
+    for count in (1, 5):
+        error = {"count": count, "problem": "sum-3", "message": "the environment took more than 600 s"}
+        status = cluster.head.model_dump() | {"environment_errors": {"timeout": error}}
+        cluster.head = HeadStatus.model_validate(status)
+        cluster.reconcile()
+        (shown,) = cluster.status["environmentErrors"]
+        assert {"type": "timeout", **error} == shown
+    (event,) = [event for event in cluster.events if event.reason == "EnvironmentErrors"]
+    assert "Warning" == event.type
+    assert "problem sum-3" in event.message
+    assert "(timeout): the environment took more than 600 s" in event.message
+
+
 def test_autoscaling_adds_no_worker_for_a_short_queue() -> None:
     cluster = running_job(workers={"autoscale": True, "replicas": 2})
     status = head_status(cluster.workers(), waiting=60, assigned=16)

@@ -213,6 +213,14 @@ def test_the_head_has_requests_and_is_not_moved_by_autoscalers_of_nodes() -> Non
     assert {"requests": {"cpu": "2"}, "limits": {"cpu": "2"}} == container["resources"]
 
 
+def test_the_head_of_an_environment_requests_its_memory_too() -> None:
+    source = {"dataset": {"environment": {"entryPoint": "a:b", "memoryLimit": "5Gi"}}}
+    (container,) = head_pod(job_context(source=source))["spec"]["containers"]
+    assert {"requests": {"cpu": "500m", "memory": "8192Mi"}} == container["resources"]
+    (container,) = head_pod(job_context(source=source, head={"resources": {"memory": "6Gi"}}))["spec"]["containers"]
+    assert {"requests": {"memory": "6Gi"}, "limits": {"memory": "6Gi"}} == container["resources"]
+
+
 def test_the_cleanup_pod_takes_over_what_the_head_needs() -> None:
     template = {
         "spec": {

@@ -41,7 +41,7 @@ class PodProcesses:
         Args:
             directory: directory for its files.
             samples: rollouts of each problem.
-            sections: additional fields of sections of its spec.
+            sections: additional fields of sections of its spec; another ``source`` replaces that of the tasks.
         """
         self.num_rollouts = EPOCHS * samples * sum(task["problems"] for task in TASKS)
         """Rollouts of the whole job."""
@@ -64,9 +64,9 @@ class PodProcesses:
             "metadata": {"name": "pods"},
             "spec": {
                 "model": {"uri": "policy/0"},
-                "source": {
-                    "dataset": {"tasks": TASKS, "epochs": EPOCHS, "checkpoints": ["policy/0", "policy/1"]},
-                },
+                "source": sections.get(
+                    "source", {"dataset": {"tasks": TASKS, "epochs": EPOCHS, "checkpoints": ["policy/0", "policy/1"]}}
+                ),
                 "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, **sections.get("engine", {})},
                 "sampling": {"rolloutsPerPrompt": samples, "maxTokens": 300},
                 "workers": {"gpusPerWorker": 0, **sections.get("workers", {})},

@@ -27,6 +27,7 @@ def status_board(engines: Mapping[str, EngineReport] | None = None) -> StatusBoa
             totals={},
             engines=dict(engines or {}),
             engine_errors={},
+            environment_errors={},
             engines_lost=0,
             migrated=0,
             dead_letters=0,

@@ -67,6 +67,9 @@ class StatusMetrics:
             yield _family(_COUNTER, name, text, ["job"], [(job, value)])
         unread = [([*job, client], count) for client, count in status["unread"].items()]
         yield _family(_GAUGE, "results_unread", "Results that a client has not read.", ["job", "client"], unread)
+        errors = [([*job, kind], errors["count"]) for kind, errors in status["environment_errors"].items()]
+        text = "Rollouts of a dataset source that got no reward from its environment."
+        yield _family(_GAUGE, "environment_errors", text, ["job", "type"], errors)
         for name, (kind, text) in ENGINE_METRICS.items():
             rows = [
                 ([*job, engine["name"]], engine["counters"][name])

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollout_api.manifest.rollout_job import RolloutJob
-from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
+from rollout_api.protocol.status import CoordinatorStatus, EngineEntry, EnvironmentErrors
 from rollout_worker.job.job_store import EngineReport
 from rollout_worker.job.limits import MIN_VERIFIED_TOKENS, THROUGHPUT_WINDOW_S
 from rollout_worker.policy.canary import DriftTest
@@ -30,6 +30,8 @@ class StatusInput:
     """Reports of the live engines by id."""
     engine_errors: dict[str, str]
     """Engines that cannot start, with the reasons."""
+    environment_errors: dict[str, EnvironmentErrors]
+    """Errors of the environment of a dataset source, by type."""
     engines_lost: int
     migrated: int
     dead_letters: int
@@ -123,6 +125,7 @@ class StatusBoard:
             "tail_seconds": tail,
             "engines": [self._engine_entry(engine, current, now) for engine in current.engines],
             "engine_errors": current.engine_errors,
+            "environment_errors": current.environment_errors,
             "engines_lost": current.engines_lost,
             "migrated": current.migrated,
             "dead_letters": current.dead_letters,

@@ -6,7 +6,7 @@ import json
 import logging
 import time
 
-from rollout_api.protocol.status import CoordinatorStatus
+from rollout_api.protocol.status import CoordinatorStatus, EnvironmentErrors
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.canaries import CanaryTest
 from rollout_worker.job.coordinator.control import ControlProcessor
@@ -78,10 +78,13 @@ class StatusPublisher:
         """Publish the current state."""
         totals = await retry_async(self._job_store.rollouts.totals)
         engine_errors = await retry_async(self._job_store.engines.failed)
-        status = self._board.update(self._input(totals, engine_errors))
+        environment_errors = await retry_async(self._job_store.job.environment_errors)
+        status = self._board.update(self._input(totals, engine_errors, environment_errors))
         await self._write(status)
 
-    def _input(self, totals: dict[str, int], engine_errors: dict[str, str]) -> StatusInput:
+    def _input(
+        self, totals: dict[str, int], engine_errors: dict[str, str], environment_errors: dict[str, EnvironmentErrors]
+    ) -> StatusInput:
         now, speed = time.monotonic(), self.rollout_speed
         requests = self._tracker.requests.values()
         remaining = (rollouts for request in requests for rollouts in request.remaining_work(speed, now))
@@ -94,6 +97,7 @@ class StatusPublisher:
             totals=totals,
             engines=self._engines.engines,
             engine_errors=engine_errors,
+            environment_errors=environment_errors,
             engines_lost=self._engines.num_lost,
             migrated=self._placer.num_migrated,
             dead_letters=self._dead_letters.count,

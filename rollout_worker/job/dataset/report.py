@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from rollout_api.protocol.status import EnvironmentErrors
+
 
 class EpochMode(StrEnum):
     """How the rollouts of an epoch are drafted. All modes but DAS are baselines that the job is compared with."""
@@ -20,7 +22,7 @@ class EpochMode(StrEnum):
 
 @dataclass(frozen=True)
 class RolloutRow:
-    """One rollout in the report."""
+    """One rollout in the report, or all turns of one trajectory together."""
 
     rollout_id: str
     problem_id: str
@@ -33,6 +35,8 @@ class RolloutRow:
     started: float | None
     """Seconds since the epoch run began; None if an earlier run of the job produced the rollout."""
     finished: float | None
+    error: str | None = None
+    """Why the environment gave no reward, after the type of the error; None without an error."""
 
 
 @dataclass
@@ -116,6 +120,10 @@ class JobReport:
     """Number of finished rollouts that could not be read on their way to the history."""
     index_bytes: int = 0
     """Memory of the engines' suffix indexes at the end."""
+    environment_errors: dict[str, EnvironmentErrors] = field(default_factory=dict)
+    """Rollouts that got no reward from the environment, by type of error."""
+    environment_restarts: int = 0
+    """How often the environment's process was restarted in this run."""
 
     def find(self, epoch: int, mode: EpochMode) -> EpochRun | None:
         """Return the run of *epoch* in *mode*; None if there was none."""
@@ -149,6 +157,8 @@ class JobReport:
             "corrupt_records": self.corrupt_records,
             "dead_letters": self.dead_letters,
             "index_bytes": self.index_bytes,
+            "environment_errors": self.environment_errors,
+            "environment_restarts": self.environment_restarts,
             "epoch_runs": [run.as_json() for run in self.epoch_runs],
             "figures": self.figures(),
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,13 @@ from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJ
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.redis_client.retry import retry
 from rollout_worker.engine.model_source import resolve_checkpoint
+from rollout_worker.environment.supervisor import EnvironmentSupervisor
+from rollout_worker.job.dataset.environment_source import EnvironmentProblem, load_environment
+from rollout_worker.job.dataset.local_server import LocalServer
 from rollout_worker.job.dataset.problems import DatasetProblem, load_problems
 from rollout_worker.job.dataset.report import EpochMode, JobReport
 from rollout_worker.job.dataset.trainer import DatasetTrainer
+from rollout_worker.job.dataset.trajectories import TrajectorySource, TrajectoryTrainer
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
 
@@ -32,13 +37,26 @@ _CLIENT_NAME = "dataset"
 class Dataset:
     """The loaded dataset source of a manifest."""
 
-    problems: Sequence[DatasetProblem]
+    problems: Sequence[DatasetProblem | EnvironmentProblem]
     checkpoints: Sequence[str]
     """Address of each epoch's weights."""
     tokenizer: Any
+    environment: EnvironmentSupervisor | None = None
+    """The environment that the problems belong to."""
+    samples_itself: bool = False
+    """Whether the environment itself asks for the responses, turn by turn."""
+    scores_groups: bool = False
+    """Whether its rewards compare the rollouts of a problem."""
 
-    def total_rollouts(self, job: RolloutJob) -> int:
-        """Return the number of rollouts in all epochs."""
+    def close(self) -> None:
+        """End the environment's process."""
+        if self.environment is not None:
+            self.environment.close()
+
+    def total_rollouts(self, job: RolloutJob) -> int | None:
+        """Return the number of rollouts in all epochs; None if the number of turns is unknown."""
+        if self.samples_itself:
+            return None
         return len(self.problems) * job.spec.sampling.n * len(self.checkpoints)
 
 
@@ -60,9 +78,26 @@ def load_dataset(job: RolloutJob, model: Path, tokenizer: Any, cache: Path) -> D
         return None
     for uri in source.checkpoints:
         resolve_checkpoint(uri, cache, model, job.spec.weights.allowed_roots)
-    problems = load_problems(source, tokenizer)
-    _check_requests(job, problems, len(tokenizer))
-    return Dataset(problems, list(source.checkpoints) or [job.spec.model.uri] * source.epochs, tokenizer)
+    checkpoints = list(source.checkpoints) or [job.spec.model.uri] * source.epochs
+    if source.environment is None:
+        problems = load_problems(source, tokenizer)
+        _check_requests(job, problems, len(tokenizer))
+        return Dataset(problems, checkpoints, tokenizer)
+    loaded = load_environment(source.environment, tokenizer)
+    dataset = Dataset(
+        loaded.problems,
+        checkpoints,
+        tokenizer,
+        loaded.environment,
+        samples_itself=loaded.samples_itself,
+        scores_groups=loaded.scores_groups,
+    )
+    try:
+        _check_requests(job, loaded.problems, len(tokenizer))
+    except ManifestError:
+        dataset.close()
+        raise
+    return dataset
 
 
 def count_finished(server: redis.Redis, keys: MessageKeys) -> int:
@@ -86,7 +121,8 @@ async def run_dataset(
         dataset: the problems to sample.
         server: the job's Redis.
         finished_before: number of rollouts that earlier runs have finished.
-        baselines: modes in which each epoch is repeated for comparison.
+        baselines: modes in which each epoch is repeated for comparison; none for an environment that asks for its
+            responses itself.
         watch: runs concurrently to show the progress; cancelled at the end.
 
     Raises:
@@ -94,23 +130,30 @@ async def run_dataset(
         redis.RedisError: if Redis is unavailable for long. Finished rollouts are kept, and the call can be repeated.
     """
     comparison = f"compare-{secrets.token_hex(4)}"
-    async with (
-        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=_CLIENT_NAME) as client,
-        AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=comparison) as comparison_client,
-    ):
-        trainer = DatasetTrainer(
-            setup.job,
-            problems=dataset.problems,
-            checkpoints=dataset.checkpoints,
-            tokenizer=dataset.tokenizer,
-            client=client,
-            comparison_client=comparison_client,
-            server=server,
-            keys=setup.keys,
-            store=setup.history_store(),
-            baselines=baselines,
-            finished_before=finished_before,
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(
+            AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=_CLIENT_NAME)
         )
+        comparison_client = await stack.enter_async_context(
+            AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=comparison)
+        )
+        arguments: dict[str, Any] = {
+            "problems": dataset.problems,
+            "checkpoints": dataset.checkpoints,
+            "tokenizer": dataset.tokenizer,
+            "client": client,
+            "comparison_client": comparison_client,
+            "server": server,
+            "keys": setup.keys,
+            "store": setup.history_store(),
+            "finished_before": finished_before,
+        }
+        if dataset.environment is not None and dataset.samples_itself:
+            local_server = await stack.enter_async_context(LocalServer(setup))
+            source = TrajectorySource(dataset.environment, local_server, dataset.scores_groups)
+            trainer: DatasetTrainer = TrajectoryTrainer(source, setup.job, baselines=(), **arguments)
+        else:
+            trainer = DatasetTrainer(setup.job, environment=dataset.environment, baselines=baselines, **arguments)
         watching = [asyncio.ensure_future(watch(trainer))] if watch is not None else []
         try:
             return await trainer.run()
@@ -118,7 +161,9 @@ async def run_dataset(
             await cancel_and_wait(*watching)
 
 
-def _check_requests(job: RolloutJob, problems: Sequence[DatasetProblem], vocabulary_size: int) -> None:
+def _check_requests(
+    job: RolloutJob, problems: Sequence[DatasetProblem | EnvironmentProblem], vocabulary_size: int
+) -> None:
     """Reject requests that the engines would reject, before any engine is started."""
     sampling, limit = job.spec.sampling, job.spec.engine.max_model_len
     errors = []

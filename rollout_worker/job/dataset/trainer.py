@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,11 @@ from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.protocol.messages import DraftMode, Purpose, Rollout, RolloutId, UpdateMode
 from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.retry import retry
+from rollout_worker.environment.errors import EnvironmentCallError
+from rollout_worker.environment.supervisor import EnvironmentSupervisor
 from rollout_worker.history.store import HistoryStore
+from rollout_worker.job.dataset.environment_results import EnvironmentResults, RolloutError
+from rollout_worker.job.dataset.environment_source import EnvironmentProblem
 from rollout_worker.job.dataset.problems import DatasetProblem
 from rollout_worker.job.dataset.report import EpochMode, EpochRun, JobReport, RolloutRow
 from rollout_worker.job.job_store.launcher import LauncherStore
@@ -75,7 +79,7 @@ class DatasetTrainer:
         self,
         job: RolloutJob,
         *,
-        problems: Sequence[DatasetProblem],
+        problems: Sequence[DatasetProblem | EnvironmentProblem],
         checkpoints: Sequence[str],
         tokenizer: Any,
         client: AsyncRolloutClient,
@@ -85,6 +89,7 @@ class DatasetTrainer:
         store: HistoryStore,
         baselines: Sequence[EpochMode],
         finished_before: int,
+        environment: EnvironmentSupervisor | None = None,
     ) -> None:
         """Create a trainer; :meth:`run` does its work.
 
@@ -100,6 +105,7 @@ class DatasetTrainer:
             store: the history, which holds the rewards of rollouts of earlier runs.
             baselines: modes in which each epoch is repeated for comparison; they do not change the history.
             finished_before: number of rollouts that had finished when this run began.
+            environment: computes the rewards of its problems.
         """
         self.progress = DatasetProgress()
         self._job = job
@@ -108,6 +114,8 @@ class DatasetTrainer:
         self._keys, self._store, self._job_store = keys, store, LauncherStore(server, keys)
         self._baselines, self._finished_before = baselines, finished_before
         self._problem_by_id = {problem.problem_id: problem for problem in problems}
+        self._environment = environment
+        self._results = EnvironmentResults(self._job_store)
 
     async def run(self) -> JobReport:
         """Sample all rollouts that are not finished yet, and close the job.
@@ -117,10 +125,12 @@ class DatasetTrainer:
         """
         progress = self.progress
         report = JobReport(self._job.metadata.name, self._keys.uid)
+        if self._environment is not None:
+            await self._results.restore()
         epochs = range(1, len(self._checkpoints) + 1)
         finished = {epoch: await self._read_finished(epoch) for epoch in epochs}
         size = len(self._problems) * self._job.spec.sampling.n
-        report.rollouts_from_earlier_runs = self._finished_before
+        report.rollouts_from_earlier_runs = self._num_finished_before(finished)
         missing = [size - len(entries) for entries in finished.values()]
         progress.epochs = len(epochs)
         progress.all_total = sum(missing) + size * len(self._baselines) * sum(1 for count in missing if count)
@@ -138,8 +148,15 @@ class DatasetTrainer:
             await cancel_and_wait(status_task)
         report.corrupt_records = int(max((c.get("history_corrupt", 0) for c in counters), default=0))
         report.index_bytes = int(sum(c.get("index_bytes", 0) for c in counters))
+        if self._environment is not None:
+            report.environment_errors = self._results.summary()
+            report.environment_restarts = self._environment.restarts
         report.dead_letters = int(await asyncio.to_thread(retry, self._job_store.num_dead_letters))
         return report
+
+    def _num_finished_before(self, finished: Mapping[int, Mapping[str, Any]]) -> int:
+        """Return how many rollouts earlier runs have finished, of which *finished* are not abandoned."""
+        return self._finished_before
 
     def _prompts(self, mode: EpochMode) -> list[Prompt]:
         purpose = Purpose.TRAIN if mode is EpochMode.DAS else Purpose.EVAL
@@ -196,6 +213,7 @@ class DatasetTrainer:
                 rewards.get(rollout_key(rollout_id)),
                 started=None,
                 finished=None,
+                error=self._results.error_text(rollout_id),
             )
             for rollout_id, entry in finished.items()
         ]
@@ -211,28 +229,43 @@ class DatasetTrainer:
         progress.total = len(self._problems) * self._job.spec.sampling.n
         progress.accepted_per_step = 0.0
         started = time.time()
-        rewards: dict[str, float] = {}
         steps = accepted = 0
+        scores = _ScoreReporter(self._client, self._results, enabled=run.mode is EpochMode.DAS)
+
+        async def score(rollout: Rollout) -> None:
+            reward, error = await self._score(rollout)
+            run.rollouts.append(_row(rollout, reward, error, None if rollout.rollout_id in finished else started))
+            await scores.add(rollout.rollout_id, reward, error)
+
+        scoring: list[asyncio.Future[None]] = []
         async with client.step(number, self._prompts(run.mode)) as step:
-            async for rollout in step:
-                reward = await asyncio.to_thread(self._reward, rollout)
-                run.rollouts.append(_row(rollout, reward, None if rollout.rollout_id in finished else started))
-                progress.done += 1
-                progress.all_done += rollout.rollout_id not in finished
-                steps, accepted = steps + rollout.num_decoding_steps, accepted + rollout.num_accepted_tokens
-                progress.accepted_per_step = accepted / max(1, steps)
-                if run.mode is EpochMode.DAS:
-                    rewards[rollout.rollout_id] = reward
-                    if len(rewards) >= REWARDS_PER_REPORT:
-                        await self._client.report_rewards(rewards)
-                        rewards = {}
-            if rewards:
-                await self._client.report_rewards(rewards)
+            try:
+                async for rollout in step:
+                    if self._environment is None:
+                        await score(rollout)
+                    else:
+                        scoring.append(asyncio.ensure_future(score(rollout)))
+                    progress.done += 1
+                    progress.all_done += rollout.rollout_id not in finished
+                    steps, accepted = steps + rollout.num_decoding_steps, accepted + rollout.num_accepted_tokens
+                    progress.accepted_per_step = accepted / max(1, steps)
+                await asyncio.gather(*scoring)
+                await scores.flush()
+            finally:
+                await cancel_and_wait(*scoring)
         run.makespan = max((row.finished for row in run.from_this_run if row.finished is not None), default=0.0)
 
-    def _reward(self, rollout: Rollout) -> float:
-        text = self._tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
-        return self._problem_by_id[rollout.problem_id].reward(text)
+    async def _score(self, rollout: Rollout) -> tuple[float | None, RolloutError | None]:
+        """Return the reward of a rollout, or why there is none."""
+        text = await asyncio.to_thread(self._tokenizer.decode, rollout.token_ids, skip_special_tokens=True)
+        if self._environment is None:
+            problem: Any = self._problem_by_id[rollout.problem_id]
+            return await asyncio.to_thread(problem.reward, text), None
+        arguments = {"problem": rollout.problem_id, "text": text, "token_ids": list(rollout.token_ids)}
+        try:
+            return await asyncio.wrap_future(self._environment.call("reward", arguments)), None
+        except EnvironmentCallError as error:
+            return None, RolloutError(str(error.error_type), rollout.problem_id, str(error))
 
     async def _update_status(self) -> None:
         while True:
@@ -255,12 +288,39 @@ class DatasetTrainer:
             await asyncio.sleep(OUTBOX_POLL_INTERVAL_S)
 
 
-def _row(rollout: Rollout, reward: float, started: float | None) -> RolloutRow:
+class _ScoreReporter:
+    """Reports rewards to the job in batches, and records errors at once, so that the job's status shows them."""
+
+    def __init__(self, client: AsyncRolloutClient, results: EnvironmentResults, *, enabled: bool) -> None:
+        self._client, self._results, self._enabled = client, results, enabled
+        self._rewards: dict[str, float] = {}
+
+    async def add(self, rollout_id: str, reward: float | None, error: RolloutError | None) -> None:
+        """Report the reward of a rollout, or the error in its place."""
+        if not self._enabled:
+            return
+        if error is not None:
+            await self._results.record({rollout_id: error})
+        if reward is not None:
+            self._rewards[rollout_id] = reward
+        if len(self._rewards) >= REWARDS_PER_REPORT:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Report what is left."""
+        rewards, self._rewards = self._rewards, {}
+        if rewards:
+            await self._results.record({}, succeeded=rewards)
+            await self._client.report_rewards(rewards)
+
+
+def _row(rollout: Rollout, reward: float | None, error: RolloutError | None, started: float | None) -> RolloutRow:
     """Build a row of the report.
 
     Args:
         rollout: the delivered rollout.
-        reward: its score.
+        reward: its score; None if there is none.
+        error: why there is none.
         started: when this run of the job began the epoch run; None for a rollout of an earlier run.
     """
     return RolloutRow(
@@ -274,4 +334,5 @@ def _row(rollout: Rollout, reward: float, started: float | None) -> RolloutRow:
         reward,
         started=None if started is None else rollout.started_at - started,
         finished=None if started is None else rollout.finished_at - started,
+        error=None if error is None else error.text,
     )

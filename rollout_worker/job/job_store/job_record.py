@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -96,6 +97,11 @@ class JobRecord:
         """Return the stored state of the canary test; None if there is none."""
         state = await self._client.get(self._keys.canaries)
         return None if state is None else as_text(state)
+
+    async def environment_errors(self) -> dict[str, Any]:
+        """Return the summary of the errors of the job's environment; empty if there are none."""
+        summary = await self._client.get(self._keys.environment_errors)
+        return {} if summary is None else dict(json.loads(summary))
 
     async def set_weights(self, update: WeightUpdate) -> None:
         """Store the weights that engines should serve. Full weights replace an earlier adapter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import redis
@@ -111,6 +111,31 @@ class LauncherStore:
             pipeline.hkeys(ledger)
         replies: list[list[bytes]] = pipeline.execute()
         return sum(field not in META_FIELDS for fields in replies for field in fields)
+
+    # Environments
+
+    def environment_results(self) -> dict[str, Any]:
+        """Return what the environment returned in earlier runs of the job: rollout → data."""
+        found: Any = self._client.hgetall(self._keys.environment_results)
+        return {as_text(name): json.loads(result) for name, result in found.items()}
+
+    def store_environment_results(self, results: Mapping[str, Any], outdated: Collection[str], errors: str) -> None:
+        """Store what the environment returned.
+
+        Args:
+            results: rollout → data for JSON.
+            outdated: rollouts whose stored data no longer apply.
+            errors: summary of all errors as JSON, for the job's status.
+        """
+        pipeline = self._client.pipeline(transaction=True)
+        if results:
+            pipeline.hset(
+                self._keys.environment_results, mapping={name: json.dumps(data) for name, data in results.items()}
+            )
+        if outdated:
+            pipeline.hdel(self._keys.environment_results, *outdated)
+        pipeline.set(self._keys.environment_errors, errors)
+        pipeline.execute()
 
     # The job as a whole
 

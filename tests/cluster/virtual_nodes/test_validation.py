@@ -47,6 +47,44 @@ REJECTED: list[tuple[dict[str, Any], str]] = [
         },
         "checkpoints",
     ),
+    ({"source": {"trainer": None, "dataset": {}}}, "tasks or environment"),
+    (
+        {
+            "source": {
+                "trainer": None,
+                "dataset": {"tasks": [{"name": "a", "generator": "x"}], "environment": {"entryPoint": "a:b"}},
+            }
+        },
+        "tasks or environment",
+    ),
+    ({"source": {"trainer": None, "dataset": {"environment": {}}}}, "verifiers or entryPoint"),
+    (
+        {"source": {"trainer": None, "dataset": {"environment": {"verifiers": "a", "entryPoint": "a:b"}}}},
+        "verifiers or entryPoint",
+    ),
+    (
+        {"source": {"trainer": None, "dataset": {"environment": {"entryPoint": "a.b"}}}},
+        "spec.source.dataset.environment.entryPoint",
+    ),
+    (
+        {"source": {"trainer": None, "dataset": {"environment": {"entryPoint": "a:b", "python": "python3"}}}},
+        "spec.source.dataset.environment.python",
+    ),
+    (
+        {"source": {"trainer": None, "dataset": {"environment": {"entryPoint": "a:b", "memoryLimit": "4GB"}}}},
+        "spec.source.dataset.environment.memoryLimit",
+    ),
+    (
+        {
+            "source": {"trainer": None, "dataset": {"environment": {"entryPoint": "a:b", "memoryLimit": "4Gi"}}},
+            "head": {"resources": {"memory": "4096Mi"}},
+        },
+        "does not fit into head.resources.memory",
+    ),
+    (
+        {"source": {"trainer": None, "dataset": {"environment": {"entryPoint": "a:b"}, "seed": 3}}},
+        "pass it to an environment",
+    ),
     ({"model": {"uri": ""}}, "spec.model.uri"),
     ({"model": {"uri": 7}}, "spec.model.uri"),
     ({"model": {"cache": {"prefetch": True}}}, "set persistentVolumeClaim"),

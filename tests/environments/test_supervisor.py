@@ -1,0 +1,192 @@
+"""The process of an environment: everything that happens to it is the result of a call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rollout_api.manifest.spec import Environment
+from rollout_worker.environment.errors import EnvironmentCallError, EnvironmentErrorType, EnvironmentLoadError
+from rollout_worker.environment.supervisor import EnvironmentSupervisor
+from tests.support.waiting import wait_for
+
+ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"
+ALL_ACTIONS = ["one", "raise", "sys_exit", "nan", "none", "text", "die", "segfault", "print"]
+EXPECTED = {
+    "one": 1.0,
+    "print": 1.0,
+    "raise": EnvironmentErrorType.EXCEPTION,
+    "sys_exit": EnvironmentErrorType.EXCEPTION,
+    "nan": EnvironmentErrorType.REWARD,
+    "none": EnvironmentErrorType.REWARD,
+    "text": EnvironmentErrorType.REWARD,
+    "die": EnvironmentErrorType.EXIT,
+    "segfault": EnvironmentErrorType.EXIT,
+    "hang": EnvironmentErrorType.TIMEOUT,
+    "hog": EnvironmentErrorType.MEMORY,
+    "child_hog": EnvironmentErrorType.MEMORY,
+}
+Start = Callable[..., EnvironmentSupervisor]
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Load an environment of scripted.py."""
+    monkeypatch.setenv("PYTHONPATH", str(ENVIRONMENTS))
+    started = []
+
+    def start(
+        actions: list[str], factory: str = "make", calls: Path | None = None, **settings: Any
+    ) -> EnvironmentSupervisor:
+        settings = {"timeout_seconds": 60, "memory_limit": "1Gi", **settings}
+        args: dict[str, Any] = {"actions": actions, "calls": calls and str(calls)}
+        spec = Environment(entry_point=f"scripted:{factory}", args=args, **settings)
+        supervisor = EnvironmentSupervisor(spec)
+        started.append(supervisor)
+        supervisor.load()
+        return supervisor
+
+    yield start
+    for supervisor in started:
+        supervisor.close()
+
+
+def outcomes(supervisor: EnvironmentSupervisor, actions: list[str]) -> list[float | EnvironmentErrorType]:
+    """Score one response of each problem; return each reward, or the type of the error."""
+    calls = [
+        supervisor.call("reward", {"problem": f"{number}-{action}", "text": "7", "token_ids": [7]})
+        for number, action in enumerate(actions)
+    ]
+    found: list[float | EnvironmentErrorType] = []
+    for call in calls:
+        try:
+            found.append(call.result(timeout=60))
+        except EnvironmentCallError as error:
+            found.append(error.error_type)
+    return found
+
+
+def test_each_call_has_its_own_outcome_whatever_the_others_do(start: Start) -> None:
+    actions = [*ALL_ACTIONS, "one"]
+    supervisor = start(actions)
+    assert [EXPECTED[action] for action in actions] == outcomes(supervisor, actions)
+    assert 4 == supervisor.restarts  # a call that has ended the process is repeated once
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    actions=st.lists(st.sampled_from(["one", "raise", "none", "die"]), min_size=1, max_size=4), is_async=st.booleans()
+)
+def test_outcomes_do_not_depend_on_order_and_concurrency(start: Start, actions: list[str], is_async: bool) -> None:
+    supervisor = start(actions, "make_async" if is_async else "make")
+    assert [EXPECTED[action] for action in actions] == outcomes(supervisor, actions)
+    supervisor.close()
+
+
+def test_a_function_that_hangs_is_killed_and_named(start: Start) -> None:
+    supervisor = start(["one", "hang", "one"], timeout_seconds=1)
+    began = time.monotonic()
+    assert [1.0, EnvironmentErrorType.TIMEOUT, 1.0] == outcomes(supervisor, ["one", "hang", "one"])
+    assert 1 < time.monotonic() - began < 15
+    assert 1 == supervisor.restarts
+
+
+@pytest.mark.parametrize("factory", ["make", "make_async"])
+def test_the_time_limit_of_a_call_does_not_include_the_others(start: Start, factory: str) -> None:
+    actions = ["nap"] * 12  # each takes 0.4 s, and blocks the others
+    supervisor = start(actions, factory, timeout_seconds=3)
+    assert [1.0] * 12 == outcomes(supervisor, actions)
+    assert 0 == supervisor.restarts
+
+
+def test_a_coroutine_that_hangs_ends_alone(start: Start) -> None:
+    actions = ["one", "hang", "one"]
+    supervisor = start(actions, "make_async", timeout_seconds=2)
+    assert [1.0, EnvironmentErrorType.TIMEOUT, 1.0] == outcomes(supervisor, actions)
+    assert 0 == supervisor.restarts
+
+
+def test_coroutines_run_at_the_same_time(start: Start) -> None:
+    actions = ["one"] * 20
+    supervisor = start(actions, "make_async")
+    began = time.monotonic()
+    assert [1.0] * 20 == outcomes(supervisor, actions)
+    assert time.monotonic() - began < 5  # each of them waits for 0.5 s
+
+
+@pytest.mark.parametrize("action", ["hog", "child_hog"])
+def test_memory_of_the_process_and_its_children_is_limited(start: Start, action: str) -> None:
+    supervisor = start(["one", action], memory_limit="256Mi")
+    assert [1.0, EnvironmentErrorType.MEMORY] == outcomes(supervisor, ["one", action])
+    assert [1.0] == outcomes(supervisor, ["one"])
+
+
+def test_a_process_that_is_killed_from_outside_is_restarted(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "calls"
+    actions = ["one"] * 4
+    supervisor = start(actions, "make_async", calls=file)
+    assert [1.0] == outcomes(supervisor, ["one"])
+    calls = [supervisor.call("reward", {"problem": f"{n}-one", "text": "", "token_ids": []}) for n in range(4)]
+    time.sleep(0.2)  # the calls wait for 0.5 s
+    os.kill(int(file.read_text().split()[0]), signal.SIGKILL)
+    assert [1.0] * 4 == [call.result(timeout=60) for call in calls]
+    assert 1 == supervisor.restarts
+
+
+def test_an_environment_may_close_its_output(start: Start) -> None:
+    supervisor = start(["close_output"])
+    assert [1.0] == outcomes(supervisor, ["close_output"])
+    used = time.process_time()
+    time.sleep(1)
+    # The supervisor waits instead of reading the end of the output again and again.
+    assert time.process_time() - used < 0.5
+
+
+def test_closing_ends_the_process_and_open_calls(start: Start, tmp_path: Path) -> None:
+    file = tmp_path / "calls"
+    supervisor = start(["hang"], calls=file)
+    call = supervisor.call("reward", {"problem": "0-hang", "text": "", "token_ids": []})
+    wait_for(lambda: file.exists() and bool(file.read_text()), 30)
+    pid = int(file.read_text().split()[0])
+    supervisor.close()
+    with pytest.raises(EnvironmentCallError, match="the job has ended"):
+        call.result(timeout=10)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"entry_point": "no_such_module:make"}, "no module 'no_such_module'.*PYTHONPATH"),
+        ({"entry_point": "scripted:create"}, "has no create"),
+        ({"entry_point": "scripted:make"}, "TypeError.*actions"),
+        ({"entry_point": "scripted:make_nothing"}, "has no method problems"),
+        ({"entry_point": "scripted:fail"}, r"OSError: the data set is offline \(.*scripted.py, line \d+\)"),
+        ({"entry_point": "scripted:die"}, "(?s)ended while it was loaded.*exit code 9.*out of disk space"),
+        ({"entry_point": "scripted:RepeatedIds", "args": {"actions": ["one"]}}, "problem_id '0-one'.*its own"),
+        ({"entry_point": "scripted:StrangePrompts", "args": {"actions": []}}, "'a': the prompt is neither"),
+        ({"entry_point": "scripted:make", "python": "/no/python"}, "/no/python cannot be started"),
+        ({"verifiers": "gsm8k"}, "has no package verifiers; install it"),
+    ],
+)
+def test_an_environment_that_cannot_be_loaded_is_an_error_with_advice(
+    start: Start, settings: dict[str, Any], message: str
+) -> None:
+    supervisor = EnvironmentSupervisor(Environment(**settings))
+    with pytest.raises(EnvironmentLoadError, match=message):
+        supervisor.load()
+
+
+def test_the_environment_does_not_see_the_jobs_secrets(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLOUT_REDIS_URL", "redis://:hunter2@redis")
+    monkeypatch.setenv("OTHER", "1")
+    assert [0.0] == outcomes(start(["sees_secret"], python=sys.executable), ["sees_secret"])

@@ -119,9 +119,7 @@ class RequestClient(JobConnection):
             turns=TurnRecords(self._redis, keys, self._policy),
             adapters=AdapterNames(self._redis, keys, self._policy),
             idempotency_keys=IdempotencyKeys(self._redis, keys, self._policy),
-            publisher=WeightPublisher(
-                self._redis, keys, sender, self._policy, buckets=Capability.WEIGHT_BUCKETS in job.capabilities
-            ),
+            publisher=WeightPublisher(self._redis, keys, sender, self._policy, job),
             pauser=JobPauser(self._redis, job, sender, self._policy),
             monitor=monitor,
             tasks=[

@@ -69,7 +69,7 @@ class FakeJob:
             "max_rollouts": max_rollouts,
             "history": HISTORY.full_name,
             "state": "running",
-            "capabilities": "kept-results streamed-tokens weight-buckets pause staleness",
+            "capabilities": "kept-results streamed-tokens weight-buckets pause staleness weight-deltas",
         }
         self.redis.hset(self.keys.job, mapping=description)
         self.redis.set(job_uid_key(name), uid)
@@ -199,9 +199,17 @@ class FakeJob:
         failed: dict[int, str] | None = None,
         draining: bool = False,
         paused: str = "",
+        deltas: bool = True,
     ) -> None:
         """Write an engine's report and its lease."""
-        report = {"version": version, "failed": failed or {}, "draining": draining, "paused": paused, "ranks": 1}
+        report = {
+            "version": version,
+            "failed": failed or {},
+            "draining": draining,
+            "paused": paused,
+            "ranks": 1,
+            "deltas": deltas,
+        }
         self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
         self.redis.set(self.keys.lease(engine), "1", px=60_000)
 

@@ -129,7 +129,7 @@ def _find_changes(old: Words, new: Words) -> npt.NDArray[np.int64]:
 
 def _to_planes(words: Words) -> bytes:
     """Return the first bytes of all words, then the second ones, and so on."""
-    return words.view(np.uint8).reshape(-1, words.dtype.itemsize).T.tobytes()
+    return bytes(words.view(np.uint8).reshape(-1, words.dtype.itemsize).T.tobytes())
 
 
 def _from_planes(planes: bytes, dtype: np.dtype[Any]) -> Words:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from rollout_api.weights.in_memory import NamedTensors, TensorsInMemory
 if TYPE_CHECKING:
     from rollout_api.weights.delta_codec import Words
     from rollout_api.weights.delta_file import TensorDelta
+
+logger = logging.getLogger(__name__)
 
 MAX_CHAIN_SHARE = 0.5
 """Bytes of all differences to a keyframe, compared with those of the keyframe, above which the next one is written: an
@@ -140,6 +143,13 @@ class DeltaWeights:
                 size = sum(len(tensor.data) for tensor in tensors)
                 if chain.delta_bytes + size <= MAX_CHAIN_SHARE * chain.size:
                     return self._write_delta(version, chain, tensors)
+                if size > MAX_CHAIN_SHARE * chain.size:
+                    logger.warning(
+                        "Weight version %d is a keyframe, because its difference would take %.0f %% of the bytes. If "
+                        "the engines compute in another data type than the trainer, pass it as dtype.",
+                        version,
+                        100 * size / chain.size,
+                    )
             return self._write_keyframe(version, with_checksum=with_checksum)
 
     def abort(self, reason: str) -> None:

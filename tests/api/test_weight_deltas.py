@@ -84,7 +84,9 @@ def test_every_version_can_be_read_bit_by_bit(
         assert len(written.deltas) < interval
 
 
-def test_a_difference_is_small_and_large_ones_are_replaced_by_a_keyframe(tmp_path: Path) -> None:
+def test_a_difference_is_small_and_large_ones_are_replaced_by_a_keyframe(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tensors = small_tensors()
     weights = DeltaWeights(tensors.items, tmp_path)
     keyframe = weights.write(1)
@@ -94,8 +96,10 @@ def test_a_difference_is_small_and_large_ones_are_replaced_by_a_keyframe(tmp_pat
     assert keyframe.directory == small.directory
     assert [2] == [file.weight_version for file in small.deltas]
     change(tensors, 1.0)
+    assert not caplog.messages
     large = weights.write(3)
     assert not large.deltas
+    assert "Weight version 3 is a keyframe, because its difference would take" in caplog.text
     assert_same_bits(tensors, read_version(large))
 
 

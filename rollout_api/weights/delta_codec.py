@@ -119,11 +119,15 @@ def _find_changes(old: Words, new: Words) -> npt.NDArray[np.int64]:
     per_group = 8 // old.dtype.itemsize
     whole = len(old) // per_group * per_group
     # Few elements change, so that groups of eight bytes are compared first.
-    groups = np.flatnonzero(old[:whole].view("<u8") != new[:whole].view("<u8"))
-    candidates: npt.NDArray[np.int64] = np.concatenate(
-        [(groups[:, None] * per_group + np.arange(per_group)).reshape(-1), np.arange(whole, len(old))]
+    old_groups, new_groups = old[:whole].view("<u8"), new[:whole].view("<u8")
+    groups = np.flatnonzero(old_groups != new_groups)
+    within = np.flatnonzero(old_groups[groups].view(old.dtype) != new_groups[groups].view(old.dtype))
+    changed: npt.NDArray[np.int64] = np.concatenate(
+        [
+            groups[within // per_group] * per_group + within % per_group,
+            np.flatnonzero(old[whole:] != new[whole:]) + whole,
+        ]
     )
-    changed: npt.NDArray[np.int64] = candidates[old[candidates] != new[candidates]]
     return changed
 
 

@@ -3,9 +3,9 @@
 At the learning rates of RL, most weights in bfloat16 do not change from one version to the next, because an update of
 less than half a unit in the last place is rounded away; those that change mostly do so by one unit (arXiv 2602.03839).
 A difference therefore consists of the distances between the changed elements, and of what is added to each as an
-integer. Distances and additions are separated into planes of bytes, most of which are zero, and compressed with zlib at
-level 1. On random bfloat16 weights of which 1 % change, this takes 0.8 % of the bytes, against 1.4 % for a compressed
-XOR, and zstandard at level 1 would take hardly less.
+integer. Distances and additions are separated into planes of bytes, most of which are zero or noise, so that zlib only
+looks for repeated bytes. On random bfloat16 weights of which 1 % change, this takes 0.7 % of the bytes. zstandard at
+level 1 takes slightly more, and a compressed XOR twice as many.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ MAX_ELEMENTS = 2**32
 _DISTANCE = np.dtype("<u4")
 _BLOCK_ELEMENTS = 1 << 20
 """Number of elements that are compared at once, so that intermediate results stay in the CPU's cache."""
-_COMPRESSION_LEVEL = 1
 _WORDS_PER_SUM = 4096
 _DIGEST_BYTES = 8
 
@@ -68,8 +67,9 @@ def encode(old: Words, new: Words) -> tuple[int, bytes]:
     if not distances:
         return 0, b""
     added = np.concatenate(additions)
+    compressor = zlib.compressobj(level=1, memLevel=9, strategy=zlib.Z_RLE)
     planes = _to_planes(np.concatenate(distances)) + _to_planes(added)
-    return len(added), zlib.compress(planes, _COMPRESSION_LEVEL)
+    return len(added), compressor.compress(planes) + compressor.flush()
 
 
 def apply(target: Words, num_changed: int, data: bytes) -> None:

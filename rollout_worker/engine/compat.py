@@ -417,8 +417,21 @@ def repacking_output_projection(model: Any) -> Iterator[None]:
     Args:
         model: vLLM's model.
     """
-    head = getattr(model, "lm_head", None)
-    previous = getattr(head, "cpu_linear", None)  # each packed copy has a function of its own
+    # Each packed copy has a function of its own.
+    head: Any = getattr(model, "lm_head", None)
+    previous = vars(head).get("cpu_linear") if head is not None else None
+    tied = [layer for layer in model.modules() if previous is not None and _shares_weight(layer, head)]
+    copies = [layer.cpu_linear for layer in tied]
     yield
-    if head is not None and previous is not None and head.cpu_linear is previous:
-        head.quant_method.process_weights_after_loading(head)
+    if previous is None or head.cpu_linear is not previous:
+        return
+    for layer, copy in zip(tied, copies, strict=True):
+        if layer.cpu_linear is not copy:  # the reload has packed the same weight for the embeddings
+            head.cpu_linear = layer.cpu_linear
+            return
+    head.quant_method.process_weights_after_loading(head)
+
+
+def _shares_weight(layer: Any, head: Any) -> bool:
+    """Return whether another layer than the output projection packs its weight."""
+    return layer is not head and getattr(layer, "weight", None) is head.weight and "cpu_linear" in vars(layer)

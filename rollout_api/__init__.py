@@ -65,6 +65,7 @@ from rollout_api.protocol.messages import (
     problem_id_of,
 )
 from rollout_api.protocol.status import CoordinatorStatus
+from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "Close",
     "CodecError",
     "CoordinatorStatus",
+    "DeltaWeights",
     "DraftMode",
     "FieldError",
     "FinishReason",

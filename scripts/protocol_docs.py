@@ -26,6 +26,7 @@ from rollout_api.protocol.messages import (
     Cancel,
     Close,
     CodecError,
+    DeltaFile,
     DraftMode,
     FinishReason,
     JoinGroup,
@@ -75,7 +76,7 @@ TYPE_NAMES = {
     INTEGERS: "packed integers",
     TOP_LOGPROBS: "packed likely tokens",
 }
-NESTED_MODELS = ("WeightSpan", "Sampling", "Broadcast", "TensorSpec")
+NESTED_MODELS = ("WeightSpan", "Sampling", "Broadcast", "TensorSpec", "DeltaFile")
 WITH_UNKNOWN_FIELDS = ("request: every field", "rollout: weights updated during the rollout", "close")
 EXAMPLE = RolloutRequest.model_validate(
     {
@@ -213,6 +214,12 @@ def messages() -> dict[str, Message]:
                 world_size=5,
                 tensors=[TensorSpec(name="model.norm.weight", dtype="bfloat16", shape=[4096])],
             ),
+        ),
+        "weights: differences": WeightUpdate(
+            weight_version=21,
+            uri="/weights/run-7/keyframe-00000020-1f2e3d4c-5b6a7988",
+            sha256="0" * 64,
+            deltas=[DeltaFile(weight_version=21, name="00000021-1f2e3d4c.delta", sha256="1" * 64)],
         ),
         "weights: lora": WeightUpdate(
             weight_version=19, uri="/weights/lora-19", weights_kind=WeightsKind.LORA, mode=UpdateMode.KEEP

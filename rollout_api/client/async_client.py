@@ -36,7 +36,6 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import (
     CLIENT_PATTERN,
-    Capability,
     Close,
     DraftMode,
     PauseMode,
@@ -51,6 +50,7 @@ from rollout_api.protocol.messages import (
 from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.redis_client.retry import ClientRetryPolicy
+from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.weights.in_memory import NamedTensors, TensorsInMemory
 
 _STATUS_POLL_INTERVAL_S = 0.05
@@ -182,9 +182,7 @@ class AsyncRolloutClient(JobConnection):
         return _Session(
             keys=keys,
             lease=lease,
-            publisher=WeightPublisher(
-                redis, keys, sender, policy, buckets=Capability.WEIGHT_BUCKETS in job.capabilities
-            ),
+            publisher=WeightPublisher(redis, keys, sender, policy, job),
             pauser=JobPauser(redis, job, sender, policy),
             steps=StepContext(
                 client_name=self.name,
@@ -386,7 +384,7 @@ class AsyncRolloutClient(JobConnection):
     async def publish_weights(
         self,
         version: int,
-        weights: str | Path | InMemoryWeights,
+        weights: str | Path | InMemoryWeights | DeltaWeights,
         *,
         kind: WeightsKind | str = WeightsKind.FULL,
         mode: UpdateMode | str = UpdateMode.RECOMPUTE,
@@ -400,10 +398,11 @@ class AsyncRolloutClient(JobConnection):
             version: number of the weights, larger than that of all earlier ones.
             weights: directory of the weights (safetensors), as the job sees it; ``spec.weights`` says which directories
                 are allowed. Or a :class:`~rollout_api.weights.in_memory.ModelInMemory`, which is broadcast to the
-                current engines.
+                current engines, or :class:`~rollout_api.weights.delta_weights.DeltaWeights`, which are published as
+                differences to the previous version.
             kind: ``full``, or ``lora`` for an adapter.
             mode: what happens to running rollouts; see :class:`~rollout_api.protocol.messages.UpdateMode`.
-            sha256: ``compute`` to compute the checksum here and have the engines verify it (see
+            sha256: ``compute`` to compute the checksum here and have the job verify it (see
                 :func:`rollout_api.weights.checksum.checksum`), the checksum in hex if it is known, or None to have
                 the engines load what they find.
             wait: whether to wait until every engine serves the weights or has failed to load them.
@@ -411,6 +410,7 @@ class AsyncRolloutClient(JobConnection):
 
         Raises:
             InvalidRequestError: an argument cannot be used; nothing was sent.
+            VersionMismatchError: the job is of a version that cannot apply differences.
             WeightsError: no engine could load the weights, so that all keep their old ones, or some took too long.
         """
         try:

@@ -114,9 +114,7 @@ class RequestClient(JobConnection):
         except BaseException:
             await self._redis.aclose()
             raise
-        publisher = WeightPublisher(
-            self._redis, keys, sender, self._policy, buckets=Capability.WEIGHT_BUCKETS in job.capabilities
-        )
+        publisher = WeightPublisher(self._redis, keys, sender, self._policy, job)
         monitor = JobMonitor(self._redis, job, self._job_name, None, results, sender, limits)
         self._session = _Session(
             job=job,

@@ -28,6 +28,7 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, PauseMode, Purpose, Rollout, UpdateMode, WeightsKind
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
+from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.weights.in_memory import NamedTensors
 
 _TAKE_LIMIT = 64
@@ -372,7 +373,7 @@ class RolloutClient:
     def publish_weights(
         self,
         version: int,
-        weights: str | Path | InMemoryWeights,
+        weights: str | Path | InMemoryWeights | DeltaWeights,
         *,
         kind: WeightsKind | str = WeightsKind.FULL,
         mode: UpdateMode | str = UpdateMode.RECOMPUTE,

@@ -18,12 +18,22 @@ import redis.asyncio
 
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.engine_reports import read_engine_reports
+from rollout_api.client.job_info import JobInfo
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.errors import InvalidRequestError, WeightsError
 from rollout_api.protocol.keys import MessageKeys
-from rollout_api.protocol.messages import Broadcast, UpdateMode, WeightsKind, WeightUpdate, decode, encode
+from rollout_api.protocol.messages import (
+    Broadcast,
+    Capability,
+    UpdateMode,
+    WeightsKind,
+    WeightUpdate,
+    decode,
+    encode,
+)
 from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.weights.checksum import checksum
+from rollout_api.weights.delta_weights import DeltaWeights
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +118,7 @@ class WeightPublisher:
         keys: keys of the job.
         sender: sender of messages.
         policy: how failing commands are retried.
-        buckets: whether the job can receive several tensors of a broadcast at once.
+        job: description of the job.
     """
 
     def __init__(
@@ -117,16 +127,14 @@ class WeightPublisher:
         keys: MessageKeys,
         sender: RequestSender,
         policy: ClientRetryPolicy,
-        *,
-        buckets: bool,
+        job: JobInfo,
     ) -> None:
-        self._client, self._keys, self._sender, self._policy = client, keys, sender, policy
-        self._buckets = buckets
+        self._client, self._keys, self._sender, self._policy, self._job = client, keys, sender, policy, job
 
     async def publish(
         self,
         version: int,
-        weights: str | Path | InMemoryWeights,
+        weights: str | Path | InMemoryWeights | DeltaWeights,
         *,
         kind: WeightsKind,
         mode: UpdateMode,
@@ -135,6 +143,10 @@ class WeightPublisher:
         timeout: float,
     ) -> PublishedWeights:
         """See :meth:`rollout_api.AsyncRolloutClient.publish_weights`."""
+        if isinstance(weights, DeltaWeights):
+            return await self._publish_deltas(
+                version, weights, kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout
+            )
         if isinstance(weights, str | Path):
             return await self._publish_directory(
                 version, str(weights), kind=kind, mode=mode, sha256=sha256, wait=wait, timeout=timeout
@@ -170,10 +182,53 @@ class WeightPublisher:
         engines = await self._engines_before(version)
         digest = await _resolve_checksum(directory, sha256)
         update = WeightUpdate(weight_version=version, uri=directory, weights_kind=kind, sha256=digest, mode=mode)
-        _check_identity(version, update.identity, engines)
+        return await self._publish_update(update, engines, wait=wait, timeout=timeout)
+
+    async def _publish_deltas(
+        self,
+        version: int,
+        weights: DeltaWeights,
+        *,
+        kind: WeightsKind,
+        mode: UpdateMode,
+        sha256: Checksum,
+        wait: bool,
+        timeout: float,
+    ) -> PublishedWeights:
+        try:
+            engines = await self._engines_before(version)
+            self._job.require(Capability.WEIGHT_DELTAS, "weights as differences")
+            if kind is not WeightsKind.FULL or sha256 not in ("compute", None):
+                raise InvalidRequestError(
+                    "weights as differences are always full weights (kind full), and their checksums are computed here "
+                    "(sha256 'compute' or None)"
+                )
+            for engine, report in engines.items():
+                if not report.get("deltas"):
+                    raise InvalidRequestError(
+                        f"engine {engine} cannot apply differences, because it runs on several machines or is of an "
+                        "older version: publish a directory or a model in memory instead"
+                    )
+        except BaseException as error:
+            await asyncio.to_thread(weights.abort, str(error) or type(error).__name__)
+            raise
+        try:
+            files = await asyncio.to_thread(weights.write, version, with_checksum=sha256 is not None)
+        except OSError as error:
+            raise WeightsError(f"weight version {version} cannot be written: {error}") from error
+        update = WeightUpdate(
+            weight_version=version, uri=str(files.directory), sha256=files.sha256, mode=mode, deltas=files.deltas
+        )
+        return await self._publish_update(update, engines, wait=wait, timeout=timeout)
+
+    async def _publish_update(
+        self, update: WeightUpdate, engines: dict[str, dict[str, Any]], *, wait: bool, timeout: float
+    ) -> PublishedWeights:
+        """Publish weights that are stored in files."""
+        _check_identity(update.weight_version, update.identity, engines)
         publication = await self._send(update)
         if not wait:
-            return PublishedWeights(version, [], {})
+            return PublishedWeights(update.weight_version, [], {})
         return await self._wait(publication, engines, timeout)
 
     async def _engines_before(self, version: int) -> dict[str, dict[str, Any]]:
@@ -236,7 +291,9 @@ class WeightPublisher:
                 )
         engines = await self._engines_without_pinned_rollouts(version, timeout)
         sizes = {engine: report["ranks"] for engine, report in engines.items()}
-        return engines, *await asyncio.to_thread(weights.offer, sizes, buckets=self._buckets)
+        return engines, *await asyncio.to_thread(
+            weights.offer, sizes, buckets=Capability.WEIGHT_BUCKETS in self._job.capabilities
+        )
 
     async def _broadcast(
         self,

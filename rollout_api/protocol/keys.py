@@ -203,6 +203,14 @@ class MessageKeys:
         """String with expiry, written by another engine: where *engine* can receive the weights that it has missed."""
         return self._key(f"weight-offer:{engine}")
 
+    def weight_checksum(self, files: str) -> str:
+        """String with expiry, written by the first engine that reads published files: their checksum."""
+        return self._key(f"weight-checksum:{files}")
+
+    def weight_checksum_claim(self, files: str) -> str:
+        """String with expiry, written by the engine that computes a checksum, for which the others wait."""
+        return self._key(f"weight-checksum-claim:{files}")
+
     @property
     def failed_engines(self) -> str:
         """Hash, written by workers: worker → the engines that it cannot start, with the reasons and the time."""

@@ -80,6 +80,8 @@ class Capability(StrEnum):
     """The job can be paused and resumed."""
     STALENESS = "staleness"
     """Requests may have ``min_weight_version`` and ``max_staleness``."""
+    WEIGHT_DELTAS = "weight-deltas"
+    """Weight updates may have ``deltas``, for engines that report ``deltas``."""
 
 
 class DraftMode(StrEnum):
@@ -481,6 +483,16 @@ class Broadcast(_Message):
     )
 
 
+class DeltaFile(_Message):
+    """A file with the difference between two successive versions of the weights."""
+
+    weight_version: int = Field(ge=1, description="Version of the weights after the difference was applied.")
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,200}$", description="Name of the file in the keyframe's directory."
+    )
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="SHA-256 of the file, in hex.")
+
+
 class WeightUpdate(_Message):
     """Control message: sample with these weights from now on."""
 
@@ -502,11 +514,23 @@ class WeightUpdate(_Message):
         description="Checksum of the weights; see docs/protocol.md. Default: the weights are not verified.",
     )
     mode: UpdateMode = Field(default=UpdateMode.RECOMPUTE, description="What happens to running rollouts.")
+    deltas: list[DeltaFile] | None = Field(
+        default=None,
+        description="The weights are those in the directory, a keyframe, with these differences applied in order. An "
+        "engine applies only those that it has not applied before. The directory needs no config.json. Needs the "
+        "capability weight-deltas.",
+    )
+
+    @model_validator(mode="after")
+    def _check_deltas(self) -> Self:
+        if self.deltas is not None and (self.broadcast is not None or self.weights_kind is not WeightsKind.FULL):
+            raise ValueError("deltas need full weights in a directory")
+        return self
 
     @property
     def identity(self) -> str:
-        """What identifies these weights: their checksum, or else their URI."""
-        return self.sha256 or self.uri
+        """What identifies these weights: the checksum of the last difference or of the directory, or else the URI."""
+        return self.deltas[-1].sha256 if self.deltas else self.sha256 or self.uri
 
 
 class Cancel(_Message):

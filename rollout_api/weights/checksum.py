@@ -23,6 +23,20 @@ def checksum(directory: str | Path) -> str:
         FileNotFoundError: the directory does not exist or contains no safetensors file.
         OSError: a file cannot be read.
     """
+    files = weight_files(directory)
+    combined = hashlib.sha256()
+    with ThreadPoolExecutor(_NUM_READERS) as readers:
+        for path, (size, digest) in zip(files, readers.map(_hash_file, files), strict=True):
+            combined.update(f"{path.name}\0{size}\0".encode() + digest)
+    return combined.hexdigest()
+
+
+def weight_files(directory: str | Path) -> list[Path]:
+    """Return the files that :func:`checksum` covers, in its order.
+
+    Raises:
+        FileNotFoundError: the directory does not exist or contains no safetensors file.
+    """
     root = Path(directory)
     if not root.is_dir():
         raise FileNotFoundError(f"{root} is not a directory")
@@ -30,11 +44,7 @@ def checksum(directory: str | Path) -> str:
     if not any(path.suffix == ".safetensors" for path in files):
         raise FileNotFoundError(f"there is no safetensors file in {root}")
     files.sort(key=lambda path: path.name.encode())
-    combined = hashlib.sha256()
-    with ThreadPoolExecutor(_NUM_READERS) as readers:
-        for path, (size, digest) in zip(files, readers.map(_hash_file, files), strict=True):
-            combined.update(f"{path.name}\0{size}\0".encode() + digest)
-    return combined.hexdigest()
+    return files
 
 
 def _hash_file(path: Path) -> tuple[int, bytes]:

@@ -174,8 +174,20 @@ class TensorsInMemory:
             _, tensor = next(tensors)
             _whole(tensor)
 
+    def gather(self) -> Iterator[tuple[str, Any]]:
+        """Yield each tensor of the checkpoint as a whole, with its name.
+
+        If the tensors are sharded, the trainer's other processes must call :meth:`take_part` meanwhile. They are told
+        when the last tensor was taken, or that the iterator was closed before.
+        """
+        try:
+            yield from self._gather()
+        except BaseException as error:
+            self.abort(str(error) or type(error).__name__)
+            raise
+        self._tell(_DONE)
+
     def _gather(self) -> Iterator[tuple[str, Any]]:
-        """Yield each tensor of the checkpoint as a whole."""
         for source, tensor in self._read():
             self._tell(_NEXT)
             yield from self._split(source, _whole(tensor).to(self._device))

@@ -8,14 +8,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from rollout_api.weights.safetensors_file import SAFETENSORS_DTYPES
 from rollout_worker.engine.model_source import ModelError
 
 _FLOAT_DTYPES = {"BF16", "F16", "F32", "F64"}
 """Data types between which vLLM converts when it loads weights."""
 _OUTPUT_PROJECTION = "lm_head.weight"
 """Some trainers write it although it is tied to the embeddings; vLLM then ignores it."""
-_SAFETENSORS_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float64": "F64"}
-"""PyTorch's names of data types → those of safetensors."""
 _Tensors = dict[str, tuple[list[int], str]]
 """Name → shape and safetensors data type."""
 
@@ -44,8 +43,8 @@ class BroadcastWeights:
 
 def check_broadcast(weights: BroadcastWeights, model: Path) -> None:
     """Check the tensors of a broadcast as :func:`check_checkpoint` does those of a directory."""
-    tensors = {name: (shape, _SAFETENSORS_DTYPES.get(dtype, dtype)) for name, dtype, shape in weights.tensors}
-    _compare(f"the broadcast from {weights.host}:{weights.port}", tensors, model)
+    tensors = {name: (shape, SAFETENSORS_DTYPES.get(dtype, dtype)) for name, dtype, shape in weights.tensors}
+    check_tensors(f"the broadcast from {weights.host}:{weights.port}", tensors, model)
 
 
 def check_checkpoint(directory: Path, model: Path) -> None:
@@ -60,10 +59,11 @@ def check_checkpoint(directory: Path, model: Path) -> None:
     Raises:
         ModelError: if a tensor is missing or unknown, or has another shape or data type than the model's.
     """
-    _compare(f"checkpoint {directory}", _read_tensors(directory), model)
+    check_tensors(f"checkpoint {directory}", _read_tensors(directory), model)
 
 
-def _compare(source: str, tensors: _Tensors, model: Path) -> None:
+def check_tensors(source: str, tensors: dict[str, tuple[list[int], str]], model: Path) -> None:
+    """Check tensors, by shape and safetensors data type, as :func:`check_checkpoint` does those of a directory."""
     expected = _read_tensors(model)
     if missing := sorted(expected.keys() - tensors.keys()):
         raise ModelError(f"{source} has no {_list_names(missing)}: it must have all of the model's tensors")

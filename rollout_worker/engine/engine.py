@@ -21,6 +21,7 @@ from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.generation import PartialCallback, ResponseGenerator, TokensCallback
 from rollout_worker.engine.limits import HISTORY_POLL_INTERVAL_S
 from rollout_worker.engine.metrics import EngineCounters
+from rollout_worker.engine.patched_checkpoint import DeltaVersion
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.engine.transfer_group import GroupMembership
 from rollout_worker.engine.vllm_client import VllmClient
@@ -195,6 +196,14 @@ class Engine:
         """
         return await self._loader.load_checkpoint(directory, weight_version, mode)
 
+    async def load_deltas(self, weights: DeltaVersion, weight_version: int, mode: UpdateMode) -> float:
+        """Replace the weights by a version that is stored as differences; see :meth:`load_weights`.
+
+        The differences that are missing are applied, while the engine continues to decode, to a copy of the tensors in
+        main memory, which vLLM loads afterwards. The copy exists from the first such version on.
+        """
+        return await self._loader.load_deltas(weights, weight_version, mode)
+
     async def receive_weights(self, weights: BroadcastWeights, weight_version: int, mode: UpdateMode) -> float:
         """Replace the weights by those that a trainer broadcasts; see :meth:`load_weights`.
 
@@ -307,6 +316,7 @@ class Engine:
     def close(self) -> None:
         """Stop the engine's processes."""
         self._client.close()
+        self._loader.close()
 
 
 def _start_vllm(config: EngineConfig, counters: EngineCounters) -> Any:

@@ -67,7 +67,7 @@ def resolve_checkpoint(uri: str, cache: Path, model_directory: Path, allowed_roo
     Raises:
         ModelError: if it does not exist, lies outside the allowed roots, or has another shape.
     """
-    directory = _checked(_allowed_directory(uri, cache, model_directory, allowed_roots), uri)
+    directory = _checked(allowed_directory(uri, cache, model_directory, allowed_roots), uri)
     config, model_config = _config(directory), _config(model_directory)
     for key in _SHAPE_KEYS:
         if config.get(key) != model_config.get(key):
@@ -84,14 +84,19 @@ def resolve_adapter(uri: str, cache: Path, model_directory: Path, allowed_roots:
     Raises:
         ModelError: if it does not exist, lies outside the allowed roots, or is not an adapter with safetensors.
     """
-    directory = _allowed_directory(uri, cache, model_directory, allowed_roots)
+    directory = allowed_directory(uri, cache, model_directory, allowed_roots)
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (directory / name).is_file():
             raise ModelError(f"adapter {uri!r}: {directory} has no {name}")
     return directory
 
 
-def _allowed_directory(uri: str, cache: Path, model_directory: Path, allowed_roots: Sequence[str]) -> Path:
+def allowed_directory(uri: str, cache: Path, model_directory: Path, allowed_roots: Sequence[str]) -> Path:
+    """Return the local directory of published weights.
+
+    Raises:
+        ModelError: if it does not exist, or lies outside the allowed roots.
+    """
     directory = _local_directory(uri, cache)
     if directory is None:
         raise ModelError(f"checkpoint {uri!r} is neither a directory nor in the model cache, {cache}")

@@ -12,13 +12,19 @@ from typing import Any
 
 from rollout_api.protocol.messages import UpdateMode
 from rollout_worker.engine.adapters import Adapters
-from rollout_worker.engine.checkpoint_check import BroadcastWeights, check_broadcast, check_checkpoint
+from rollout_worker.engine.checkpoint_check import (
+    BroadcastWeights,
+    check_broadcast,
+    check_checkpoint,
+    check_tensors,
+)
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.decoding_pause import DecodingPause
 from rollout_worker.engine.errors import EngineError, translate_errors
 from rollout_worker.engine.generation import ResponseGenerator
 from rollout_worker.engine.limits import MAX_READING_PAUSE_S
 from rollout_worker.engine.model_source import ModelError
+from rollout_worker.engine.patched_checkpoint import DeltaVersion, PatchedCheckpoint
 from rollout_worker.engine.transfer_group import GroupMembership
 from rollout_worker.engine.vllm_client import VllmClient
 from rollout_worker.engine.weight_versions import WeightVersionTracker
@@ -46,13 +52,13 @@ class _NewWeights:
     mode: UpdateMode
     source: str = "a broadcast"
     """Where they come from, for messages."""
-    directory: Path | None = None
+    stored: Path | DeltaVersion | None = None
     """Where they are stored; None if they are in the memory of other processes only."""
 
     @property
     def action(self) -> str:
         """Describes the loading in messages."""
-        return f"loading weights from {self.directory or self.source}"
+        return f"loading weights from {self.stored or self.source}"
 
 
 class WeightLoader:
@@ -70,8 +76,10 @@ class WeightLoader:
         self._client, self._config, self._generator, self._pause = client, config, generator, pause
         self._weight_versions, self._adapters = weight_versions, adapters
         self._loading = asyncio.Lock()
-        self._directory: Path | None = config.model
+        self._stored: Path | DeltaVersion | None = config.model
         """Where the current weights are stored; None if they were broadcast."""
+        self._patched = PatchedCheckpoint()
+        self._patching = asyncio.Lock()
 
     @property
     def weight_version(self) -> int:
@@ -85,8 +93,29 @@ class WeightLoader:
             await asyncio.to_thread(check_checkpoint, directory, self._config.model)
         except ModelError as error:
             raise EngineError(self._still_serving(error)) from None
-        new = _NewWeights("das_load_weights", (str(directory),), version, mode, directory=directory)
-        return await asyncio.shield(self._replace(new))
+        new = _NewWeights("das_load_weights", (str(directory),), version, mode, stored=directory)
+        return await asyncio.shield(self._replace_without_deltas(new))
+
+    async def load_deltas(self, weights: DeltaVersion, version: int, mode: UpdateMode) -> float:
+        """See :meth:`Engine.load_deltas`."""
+        return await asyncio.shield(self._load_deltas(weights, version, mode))
+
+    async def _load_deltas(self, weights: DeltaVersion, version: int, mode: UpdateMode) -> float:
+        if self._config.node is not None:
+            raise EngineError(self._still_serving("an engine on several machines cannot apply differences of weights"))
+        async with self._patching:
+            try:
+                await asyncio.to_thread(self._patched.prepare, weights)
+                await asyncio.to_thread(check_tensors, str(weights), self._patched.tensors(), self._config.model)
+            except ModelError as error:
+                raise EngineError(self._still_serving(error)) from None
+            shared = self._patched.shared()
+            new = _NewWeights("das_load_from_memory", (shared.path, shared.tensors), version, mode, stored=weights)
+            return await self._replace(new)
+
+    def close(self) -> None:
+        """Release memory. vLLM's processes must have ended."""
+        self._patched.close()
 
     async def receive(self, weights: BroadcastWeights, version: int, mode: UpdateMode) -> float:
         """See :meth:`Engine.receive_weights`."""
@@ -103,7 +132,9 @@ class WeightLoader:
             await self._call_ranks(prepare, asdict(weights), action=action, failure=f"failed while {action}")
         except EngineError as error:
             raise EngineError(self._still_serving(error)) from error
-        return await asyncio.shield(self._replace(_NewWeights(load, (asdict(weights),), version, mode)))
+        return await asyncio.shield(self._replace_without_deltas(
+            _NewWeights(load, (asdict(weights),), version, mode)
+        ))
 
     async def join_group(self, membership: GroupMembership) -> None:
         """See :meth:`Engine.join_transfer_group`."""
@@ -157,7 +188,7 @@ class WeightLoader:
                 "das_connect_to_engine",
                 weights.addresses,
                 weights.token,
-                self._directory is None,  # the current weights could not be restored
+                self._stored is None,  # the current weights could not be restored
                 action="connecting to another engine",
                 failure="failed while connecting to another engine",
             )
@@ -195,6 +226,13 @@ class WeightLoader:
     def _still_serving(self, error: Exception | str) -> str:
         return f"{error}; the engine continues with weight version {self.weight_version}"
 
+    async def _replace_without_deltas(self, new: _NewWeights) -> float:
+        """Load weights that are not stored as differences, and forget those that were."""
+        gap = await self._replace(new)
+        if not self._patching.locked():
+            self._patched.close()
+        return gap
+
     async def _replace(self, new: _NewWeights) -> float:
         async with self._loading:
             if self._adapters.current is None and new.mode is not UpdateMode.DRAIN:
@@ -231,18 +269,30 @@ class WeightLoader:
         except EngineError as error:
             await self._restore(error)
             raise EngineError(self._still_serving(error)) from error
-        self._directory = new.directory
+        self._stored = new.stored
 
     async def _restore(self, error: EngineError) -> None:
         """Load the previous weights again; stop the engine if that is impossible."""
         try:
-            if self._directory is None:
+            stored = self._stored
+            if stored is None:
                 raise EngineError("the previous weights came from a broadcast and are not stored in a directory")
-            await self._client.collective_rpc(
-                "das_load_weights", str(self._directory), action=f"loading weights from {self._directory}"
-            )
+            method: str = "das_load_weights"
+            arguments: list[Any] = [str(stored)]
+            if isinstance(stored, DeltaVersion):
+                await asyncio.to_thread(self._prepare_again, stored)
+                shared = self._patched.shared()
+                method, arguments = "das_load_from_memory", [shared.path, shared.tensors]
+            action = f"loading weights from {stored}"
+            await self._call_ranks(method, *arguments, action=action, failure=f"failed while {action}")
         except EngineError as restore_error:
             self._client.close()
             raise EngineError(
                 f"{error}; the engine is stopped, because it cannot restore the previous weights: {restore_error}"
             ) from restore_error
+
+    def _prepare_again(self, weights: DeltaVersion) -> None:
+        try:
+            self._patched.prepare(weights)
+        except ModelError as error:
+            raise EngineError(str(error)) from None

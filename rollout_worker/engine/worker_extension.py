@@ -86,9 +86,25 @@ class EngineExtension:
 
         return patch_adapter_rows()
 
-    def das_load_weights(self, directory: str) -> None:
-        """Replace the weights by the safetensors in *directory*. If that fails, some weights are old and some new."""
-        self._das_reload(weights_path=directory)
+    def das_load_weights(self, directory: str) -> str | None:
+        """Replace the weights by the safetensors in *directory*.
+
+        Returns:
+            Why that has failed, in which case some weights are old and some new; None if it has not. An exception on
+            several ranks would leave replies in vLLM's queue, where they would be taken for those to the next call.
+        """
+        return self._das_reload(weights_path=directory)
+
+    def das_load_from_memory(self, path: str, tensors: list[tuple[str, str, tuple[int, ...], int]]) -> str | None:
+        """Replace the weights by those in the host process's memory; see :meth:`das_load_weights`.
+
+        Args:
+            path: see :class:`~rollout_worker.engine.patched_checkpoint.MemoryTensors`, also for *tensors*.
+            tensors: the tensors.
+        """
+        from rollout_worker.engine.patched_checkpoint import map_tensors
+
+        return self._das_reload(weights_iterator=map_tensors(path, tensors))
 
     def das_join_broadcast(self, weights: dict[str, Any]) -> None:
         """Join the process group of a broadcast, unless it was joined before.
@@ -115,22 +131,22 @@ class EngineExtension:
         )
         self._das_group = (weights["group"], group)
 
-    def das_receive_weights(self, weights: dict[str, Any]) -> None:
+    def das_receive_weights(self, weights: dict[str, Any]) -> str | None:
         """Replace the weights by those that are broadcast to the joined group; see :meth:`das_load_weights`."""
         from rollout_api.weights.broadcast import receive
 
         name, group = self._das_group
         self._das_group = ("", None)  # a group in which something has failed is not used again
-        try:
-            self._das_reload(
-                weights_iterator=receive(
-                    group, weights["tensors"], bucket_bytes=weights["bucket_bytes"], device=self.device
-                )
+        failure = self._das_reload(
+            weights_iterator=receive(
+                group, weights["tensors"], bucket_bytes=weights["bucket_bytes"], device=self.device
             )
-        except BaseException:
+        )
+        if failure is None:
+            self._das_group = (name, group)
+        else:
             group.leave()
-            raise
-        self._das_group = (name, group)
+        return failure
 
     def das_join_transfer_group(self, membership: dict[str, Any]) -> str | None:
         """Join a trainer's process group, and leave the one that was joined before.
@@ -324,21 +340,25 @@ class EngineExtension:
             self._das_receiver.close()
         self._das_receiver = None
 
-    def _das_reload(self, **source: Any) -> None:
-        from rollout_worker.engine.compat import packing_experts, repack_output_projection, reset_failed_reload
+    def _das_reload(self, **source: Any) -> str | None:
+        from rollout_worker.engine.compat import packing_experts, repacking_output_projection, reset_failed_reload
 
         self.das_interrupt_timing()
         self.das_stop_passing()
         self.das_disconnect()
+        model = self.model_runner.get_model()
         is_cpu = self.device.type == "cpu"
         try:
-            with packing_experts(self.model_runner.get_model()) if is_cpu else contextlib.nullcontext():
+            with (
+                packing_experts(model) if is_cpu else contextlib.nullcontext(),
+                repacking_output_projection(model) if is_cpu else contextlib.nullcontext(),
+            ):
                 self.reload_weights(**source)
-        except BaseException:
-            reset_failed_reload(self.model_runner.get_model())
-            raise
-        if repack_output_projection(self.model_runner.get_model()):
-            logger.info("Packed the output projection again, because vLLM's reload does not.")
+        except Exception as error:
+            logger.exception("Cannot load weights.")
+            reset_failed_reload(model)
+            return _error_text(error)
+        return None
 
     def das_interrupt_timing(self) -> None:
         """Do not measure the current step; nothing is measured without a drafter."""

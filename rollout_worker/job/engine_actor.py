@@ -138,17 +138,17 @@ async def _serve_with(
     engine: Engine, actor: EngineActor, setup: JobSetup, name: str, model: Path, *, speculation_disabled: bool
 ) -> EngineWorker:
     """Serve with an engine until it has left the job, and close it."""
-    job = setup.job
+    job, job_store = setup.job, setup.job_store()
     worker = EngineWorker(
         engine,
-        setup.job_store(),
+        job_store,
         setup.history_store(),
         name=setup.engine_name(name),
         worker=setup.worker,
         max_running=job.spec.engine.max_num_seqs,
         checkpoint_tokens=job.spec.engine.checkpoint_tokens,
         sampling=job.spec.sampling,
-        transport=setup.weight_transport(model),
+        transport=setup.weight_transport(model, job_store),
         broadcast=job.spec.weights.broadcast,
         speculation_disabled=speculation_disabled,
     )

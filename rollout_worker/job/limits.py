@@ -26,6 +26,12 @@ WRITE_CHECK_EXPIRY_S = 60
 """Seconds after which the key expires that is written to check whether Redis accepts writes."""
 WEIGHT_OFFER_EXPIRY_S = 60
 """Seconds after which an offer to pass weights on expires; about as long as the offering engine waits."""
+WEIGHT_CHECKSUM_EXPIRY_S = 3600
+"""Seconds for which the checksum of published files is remembered."""
+WEIGHT_CHECKSUM_CLAIM_S = 30
+"""Seconds for which engines wait for another one to compute a checksum; afterwards, one more engine computes it."""
+WEIGHT_CHECKSUM_POLL_INTERVAL_S = 0.05
+"""Time between two checks whether another engine has computed a checksum."""
 GROUP_EXPIRY_S = 10
 """Seconds after which the offer of an engine on several machines, and an answer to it, expire without renewal."""
 MAX_EVENTS = 4096

@@ -18,6 +18,7 @@ from rollout_worker.engine.model_source import default_cache, resolve_model
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.engine_groups import EngineGroupStore
+from rollout_worker.job.shared_checksums import SharedChecksums
 from rollout_worker.job.weight_transport import (
     BroadcastTransport,
     CombinedTransport,
@@ -168,10 +169,16 @@ class JobSetup:
             overrides=self.overrides or {},
         )
 
-    def weight_transport(self, model: Path) -> WeightTransport:
+    def weight_transport(self, model: Path, job_store: JobStore) -> WeightTransport:
         """Create the transport of published weights for an engine of *model*."""
         weights = self.job.spec.weights
-        files = DirectoryTransport(model, self._cache, weights.allowed_roots, model_uri=self.job.spec.model.uri)
+        files = DirectoryTransport(
+            model,
+            self._cache,
+            weights.allowed_roots,
+            model_uri=self.job.spec.model.uri,
+            checksum=SharedChecksums(job_store.weight_checksums),
+        )
         return CombinedTransport(files, BroadcastTransport() if weights.broadcast else None)
 
 

@@ -13,7 +13,8 @@ from rollout_api.weights.broadcast import BACKENDS
 from rollout_api.weights.checksum import checksum
 from rollout_worker.engine.checkpoint_check import BroadcastWeights
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine.model_source import ModelError, resolve_adapter, resolve_checkpoint
+from rollout_worker.engine.model_source import ModelError, allowed_directory, resolve_adapter, resolve_checkpoint
+from rollout_worker.engine.patched_checkpoint import DeltaVersion
 
 
 def broadcast_address(uri: str) -> tuple[str, str, int] | None:
@@ -28,6 +29,13 @@ def broadcast_address(uri: str) -> tuple[str, str, int] | None:
 
 Load = Callable[[Engine], Awaitable[float]]
 """Loads weights into an engine and returns for how many seconds decoding was paused; raises EngineError."""
+Checksum = Callable[[Path, str], Awaitable[str]]
+"""Returns the checksum of the weights in a directory, given the expected one; raises OSError."""
+
+
+async def compute_checksum(directory: Path, expected: str) -> str:
+    """Return the checksum of the weights in *directory*, whatever is expected; see :data:`Checksum`."""
+    return await asyncio.to_thread(checksum, directory)
 
 
 class UnusableWeightsError(RuntimeError):
@@ -60,7 +68,15 @@ class WeightTransport(Protocol):
 class DirectoryTransport:
     """Loads weights from a directory that the trainer and the workers share."""
 
-    def __init__(self, model: Path, cache: Path, allowed_roots: Sequence[str], *, model_uri: str = "") -> None:
+    def __init__(
+        self,
+        model: Path,
+        cache: Path,
+        allowed_roots: Sequence[str],
+        *,
+        model_uri: str = "",
+        checksum: Checksum = compute_checksum,
+    ) -> None:
         """Allow weights in the model's directory, in the model cache and below certain directories.
 
         Args:
@@ -68,31 +84,49 @@ class DirectoryTransport:
             cache: the model cache.
             allowed_roots: directories below which trainers may publish weights.
             model_uri: the model's address in the manifest, which means the model's directory.
+            checksum: computes checksums.
         """
         self._model, self._cache, self._allowed_roots = model, cache, list(allowed_roots)
-        self._model_uri = model_uri
+        self._model_uri, self._checksum = model_uri, checksum
+        self._verified_keyframe: tuple[Path, str] | None = None
+        """Directory and checksum of the last keyframe that was verified."""
 
     async def prepare(self, update: WeightUpdate, engine_id: str) -> Load:
-        """Verify the files; see :class:`WeightTransport`. This takes as long as reading them."""
-        directory = await asyncio.to_thread(self._locate, update)
-        if update.weights_kind is WeightsKind.LORA:
-            return lambda engine: engine.load_adapter(directory, update.weight_version)
-        return lambda engine: engine.load_weights(directory, update.weight_version, update.mode)
-
-    def _locate(self, update: WeightUpdate) -> Path:
-        resolve = resolve_adapter if update.weights_kind is WeightsKind.LORA else resolve_checkpoint
-        uri = str(self._model) if update.uri == self._model_uri else update.uri
+        """Verify the files; see :class:`WeightTransport`. The first engine takes as long as reading them."""
         try:
-            directory = resolve(uri, self._cache, self._model, self._allowed_roots)
-            found = checksum(directory) if update.sha256 is not None else None
+            directory = await asyncio.to_thread(self._locate, update)
+            await self._verify(directory, update)
         except (ModelError, OSError) as error:
             raise UnusableWeightsError(str(error)) from error
-        if found != update.sha256:
+        version, mode = update.weight_version, update.mode
+        if update.weights_kind is WeightsKind.LORA:
+            return lambda engine: engine.load_adapter(directory, version)
+        if update.deltas is None:
+            return lambda engine: engine.load_weights(directory, version, mode)
+        files = tuple((delta.name, delta.sha256) for delta in update.deltas)
+        stored = DeltaVersion(directory, update.sha256 or str(directory), files)
+        return lambda engine: engine.load_deltas(stored, version, mode)
+
+    def _locate(self, update: WeightUpdate) -> Path:
+        if update.deltas is not None:
+            resolve = allowed_directory
+        else:
+            resolve = resolve_adapter if update.weights_kind is WeightsKind.LORA else resolve_checkpoint
+        uri = str(self._model) if update.uri == self._model_uri else update.uri
+        return resolve(uri, self._cache, self._model, self._allowed_roots)
+
+    async def _verify(self, directory: Path, update: WeightUpdate) -> None:
+        expected = update.sha256
+        if expected is None or (directory, expected) == self._verified_keyframe:
+            return
+        found = await self._checksum(directory, expected)
+        if found != expected:
             raise UnusableWeightsError(
                 f"{directory} has the checksum {found}, but weight version {update.weight_version} was published with "
-                f"{update.sha256}: the files were changed, or are still being written"
+                f"{expected}: the files were changed, or are still being written"
             )
-        return directory
+        if update.deltas is not None:  # the differences to it are verified one by one
+            self._verified_keyframe = directory, expected
 
 
 class BroadcastTransport:

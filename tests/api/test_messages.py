@@ -35,7 +35,7 @@ from rollout_api import (
     encode,
     problem_id_of,
 )
-from rollout_api.protocol.messages import MESSAGES, JoinGroup, Message
+from rollout_api.protocol.messages import MESSAGES, DeltaFile, JoinGroup, Message
 
 token_ids = st.lists(st.integers(0, 2**32 - 2), max_size=50)
 float32s = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -148,6 +148,20 @@ by_kind: dict[type[Message], st.SearchStrategy[Message]] = {
         weights_kind=st.sampled_from(WeightsKind),
         sha256=st.none() | st.from_regex("[0-9a-f]{64}", fullmatch=True),
         mode=st.sampled_from(UpdateMode),
+    )
+    | st.builds(
+        WeightUpdate,
+        weight_version=st.integers(1, 2**40),
+        uri=identifiers,
+        deltas=st.lists(
+            st.builds(
+                DeltaFile,
+                weight_version=st.integers(1, 2**40),
+                name=st.from_regex("[A-Za-z0-9][A-Za-z0-9._-]{0,50}", fullmatch=True),
+                sha256=st.from_regex("[0-9a-f]{64}", fullmatch=True),
+            ),
+            max_size=3,
+        ),
     ),
     JoinGroup: st.builds(
         JoinGroup,

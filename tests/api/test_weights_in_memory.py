@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from rollout_api import InvalidRequestError, ModelInMemory, TensorsInMemory
 from rollout_api.protocol.messages import Broadcast
@@ -133,7 +134,7 @@ SHARDED_TRAINER = """
 import sys, torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
-from rollout_api import TensorsInMemory, WeightsError
+from rollout_api import DeltaWeights, TensorsInMemory, WeightsError
 from rollout_api.protocol.messages import Broadcast
 
 rank, rendezvous, action, uri, offer = int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4], sys.argv[5]
@@ -144,6 +145,8 @@ fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (2,)))
 weights = TensorsInMemory(dict(model.named_parameters()), host="127.0.0.1", port=int(uri.rpartition(":")[2]))
 if rank == 0 and action == "send":
     weights.send(uri, Broadcast.model_validate_json(offer))
+elif rank == 0 and action == "write":
+    print(DeltaWeights(weights, offer).write(1).directory)
 elif rank == 0:
     weights.abort("the job has no engine")
 else:
@@ -182,6 +185,16 @@ def test_sharded_parameters_are_gathered_by_all_processes_of_the_trainer(tmp_pat
     processes = sharded_trainer(tmp_path, "send", uri, offer.model_dump_json())
     found = received(uri, offer)
     assert ["", "gathered"] == outputs(processes)
+    assert all(torch.equal(parameter, found[name]) for name, parameter in model.named_parameters())
+
+
+def test_sharded_parameters_are_gathered_for_a_keyframe(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    model: Any = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Linear(10, 3))
+    processes = sharded_trainer(tmp_path, "write", "gloo://127.0.0.1:1", str(tmp_path / "deltas"))
+    directory, gathered = outputs(processes)
+    assert "gathered" == gathered
+    found = load_file(f"{directory}/model.safetensors")
     assert all(torch.equal(parameter, found[name]) for name, parameter in model.named_parameters())
 
 

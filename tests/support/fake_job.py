@@ -69,7 +69,7 @@ class FakeJob:
             "max_rollouts": max_rollouts,
             "history": HISTORY.full_name,
             "state": "running",
-            "capabilities": "kept-results streamed-tokens weight-buckets weight-transfer pause staleness",
+            "capabilities": "kept-results streamed-tokens weight-buckets weight-transfer pause staleness weight-deltas",
         }
         self.redis.hset(self.keys.job, mapping=description)
         self.redis.set(job_uid_key(name), uid)
@@ -202,6 +202,7 @@ class FakeJob:
         broadcast: str = "",
         group: str = "",
         group_error: str = "",
+        deltas: bool = True,
     ) -> None:
         """Write an engine's report and its lease."""
         report = {
@@ -213,6 +214,7 @@ class FakeJob:
             "broadcast": broadcast,
             "group": group,
             "group_error": group_error,
+            "deltas": deltas,
         }
         self.redis.hset(self.keys.engines, engine, msgpack.packb(report))
         self.redis.set(self.keys.lease(engine), "1", px=60_000)

@@ -23,6 +23,7 @@ from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.relay import Relay
+from rollout_worker.job.shared_checksums import SharedChecksums
 from rollout_worker.job.weight_transport import BroadcastTransport, CombinedTransport, DirectoryTransport
 from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
 from tests.support.manifests import SMALL_CPU_ENGINE
@@ -97,7 +98,10 @@ class LiveJob:
         speculation_disabled: bool = False,
         speculation_cutoff: SpeculationCutoff | None = None,
     ) -> EngineWorker:
-        self.job_stores[name] = self.job_store()
+        job_store = self.job_stores[name] = self.job_store()
+        files = DirectoryTransport(
+            self.model, self.model.parent, ["/"], checksum=SharedChecksums(job_store.weight_checksums)
+        )
         worker = self.workers[name] = EngineWorker(
             engine,
             self.job_stores[name],
@@ -107,7 +111,7 @@ class LiveJob:
             max_running=self.job.spec.engine.max_num_seqs,
             checkpoint_tokens=self.job.spec.engine.checkpoint_tokens,
             sampling=self.job.spec.sampling,
-            transport=CombinedTransport(DirectoryTransport(self.model, self.model.parent, ["/"]), BroadcastTransport()),
+            transport=CombinedTransport(files, BroadcastTransport()),
             broadcast=True,
             speculation_disabled=speculation_disabled,
             speculation_cutoff=speculation_cutoff,

@@ -87,7 +87,7 @@ class EngineWorker:
         report = EngineReport(
             name, worker, os.getpid(), max_running, non_speculative, speculation_disabled, engine.weight_version
         )
-        report.full_version = engine.full_weight_version
+        report.full_version, report.deltas = engine.full_weight_version, engine.config.node is None
         if broadcast:
             report.broadcast, report.ranks = engine.config.broadcast_backend, engine.config.ranks
         self.speculation_cut_off = False

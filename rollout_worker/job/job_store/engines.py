@@ -49,6 +49,8 @@ class EngineReport:
     """Backend with which the engine receives broadcast weights: nccl, gloo, or '' if it receives none."""
     ranks: int = 1
     """Number of the engine's worker processes, each of which takes part in a broadcast."""
+    deltas: bool = False
+    """Whether the engine can load weights that are stored as a keyframe and differences."""
     full_version: int = 0
     """Version of the engine's full weights, regardless of an adapter."""
     missed: int | None = None

@@ -13,6 +13,7 @@ from rollout_worker.job.job_store.job_record import JobRecord
 from rollout_worker.job.job_store.requests import RequestStore
 from rollout_worker.job.job_store.results import ResultStore
 from rollout_worker.job.job_store.rollouts import RolloutStore
+from rollout_worker.job.job_store.weight_checksums import WeightChecksumStore
 from rollout_worker.job.job_store.weight_offers import WeightOfferStore
 from rollout_worker.job.limits import MAX_BLOCKING_READ_S
 
@@ -29,6 +30,7 @@ class JobStore:
         self.results = ResultStore(client, keys)
         self.assignments = AssignmentStore(client, keys)
         self.engines = EngineRegistry(client, keys)
+        self.weight_checksums = WeightChecksumStore(client, keys)
         self.weight_offers = WeightOfferStore(client, keys)
         self._client = client
 

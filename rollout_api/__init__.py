@@ -65,6 +65,7 @@ from rollout_api.protocol.messages import (
     problem_id_of,
 )
 from rollout_api.protocol.status import CoordinatorStatus
+from rollout_api.reward_stats import RewardStats
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
 __all__ = [
@@ -107,6 +108,7 @@ __all__ = [
     "RequestClient",
     "RequestRefusedError",
     "Resume",
+    "RewardStats",
     "Rewards",
     "Rollout",
     "RolloutClient",

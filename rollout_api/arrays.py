@@ -30,6 +30,9 @@ class TokenArrays:
     """Behavior log-probabilities; None if the rollout was sampled without ``sampling.logprobs``."""
     weight_versions: Integers
     """Weight version that sampled each token."""
+    prompt_logprobs: Floats | None = None
+    """Log-probabilities of the prompt's tokens but the first, shape (prompt tokens − 1,); None if the rollout was
+    sampled without ``sampling.prompt_logprobs``."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
@@ -38,6 +41,7 @@ class TokenArrays:
             token_ids=np.array(rollout.token_ids, np.int64),
             logprobs=None if rollout.logprobs is None else np.array(rollout.logprobs, np.float32),
             weight_versions=np.array(rollout.weight_versions, np.int64),
+            prompt_logprobs=None if rollout.prompt_logprobs is None else np.array(rollout.prompt_logprobs, np.float32),
         )
 
 

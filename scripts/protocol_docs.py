@@ -67,6 +67,9 @@ WIRE_FORMATS = {
     "logprobs": LOGPROBS,
     "ranks": INTEGERS,
     "top_logprobs": TOP_LOGPROBS,
+    "prompt_logprobs": LOGPROBS,
+    "prompt_ranks": INTEGERS,
+    "top_prompt_logprobs": TOP_LOGPROBS,
 }
 TYPE_NAMES = {
     TOKENS: "packed token ids",
@@ -152,6 +155,8 @@ def messages() -> dict[str, Message]:
                     "logit_bias": {"7": -1.5},
                     "logprobs": True,
                     "top_logprobs": 2,
+                    "prompt_logprobs": True,
+                    "top_prompt_logprobs": 1,
                     "ignore_eos": True,
                     "seed": 1,
                 },
@@ -200,6 +205,12 @@ def messages() -> dict[str, Message]:
         "partial": prefix,
         "partial: most likely tokens": Partial(
             **_response([5, 7], [-0.5, -2.0]), ranks=[1, 3], top_logprobs=[{5: -0.5, 9: -1.0}, {8: -0.25}]
+        ),
+        "partial: log-probabilities of the prompt": Partial(
+            **_response([5]),
+            prompt_logprobs=[-0.5, -2.0],
+            prompt_ranks=[1, 3],
+            top_prompt_logprobs=[{5: -0.5}, {8: -0.25}],
         ),
         "refusal": Refusal(request_id="demo-1", reason="a prompt of 5000 tokens exceeds engine.maxModelLen 4096"),
         "weights: full": WeightUpdate(weight_version=18, uri="/weights/step-18", sha256="0" * 64),

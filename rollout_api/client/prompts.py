@@ -37,6 +37,8 @@ class SamplingOverrides(TypedDict, total=False):
     logit_bias: dict[int, float]
     logprobs: bool
     top_logprobs: int
+    prompt_logprobs: bool
+    top_prompt_logprobs: int
     seed: int | None
 
 

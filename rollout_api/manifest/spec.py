@@ -380,6 +380,18 @@ class Sampling(ManifestModel):
         description="Also return the log-probabilities of this many most likely tokens at each position. It implies "
         "logprobs.",
     )
+    prompt_logprobs: bool = Field(
+        default=False,
+        description="Return the log-probability of each prompt token but the first, under the model's distribution "
+        "without temperature and filters. The prompt is then not read from the prefix cache.",
+    )
+    top_prompt_logprobs: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="Also return the log-probabilities of this many most likely tokens at each position of the prompt "
+        "but the first. It implies promptLogprobs.",
+    )
     seed: int | None = Field(
         default=None,
         ge=0,
@@ -399,6 +411,11 @@ class Sampling(ManifestModel):
     def returns_logprobs(self) -> bool:
         """Whether each sampled token has a log-probability."""
         return self.logprobs or self.top_logprobs > 0
+
+    @property
+    def returns_prompt_logprobs(self) -> bool:
+        """Whether each prompt token but the first has a log-probability."""
+        return self.prompt_logprobs or self.top_prompt_logprobs > 0
 
     def tokens_outside(self, vocabulary: int) -> dict[str, int]:
         """Return the settings that contain a token id outside a vocabulary of this size, each with one such id."""

@@ -159,6 +159,8 @@ class WeightSpan(_Message):
 
 _LOGPROB_FIELDS = ("logprobs", "ranks", "top_logprobs")
 """Fields of a response that have one entry for each token, and are None if they were not requested."""
+_PROMPT_LOGPROB_FIELDS = ("prompt_logprobs", "prompt_ranks", "top_prompt_logprobs")
+"""Fields with one entry for each token of the prompt but the first, and None if they were not requested."""
 
 
 class _Response(_Message):
@@ -175,6 +177,21 @@ class _Response(_Message):
         description="The most likely tokens at each position, most likely first, with their behavior "
         "log-probabilities, if requested. Tokens that cannot be sampled are left out.",
     )
+    prompt_logprobs: list[float] | None = Field(
+        default=None,
+        description="Log-probability of each token of the prompt but the first, if requested. It is computed by the "
+        "weight version that sampled the response's first token, without temperature and filters; -9999 stands for "
+        "minus infinity. A response without tokens may lack it.",
+    )
+    prompt_ranks: list[Annotated[int, Field(ge=1, lt=2**32)]] | None = Field(
+        default=None,
+        description="Rank of each token of the prompt but the first, if top_prompt_logprobs was requested.",
+    )
+    top_prompt_logprobs: list[dict[TokenId, float]] | None = Field(
+        default=None,
+        description="The most likely tokens at each position of the prompt but the first, most likely first, if "
+        "requested.",
+    )
     weight_spans: list[WeightSpan] = Field(
         description="Which weight version sampled which tokens, in order; empty without tokens."
     )
@@ -184,6 +201,8 @@ class _Response(_Message):
         for name, values in self.logprob_fields().items():
             if len(values) != len(self.token_ids):
                 raise ValueError(f"{len(values)} {name} for {len(self.token_ids)} tokens")
+        if len({len(values) for values in self.prompt_logprob_fields().values()}) > 1:
+            raise ValueError("fields about the prompt's tokens have different lengths")
         if self.token_ids and not self.weight_spans:
             raise ValueError("tokens without a weight span")
         if self.weight_spans and self.weight_spans[0].start != 0:
@@ -216,16 +235,25 @@ class _Response(_Message):
         return len(self.token_ids)
 
     def logprob_fields(self) -> dict[str, Any]:
-        """Return the fields about log-probabilities that the response has, by name."""
+        """Return the fields about log-probabilities of its tokens that the response has, by name."""
         return {name: values for name in _LOGPROB_FIELDS if (values := getattr(self, name)) is not None}
+
+    def prompt_logprob_fields(self) -> dict[str, Any]:
+        """Return the fields about log-probabilities of the prompt's tokens that the response has, by name."""
+        return {name: values for name in _PROMPT_LOGPROB_FIELDS if (values := getattr(self, name)) is not None}
 
     def without_logprobs(self) -> Self:
         """Return the response without the fields about log-probabilities."""
-        return self.model_copy(update=dict.fromkeys(self.logprob_fields()))
+        return self.model_copy(update=dict.fromkeys([*self.logprob_fields(), *self.prompt_logprob_fields()]))
 
     def since(self, start: int) -> Partial:
-        """Return the tokens from index *start* on, as a partial of their own."""
+        """Return the tokens from index *start* on, as a partial of their own.
+
+        Only a partial from index 0 on has the log-probabilities of the prompt's tokens.
+        """
         fields: dict[str, Any] = {name: values[start:] for name, values in self.logprob_fields().items()}
+        if start == 0:
+            fields |= self.prompt_logprob_fields()
         spans = spans_since(self.weight_spans, start, len(self.token_ids))
         return Partial(token_ids=self.token_ids[start:], weight_spans=spans, **fields)
 
@@ -253,6 +281,8 @@ class Partial(_Response):
                     spans.append(WeightSpan(start=start, weight_version=span.weight_version))
             tokens += part.token_ids
         joined: dict[str, Any] = {name: [one for each in fields for one in each[name]] for name in common}
+        if parts:
+            joined |= parts[0].prompt_logprob_fields()
         return cls(token_ids=tokens, weight_spans=spans, **joined)
 
 
@@ -425,7 +455,7 @@ class Rollout(_Response):
             step=request.step,
             purpose=request.purpose,
             token_ids=generated.token_ids if generated else [],
-            **(generated.logprob_fields() if generated else {}),
+            **(generated.logprob_fields() | generated.prompt_logprob_fields() if generated else {}),
             weight_spans=generated.weight_spans if generated else [],
             finish_reason=finish_reason,
             **fields,
@@ -548,7 +578,9 @@ MESSAGES: tuple[type[Message], ...] = (
     Close,
 )
 _KINDS: dict[str, type[Message]] = {model.model_fields["kind"].default: model for model in MESSAGES}
-_INTEGER_FIELDS = ("prompt_token_ids", "token_ids", "ranks")
+_INTEGER_FIELDS = ("prompt_token_ids", "token_ids", "ranks", "prompt_ranks")
+_FLOAT_FIELDS = ("logprobs", "prompt_logprobs")
+_LIKELY_TOKENS_FIELDS = ("top_logprobs", "top_prompt_logprobs")
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
@@ -629,10 +661,12 @@ def _pack(body: dict[str, Any], half_logprobs: bool) -> None:
     for name in _INTEGER_FIELDS:
         if body.get(name) is not None:
             body[name] = pack_tokens(body[name])
-    if body.get("logprobs") is not None:
-        body["logprobs"] = _pack_logprobs(body["logprobs"], half_logprobs)
-    if body.get("top_logprobs") is not None:
-        body["top_logprobs"] = _pack_top_logprobs(body["top_logprobs"], half_logprobs)
+    for name in _FLOAT_FIELDS:
+        if body.get(name) is not None:
+            body[name] = _pack_logprobs(body[name], half_logprobs)
+    for name in _LIKELY_TOKENS_FIELDS:
+        if body.get(name) is not None:
+            body[name] = _pack_top_logprobs(body[name], half_logprobs)
     if isinstance(prefix := body.get("prefix"), dict):
         _pack(prefix, half_logprobs)
 
@@ -641,10 +675,12 @@ def _unpack(body: dict[str, Any]) -> None:
     for name in _INTEGER_FIELDS:
         if body.get(name) is not None:
             body[name] = unpack_tokens(body[name])
-    if body.get("logprobs") is not None:
-        body["logprobs"] = _unpack_logprobs(body["logprobs"])
-    if body.get("top_logprobs") is not None:
-        body["top_logprobs"] = _unpack_top_logprobs(body["top_logprobs"])
+    for name in _FLOAT_FIELDS:
+        if body.get(name) is not None:
+            body[name] = _unpack_logprobs(body[name])
+    for name in _LIKELY_TOKENS_FIELDS:
+        if body.get(name) is not None:
+            body[name] = _unpack_top_logprobs(body[name])
     if isinstance(prefix := body.get("prefix"), dict):
         _unpack(prefix)
 

@@ -60,6 +60,16 @@ def check_admission(
         raise AdmissionError(
             "sampling.logprobs requires log-probabilities of the prefix, but it has none; add them or omit the prefix"
         )
+    if sampling.returns_prompt_logprobs and prefix.prompt_logprobs is None:
+        raise AdmissionError(
+            "sampling.promptLogprobs requires the prompt's log-probabilities in the prefix, but it has none; add its "
+            "prompt_logprobs or omit the prefix"
+        )
+    if sampling.top_prompt_logprobs and (prefix.top_prompt_logprobs is None or prefix.prompt_ranks is None):
+        raise AdmissionError(
+            "sampling.topPromptLogprobs requires prompt_ranks and top_prompt_logprobs in the prefix, but it lacks "
+            "them; add them or omit the prefix"
+        )
     if sampling.top_logprobs and (prefix.top_logprobs is None or prefix.ranks is None):
         raise AdmissionError(
             "sampling.topLogprobs requires ranks and top_logprobs of the prefix, but it lacks them; add them or omit "

@@ -19,7 +19,7 @@ from rollout_worker.engine.draft_counts import DraftCountReader, ResponseDraftCo
 from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
 from rollout_worker.engine.errors import AdmissionError, EngineError, translate_errors
 from rollout_worker.engine.limits import ABORT_RETRY_INTERVAL_S
-from rollout_worker.engine.response import GenerationResult, ResponseBuilder, TokensSoFar
+from rollout_worker.engine.response import GenerationResult, PromptLogprobs, ResponseBuilder, TokensSoFar
 from rollout_worker.engine.sampling_params import vllm_sampling_params
 from rollout_worker.engine.stop_strings import StopStrings, token_decoder
 from rollout_worker.engine.vllm_client import VllmClient
@@ -111,6 +111,7 @@ class ResponseGenerator:
             prefix,
             logprobs=sampling.returns_logprobs,
             top_logprobs=sampling.top_logprobs,
+            prompt_logprobs=sampling.returns_prompt_logprobs,
             stop_strings=stop_strings,
         )
         reason = self._end_of_prefix(response, sampling)
@@ -136,6 +137,7 @@ class ResponseGenerator:
                 params,
                 call_id,
                 response,
+                sampling,
                 adapter=adapter,
                 on_partial=on_partial if interval else None,
                 interval=interval,
@@ -224,6 +226,7 @@ class ResponseGenerator:
         params: Any,
         call_id: str,
         response: ResponseBuilder,
+        sampling: Sampling,
         *,
         adapter: Adapter | None,
         on_partial: PartialCallback | None,
@@ -239,6 +242,13 @@ class ResponseGenerator:
             async for output in outputs:
                 completion = output.outputs[0]
                 response.append(completion)
+                if sampling.returns_prompt_logprobs and response.prompt_logprobs is None:
+                    # They are in the output with the first token.
+                    response.prompt_logprobs = PromptLogprobs.from_vllm(
+                        output.prompt_logprobs or (), prompt["prompt_token_ids"], sampling.top_prompt_logprobs
+                    )
+                    if response.prompt_logprobs is None and response.token_ids:
+                        raise EngineError("vLLM returned a response without all log-probabilities of its prompt")
                 if adapter is None:
                     starts = self._weight_versions.starts(call_id, completion)
                 else:

@@ -55,6 +55,10 @@ def vllm_sampling_params(
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias or None,
         logprobs=sampling.top_logprobs if sampling.returns_logprobs else None,
+        # Those of a continued response are in its prefix. vLLM would also compute them for the prefix.
+        prompt_logprobs=(
+            sampling.top_prompt_logprobs if sampling.returns_prompt_logprobs and not prefix_tokens else None
+        ),
         seed=_stream_seed(sampling.seed, stream_name, prefix_tokens),
         # Only stop strings require the text of the response.
         detokenize=bool(stop),

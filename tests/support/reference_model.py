@@ -110,6 +110,13 @@ class ReferenceDistribution:
         """Return the log-probabilities of all tokens at each position of a response, shape (tokens, VOCABULARY)."""
         return _logprobs(self.logits([[*prompt, *response]])[0], prompt, response, sampling).numpy()
 
+    def prompt_logprobs(self, prompt: Sequence[int]) -> NDArray[np.float64]:
+        """Return the log-probabilities of all tokens at each position of a prompt but the first, without settings.
+
+        Their shape is (tokens − 1, VOCABULARY).
+        """
+        return torch.log_softmax(self.logits([prompt])[0, :-1], dim=-1).numpy()
+
     def errors(
         self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sampling: Sampling
     ) -> NDArray[np.float64]:

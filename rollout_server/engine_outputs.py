@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
-from vllm.v1.outputs import LogprobsLists, LogprobsTensors
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
 
 from rollout_api.protocol.messages import FinishReason as RolloutEnd
 from rollout_api.protocol.messages import Partial, Rollout
@@ -70,6 +70,7 @@ class ResponseOutputs:
                 request_id=self._request_id,
                 new_token_ids=tokens.token_ids[start:stop],
                 new_logprobs=self._logprobs(tokens, start, stop),
+                new_sampling_mask=_sampling_mask(tokens, start, stop),
                 new_prompt_logprobs_tensors=self._prompt_logprobs(tokens),
                 finish_reason=end if stop == length else None,
                 # vLLM reads it from the first output of a response only.
@@ -124,3 +125,13 @@ class ResponseOutputs:
         # vLLM's server reads them one position after the other, so that they may have different lengths.
         rows: Any = token_rows, logprob_rows
         return LogprobsLists(*rows, sampled_token_ranks=ranks)
+
+
+def _sampling_mask(tokens: Partial, start: int, stop: int) -> SamplingMaskLists | None:
+    """Return the kept tokens of a part of the response as vLLM's sampler would, which calls them sampling masks."""
+    if tokens.kept_token_ids is None:
+        return None
+    kept = tokens.kept_token_ids[start:stop]
+    # An empty list stands for unknown tokens, which vLLM does not know; it never returns one.
+    offsets = np.cumsum([0, *map(len, kept)], dtype=np.int64)
+    return SamplingMaskLists(np.array([token for one in kept for token in one], dtype=np.int32), offsets)

@@ -39,6 +39,7 @@ class SamplingOverrides(TypedDict, total=False):
     top_logprobs: int
     prompt_logprobs: bool
     top_prompt_logprobs: int
+    kept_tokens: bool
     seed: int | None
 
 

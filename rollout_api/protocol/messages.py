@@ -157,7 +157,7 @@ class WeightSpan(_Message):
     weight_version: int = Field(ge=0, description="Weight version that sampled the span.")
 
 
-_LOGPROB_FIELDS = ("logprobs", "ranks", "top_logprobs")
+_LOGPROB_FIELDS = ("logprobs", "ranks", "top_logprobs", "kept_token_ids")
 """Fields of a response that have one entry for each token, and are None if they were not requested."""
 _PROMPT_LOGPROB_FIELDS = ("prompt_logprobs", "prompt_ranks", "top_prompt_logprobs")
 """Fields with one entry for each token of the prompt but the first, and None if they were not requested."""
@@ -176,6 +176,11 @@ class _Response(_Message):
         default=None,
         description="The most likely tokens at each position, most likely first, with their behavior "
         "log-probabilities, if requested. Tokens that cannot be sampled are left out.",
+    )
+    kept_token_ids: list[list[TokenId]] | None = Field(
+        default=None,
+        description="Token ids among which the token at each position was sampled, in ascending order, if requested. "
+        "An empty list means that they are unknown, because very many tokens tie at the limit of top_k.",
     )
     prompt_logprobs: list[float] | None = Field(
         default=None,
@@ -640,6 +645,18 @@ def _unpack_top_logprobs(packed: Any) -> list[dict[int, float]]:
     return [dict(islice(pairs, count)) for count in counts]
 
 
+def _pack_token_lists(lists: Sequence[Sequence[int]]) -> dict[str, bytes]:
+    return {"n": pack_tokens(map(len, lists)), "t": pack_tokens(token for one in lists for token in one)}
+
+
+def _unpack_token_lists(packed: Any) -> list[list[int]]:
+    counts, tokens = unpack_tokens(packed["n"]), iter(unpack_tokens(packed["t"]))
+    lists = [list(islice(tokens, count)) for count in counts]
+    if list(map(len, lists)) != counts or next(tokens, None) is not None:
+        raise CodecError(f"kept_token_ids have different numbers of tokens: {sum(counts)} in n, and others in t")
+    return lists
+
+
 def encode(message: Message, *, half_logprobs: bool = False) -> bytes:
     """Return a message as bytes.
 
@@ -667,6 +684,8 @@ def _pack(body: dict[str, Any], half_logprobs: bool) -> None:
     for name in _LIKELY_TOKENS_FIELDS:
         if body.get(name) is not None:
             body[name] = _pack_top_logprobs(body[name], half_logprobs)
+    if body.get("kept_token_ids") is not None:
+        body["kept_token_ids"] = _pack_token_lists(body["kept_token_ids"])
     if isinstance(prefix := body.get("prefix"), dict):
         _pack(prefix, half_logprobs)
 
@@ -681,6 +700,8 @@ def _unpack(body: dict[str, Any]) -> None:
     for name in _LIKELY_TOKENS_FIELDS:
         if body.get(name) is not None:
             body[name] = _unpack_top_logprobs(body[name])
+    if body.get("kept_token_ids") is not None:
+        body["kept_token_ids"] = _unpack_token_lists(body["kept_token_ids"])
     if isinstance(prefix := body.get("prefix"), dict):
         _unpack(prefix)
 

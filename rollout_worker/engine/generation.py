@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 from rollout_api.manifest.spec import Sampling
@@ -18,6 +19,7 @@ from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_counts import DraftCountReader, ResponseDraftCounts
 from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
 from rollout_worker.engine.errors import AdmissionError, EngineError, translate_errors
+from rollout_worker.engine.kept_tokens import kept_tokens, width
 from rollout_worker.engine.limits import ABORT_RETRY_INTERVAL_S
 from rollout_worker.engine.response import GenerationResult, PromptLogprobs, ResponseBuilder, TokensSoFar
 from rollout_worker.engine.sampling_params import vllm_sampling_params
@@ -46,6 +48,7 @@ class ResponseGenerator:
         self._weight_versions, self._adapters = weight_versions, adapters
         self._draft_counts = DraftCountReader(client)
         self._end_tokens = model_end_tokens(client.llm)
+        self._vocabulary: int = client.llm.model_config.get_vocab_size()
         self._call_numbers = itertools.count()
         self._cache_salt = 0
         self._running: set[str] = set()
@@ -102,6 +105,7 @@ class ResponseGenerator:
             len(request.prompt_token_ids),
             max_model_len=self._config.spec.max_model_len,
             speculative=self._config.drafting is not None,
+            raw_logprobs=self._config.spec.logprobs_mode == "raw",
             prefix=prefix,
         )
         started = time.monotonic()
@@ -112,6 +116,7 @@ class ResponseGenerator:
             logprobs=sampling.returns_logprobs,
             top_logprobs=sampling.top_logprobs,
             prompt_logprobs=sampling.returns_prompt_logprobs,
+            kept_tokens=self._kept_tokens(sampling),
             stop_strings=stop_strings,
         )
         reason = self._end_of_prefix(response, sampling)
@@ -161,6 +166,12 @@ class ResponseGenerator:
                 num_cached_tokens=output.num_cached_tokens or 0,
             )
 
+    def _kept_tokens(self, sampling: Sampling) -> Callable[[Mapping[int, Any]], list[int]] | None:
+        """Return a function that returns the kept tokens among vLLM's log-probabilities of one position."""
+        if not sampling.kept_tokens:
+            return None
+        return partial(kept_tokens, width=width(sampling, self._vocabulary), vocabulary=self._vocabulary)
+
     def _stop_strings(self, request: RolloutRequest) -> StopStrings | None:
         sampling = request.sampling
         if not sampling.stop:
@@ -197,7 +208,12 @@ class ResponseGenerator:
         stream_name = f"{request.request_id}/{sample}"
         try:
             return vllm_sampling_params(
-                request.sampling, stream_name, settings, prefix_tokens=prefix_tokens, interval=interval
+                request.sampling,
+                stream_name,
+                settings,
+                prefix_tokens=prefix_tokens,
+                interval=interval,
+                min_logprobs=width(request.sampling, self._vocabulary),
             )
         except ValueError as error:
             raise AdmissionError(f"vLLM rejects the request: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -75,6 +75,8 @@ class GenerationResult:
     """Rank of each token, 1 for the most likely one; None if the most likely tokens were not requested."""
     top_logprobs: list[dict[int, float]] | None
     """The most likely tokens at each position with their log-probabilities; None if they were not requested."""
+    kept_token_ids: list[list[int]] | None
+    """The tokens among which each token was sampled, empty where they are unknown; None if they were not requested."""
     weight_spans: list[WeightSpan]
     """Which weight version sampled which tokens; empty without tokens."""
     finish_reason: FinishReason | None
@@ -96,7 +98,13 @@ class GenerationResult:
     def tokens(self) -> Partial:
         """The tokens, with their log-probabilities and weight spans."""
         return _partial(
-            self.token_ids, self.logprobs, self.ranks, self.top_logprobs, self.weight_spans, self.prompt_logprobs
+            self.token_ids,
+            self.logprobs,
+            self.ranks,
+            self.top_logprobs,
+            self.kept_token_ids,
+            self.weight_spans,
+            self.prompt_logprobs,
         )
 
 
@@ -127,6 +135,7 @@ class ResponseBuilder:
         logprobs: bool,
         top_logprobs: int = 0,
         prompt_logprobs: bool = False,
+        kept_tokens: Callable[[Mapping[int, Any]], list[int]] | None = None,
         stop_strings: StopStrings | None = None,
     ) -> None:
         """Continue from *prefix*.
@@ -138,6 +147,8 @@ class ResponseBuilder:
             top_logprobs: number of most likely tokens that each position has.
             prompt_logprobs: whether the tokens of the prompt have log-probabilities, which are those of the prefix if
                 it has tokens.
+            kept_tokens: returns the kept tokens among vLLM's ``Logprob`` of one position; None if they were not
+                requested. If they were, those of the prefix are known.
             stop_strings: the response's stop strings, before its first token; None if it has none.
         """
         self.token_ids: list[int] = list(prefix.token_ids) if prefix is not None else []
@@ -150,6 +161,10 @@ class ResponseBuilder:
             self.ranks = list(prefix.ranks or ()) if prefix is not None else []
             self.top_logprobs = list(prefix.top_logprobs or ()) if prefix is not None else []
         self._num_top_logprobs = top_logprobs
+        self._kept_tokens = kept_tokens
+        self.kept_token_ids: list[list[int]] | None = None
+        if kept_tokens is not None:
+            self.kept_token_ids = list(prefix.kept_token_ids or ()) if prefix is not None else []
         self.prompt_logprobs: PromptLogprobs | None = None
         if prompt_logprobs and prefix is not None and prefix.token_ids:
             self.prompt_logprobs = PromptLogprobs.of_prefix(prefix)
@@ -174,6 +189,10 @@ class ResponseBuilder:
             if self.ranks is not None and self.top_logprobs is not None:
                 self.ranks += [logprobs[token].rank for logprobs, token in positions]
                 self.top_logprobs += [_most_likely(logprobs, self._num_top_logprobs) for logprobs, _ in positions]
+
+        if self.kept_token_ids is not None and self._kept_tokens is not None and tokens:
+            positions_of_tokens = zip(completion.logprobs or (), tokens, strict=True)
+            self.kept_token_ids += [self._kept_tokens(one) for one, _ in itertools.islice(positions_of_tokens, kept)]
 
     def _num_kept(self, tokens: Sequence[int]) -> int:
         """Return how many new tokens belong to the response."""
@@ -215,6 +234,7 @@ class ResponseBuilder:
             None if self.logprobs is None else self.logprobs[first:],
             None if self.ranks is None else self.ranks[first:],
             None if self.top_logprobs is None else self.top_logprobs[first:],
+            None if self.kept_token_ids is None else self.kept_token_ids[first:],
             spans_since(self.weight_spans(starts), first, len(self.token_ids)),
             None if first else self.prompt_logprobs,
         )
@@ -237,6 +257,7 @@ class ResponseBuilder:
             logprobs=self.logprobs,
             ranks=self.ranks,
             top_logprobs=self.top_logprobs,
+            kept_token_ids=self.kept_token_ids,
             weight_spans=self.weight_spans(starts),
             finish_reason=reason,
             num_decoding_steps=num_sampled - num_accepted_tokens,  # a step samples one token that was not drafted
@@ -265,11 +286,17 @@ def _partial(
     logprobs: list[float] | None,
     ranks: list[int] | None,
     top_logprobs: list[dict[int, float]] | None,
+    kept_token_ids: list[list[int]] | None,
     weight_spans: list[WeightSpan],
     prompt_logprobs: PromptLogprobs | None,
 ) -> Partial:
     """Return a partial that has the fields that were requested, so that clients of earlier versions can read it."""
-    fields: dict[str, Any] = {"logprobs": logprobs, "ranks": ranks, "top_logprobs": top_logprobs}
+    fields: dict[str, Any] = {
+        "logprobs": logprobs,
+        "ranks": ranks,
+        "top_logprobs": top_logprobs,
+        "kept_token_ids": kept_token_ids,
+    }
     requested = {name: values for name, values in fields.items() if values is not None}
     if prompt_logprobs is not None:
         requested |= prompt_logprobs.fields()

@@ -62,6 +62,8 @@ def responses(draw: st.DrawFn) -> dict[str, object]:
         fields["ranks"] = draw(for_each_token(st.integers(1, 2**32 - 1)))
         fields["top_logprobs"] = draw(for_each_token(st.dictionaries(st.integers(0, 2**32 - 2), float32s, max_size=3)))
     if draw(st.booleans()):
+        fields["kept_token_ids"] = draw(for_each_token(st.lists(st.integers(0, 2**32 - 2), max_size=3)))
+    if draw(st.booleans()):
         fields["prompt_logprobs"] = prompt = draw(st.lists(float32s, max_size=20))
         if draw(st.booleans()):
             fields["prompt_ranks"] = [draw(st.integers(1, 2**32 - 1)) for _ in prompt]
@@ -241,7 +243,7 @@ def test_messages_without_later_fields_can_be_read_by_earlier_versions() -> None
     request = RolloutRequest(job_uid="j", request_id="r", prompt_token_ids=[1])
     rollout = Rollout.from_request(request, 0, partial, FinishReason.STOP)
     for message in (partial.since(0), Partial.join([partial]), rollout, rollout.without_logprobs()):
-        later = {"ranks", "top_logprobs", "prompt_logprobs", "prompt_ranks", "top_prompt_logprobs"}
+        later = {"ranks", "top_logprobs", "kept_token_ids", "prompt_logprobs", "prompt_ranks", "top_prompt_logprobs"}
         assert later.isdisjoint(msgpack.unpackb(encode(message)))
 
 
@@ -286,6 +288,16 @@ def test_arbitrary_bytes_are_a_codec_error(data: bytes) -> None:
                 "weight_spans": [],
             },
             "1, 0 and 0",
+        ),
+        (
+            {
+                "v": 1,
+                "kind": "partial",
+                "token_ids": b"",
+                "kept_token_ids": {"n": b"\1\0\0\0", "t": b"\1\0\0\0\2\0\0\0"},
+                "weight_spans": [],
+            },
+            "kept_token_ids have different numbers of tokens: 1",
         ),
         ({"v": 1, "kind": "rewards", "rewards": {"a/b/0/0": float("nan")}}, "rewards"),
         ({"v": 1, "kind": "cancel", "request_ids": []}, "request_ids"),
@@ -336,6 +348,7 @@ def test_a_response_that_is_split_can_be_joined(lengths: list[tuple[int, bool]],
     if data.draw(st.booleans()):
         fields["ranks"] = [1 + index for index in range(total)]
         fields["top_logprobs"] = [{index: -float(index)} for index in range(total)]
+        fields["kept_token_ids"] = [[index, index + 1] for index in range(total)]
     if data.draw(st.booleans()):
         fields["prompt_logprobs"] = [-0.5, -0.25]
     whole = Partial(token_ids=list(range(total)), logprobs=logprobs, weight_spans=spans, **fields)
@@ -344,7 +357,7 @@ def test_a_response_that_is_split_can_be_joined(lengths: list[tuple[int, bool]],
     for start, end in zip([0, *cuts], [*cuts, total], strict=True):
         rest = whole.since(start)
         assert whole.token_ids[start:] == rest.token_ids
-        for_each_token = ("token_ids", "logprobs", "ranks", "top_logprobs")
+        for_each_token = ("token_ids", "logprobs", "ranks", "top_logprobs", "kept_token_ids")
         cut = rest.model_dump() | {
             **{name: values[: end - start] for name in for_each_token if (values := getattr(rest, name)) is not None},
             "weight_spans": [span for span in rest.weight_spans if span.start < end - start],
@@ -357,6 +370,7 @@ def test_a_response_that_is_split_can_be_joined(lengths: list[tuple[int, bool]],
     if total:
         assert whole.logprobs == joined.logprobs
         assert (whole.ranks, whole.top_logprobs) == (joined.ranks, joined.top_logprobs)
+        assert whole.kept_token_ids == joined.kept_token_ids
 
 
 def test_the_history_receives_no_log_probabilities() -> None:

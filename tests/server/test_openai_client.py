@@ -437,6 +437,25 @@ def test_tokens_in_and_out_without_text(server: str, job: ServedJob, logprobs: i
     assert [[token] for token in tokens] == [[one["token_id"] for one in entry["top_logprobs"]] for entry in content]
 
 
+def test_kept_tokens_have_vllms_form(server: str, job: ServedJob) -> None:
+    """As in vLLM, they are requested for all requests: here in the job's manifest."""
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        sampling = request.sampling.model_copy(update={"kept_tokens": True})
+        job.answer_text(request.model_copy(update={"sampling": sampling}), "two three")
+
+    def call() -> dict[str, Any]:
+        body = {"model": MODEL_NAME, "token_ids": [1, 2], "sampling_params": {"max_tokens": 5, "top_k": 9}}
+        parsed: dict[str, Any] = httpx.post(f"{server}/inference/v1/generate", json=body, timeout=30).json()
+        return parsed
+
+    [choice] = while_calling(call, answer)["choices"]
+    tokens = choice["token_ids"]
+    expected = [list(range(token, token + 1 + index % 3)) for index, token in enumerate(tokens)]
+    assert expected == choice["sampling_mask"]
+
+
 def _expected_prompt_logprobs(job: ServedJob, prompt: str, count: int) -> list[dict[str, float] | None]:
     """Return the log-probabilities of a prompt's tokens, by token id, as the fake job computes them."""
     tokens = job.tokens(prompt)[1:]

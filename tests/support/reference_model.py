@@ -188,7 +188,7 @@ def _apply_restrictions(row: torch.Tensor, prompt: Sequence[int], response: Sequ
 
 def _truncate(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.top_k:
-        floor = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        floor = logits.topk(min(sampling.top_k, VOCABULARY), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
     if sampling.top_p < 1:
         ascending, order = logits.sort(dim=-1)

@@ -103,7 +103,7 @@ def _part(request: RolloutRequest, tokens: Sequence[int], before: int = 0) -> Pa
     """Return tokens as part of a response, after the number of tokens *before*.
 
     At each position, the most likely tokens are the sampled one and those with the next ids. The same applies to the
-    tokens of the prompt.
+    tokens of the prompt. One to three tokens are kept, beginning with the sampled one.
     """
     indices = range(before, before + len(tokens))
     fields: dict[str, Any] = {"logprobs": [-0.25 * (1 + index % 4) for index in indices]}
@@ -113,6 +113,8 @@ def _part(request: RolloutRequest, tokens: Sequence[int], before: int = 0) -> Pa
             {token + number: fields["logprobs"][index] - number for number in range(count)}
             for index, token in enumerate(tokens)
         ]
+    if request.sampling.kept_tokens:
+        fields["kept_token_ids"] = [list(range(token, token + 1 + index % 3)) for index, token in enumerate(tokens)]
     if request.sampling.returns_prompt_logprobs and not before:
         rest = request.prompt_token_ids[1:]
         fields["prompt_logprobs"] = [-0.5 * (1 + index) for index in range(len(rest))]

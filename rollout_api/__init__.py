@@ -66,6 +66,7 @@ from rollout_api.protocol.messages import (
 )
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.weights.delta_weights import DeltaWeights
+from rollout_api.reward_stats import RewardStats
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
 __all__ = [
@@ -109,6 +110,7 @@ __all__ = [
     "RequestClient",
     "RequestRefusedError",
     "Resume",
+    "RewardStats",
     "Rewards",
     "Rollout",
     "RolloutClient",

@@ -15,6 +15,7 @@ from rollout_api.protocol.messages import Rollout
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int32]
 
 _NO_VERSION = -1
 """Weight version of tokens that the model has not sampled."""
@@ -30,14 +31,31 @@ class TokenArrays:
     """Behavior log-probabilities; None if the rollout was sampled without ``sampling.logprobs``."""
     weight_versions: Integers
     """Weight version that sampled each token."""
+    prompt_logprobs: Floats | None = None
+    """Log-probabilities of the prompt's tokens but the first, shape (prompt tokens − 1,); None if the rollout was
+    sampled without ``sampling.prompt_logprobs``."""
+    kept_token_ids: TokenIds | None = None
+    """The kept tokens of all positions, one position after the other, shape (kept tokens,); those of token *t* are
+    ``kept_token_ids[kept_offsets[t] : kept_offsets[t + 1]]``. None if the rollout was sampled without
+    ``sampling.kept_tokens``."""
+    kept_offsets: Integers | None = None
+    """Where the kept tokens of each position begin, shape (tokens + 1,)."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
-        """Return the arrays of a rollout."""
+        """Return the arrays of a rollout.
+
+        Raises:
+            InvalidRequestError: the kept tokens of a position are unknown.
+        """
+        kept = flatten_kept_tokens(rollout.kept_token_ids) if rollout.kept_token_ids is not None else (None, None)
         return cls(
             token_ids=np.array(rollout.token_ids, np.int64),
             logprobs=None if rollout.logprobs is None else np.array(rollout.logprobs, np.float32),
             weight_versions=np.array(rollout.weight_versions, np.int64),
+            prompt_logprobs=None if rollout.prompt_logprobs is None else np.array(rollout.prompt_logprobs, np.float32),
+            kept_token_ids=kept[0],
+            kept_offsets=kept[1],
         )
 
 
@@ -110,6 +128,29 @@ def pad_batch(
         if logprobs is not None and sequence.logprobs is not None:
             logprobs[row, start:end] = sequence.logprobs
     return PaddedBatch(input_ids, attention_mask, loss_mask, logprobs, weight_version)
+
+
+def flatten_kept_tokens(kept: Sequence[Sequence[int]]) -> tuple[TokenIds, Integers]:
+    """Return the kept tokens of all positions, one position after the other, and where each position begins.
+
+    Args:
+        kept: the kept tokens of each position.
+
+    Returns:
+        Arrays of the shapes (kept tokens,) and (positions + 1,).
+
+    Raises:
+        InvalidRequestError: those of a position are unknown, which is not the same as none.
+    """
+    unknown = next((position for position, tokens in enumerate(kept) if not tokens), None)
+    if unknown is not None:
+        raise InvalidRequestError(
+            f"the kept tokens at position {unknown} are unknown, because very many tokens tie at the limit of top_k; "
+            "leave the rollout out, or sample it again"
+        )
+    offsets = np.zeros(len(kept) + 1, np.int64)
+    np.cumsum([len(tokens) for tokens in kept], out=offsets[1:])
+    return np.array([token for tokens in kept for token in tokens], np.int32), offsets
 
 
 def _sequence(sample: tuple[Sequence[int], Rollout] | Trajectory) -> _Sequence:

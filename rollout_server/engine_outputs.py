@@ -7,9 +7,10 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
 
 from rollout_api.protocol.messages import FinishReason as RolloutEnd
 from rollout_api.protocol.messages import Partial, Rollout
@@ -34,6 +35,9 @@ class ResponseOutputs:
         params = request.params
         self._request_id = request.request_id
         self._num_prompt_tokens = len(request.prompt_token_ids or ())
+        self._prompt_token_ids = list(request.prompt_token_ids or ())
+        self._awaits_prompt_logprobs = params.prompt_logprobs is not None
+        self._num_prompt_alternatives: int = params.prompt_logprobs or 0
         self._num_alternatives: int | None = params.logprobs
         """Number of most likely tokens per position that the server wants; None without log-probabilities."""
         self._end_tokens = frozenset(end_token_ids(params))
@@ -66,6 +70,8 @@ class ResponseOutputs:
                 request_id=self._request_id,
                 new_token_ids=tokens.token_ids[start:stop],
                 new_logprobs=self._logprobs(tokens, start, stop),
+                new_sampling_mask=_sampling_mask(tokens, start, stop),
+                new_prompt_logprobs_tensors=self._prompt_logprobs(tokens),
                 finish_reason=end if stop == length else None,
                 # vLLM reads it from the first output of a response only.
                 prefill_stats=PrefillStats(
@@ -75,6 +81,25 @@ class ResponseOutputs:
             )
             yield EngineCoreOutputs(outputs=[output], weight_version=str(span.weight_version))
         self._num_tokens += length
+
+    def _prompt_logprobs(self, tokens: Partial) -> LogprobsTensors | None:
+        """Return the log-probabilities of the prompt as vLLM's sampler would return them, once per response."""
+        logprobs = tokens.prompt_logprobs
+        if not self._awaits_prompt_logprobs or not logprobs:
+            return None
+        self._awaits_prompt_logprobs = False
+        ranks = tokens.prompt_ranks or [0] * len(logprobs)
+        token_rows: list[list[int]] = [[token] for token in self._prompt_token_ids[1:]]
+        logprob_rows = [[logprob] for logprob in logprobs]
+        if tokens.top_prompt_logprobs:
+            for index, likely in enumerate(tokens.top_prompt_logprobs):
+                token_rows[index] += list(likely)[: self._num_prompt_alternatives]
+                logprob_rows[index] += list(likely.values())[: self._num_prompt_alternatives]
+        return LogprobsTensors(
+            logprob_token_ids=torch.tensor(token_rows),
+            logprobs=torch.tensor(logprob_rows, dtype=torch.float32),
+            selected_token_ranks=torch.tensor(ranks),
+        )
 
     def _logprobs(self, tokens: Partial, start: int, stop: int) -> LogprobsLists | None:
         """Return what vLLM's sampler would return: at each position the sampled token, then the most likely ones.
@@ -100,3 +125,13 @@ class ResponseOutputs:
         # vLLM's server reads them one position after the other, so that they may have different lengths.
         rows: Any = token_rows, logprob_rows
         return LogprobsLists(*rows, sampled_token_ranks=ranks)
+
+
+def _sampling_mask(tokens: Partial, start: int, stop: int) -> SamplingMaskLists | None:
+    """Return the kept tokens of a part of the response as vLLM's sampler would, which calls them sampling masks."""
+    if tokens.kept_token_ids is None:
+        return None
+    kept = tokens.kept_token_ids[start:stop]
+    # An empty list stands for unknown tokens, which vLLM does not know; it never returns one.
+    offsets = np.cumsum([0, *map(len, kept)], dtype=np.int64)
+    return SamplingMaskLists(np.array([token for one in kept for token in one], dtype=np.int32), offsets)

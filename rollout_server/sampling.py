@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from vllm import SamplingParams
 
 _UNSUPPORTED = {
-    "prompt_logprobs": "prompt_logprobs",
     "prompt_logprob_token_ids": "prompt_logprob_token_ids",
     "logprob_token_ids": "logprob_token_ids",
     "structured_outputs": "structured outputs, which response formats, strict tools and required tools use",
@@ -49,11 +48,13 @@ def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
             raise UnsupportedSamplingError(
                 name, f"engines of a rollout job do not support {_UNSUPPORTED[name]}; remove it"
             )
-    if params.logprobs is not None and not 0 <= params.logprobs <= MAX_TOP_LOGPROBS:
-        raise UnsupportedSamplingError(
-            "logprobs",
-            f"engines of a rollout job return at most the {MAX_TOP_LOGPROBS} most likely tokens; ask for fewer",
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and not 0 <= count <= MAX_TOP_LOGPROBS:
+            raise UnsupportedSamplingError(
+                name,
+                f"engines of a rollout job return at most the {MAX_TOP_LOGPROBS} most likely tokens; ask for fewer",
+            )
     overrides: dict[str, Any] = {
         "n": params.n,
         "temperature": params.temperature,
@@ -76,6 +77,10 @@ def sampling_overrides(params: SamplingParams) -> dict[str, Any]:
         overrides["seed"] = params.seed % 2**31
     if params.logprobs:
         overrides["top_logprobs"] = params.logprobs
+    if params.prompt_logprobs is not None:
+        overrides["prompt_logprobs"] = True
+    if params.prompt_logprobs:
+        overrides["top_prompt_logprobs"] = params.prompt_logprobs
     if params.ignore_eos:
         overrides["ignore_eos"] = True
     return overrides

@@ -7,6 +7,7 @@ The endpoints and their fields were read in slime (commit ``624b824``: ``slime/r
 from __future__ import annotations
 
 import asyncio
+import base64
 import copy
 import uuid
 from collections.abc import Mapping, Sequence, Set
@@ -15,10 +16,12 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
+from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
+from rollout_api.arrays import flatten_kept_tokens
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_client import RequestClient
 from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError
@@ -39,6 +42,14 @@ _ENDS = {
 
 def _as_list(value: Any) -> Any:
     return [] if value is None else value if isinstance(value, list) else [value]
+
+
+class CustomParams(BaseModel):
+    """What slime's patch of SGLang reads in ``custom_params``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    return_top_p_token_ids: bool = False
 
 
 class SamplingFields(BaseModel):
@@ -62,6 +73,7 @@ class SamplingFields(BaseModel):
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
+    custom_params: CustomParams = Field(default_factory=CustomParams)
 
     def overrides(self) -> dict[str, Any]:
         """Return the settings that the request has, as fields of :class:`rollout_api.Sampling`."""
@@ -79,6 +91,7 @@ class SamplingFields(BaseModel):
             "repetition_penalty": self.repetition_penalty,
             "ignore_eos": self.ignore_eos,
             "seed": None if self.sampling_seed is None else self.sampling_seed % 2**31,
+            "kept_tokens": self.custom_params.return_top_p_token_ids or None,
         }
         return {name: value for name, value in settings.items() if value is not None}
 
@@ -285,6 +298,12 @@ class SglangApi:
         if body.return_logprob:
             logprobs = tokens.logprobs or []
             meta["output_token_logprobs"] = [[*pair, None] for pair in zip(logprobs, token_ids, strict=True)]
+        if settings.custom_params.return_top_p_token_ids:
+            try:
+                ids, offsets = flatten_kept_tokens(tokens.kept_token_ids or [])
+            except InvalidRequestError as error:
+                raise GracefulHTTPError(str(error), HTTPStatus.INTERNAL_SERVER_ERROR) from None
+            meta |= {"top_p_token_ids": _int32(ids), "top_p_token_offsets": _int32(offsets)}
         return {"text": text, "output_ids": token_ids, "meta_info": meta}
 
     def _text(
@@ -322,6 +341,11 @@ async def _unless_aborted(receiving: asyncio.Future[list[Rollout]], running: _Ru
     finally:
         aborted.cancel()
         receiving.cancel()
+
+
+def _int32(values: NDArray[Any]) -> str:
+    """Return an array as slime reads it: base64 of little-endian int32."""
+    return base64.b64encode(values.astype("<i4").tobytes()).decode()
 
 
 def _finish_reason(end: FinishReason, length: int, matched: int | str | None) -> dict[str, Any]:

@@ -63,18 +63,27 @@ TOP_LOGPROBS = (
     "map {n, t, p}: n is the number of likely tokens at each position and t are their ids, one position after the "
     "other, both packed like token ids; p are their log-probabilities, packed like logprobs"
 )
+LISTS_OF_IDS = (
+    "map {n, t}: n is the number of token ids at each position and t are these, one position after the other, both "
+    "packed like token ids"
+)
 WIRE_FORMATS = {
     "token_ids": TOKENS,
     "prompt_token_ids": TOKENS,
     "logprobs": LOGPROBS,
     "ranks": INTEGERS,
     "top_logprobs": TOP_LOGPROBS,
+    "kept_token_ids": LISTS_OF_IDS,
+    "prompt_logprobs": LOGPROBS,
+    "prompt_ranks": INTEGERS,
+    "top_prompt_logprobs": TOP_LOGPROBS,
 }
 TYPE_NAMES = {
     TOKENS: "packed token ids",
     LOGPROBS: "packed numbers",
     INTEGERS: "packed integers",
     TOP_LOGPROBS: "packed likely tokens",
+    LISTS_OF_IDS: "packed lists of token ids",
 }
 NESTED_MODELS = ("WeightSpan", "Sampling", "Broadcast", "TensorSpec", "DeltaFile")
 WITH_UNKNOWN_FIELDS = ("request: every field", "rollout: weights updated during the rollout", "close")
@@ -154,6 +163,9 @@ def messages() -> dict[str, Message]:
                     "logit_bias": {"7": -1.5},
                     "logprobs": True,
                     "top_logprobs": 2,
+                    "prompt_logprobs": True,
+                    "top_prompt_logprobs": 1,
+                    "kept_tokens": True,
                     "ignore_eos": True,
                     "seed": 1,
                 },
@@ -202,6 +214,13 @@ def messages() -> dict[str, Message]:
         "partial": prefix,
         "partial: most likely tokens": Partial(
             **_response([5, 7], [-0.5, -2.0]), ranks=[1, 3], top_logprobs=[{5: -0.5, 9: -1.0}, {8: -0.25}]
+        ),
+        "partial: kept tokens": Partial(**_response([5, 7]), kept_token_ids=[[5, 9, 11], []]),
+        "partial: log-probabilities of the prompt": Partial(
+            **_response([5]),
+            prompt_logprobs=[-0.5, -2.0],
+            prompt_ranks=[1, 3],
+            top_prompt_logprobs=[{5: -0.5}, {8: -0.25}],
         ),
         "refusal": Refusal(request_id="demo-1", reason="a prompt of 5000 tokens exceeds engine.maxModelLen 4096"),
         "weights: full": WeightUpdate(weight_version=18, uri="/weights/step-18", sha256="0" * 64),
@@ -284,6 +303,10 @@ def invalid() -> dict[str, tuple[str, bytes]]:
         "numbers of likely tokens that do not match": (
             "packing",
             packed({**partial, "top_logprobs": {"n": b"\1\0\0\0", "t": b"", "p": {"f": "f", "b": b""}}}),
+        ),
+        "numbers of kept tokens that do not match": (
+            "packing",
+            packed({**partial, "kept_token_ids": {"n": b"\2\0\0\0", "t": b"\1\0\0\0"}}),
         ),
         "truncated logprobs": ("packing", packed({**partial, "logprobs": {"f": "f", "b": b"\0" * 3}})),
     }

@@ -23,7 +23,16 @@ settings.load_profile("shared machine")
 
 configure_ray()  # before a test module imports Ray
 
-_SHARED_ENGINE_TESTS = ("adapters", "continuation", "drafting", "lossless", "stop_strings", "weights")
+_SHARED_ENGINE_TESTS = (
+    "adapters",
+    "continuation",
+    "drafting",
+    "kept_tokens",
+    "lossless",
+    "prompt_logprobs",
+    "stop_strings",
+    "weights",
+)
 SHARED_ENGINES = {f"tests/engine/test_{name}.py": "engine" for name in _SHARED_ENGINE_TESTS}
 SHARED_ENGINES["tests/job/test_with_engines"] = "job"
 """How the paths of test files that share engines begin → the engines that they share."""

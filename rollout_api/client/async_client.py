@@ -18,10 +18,15 @@ from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.client.connection import JobConnection
 from rollout_api.client.group_queue import AsyncGroupQueue, RewardFunction
 from rollout_api.client.groups import GroupOrder, without_failures
+from rollout_api.client.history_reader import (
+    HistoryClient,
+    connect_to_history,
+    read_length_stats,
+    read_reward_stats,
+)
 from rollout_api.client.job_info import JobInfo, find_job
 from rollout_api.client.job_monitor import JobMonitor
 from rollout_api.client.job_pauser import JobPauser
-from rollout_api.client.length_stats_reader import HistoryClient, connect_to_history, read_length_stats
 from rollout_api.client.limits import DEFAULT_LIMITS, ClientLimits
 from rollout_api.client.name_lease import NameLease, default_name
 from rollout_api.client.prompts import Prompt, SamplingOverrides, make_prompts, parse_choice
@@ -51,6 +56,7 @@ from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.redis_client.retry import ClientRetryPolicy
 from rollout_api.weights.delta_weights import DeltaWeights
+from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
 from rollout_api.weights.in_memory import NamedTensors, TensorsInMemory
 
 _STATUS_POLL_INTERVAL_S = 0.05
@@ -137,8 +143,8 @@ class AsyncRolloutClient(JobConnection):
             timeout: seconds to wait for the job to appear.
             reconnect_timeout: seconds for which Redis may be unreachable before an error is raised.
             history_redis: Redis of the job's history if that is separate (``spec.history.redis``): as *redis*, or the
-                URL of a cluster. Only :meth:`length_stats` needs it; it is ignored if the history is on the job's
-                Redis.
+                URL of a cluster. Only :meth:`length_stats` and :meth:`reward_stats` need it; it is ignored if the
+                history is on the job's Redis.
             limits: intervals and limits; the defaults rarely need to be changed.
 
         Raises:
@@ -569,23 +575,71 @@ class AsyncRolloutClient(JobConnection):
             RedisUnreachableError: Redis was unreachable for too long.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
+        client, policy, keys = self._history_connection("length statistics")
+        return await policy.run(lambda: read_length_stats(client, keys, problem), action="read the lengths of rollouts")
+
+    async def reward_stats(
+        self, problems: Iterable[str], *, threshold: float = DEFAULT_THRESHOLD, generations: int | None = None
+    ) -> dict[str, RewardStats]:
+        """Return mean rewards and pass rates of problems, from the current contents of the job's history.
+
+        A reward is included a moment after it was reported (:meth:`report_rewards`), as long as the history keeps the
+        rollout. Rollouts of other jobs that share the history are included; rollouts for evaluation are not. Rewards
+        are rounded to binary32.
+
+        Args:
+            problems: problem ids, as in :attr:`rollout_api.Rollout.problem_id`. They are read in one round trip for
+                each 256 problems.
+            threshold: reward from which a rollout passes.
+            generations: number of newest generations of the history whose rollouts count. Each published weight version
+                is one generation; jobs that share the history have generations of their own. Default: all that the
+                history has kept, by default the last 16 in which the problem was sampled (``speculation.window``).
+
+        Returns:
+            Problem id → statistics, in the order of *problems*. Their ``count`` is 0 if there are no rewards.
+
+        Raises:
+            InvalidRequestError: an argument is out of range, or the history is on a separate Redis server that was not
+                passed to :meth:`connect`.
+            VersionMismatchError: the job is of an older version, which does not report its history.
+            RedisUnreachableError: Redis was unreachable for too long.
+            RedisRefusedError: the password is wrong, or the user lacks permissions.
+        """
+        if isinstance(problems, str):
+            raise InvalidRequestError(f"reward_stats: problems = {problems!r}; pass a list of problem ids")
+        if not math.isfinite(threshold):
+            raise InvalidRequestError(f"reward_stats: threshold = {threshold}; it must be finite")
+        if generations is not None and generations < 1:
+            raise InvalidRequestError(f"reward_stats: generations = {generations}; it must be at least 1, or None")
+        ids = list(problems)
+        client, policy, keys = self._history_connection("rewards")
+        return await policy.run(
+            lambda: read_reward_stats(client, keys, ids, threshold=threshold, generations=generations),
+            action="read the rewards of rollouts",
+        )
+
+    def _history_connection(self, what: str) -> tuple[HistoryClient, ClientRetryPolicy, HistoryKeys]:
+        """Return how to read the job's history.
+
+        Args:
+            what: what is read, in errors.
+        """
         job = self.job
-        client: HistoryClient = self._redis
-        policy = self._policy
         if not job.history:
             raise VersionMismatchError(
                 f"job {job.name} does not report its history, because its version is too old; upgrade the job's image "
-                "to read length statistics"
+                f"to read {what}"
             )
-        if job.has_separate_history_redis:
-            if self._history is None:
-                raise InvalidRequestError(
-                    f"the history {job.history} of job {job.name} is on a separate Redis server; pass "
-                    "that server to connect(…, history_redis=…) to read length statistics"
-                )
-            client, policy = self._history
         keys = HistoryKeys.from_full_name(job.history)
-        return await policy.run(lambda: read_length_stats(client, keys, problem), action="read the lengths of rollouts")
+        if not job.has_separate_history_redis:
+            return self._redis, self._policy, keys
+        if self._history is None:
+            raise InvalidRequestError(
+                f"the history {job.history} of job {job.name} is on a separate Redis server; pass that server to "
+                f"connect(…, history_redis=…) to read {what}"
+            )
+        client, policy = self._history
+        return client, policy, keys
 
     async def close_job(self) -> None:
         """Announce that no more requests will come. The job ends when all open requests are answered."""

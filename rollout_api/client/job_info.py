@@ -238,6 +238,8 @@ class JobInfo:
                     f"{where}: {what}token id {ids[position]} at position {position} is not in the vocabulary of "
                     f"{self.model}, which has {self.vocabulary} tokens; was the prompt encoded with its tokenizer?"
                 )
+        if problem := sampling.kept_tokens_problem():
+            raise InvalidRequestError(f"{where}: sampling.kept_tokens: {problem}")
         if outside := sampling.tokens_outside(self.vocabulary):
             setting, token = next(iter(outside.items()))
             raise InvalidRequestError(

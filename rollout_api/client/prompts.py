@@ -37,6 +37,9 @@ class SamplingOverrides(TypedDict, total=False):
     logit_bias: dict[int, float]
     logprobs: bool
     top_logprobs: int
+    prompt_logprobs: bool
+    top_prompt_logprobs: int
+    kept_tokens: bool
     seed: int | None
 
 

@@ -29,6 +29,7 @@ from rollout_api.protocol.messages import DraftMode, PauseMode, Purpose, Rollout
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.weights.delta_weights import DeltaWeights
+from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
 from rollout_api.weights.in_memory import NamedTensors
 
 _TAKE_LIMIT = 64
@@ -429,6 +430,12 @@ class RolloutClient:
     def length_stats(self, problem: str | None = None) -> LengthStats:
         """See :meth:`AsyncRolloutClient.length_stats`."""
         return self._loop.run(self._client.length_stats(problem))
+
+    def reward_stats(
+        self, problems: Iterable[str], *, threshold: float = DEFAULT_THRESHOLD, generations: int | None = None
+    ) -> dict[str, RewardStats]:
+        """See :meth:`AsyncRolloutClient.reward_stats`."""
+        return self._loop.run(self._client.reward_stats(problems, threshold=threshold, generations=generations))
 
     def close_job(self) -> None:
         """See :meth:`AsyncRolloutClient.close_job`."""

@@ -26,6 +26,7 @@ FIELDS = {
     "gpu_memory_utilization": "spec.engine.gpuMemoryUtilizationPercentage",
     "quantization": "spec.engine.quantization",
     "enforce_eager": "spec.engine.enforceEager",
+    "logprobs_mode": "spec.engine.logprobsMode",
     "stream_interval": "spec.engine.checkpointTokens",
     "speculative_config": "spec.speculation",
     "spec_method": "spec.speculation",
@@ -40,7 +41,7 @@ _ONE_POD = (
     "(spec.workers.gpusPerWorker) runs several engines, which is data parallelism"
 )
 _KEPT_KEYS = "keys and values that were computed with earlier weights could be used"
-_DISTRIBUTION = "it would change the distribution that is sampled, or its log-probabilities"
+_DISTRIBUTION = "it would change the distribution that is sampled"
 _OWN = "das-rollout sets it"
 
 REASONS = {
@@ -68,7 +69,7 @@ REASONS = {
     "kv_offloading_size": _KEPT_KEYS,
     "kv_offloading_backend": _KEPT_KEYS,
     "logits_processors": _DISTRIBUTION,
-    "logprobs_mode": _DISTRIBUTION,
+    "max_logprobs": "das-rollout sets it to what sampling.topLogprobs and sampling.keptTokens need",
     "watermark_config": _DISTRIBUTION,
     "enable_trace_replay": _DISTRIBUTION,
     "seed": "every engine needs a different one; for reproducible rollouts set spec.sampling.seed",

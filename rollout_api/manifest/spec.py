@@ -367,6 +367,11 @@ class Engine(ManifestModel):
         description="Tokens between two checkpoints of a partial rollout. At most this many tokens, and those of one "
         "decoding step, are sampled again after an engine was lost.",
     )
+    logprobs_mode: Literal["processed", "raw"] = Field(
+        default="processed",
+        description="Log-probabilities of sampled tokens: processed are those of the distribution from which they were "
+        "sampled, after temperature, filters and penalties; raw are those of the model before all of this.",
+    )
     enforce_eager: bool = Field(
         default=False, description="Skip compilation and CUDA graphs. The engine starts sooner but decodes more slowly."
     )
@@ -412,6 +417,9 @@ _UNSUPPORTED_WITH_DRAFTS = ("min_p", "logit_bias")
 
 MAX_TOP_LOGPROBS = 20
 """Largest number of most likely tokens per position, which is vLLM's default of ``max_logprobs``."""
+
+MAX_KEPT_TOP_K = 128
+"""Largest ``top_k`` of a request whose kept tokens are returned."""
 
 
 class Sampling(ManifestModel):
@@ -481,6 +489,23 @@ class Sampling(ManifestModel):
         description="Also return the log-probabilities of this many most likely tokens at each position. It implies "
         "logprobs.",
     )
+    prompt_logprobs: bool = Field(
+        default=False,
+        description="Return the log-probability of each prompt token but the first, under the model's distribution "
+        "without temperature and filters. The prompt is then not read from the prefix cache.",
+    )
+    top_prompt_logprobs: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+        description="Also return the log-probabilities of this many most likely tokens at each position of the prompt "
+        "but the first. It implies promptLogprobs.",
+    )
+    kept_tokens: bool = Field(
+        default=False,
+        description="Return the token ids among which the token at each position was sampled: those that topK, topP "
+        f"and the other settings keep. It needs a temperature above 0 and a topK from 1 to {MAX_KEPT_TOP_K}.",
+    )
     seed: int | None = Field(
         default=None,
         ge=0,
@@ -500,6 +525,21 @@ class Sampling(ManifestModel):
     def returns_logprobs(self) -> bool:
         """Whether each sampled token has a log-probability."""
         return self.logprobs or self.top_logprobs > 0
+
+    @property
+    def returns_prompt_logprobs(self) -> bool:
+        """Whether each prompt token but the first has a log-probability."""
+        return self.prompt_logprobs or self.top_prompt_logprobs > 0
+
+    def kept_tokens_problem(self) -> str | None:
+        """Return why the kept tokens cannot be returned, as a sentence; None if they can, or are not requested."""
+        if not self.kept_tokens:
+            return None
+        if self.temperature == 0:
+            return "it needs a temperature above 0: greedy decoding keeps one token"
+        if not 1 <= self.top_k <= MAX_KEPT_TOP_K:
+            return f"it needs a top-k from 1 to {MAX_KEPT_TOP_K}, which bounds the number of kept tokens"
+        return None
 
     def tokens_outside(self, vocabulary: int) -> dict[str, int]:
         """Return the settings that contain a token id outside a vocabulary of this size, each with one such id."""

@@ -161,8 +161,10 @@ class WeightSpan(_Message):
     weight_version: int = Field(ge=0, description="Weight version that sampled the span.")
 
 
-_LOGPROB_FIELDS = ("logprobs", "ranks", "top_logprobs")
+_LOGPROB_FIELDS = ("logprobs", "ranks", "top_logprobs", "kept_token_ids")
 """Fields of a response that have one entry for each token, and are None if they were not requested."""
+_PROMPT_LOGPROB_FIELDS = ("prompt_logprobs", "prompt_ranks", "top_prompt_logprobs")
+"""Fields with one entry for each token of the prompt but the first, and None if they were not requested."""
 
 
 class _Response(_Message):
@@ -179,6 +181,26 @@ class _Response(_Message):
         description="The most likely tokens at each position, most likely first, with their behavior "
         "log-probabilities, if requested. Tokens that cannot be sampled are left out.",
     )
+    kept_token_ids: list[list[TokenId]] | None = Field(
+        default=None,
+        description="Token ids among which the token at each position was sampled, in ascending order, if requested. "
+        "An empty list means that they are unknown, because very many tokens tie at the limit of top_k.",
+    )
+    prompt_logprobs: list[float] | None = Field(
+        default=None,
+        description="Log-probability of each token of the prompt but the first, if requested. It is computed by the "
+        "weight version that sampled the response's first token, without temperature and filters; -9999 stands for "
+        "minus infinity. A response without tokens may lack it.",
+    )
+    prompt_ranks: list[Annotated[int, Field(ge=1, lt=2**32)]] | None = Field(
+        default=None,
+        description="Rank of each token of the prompt but the first, if top_prompt_logprobs was requested.",
+    )
+    top_prompt_logprobs: list[dict[TokenId, float]] | None = Field(
+        default=None,
+        description="The most likely tokens at each position of the prompt but the first, most likely first, if "
+        "requested.",
+    )
     weight_spans: list[WeightSpan] = Field(
         description="Which weight version sampled which tokens, in order; empty without tokens."
     )
@@ -188,6 +210,8 @@ class _Response(_Message):
         for name, values in self.logprob_fields().items():
             if len(values) != len(self.token_ids):
                 raise ValueError(f"{len(values)} {name} for {len(self.token_ids)} tokens")
+        if len({len(values) for values in self.prompt_logprob_fields().values()}) > 1:
+            raise ValueError("fields about the prompt's tokens have different lengths")
         if self.token_ids and not self.weight_spans:
             raise ValueError("tokens without a weight span")
         if self.weight_spans and self.weight_spans[0].start != 0:
@@ -220,16 +244,25 @@ class _Response(_Message):
         return len(self.token_ids)
 
     def logprob_fields(self) -> dict[str, Any]:
-        """Return the fields about log-probabilities that the response has, by name."""
+        """Return the fields about log-probabilities of its tokens that the response has, by name."""
         return {name: values for name in _LOGPROB_FIELDS if (values := getattr(self, name)) is not None}
+
+    def prompt_logprob_fields(self) -> dict[str, Any]:
+        """Return the fields about log-probabilities of the prompt's tokens that the response has, by name."""
+        return {name: values for name in _PROMPT_LOGPROB_FIELDS if (values := getattr(self, name)) is not None}
 
     def without_logprobs(self) -> Self:
         """Return the response without the fields about log-probabilities."""
-        return self.model_copy(update=dict.fromkeys(self.logprob_fields()))
+        return self.model_copy(update=dict.fromkeys([*self.logprob_fields(), *self.prompt_logprob_fields()]))
 
     def since(self, start: int) -> Partial:
-        """Return the tokens from index *start* on, as a partial of their own."""
+        """Return the tokens from index *start* on, as a partial of their own.
+
+        Only a partial from index 0 on has the log-probabilities of the prompt's tokens.
+        """
         fields: dict[str, Any] = {name: values[start:] for name, values in self.logprob_fields().items()}
+        if start == 0:
+            fields |= self.prompt_logprob_fields()
         spans = spans_since(self.weight_spans, start, len(self.token_ids))
         return Partial(token_ids=self.token_ids[start:], weight_spans=spans, **fields)
 
@@ -257,6 +290,8 @@ class Partial(_Response):
                     spans.append(WeightSpan(start=start, weight_version=span.weight_version))
             tokens += part.token_ids
         joined: dict[str, Any] = {name: [one for each in fields for one in each[name]] for name in common}
+        if parts:
+            joined |= parts[0].prompt_logprob_fields()
         return cls(token_ids=tokens, weight_spans=spans, **joined)
 
 
@@ -429,7 +464,7 @@ class Rollout(_Response):
             step=request.step,
             purpose=request.purpose,
             token_ids=generated.token_ids if generated else [],
-            **(generated.logprob_fields() if generated else {}),
+            **(generated.logprob_fields() | generated.prompt_logprob_fields() if generated else {}),
             weight_spans=generated.weight_spans if generated else [],
             finish_reason=finish_reason,
             **fields,
@@ -602,7 +637,9 @@ MESSAGES: tuple[type[Message], ...] = (
 )
 _SAMPLING_FIELDS = frozenset(Sampling.model_fields)
 _KINDS: dict[str, type[Message]] = {model.model_fields["kind"].default: model for model in MESSAGES}
-_INTEGER_FIELDS = ("prompt_token_ids", "token_ids", "ranks")
+_INTEGER_FIELDS = ("prompt_token_ids", "token_ids", "ranks", "prompt_ranks")
+_FLOAT_FIELDS = ("logprobs", "prompt_logprobs")
+_LIKELY_TOKENS_FIELDS = ("top_logprobs", "top_prompt_logprobs")
 
 
 def pack_tokens(tokens: Iterable[int]) -> bytes:
@@ -662,6 +699,18 @@ def _unpack_top_logprobs(packed: Any) -> list[dict[int, float]]:
     return [dict(islice(pairs, count)) for count in counts]
 
 
+def _pack_token_lists(lists: Sequence[Sequence[int]]) -> dict[str, bytes]:
+    return {"n": pack_tokens(map(len, lists)), "t": pack_tokens(token for one in lists for token in one)}
+
+
+def _unpack_token_lists(packed: Any) -> list[list[int]]:
+    counts, tokens = unpack_tokens(packed["n"]), iter(unpack_tokens(packed["t"]))
+    lists = [list(islice(tokens, count)) for count in counts]
+    if list(map(len, lists)) != counts or next(tokens, None) is not None:
+        raise CodecError(f"kept_token_ids have different numbers of tokens: {sum(counts)} in n, and others in t")
+    return lists
+
+
 def encode(message: Message, *, half_logprobs: bool = False) -> bytes:
     """Return a message as bytes.
 
@@ -683,10 +732,14 @@ def _pack(body: dict[str, Any], half_logprobs: bool) -> None:
     for name in _INTEGER_FIELDS:
         if body.get(name) is not None:
             body[name] = pack_tokens(body[name])
-    if body.get("logprobs") is not None:
-        body["logprobs"] = _pack_logprobs(body["logprobs"], half_logprobs)
-    if body.get("top_logprobs") is not None:
-        body["top_logprobs"] = _pack_top_logprobs(body["top_logprobs"], half_logprobs)
+    for name in _FLOAT_FIELDS:
+        if body.get(name) is not None:
+            body[name] = _pack_logprobs(body[name], half_logprobs)
+    for name in _LIKELY_TOKENS_FIELDS:
+        if body.get(name) is not None:
+            body[name] = _pack_top_logprobs(body[name], half_logprobs)
+    if body.get("kept_token_ids") is not None:
+        body["kept_token_ids"] = _pack_token_lists(body["kept_token_ids"])
     if isinstance(prefix := body.get("prefix"), dict):
         _pack(prefix, half_logprobs)
 
@@ -695,10 +748,14 @@ def _unpack(body: dict[str, Any]) -> None:
     for name in _INTEGER_FIELDS:
         if body.get(name) is not None:
             body[name] = unpack_tokens(body[name])
-    if body.get("logprobs") is not None:
-        body["logprobs"] = _unpack_logprobs(body["logprobs"])
-    if body.get("top_logprobs") is not None:
-        body["top_logprobs"] = _unpack_top_logprobs(body["top_logprobs"])
+    for name in _FLOAT_FIELDS:
+        if body.get(name) is not None:
+            body[name] = _unpack_logprobs(body[name])
+    for name in _LIKELY_TOKENS_FIELDS:
+        if body.get(name) is not None:
+            body[name] = _unpack_top_logprobs(body[name])
+    if body.get("kept_token_ids") is not None:
+        body["kept_token_ids"] = _unpack_token_lists(body["kept_token_ids"])
     if isinstance(prefix := body.get("prefix"), dict):
         _unpack(prefix)
 

@@ -21,7 +21,13 @@ def can_continue(sampling: Sampling) -> bool:
 
 
 def check_admission(
-    sampling: Sampling, prompt_tokens: int, *, max_model_len: int, speculative: bool, prefix: Partial | None = None
+    sampling: Sampling,
+    prompt_tokens: int,
+    *,
+    max_model_len: int,
+    speculative: bool,
+    raw_logprobs: bool = False,
+    prefix: Partial | None = None,
 ) -> None:
     """Check that an engine can serve a request.
 
@@ -30,6 +36,7 @@ def check_admission(
         prompt_tokens: length of its prompt.
         max_model_len: ``engine.maxModelLen`` of the manifest.
         speculative: whether the engine is configured with speculation.
+        raw_logprobs: whether the engine's log-probabilities are those of the model before filters.
         prefix: tokens from which the response is to be continued.
 
     Raises:
@@ -40,6 +47,10 @@ def check_admission(
             f"vLLM does not support sampling.{unsupported[0]} with speculation; remove it, or run the job with "
             "speculation.policy: off"
         )
+    if problem := sampling.kept_tokens_problem():
+        raise AdmissionError(f"sampling.keptTokens: {problem}")
+    if sampling.kept_tokens and raw_logprobs:
+        raise AdmissionError("sampling.keptTokens needs engine.logprobsMode: processed")
     if prompt_tokens + sampling.max_tokens > max_model_len:
         raise AdmissionError(
             f"a prompt of {prompt_tokens} tokens and sampling.maxTokens {sampling.max_tokens} exceed "
@@ -59,6 +70,21 @@ def check_admission(
     if sampling.returns_logprobs and prefix.logprobs is None:
         raise AdmissionError(
             "sampling.logprobs requires log-probabilities of the prefix, but it has none; add them or omit the prefix"
+        )
+    if sampling.kept_tokens and prefix.kept_token_ids is None:
+        raise AdmissionError(
+            "sampling.keptTokens requires the kept tokens of the prefix, but it has none; add its kept_token_ids or "
+            "omit the prefix"
+        )
+    if sampling.returns_prompt_logprobs and prefix.prompt_logprobs is None:
+        raise AdmissionError(
+            "sampling.promptLogprobs requires the prompt's log-probabilities in the prefix, but it has none; add its "
+            "prompt_logprobs or omit the prefix"
+        )
+    if sampling.top_prompt_logprobs and (prefix.top_prompt_logprobs is None or prefix.prompt_ranks is None):
+        raise AdmissionError(
+            "sampling.topPromptLogprobs requires prompt_ranks and top_prompt_logprobs in the prefix, but it lacks "
+            "them; add them or omit the prefix"
         )
     if sampling.top_logprobs and (prefix.top_logprobs is None or prefix.ranks is None):
         raise AdmissionError(

@@ -13,6 +13,7 @@ from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_worker.engine.compat import check_kv_cache_dtype, check_quantization, lora_rank
 from rollout_worker.engine.compat_v2 import PROPOSER
 from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.kept_tokens import MAX_WIDTH
 from rollout_worker.engine.limits import (
     CPU_KV_CACHE_BYTES,
     DEFAULT_CUDA_GRAPH_TOKENS,
@@ -96,7 +97,8 @@ def vllm_settings(config: EngineConfig) -> dict[str, Any]:
         "pipeline_parallel_size": spec.pipeline_parallel_size,
         "enforce_eager": spec.enforce_eager,
         "seed": config.seed,
-        "logprobs_mode": "processed_logprobs",
+        "logprobs_mode": f"{spec.logprobs_mode}_logprobs",
+        "max_logprobs": MAX_WIDTH,
         "enable_log_requests": False,
         "use_tqdm_on_load": False,
         "worker_extension_cls": f"{_EXTENSIONS}.EngineExtension",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
 
 from rollout_api.manifest.spec import Sampling
@@ -18,8 +19,9 @@ from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_counts import DraftCountReader, ResponseDraftCounts
 from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
 from rollout_worker.engine.errors import AdmissionError, EngineError, translate_errors
+from rollout_worker.engine.kept_tokens import kept_tokens, width
 from rollout_worker.engine.limits import ABORT_RETRY_INTERVAL_S
-from rollout_worker.engine.response import GenerationResult, ResponseBuilder, TokensSoFar
+from rollout_worker.engine.response import GenerationResult, PromptLogprobs, ResponseBuilder, TokensSoFar
 from rollout_worker.engine.sampling_params import vllm_sampling_params
 from rollout_worker.engine.stop_strings import StopStrings, token_decoder
 from rollout_worker.engine.vllm_client import VllmClient
@@ -46,6 +48,7 @@ class ResponseGenerator:
         self._weight_versions, self._adapters = weight_versions, adapters
         self._draft_counts = DraftCountReader(client)
         self._end_tokens = model_end_tokens(client.llm)
+        self._vocabulary: int = client.llm.model_config.get_vocab_size()
         self._call_numbers = itertools.count()
         self._cache_salt = 0
         self._running: set[str] = set()
@@ -102,6 +105,7 @@ class ResponseGenerator:
             len(request.prompt_token_ids),
             max_model_len=self._config.spec.max_model_len,
             speculative=self._config.drafting is not None,
+            raw_logprobs=self._config.spec.logprobs_mode == "raw",
             prefix=prefix,
         )
         started = time.monotonic()
@@ -111,6 +115,8 @@ class ResponseGenerator:
             prefix,
             logprobs=sampling.returns_logprobs,
             top_logprobs=sampling.top_logprobs,
+            prompt_logprobs=sampling.returns_prompt_logprobs,
+            kept_tokens=self._kept_tokens(sampling),
             stop_strings=stop_strings,
         )
         reason = self._end_of_prefix(response, sampling)
@@ -136,6 +142,7 @@ class ResponseGenerator:
                 params,
                 call_id,
                 response,
+                sampling,
                 adapter=adapter,
                 on_partial=on_partial if interval else None,
                 interval=interval,
@@ -158,6 +165,12 @@ class ResponseGenerator:
                 num_accepted_tokens=max(0, counts.accepted - max(0, counts.generated - len(response.token_ids))),
                 num_cached_tokens=output.num_cached_tokens or 0,
             )
+
+    def _kept_tokens(self, sampling: Sampling) -> Callable[[Mapping[int, Any]], list[int]] | None:
+        """Return a function that returns the kept tokens among vLLM's log-probabilities of one position."""
+        if not sampling.kept_tokens:
+            return None
+        return partial(kept_tokens, width=width(sampling, self._vocabulary), vocabulary=self._vocabulary)
 
     def _stop_strings(self, request: RolloutRequest) -> StopStrings | None:
         sampling = request.sampling
@@ -195,7 +208,12 @@ class ResponseGenerator:
         stream_name = f"{request.request_id}/{sample}"
         try:
             return vllm_sampling_params(
-                request.sampling, stream_name, settings, prefix_tokens=prefix_tokens, interval=interval
+                request.sampling,
+                stream_name,
+                settings,
+                prefix_tokens=prefix_tokens,
+                interval=interval,
+                min_logprobs=width(request.sampling, self._vocabulary),
             )
         except ValueError as error:
             raise AdmissionError(f"vLLM rejects the request: {error}") from error
@@ -224,6 +242,7 @@ class ResponseGenerator:
         params: Any,
         call_id: str,
         response: ResponseBuilder,
+        sampling: Sampling,
         *,
         adapter: Adapter | None,
         on_partial: PartialCallback | None,
@@ -239,6 +258,13 @@ class ResponseGenerator:
             async for output in outputs:
                 completion = output.outputs[0]
                 response.append(completion)
+                if sampling.returns_prompt_logprobs and response.prompt_logprobs is None:
+                    # They are in the output with the first token.
+                    response.prompt_logprobs = PromptLogprobs.from_vllm(
+                        output.prompt_logprobs or (), prompt["prompt_token_ids"], sampling.top_prompt_logprobs
+                    )
+                    if response.prompt_logprobs is None and response.token_ids:
+                        raise EngineError("vLLM returned a response without all log-probabilities of its prompt")
                 if adapter is None:
                     starts = self._weight_versions.starts(call_id, completion)
                 else:

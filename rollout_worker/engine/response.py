@@ -4,12 +4,64 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan, spans_since
 from rollout_worker.engine.stop_strings import StopStrings
+
+_MIN_LOGPROB = -9999.0
+"""What stands for the log-probability −∞ of a prompt token, as in vLLM's servers."""
+
+
+@dataclass(frozen=True)
+class PromptLogprobs:
+    """Log-probabilities of a prompt; each list has one entry for each of its tokens but the first."""
+
+    logprobs: list[float]
+    """Log-probability of each token under the model's distribution, without temperature and filters."""
+    ranks: list[int] | None = None
+    """Rank of each token, 1 for the most likely one; None if the most likely tokens were not requested."""
+    top_logprobs: list[dict[int, float]] | None = None
+    """The most likely tokens with their log-probabilities; None if they were not requested."""
+
+    @classmethod
+    def from_vllm(cls, positions: Sequence[Mapping[int, Any] | None], prompt: Sequence[int], count: int) -> Self | None:
+        """Return the log-probabilities in a ``RequestOutput`` of vLLM.
+
+        Args:
+            positions: ``Logprob`` of the token and of the most likely ones at each position; None at the first.
+            prompt: tokens of the prompt.
+            count: number of most likely tokens.
+
+        Returns:
+            None if vLLM has not computed all of them, because the response was stopped before.
+        """
+        if len(positions) != len(prompt):
+            return None
+        known = [(position, token) for position, token in zip(positions, prompt, strict=True) if position is not None]
+        if len(known) != len(prompt) - 1:
+            return None
+        return cls(
+            logprobs=[max(_MIN_LOGPROB, position[token].logprob) for position, token in known],
+            ranks=[position[token].rank for position, token in known] if count else None,
+            top_logprobs=[_most_likely(position, count) for position, _ in known] if count else None,
+        )
+
+    @classmethod
+    def of_prefix(cls, prefix: Partial) -> Self | None:
+        """Return the log-probabilities that a prefix has; None if it has none."""
+        if prefix.prompt_logprobs is None:
+            return None
+        return cls(prefix.prompt_logprobs, prefix.prompt_ranks, prefix.top_prompt_logprobs)
+
+    def fields(self) -> dict[str, Any]:
+        """Return them as fields of a partial."""
+        fields: dict[str, Any] = {"prompt_logprobs": self.logprobs}
+        if self.top_logprobs is not None:
+            fields |= {"prompt_ranks": self.ranks, "top_prompt_logprobs": self.top_logprobs}
+        return fields
 
 
 @dataclass(frozen=True)
@@ -23,6 +75,8 @@ class GenerationResult:
     """Rank of each token, 1 for the most likely one; None if the most likely tokens were not requested."""
     top_logprobs: list[dict[int, float]] | None
     """The most likely tokens at each position with their log-probabilities; None if they were not requested."""
+    kept_token_ids: list[list[int]] | None
+    """The tokens among which each token was sampled, empty where they are unknown; None if they were not requested."""
     weight_spans: list[WeightSpan]
     """Which weight version sampled which tokens; empty without tokens."""
     finish_reason: FinishReason | None
@@ -37,11 +91,21 @@ class GenerationResult:
     """``time.monotonic()`` when the engine was asked for the response."""
     finished: float
     """``time.monotonic()`` when the last token arrived."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Those of the prompt; None if they were not requested, or if the response was stopped before."""
 
     @property
     def tokens(self) -> Partial:
         """The tokens, with their log-probabilities and weight spans."""
-        return _partial(self.token_ids, self.logprobs, self.ranks, self.top_logprobs, self.weight_spans)
+        return _partial(
+            self.token_ids,
+            self.logprobs,
+            self.ranks,
+            self.top_logprobs,
+            self.kept_token_ids,
+            self.weight_spans,
+            self.prompt_logprobs,
+        )
 
 
 class TokensSoFar:
@@ -70,6 +134,8 @@ class ResponseBuilder:
         *,
         logprobs: bool,
         top_logprobs: int = 0,
+        prompt_logprobs: bool = False,
+        kept_tokens: Callable[[Mapping[int, Any]], list[int]] | None = None,
         stop_strings: StopStrings | None = None,
     ) -> None:
         """Continue from *prefix*.
@@ -79,6 +145,10 @@ class ResponseBuilder:
                 likely tokens if *top_logprobs*. They are never cut off.
             logprobs: whether each token has a log-probability.
             top_logprobs: number of most likely tokens that each position has.
+            prompt_logprobs: whether the tokens of the prompt have log-probabilities, which are those of the prefix if
+                it has tokens.
+            kept_tokens: returns the kept tokens among vLLM's ``Logprob`` of one position; None if they were not
+                requested. If they were, those of the prefix are known.
             stop_strings: the response's stop strings, before its first token; None if it has none.
         """
         self.token_ids: list[int] = list(prefix.token_ids) if prefix is not None else []
@@ -91,6 +161,13 @@ class ResponseBuilder:
             self.ranks = list(prefix.ranks or ()) if prefix is not None else []
             self.top_logprobs = list(prefix.top_logprobs or ()) if prefix is not None else []
         self._num_top_logprobs = top_logprobs
+        self._kept_tokens = kept_tokens
+        self.kept_token_ids: list[list[int]] | None = None
+        if kept_tokens is not None:
+            self.kept_token_ids = list(prefix.kept_token_ids or ()) if prefix is not None else []
+        self.prompt_logprobs: PromptLogprobs | None = None
+        if prompt_logprobs and prefix is not None and prefix.token_ids:
+            self.prompt_logprobs = PromptLogprobs.of_prefix(prefix)
         self.prefix_tokens = len(self.token_ids)
         """Number of tokens of the prefix."""
         self.stopped = False
@@ -112,6 +189,10 @@ class ResponseBuilder:
             if self.ranks is not None and self.top_logprobs is not None:
                 self.ranks += [logprobs[token].rank for logprobs, token in positions]
                 self.top_logprobs += [_most_likely(logprobs, self._num_top_logprobs) for logprobs, _ in positions]
+
+        if self.kept_token_ids is not None and self._kept_tokens is not None and tokens:
+            positions_of_tokens = zip(completion.logprobs or (), tokens, strict=True)
+            self.kept_token_ids += [self._kept_tokens(one) for one, _ in itertools.islice(positions_of_tokens, kept)]
 
     def _num_kept(self, tokens: Sequence[int]) -> int:
         """Return how many new tokens belong to the response."""
@@ -153,7 +234,9 @@ class ResponseBuilder:
             None if self.logprobs is None else self.logprobs[first:],
             None if self.ranks is None else self.ranks[first:],
             None if self.top_logprobs is None else self.top_logprobs[first:],
+            None if self.kept_token_ids is None else self.kept_token_ids[first:],
             spans_since(self.weight_spans(starts), first, len(self.token_ids)),
+            None if first else self.prompt_logprobs,
         )
 
     def finish(
@@ -174,6 +257,7 @@ class ResponseBuilder:
             logprobs=self.logprobs,
             ranks=self.ranks,
             top_logprobs=self.top_logprobs,
+            kept_token_ids=self.kept_token_ids,
             weight_spans=self.weight_spans(starts),
             finish_reason=reason,
             num_decoding_steps=num_sampled - num_accepted_tokens,  # a step samples one token that was not drafted
@@ -182,6 +266,7 @@ class ResponseBuilder:
             num_cached_tokens=num_cached_tokens,
             started=started,
             finished=finished,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
 
@@ -201,9 +286,18 @@ def _partial(
     logprobs: list[float] | None,
     ranks: list[int] | None,
     top_logprobs: list[dict[int, float]] | None,
+    kept_token_ids: list[list[int]] | None,
     weight_spans: list[WeightSpan],
+    prompt_logprobs: PromptLogprobs | None,
 ) -> Partial:
     """Return a partial that has the fields that were requested, so that clients of earlier versions can read it."""
-    fields: dict[str, Any] = {"logprobs": logprobs, "ranks": ranks, "top_logprobs": top_logprobs}
+    fields: dict[str, Any] = {
+        "logprobs": logprobs,
+        "ranks": ranks,
+        "top_logprobs": top_logprobs,
+        "kept_token_ids": kept_token_ids,
+    }
     requested = {name: values for name, values in fields.items() if values is not None}
+    if prompt_logprobs is not None:
+        requested |= prompt_logprobs.fields()
     return Partial(token_ids=token_ids, weight_spans=weight_spans, **requested)

@@ -17,6 +17,7 @@ def vllm_sampling_params(
     *,
     prefix_tokens: int = 0,
     interval: int = 0,
+    min_logprobs: int = 0,
 ) -> Any:
     """Return ``vllm.SamplingParams`` for one response.
 
@@ -30,6 +31,7 @@ def vllm_sampling_params(
         prefix_tokens: number of response tokens that were sampled earlier and are part of vLLM's prompt; less than
             ``max_tokens``.
         interval: number of new tokens after which they are returned; 0 to return them when the response ends.
+        min_logprobs: number of most likely tokens that the engine itself needs at each position.
 
     Raises:
         ValueError: if vLLM rejects the settings.
@@ -54,7 +56,11 @@ def vllm_sampling_params(
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=sampling.logit_bias or None,
-        logprobs=sampling.top_logprobs if sampling.returns_logprobs else None,
+        logprobs=max(sampling.top_logprobs, min_logprobs) if sampling.returns_logprobs or min_logprobs else None,
+        # Those of a continued response are in its prefix. vLLM would also compute them for the prefix.
+        prompt_logprobs=(
+            sampling.top_prompt_logprobs if sampling.returns_prompt_logprobs and not prefix_tokens else None
+        ),
         seed=_stream_seed(sampling.seed, stream_name, prefix_tokens),
         # Only stop strings require the text of the response.
         detokenize=bool(stop),

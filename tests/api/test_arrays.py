@@ -92,3 +92,36 @@ def test_a_batch_in_which_only_some_rollouts_have_log_probabilities_is_rejected(
 def test_an_empty_batch_is_rejected() -> None:
     with pytest.raises(InvalidRequestError, match="no rollouts"):
         pad_batch([], pad_token_id=0)
+
+
+def test_kept_tokens_are_flattened_with_offsets() -> None:
+    rollout = kept_rollout([[3, 9], [4], [1, 2, 5]])
+    arrays = TokenArrays.of(rollout)
+    assert arrays.kept_token_ids is not None
+    assert arrays.kept_offsets is not None
+    assert (np.int32, np.int64) == (arrays.kept_token_ids.dtype, arrays.kept_offsets.dtype)
+    assert [3, 9, 4, 1, 2, 5] == arrays.kept_token_ids.tolist()
+    assert [0, 2, 3, 6] == arrays.kept_offsets.tolist()
+
+
+def test_unknown_kept_tokens_are_an_error() -> None:
+    with pytest.raises(InvalidRequestError, match="the kept tokens at position 1 are unknown"):
+        TokenArrays.of(kept_rollout([[3], [], [1]]))
+
+
+def test_prompt_log_probabilities_are_an_array() -> None:
+    rollout = kept_rollout([[3]]).model_copy(update={"prompt_logprobs": [-0.5, -1.5]})
+    found = TokenArrays.of(rollout).prompt_logprobs
+    assert found is not None
+    assert (np.float32, [-0.5, -1.5]) == (found.dtype, found.tolist())
+
+
+def kept_rollout(kept: list[list[int]]) -> Rollout:
+    return Rollout(
+        rollout_id="j/r/0/0",
+        problem_id="p",
+        token_ids=[1] * len(kept),
+        kept_token_ids=kept,
+        weight_spans=[WeightSpan(start=0, weight_version=0)],
+        finish_reason=FinishReason.STOP,
+    )

@@ -61,6 +61,15 @@ def responses(draw: st.DrawFn) -> dict[str, object]:
     if draw(st.booleans()):
         fields["ranks"] = draw(for_each_token(st.integers(1, 2**32 - 1)))
         fields["top_logprobs"] = draw(for_each_token(st.dictionaries(st.integers(0, 2**32 - 2), float32s, max_size=3)))
+    if draw(st.booleans()):
+        fields["kept_token_ids"] = draw(for_each_token(st.lists(st.integers(0, 2**32 - 2), max_size=3)))
+    if draw(st.booleans()):
+        fields["prompt_logprobs"] = prompt = draw(st.lists(float32s, max_size=20))
+        if draw(st.booleans()):
+            fields["prompt_ranks"] = [draw(st.integers(1, 2**32 - 1)) for _ in prompt]
+            fields["top_prompt_logprobs"] = [
+                draw(st.dictionaries(st.integers(0, 2**32 - 2), float32s, max_size=2)) for _ in prompt
+            ]
     return fields
 
 
@@ -256,7 +265,8 @@ def test_messages_without_later_fields_can_be_read_by_earlier_versions() -> None
     request = RolloutRequest(job_uid="j", request_id="r", prompt_token_ids=[1])
     rollout = Rollout.from_request(request, 0, partial, FinishReason.STOP)
     for message in (partial.since(0), Partial.join([partial]), rollout, rollout.without_logprobs()):
-        assert {"ranks", "top_logprobs"}.isdisjoint(msgpack.unpackb(encode(message)))
+        later = {"ranks", "top_logprobs", "kept_token_ids", "prompt_logprobs", "prompt_ranks", "top_prompt_logprobs"}
+        assert later.isdisjoint(msgpack.unpackb(encode(message)))
 
 
 @given(st.binary(max_size=200))
@@ -300,6 +310,16 @@ def test_arbitrary_bytes_are_a_codec_error(data: bytes) -> None:
                 "weight_spans": [],
             },
             "1, 0 and 0",
+        ),
+        (
+            {
+                "v": 1,
+                "kind": "partial",
+                "token_ids": b"",
+                "kept_token_ids": {"n": b"\1\0\0\0", "t": b"\1\0\0\0\2\0\0\0"},
+                "weight_spans": [],
+            },
+            "kept_token_ids have different numbers of tokens: 1",
         ),
         ({"v": 1, "kind": "rewards", "rewards": {"a/b/0/0": float("nan")}}, "rewards"),
         ({"v": 1, "kind": "cancel", "request_ids": []}, "request_ids"),
@@ -350,13 +370,16 @@ def test_a_response_that_is_split_can_be_joined(lengths: list[tuple[int, bool]],
     if data.draw(st.booleans()):
         fields["ranks"] = [1 + index for index in range(total)]
         fields["top_logprobs"] = [{index: -float(index)} for index in range(total)]
+        fields["kept_token_ids"] = [[index, index + 1] for index in range(total)]
+    if data.draw(st.booleans()):
+        fields["prompt_logprobs"] = [-0.5, -0.25]
     whole = Partial(token_ids=list(range(total)), logprobs=logprobs, weight_spans=spans, **fields)
     cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=5)))
     parts = []
     for start, end in zip([0, *cuts], [*cuts, total], strict=True):
         rest = whole.since(start)
         assert whole.token_ids[start:] == rest.token_ids
-        for_each_token = ("token_ids", "logprobs", "ranks", "top_logprobs")
+        for_each_token = ("token_ids", "logprobs", "ranks", "top_logprobs", "kept_token_ids")
         cut = rest.model_dump() | {
             **{name: values[: end - start] for name in for_each_token if (values := getattr(rest, name)) is not None},
             "weight_spans": [span for span in rest.weight_spans if span.start < end - start],
@@ -364,9 +387,28 @@ def test_a_response_that_is_split_can_be_joined(lengths: list[tuple[int, bool]],
         parts.append(Partial.model_validate(cut))
     joined = Partial.join(parts)
     assert (whole.token_ids, whole.weight_spans) == (joined.token_ids, joined.weight_spans)
+    assert whole.prompt_logprobs == joined.prompt_logprobs
+    assert all(part.prompt_logprobs is None for part, start in zip(parts, [0, *cuts], strict=True) if start)
     if total:
         assert whole.logprobs == joined.logprobs
         assert (whole.ranks, whole.top_logprobs) == (joined.ranks, joined.top_logprobs)
+        assert whole.kept_token_ids == joined.kept_token_ids
+
+
+def test_the_history_receives_no_log_probabilities() -> None:
+    fields: dict[str, Any] = {"logprobs": [-1.0], "prompt_logprobs": [-1.0, -2.0], "prompt_ranks": [1, 2]}
+    request = RolloutRequest(job_uid="j", request_id="r", prompt_token_ids=[1, 2, 3])
+    partial = Partial(token_ids=[1], weight_spans=[WeightSpan(start=0, weight_version=0)], **fields)
+    rollout = Rollout.from_request(request, 0, partial, FinishReason.STOP)
+    assert [-1.0, -2.0] == rollout.prompt_logprobs
+    assert {"logprobs", "prompt_logprobs", "prompt_ranks"} == {
+        name for name in fields if getattr(rollout.without_logprobs(), name) is None
+    }
+
+
+def test_fields_of_the_prompt_have_equal_lengths() -> None:
+    with pytest.raises(ValueError, match="fields about the prompt's tokens have different lengths"):
+        Partial(token_ids=[], weight_spans=[], prompt_logprobs=[-1.0], prompt_ranks=[1, 2])
 
 
 def test_a_request_that_is_streamed_must_be_kept() -> None:

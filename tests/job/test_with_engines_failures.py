@@ -6,6 +6,7 @@ import asyncio
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from rollout_api import AsyncRolloutClient, FinishReason, Rollout, RolloutId
@@ -27,14 +28,15 @@ from tests.support.reference_model import ReferenceDistribution
 
 
 def test_rollouts_of_a_lost_engine_continue_from_their_checkpoints(job_harness: JobHarness) -> None:
-    """Their log-probabilities are the model's own across the point where another engine continues."""
+    """Log-probabilities and kept tokens are the model's own across the point where another engine continues."""
     length = 400
 
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         reference = ReferenceDistribution(job_harness.models / "0")
         sampled_before = sum(engine.counters.tokens for engine in job_harness.engines.values())
-        sampling = Sampling(n=4, max_tokens=length, logprobs=True, allowed_token_ids=ENDLESS)
-        asked = prompts(8, sampling=sampling)
+        wanted = {"logprobs": True, "prompt_logprobs": True, "kept_tokens": True}
+        sampling = Sampling(n=4, max_tokens=length, top_k=8, allowed_token_ids=ENDLESS, **wanted)
+        asked = prompts(8, length=24, sampling=sampling)
         task = asyncio.ensure_future(gather(client, 1, asked))
         await running.until(lambda: running.redis.hlen(running.keys.partials) >= 12)
         num_lost = len(running.workers["engine-0"].running)
@@ -47,6 +49,11 @@ def test_rollouts_of_a_lost_engine_continue_from_their_checkpoints(job_harness: 
             assert rollout.logprobs is not None
             prompt = list(asked[prompt_index(rollout)].token_ids)
             assert reference.max_error(prompt, rollout.token_ids, rollout.logprobs, sampling) < 1e-3
+            assert rollout.prompt_logprobs is not None
+            exact = reference.prompt_logprobs(prompt)[range(len(prompt) - 1), prompt[1:]]
+            assert abs(exact - rollout.prompt_logprobs).max() < 1e-3
+            kept = reference.logprobs(prompt, rollout.token_ids, sampling) > -np.inf
+            assert [list(np.flatnonzero(row)) for row in kept] == rollout.kept_token_ids
         sampled = sum(engine.counters.tokens for engine in job_harness.engines.values()) - sampled_before
         # Each rollout lost at most the tokens since its checkpoint and one verification step.
         assert 0 <= sampled - 32 * length <= num_lost * (CHECKPOINT_TOKENS + 5)

@@ -43,6 +43,22 @@ def test_both_engines_answer_a_step_and_its_rollouts_reach_the_history(job_harne
     job_harness.run(scenario)
 
 
+def test_reported_rewards_are_read_back_as_pass_rates(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        rollouts = await gather(client, 1, prompts(3))
+        await running.until(lambda: sum(running.in_history().values()) == 12)
+        await client.report_rewards(
+            {one.rollout_id: float(RolloutId.parse(one.rollout_id).sample < prompt_index(one)) for one in rollouts}
+        )
+        running.relay.drain()
+        stats = await client.reward_stats(["p0", "p1", "p2"], generations=1)
+        assert [(4, 4, share, share) for share in (0.0, 0.25, 0.5)] == [
+            (one.num_rollouts, one.count, one.mean, one.pass_rate) for one in stats.values()
+        ]
+
+    job_harness.run(scenario)
+
+
 def test_every_counter_of_an_engine_has_a_metric(job_harness: JobHarness) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         counters = [worker.report.counters for worker in running.workers.values()]

@@ -324,7 +324,8 @@ def test_headers_and_extra_arguments_describe_the_rollouts(openai: OpenAI, job: 
     [
         ({"logprobs": 21}, "logprobs", "max allowed: 20"),
         ({"logprobs": -1}, "logprobs", "max allowed: 20"),
-        ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs", "do not support prompt_logprobs"),
+        ({"extra_body": {"prompt_logprobs": 21}}, "prompt_logprobs", "max allowed: 20"),
+        ({"extra_body": {"prompt_logprobs": -1}}, "prompt_logprobs", "max allowed: 20"),
         ({"extra_headers": {"X-Rollout-Step": "x"}}, "X-Rollout-Step", "'x' is not an integer"),
         ({"extra_headers": {"X-Rollout-Probelm": "x"}}, "X-Rollout-Probelm", "known are problem"),
         ({"max_tokens": 300}, "max_tokens", "300"),
@@ -434,6 +435,108 @@ def test_tokens_in_and_out_without_text(server: str, job: ServedJob, logprobs: i
         (entry["token_id"], entry["logprob"]) for entry in content
     ]
     assert [[token] for token in tokens] == [[one["token_id"] for one in entry["top_logprobs"]] for entry in content]
+
+
+def test_kept_tokens_have_vllms_form(server: str, job: ServedJob) -> None:
+    """As in vLLM, they are requested for all requests: here in the job's manifest."""
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        sampling = request.sampling.model_copy(update={"kept_tokens": True})
+        job.answer_text(request.model_copy(update={"sampling": sampling}), "two three")
+
+    def call() -> dict[str, Any]:
+        body = {"model": MODEL_NAME, "token_ids": [1, 2], "sampling_params": {"max_tokens": 5, "top_k": 9}}
+        parsed: dict[str, Any] = httpx.post(f"{server}/inference/v1/generate", json=body, timeout=30).json()
+        return parsed
+
+    [choice] = while_calling(call, answer)["choices"]
+    tokens = choice["token_ids"]
+    expected = [list(range(token, token + 1 + index % 3)) for index, token in enumerate(tokens)]
+    assert expected == choice["sampling_mask"]
+
+
+def _expected_prompt_logprobs(job: ServedJob, prompt: str, count: int) -> list[dict[str, float] | None]:
+    """Return the log-probabilities of a prompt's tokens, by token id, as the fake job computes them."""
+    tokens = job.tokens(prompt)[1:]
+    return [
+        None,
+        *(
+            {str(token + number): -0.5 * (1 + index) - number for number in range(max(1, count))}
+            for index, token in enumerate(tokens)
+        ),
+    ]
+
+
+def _values(positions: Any) -> list[dict[str, float] | None]:
+    return [
+        position if position is None else {token: one["logprob"] for token, one in position.items()}
+        for position in positions
+    ]
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize("api", ["completions", "chat", "tokens"])
+def test_log_probabilities_of_the_prompt_have_vllms_shape(server: str, job: ServedJob, api: str, count: int) -> None:
+    prompt = "one two three"
+    found: list[RolloutRequest] = []
+
+    def answer() -> None:
+        found.extend(job.wait_for_requests(1))
+        job.answer_text(found[0], "four")
+
+    def call() -> dict[str, Any]:
+        paths = {
+            "completions": ("/v1/completions", {"prompt": prompt, "prompt_logprobs": count}),
+            "chat": ("/v1/chat/completions", {"messages": MESSAGES, "prompt_logprobs": count}),
+            "tokens": (
+                "/inference/v1/generate",
+                {"token_ids": job.tokens(prompt), "sampling_params": {"max_tokens": 5, "prompt_logprobs": count}},
+            ),
+        }
+        path, body = paths[api]
+        reply = httpx.post(f"{server}{path}", json={"model": MODEL_NAME, **body}, timeout=30)
+        assert 200 == reply.status_code, reply.text
+        parsed: dict[str, Any] = reply.json()
+        return parsed
+
+    reply = while_calling(call, answer)
+    assert (True, count) == (found[0].sampling.prompt_logprobs, found[0].sampling.top_prompt_logprobs)
+    positions = (reply["choices"][0] if api == "completions" else reply)["prompt_logprobs"]
+    assert _expected_prompt_logprobs(job, job.text(found[0].prompt_token_ids), count) == _values(positions)
+    if count:
+        assert {1, 2} == {one["rank"] for position in positions[1:] for one in position.values()}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echoed_prompt_has_log_probabilities(openai: OpenAI, job: ServedJob, *, stream: bool) -> None:
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        if stream:
+            job.stream_text(request, 0, "three")
+            time.sleep(0.5)
+        job.answer_text(request, "three four", end=FinishReason.LENGTH)
+
+    def call() -> list[Any]:
+        reply: Any = openai.completions.create(
+            model=MODEL_NAME, prompt="one two", echo=True, logprobs=1, max_tokens=4, stream=stream
+        )
+        return [part.choices[0] for part in (reply if stream else [reply])]
+
+    choices = while_calling(call, answer)
+    assert "one twothree four" == "".join(choice.text for choice in choices)
+    prompt, response = job.tokens("one two"), job.tokens("three four")
+    expected = [None, *(-0.5 * (1 + index) for index in range(len(prompt) - 1))]
+    expected += [-0.25 * (1 + index % 4) for index in range(len(response))]
+    found = [value for choice in choices if choice.logprobs is not None for value in choice.logprobs.token_logprobs]
+    assert expected == found
+
+
+def test_a_streamed_completion_with_log_probabilities_of_the_prompt_is_refused(openai: OpenAI, job: ServedJob) -> None:
+    """vLLM's server refuses it itself."""
+    with pytest.raises(openai_package.BadRequestError, match="prompt_logprobs"):
+        openai.completions.create(model=MODEL_NAME, prompt="one", stream=True, extra_body={"prompt_logprobs": 1})
+    assert [] == job.requests()
 
 
 def test_many_calls_at_once(openai: OpenAI, job: ServedJob) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from rollout_api import FinishReason
@@ -162,7 +164,7 @@ def test_a_job_looks_like_an_engine_on_one_gpu(server: str) -> None:
     ("body", "field"),
     [
         ({"input_ids": [1], "image_data": ["x"]}, "image_data"),
-        ({"input_ids": [1], "sampling_params": {"custom_params": {}}}, "custom_params"),
+        ({"input_ids": [1], "sampling_params": {"custom_params": {"top_h": 0.5}}}, "custom_params.top_h"),
         ({"input_ids": [1], "text": "one"}, "input_ids"),
         ({"input_ids": [1], "sampling_params": {"top_p": 2}}, "top_p"),
         ({"input_ids": [5000]}, "5000"),
@@ -172,3 +174,42 @@ def test_what_a_job_cannot_do_is_refused_by_name(server: str, body: dict[str, An
     reply = httpx.post(f"{server}/generate", json=body)
     assert 400 == reply.status_code
     assert field in reply.text
+
+
+def int32(data: str) -> list[int]:
+    """Decode an array as slime.utils.misc.decode_int32_meta_array does."""
+    return [int(value) for value in np.frombuffer(base64.b64decode(data), dtype=np.int32)]
+
+
+def test_kept_tokens_have_slimes_form(server: str, job: ServedJob) -> None:
+    changes = {"top_p": 0.9, "top_k": 20, "custom_params": {"return_top_p_token_ids": True}}
+    reply = while_calling(lambda: generate(server, [1, 2], **changes), answering(job, "three four"))
+    tokens, meta = reply.json()["output_ids"], reply.json()["meta_info"]
+    ids, offsets = int32(meta["top_p_token_ids"]), int32(meta["top_p_token_offsets"])
+    assert (0, len(ids), len(tokens) + 1) == (offsets[0], offsets[-1], len(offsets))
+    for index, token in enumerate(tokens):
+        assert list(range(token, token + 1 + index % 3)) == ids[offsets[index] : offsets[index + 1]]
+
+
+def test_kept_tokens_without_a_limit_are_refused(server: str, job: ServedJob) -> None:
+    changes = {"top_p": 0.9, "top_k": -1, "custom_params": {"return_top_p_token_ids": True}}
+    reply = generate(server, [1, 2], **changes)
+    assert 400 == reply.status_code
+    assert "sampling.kept_tokens: it needs a top-k from 1 to 128" in reply.text
+    assert [] == job.requests()
+
+
+def test_unknown_kept_tokens_are_an_error(server: str, job: ServedJob) -> None:
+    """slime would take an empty list for the sampled token alone."""
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        rollout = job.rollout(request, 0, "three four")
+        kept = [[token] for token in rollout.token_ids[:-1]] + [[]]
+        job.keep(request, "0", rollout.model_copy(update={"kept_token_ids": kept}))
+        job.delete_request(request)
+
+    changes = {"top_k": 20, "custom_params": {"return_top_p_token_ids": True}}
+    reply = while_calling(lambda: generate(server, [1, 2], **changes), answer)
+    assert 500 == reply.status_code
+    assert "are unknown, because very many tokens tie" in reply.text

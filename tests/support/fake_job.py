@@ -285,6 +285,15 @@ class FakeJob:
             assert failures == []
 
 
+def record_rewards(
+    server: redis.Redis | redis.RedisCluster, problem: str, generation: int, rewards: list[float | None]
+) -> None:
+    """Write rollouts with these rewards, or without one, to the history as the relay of a job does."""
+    entries = [pack_entry(f"{problem}/{generation}/{index}", 10, False, reward) for index, reward in enumerate(rewards)]
+    server.hset(HISTORY.lengths(problem), str(generation), b"".join(entries))
+    server.hset(HISTORY.meta, "generation", generation)
+
+
 def record_lengths(server: redis.Redis, problem: str, generation: int, lengths: list[tuple[int, bool]]) -> None:
     """Write lengths of rollouts, each with whether it was cut off, to the history as the relay of a job does."""
     entries = [pack_entry(f"{problem}/{index}", *one) for index, one in enumerate(lengths)]

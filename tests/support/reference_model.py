@@ -110,6 +110,13 @@ class ReferenceDistribution:
         """Return the log-probabilities of all tokens at each position of a response, shape (tokens, VOCABULARY)."""
         return _logprobs(self.logits([[*prompt, *response]])[0], prompt, response, sampling).numpy()
 
+    def prompt_logprobs(self, prompt: Sequence[int]) -> NDArray[np.float64]:
+        """Return the log-probabilities of all tokens at each position of a prompt but the first, without settings.
+
+        Their shape is (tokens − 1, VOCABULARY).
+        """
+        return torch.log_softmax(self.logits([prompt])[0, :-1], dim=-1).numpy()
+
     def errors(
         self, prompt: Sequence[int], response: Sequence[int], logprobs: Sequence[float], sampling: Sampling
     ) -> NDArray[np.float64]:
@@ -181,7 +188,7 @@ def _apply_restrictions(row: torch.Tensor, prompt: Sequence[int], response: Sequ
 
 def _truncate(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.top_k:
-        floor = logits.topk(sampling.top_k, dim=-1).values[:, -1:]
+        floor = logits.topk(min(sampling.top_k, VOCABULARY), dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
     if sampling.top_p < 1:
         ascending, order = logits.sort(dim=-1)

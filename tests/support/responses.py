@@ -99,6 +99,6 @@ def check_likely_tokens(
 
 def prefix_of(result: GenerationResult, length: int) -> Partial:
     """Return the first tokens of a response, as a checkpoint contains them."""
-    for_each_token = ("token_ids", "logprobs", "ranks", "top_logprobs")
+    for_each_token = ("token_ids", "logprobs", "ranks", "top_logprobs", "kept_token_ids")
     fields = {name: values[:length] for name in for_each_token if (values := getattr(result, name)) is not None}
     return Partial(weight_spans=result.weight_spans, **fields)

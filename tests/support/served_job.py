@@ -75,7 +75,12 @@ class ServedJob(FakeJob):
         tokens = self.tokens(text) + ([self.tokenizer.eos_token_id] if end is FinishReason.STOP else [])
         part = _part(request, tokens)
         return self.make_rollout(request, sample, finish_reason=end).model_copy(
-            update={"token_ids": tokens, "weight_spans": part.weight_spans, **part.logprob_fields()}
+            update={
+                "token_ids": tokens,
+                "weight_spans": part.weight_spans,
+                **part.logprob_fields(),
+                **part.prompt_logprob_fields(),
+            }
         )
 
     def answer_text(self, request: RolloutRequest, *texts: str, end: FinishReason = FinishReason.STOP) -> None:
@@ -98,7 +103,8 @@ class ServedJob(FakeJob):
 def _part(request: RolloutRequest, tokens: Sequence[int], before: int = 0) -> Partial:
     """Return tokens as part of a response, after the number of tokens *before*.
 
-    At each position, the most likely tokens are the sampled one and those with the next ids.
+    At each position, the most likely tokens are the sampled one and those with the next ids. The same applies to the
+    tokens of the prompt. One to three tokens are kept, beginning with the sampled one.
     """
     indices = range(before, before + len(tokens))
     fields: dict[str, Any] = {"logprobs": [-0.25 * (1 + index % 4) for index in indices]}
@@ -108,6 +114,17 @@ def _part(request: RolloutRequest, tokens: Sequence[int], before: int = 0) -> Pa
             {token + number: fields["logprobs"][index] - number for number in range(count)}
             for index, token in enumerate(tokens)
         ]
+    if request.sampling.kept_tokens:
+        fields["kept_token_ids"] = [list(range(token, token + 1 + index % 3)) for index, token in enumerate(tokens)]
+    if request.sampling.returns_prompt_logprobs and not before:
+        rest = request.prompt_token_ids[1:]
+        fields["prompt_logprobs"] = [-0.5 * (1 + index) for index in range(len(rest))]
+        if count := request.sampling.top_prompt_logprobs:
+            fields["prompt_ranks"] = [1] * len(rest)
+            fields["top_prompt_logprobs"] = [
+                {token + number: fields["prompt_logprobs"][index] - number for number in range(count)}
+                for index, token in enumerate(rest)
+            ]
     spans = [WeightSpan(start=0, weight_version=3)] if tokens else []
     return Partial(token_ids=list(tokens), weight_spans=spans, **fields)
 

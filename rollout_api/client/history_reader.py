@@ -1,7 +1,8 @@
-"""Reads the length statistics of a history directly from Redis."""
+"""Reads statistics of a history directly from Redis: lengths and rewards of its rollouts."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import redis
@@ -15,6 +16,7 @@ from rollout_api.protocol.keys import NUM_SHARDS, HistoryKeys
 from rollout_api.protocol.length_entries import unpack_entries, unpack_recent
 from rollout_api.redis_client.address import Kind, RedisAddress, parse_address
 from rollout_api.redis_client.client_connection import RedisTarget, open_client, server_name
+from rollout_api.reward_stats import RewardStats
 
 HistoryClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
@@ -22,6 +24,8 @@ HistoryClient = redis.asyncio.Redis | redis.asyncio.RedisCluster
 # slot map.
 _CLUSTER_SETTINGS: dict[str, Any] = {"socket_timeout": 5.0, "socket_connect_timeout": 2.0, "protocol": 2}
 _CLUSTER_RETRIES = 1
+_PROBLEMS_PER_ROUND_TRIP = 256
+"""Maximum number of problems in one pipeline of commands, each of which returns some kilobytes."""
 
 
 def connect_to_history(target: RedisTarget) -> tuple[HistoryClient, str]:
@@ -70,13 +74,62 @@ async def read_length_stats(client: HistoryClient, keys: HistoryKeys, problem: s
     else:
         for shard in range(NUM_SHARDS):
             pipeline.lrange(keys.recent_lengths(shard), 0, -1)
-    try:
-        stored = await pipeline.execute()
-    except (redis.exceptions.RedisClusterException, redis.exceptions.ClusterError) as error:
-        # The retry policy repeats connection errors. The first of these is not even a RedisError.
-        raise redis.ConnectionError(str(error)) from error
+    stored = await _execute(pipeline)
     if problem is not None:
         lengths = [(entry.generation, entry.length, entry.cut_off) for entry in unpack_entries(stored[0])]
     else:
         lengths = unpack_recent(entry for entries in stored for entry in entries)
     return LengthStats.from_lengths(lengths)
+
+
+async def read_reward_stats(
+    client: HistoryClient,
+    keys: HistoryKeys,
+    problems: Iterable[str],
+    *,
+    threshold: float,
+    generations: int | None = None,
+) -> dict[str, RewardStats]:
+    """Return statistics of the rewards of several problems' rollouts, in one round trip for each 256 problems.
+
+    Args:
+        client: connection to the history's Redis that returns bytes.
+        keys: keys of the history.
+        problems: problem ids; duplicates are ignored.
+        threshold: reward from which a rollout passes.
+        generations: number of newest generations of the history whose rollouts count; None for all that it has kept.
+
+    Returns:
+        Problem id → statistics, in the order of *problems*.
+
+    Raises:
+        redis.RedisError: Redis failed.
+    """
+    distinct = list(dict.fromkeys(problems))
+    oldest = 0
+    if generations is not None:
+        pipeline = client.pipeline(transaction=False)
+        pipeline.hget(keys.meta, "generation")
+        [newest] = await _execute(pipeline)
+        oldest = int(newest or 0) - generations + 1
+    read: dict[str, RewardStats] = {}
+    for start in range(0, len(distinct), _PROBLEMS_PER_ROUND_TRIP):
+        batch = distinct[start : start + _PROBLEMS_PER_ROUND_TRIP]
+        pipeline = client.pipeline(transaction=False)
+        for problem in batch:
+            pipeline.hgetall(keys.lengths(problem))
+        for problem, entries in zip(batch, await _execute(pipeline), strict=True):
+            read[problem] = RewardStats.from_entries(
+                unpack_entries(entries), threshold=threshold, oldest_generation=oldest
+            )
+    return read
+
+
+async def _execute(pipeline: Any) -> list[Any]:
+    """Execute the commands of a pipeline, and return their replies."""
+    try:
+        replies: list[Any] = await pipeline.execute()
+    except (redis.exceptions.RedisClusterException, redis.exceptions.ClusterError) as error:
+        # The retry policy repeats connection errors. The first of these is not even a RedisError.
+        raise redis.ConnectionError(str(error)) from error
+    return replies

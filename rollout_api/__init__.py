@@ -65,8 +65,8 @@ from rollout_api.protocol.messages import (
     problem_id_of,
 )
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.reward_stats import RewardStats
+from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.weights.in_memory import ModelInMemory, TensorsInMemory
 
 __all__ = [

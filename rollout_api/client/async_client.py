@@ -55,8 +55,8 @@ from rollout_api.protocol.messages import (
 from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 from rollout_api.redis_client.retry import ClientRetryPolicy
-from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
+from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.weights.in_memory import NamedTensors, TensorsInMemory
 
 _STATUS_POLL_INTERVAL_S = 0.05

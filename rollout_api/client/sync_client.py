@@ -28,8 +28,8 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, PauseMode, Purpose, Rollout, UpdateMode, WeightsKind
 from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
-from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.reward_stats import DEFAULT_THRESHOLD, RewardStats
+from rollout_api.weights.delta_weights import DeltaWeights
 from rollout_api.weights.in_memory import NamedTensors
 
 _TAKE_LIMIT = 64

@@ -132,9 +132,7 @@ class WeightLoader:
             await self._call_ranks(prepare, asdict(weights), action=action, failure=f"failed while {action}")
         except EngineError as error:
             raise EngineError(self._still_serving(error)) from error
-        return await asyncio.shield(self._replace_without_deltas(
-            _NewWeights(load, (asdict(weights),), version, mode)
-        ))
+        return await asyncio.shield(self._replace_without_deltas(_NewWeights(load, (asdict(weights),), version, mode)))
 
     async def join_group(self, membership: GroupMembership) -> None:
         """See :meth:`Engine.join_transfer_group`."""

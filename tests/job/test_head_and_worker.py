@@ -65,7 +65,8 @@ def test_a_head_that_is_killed_continues_the_trajectories_of_its_environment(
     calls = tmp_path / "calls"
     actions = ["one", "one", "one", "raise"]
     environment = {"entryPoint": "scripted:SlowDialogue", "args": {"actions": actions, "calls": str(calls)}}
-    pods = PodProcesses(tmp_path, samples=4, source={"dataset": {"environment": environment}})
+    source = {"dataset": {"environment": environment}}
+    pods = PodProcesses(tmp_path, samples=4, source=source, sampling={"maxTokens": 40})
 
     def num_scored() -> int:
         return len(calls.read_text().splitlines()) if calls.exists() else 0

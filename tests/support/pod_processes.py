@@ -68,7 +68,7 @@ class PodProcesses:
                     "source", {"dataset": {"tasks": TASKS, "epochs": EPOCHS, "checkpoints": ["policy/0", "policy/1"]}}
                 ),
                 "engine": {**SMALL_CPU_ENGINE, "maxNumSeqs": 16, **sections.get("engine", {})},
-                "sampling": {"rolloutsPerPrompt": samples, "maxTokens": 300},
+                "sampling": {"rolloutsPerPrompt": samples, "maxTokens": 300, **sections.get("sampling", {})},
                 "workers": {"gpusPerWorker": 0, **sections.get("workers", {})},
             },
         }

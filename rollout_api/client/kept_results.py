@@ -376,8 +376,11 @@ class KeptResults:
 
         found = await self._policy.run(read, action="receive rollouts")
         for opened, names, values in zip(batch, fields, found[: len(batch)], strict=True):
+            was_awaited = opened.was_sent and not opened.answer.done()
             with _failing(opened):
                 opened.add(names, values)
+            if was_awaited and opened.answer.done():
+                self._sender.count_answered(opened.request.n)
         for (opened, sample), entries in zip(streams, found[len(batch) :], strict=True):
             with _failing(opened):
                 opened.add_tokens(sample, entries)

@@ -72,6 +72,10 @@ class RequestSender:
         """Count rollouts that were requested with :meth:`append`."""
         self._sent_since_status += num_rollouts
 
+    def count_answered(self, num_rollouts: int) -> None:
+        """Count rollouts that have ended since the job's last status. They are not open in the job any more."""
+        self._sent_since_status -= num_rollouts
+
     def _num_in_job(self, num_awaited: int) -> int:
         known = self._open_in_job
         return num_awaited if known is None else max(num_awaited, known + self._sent_since_status)

@@ -42,6 +42,20 @@ def ids(rollouts: list[Rollout]) -> list[str]:
     return [rollout.rollout_id for rollout in rollouts]
 
 
+def test_answered_requests_leave_room_before_the_next_status(redis_url: str) -> None:
+    job = FakeJob(redis_url, max_rollouts=4)
+    job.publish_status()
+
+    async def sample() -> None:
+        async with connected(redis_url, job) as client:
+            for number in range(20):
+                prepared = client.prepare(PROMPT, request_id=f"r{number}")
+                await client.receive(prepared, may_be_answered=False, may_wait=False)
+
+    with job.serving():
+        run(sample())
+
+
 def test_the_rollouts_of_a_request_are_ordered_by_sample(redis_url: str, job: FakeJob) -> None:
     async def sample() -> list[Rollout]:
         async with connected(redis_url, job) as client:

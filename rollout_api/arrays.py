@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from typing_extensions import Self
 
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import InvalidRequestError
-from rollout_api.protocol.messages import Rollout
+from rollout_api.protocol.messages import Rollout, RoutedExperts
 
 Integers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -40,6 +41,10 @@ class TokenArrays:
     ``sampling.kept_tokens``."""
     kept_offsets: Integers | None = None
     """Where the kept tokens of each position begin, shape (tokens + 1,)."""
+    routed_experts: npt.NDArray[np.unsignedinteger[Any]] | None = None
+    """Experts to which each token of the prompt and the response but the last was routed, shape (prompt tokens +
+    response tokens − 1, layers, experts per token), read-only. None if the rollout was sampled without
+    ``sampling.routed_experts``, or has been interrupted."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> Self:
@@ -56,6 +61,7 @@ class TokenArrays:
             prompt_logprobs=None if rollout.prompt_logprobs is None else np.array(rollout.prompt_logprobs, np.float32),
             kept_token_ids=kept[0],
             kept_offsets=kept[1],
+            routed_experts=None if rollout.routed_experts is None else routed_experts_array(rollout.routed_experts),
         )
 
 
@@ -151,6 +157,11 @@ def flatten_kept_tokens(kept: Sequence[Sequence[int]]) -> tuple[TokenIds, Intege
     offsets = np.zeros(len(kept) + 1, np.int64)
     np.cumsum([len(tokens) for tokens in kept], out=offsets[1:])
     return np.array([token for tokens in kept for token in tokens], np.int32), offsets
+
+
+def routed_experts_array(experts: RoutedExperts) -> npt.NDArray[np.unsignedinteger[Any]]:
+    """Return a read-only view of routed experts, of their shape."""
+    return np.frombuffer(experts.data, np.dtype(experts.dtype).newbyteorder("<")).reshape(experts.shape)
 
 
 def _sequence(sample: tuple[Sequence[int], Rollout] | Trajectory) -> _Sequence:

@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors, SamplingMaskLists
 
+from rollout_api.arrays import routed_experts_array
 from rollout_api.protocol.messages import FinishReason as RolloutEnd
 from rollout_api.protocol.messages import Partial, Rollout
 from rollout_worker.engine.sampling_params import end_token_ids
@@ -42,6 +43,7 @@ class ResponseOutputs:
         """Number of most likely tokens per position that the server wants; None without log-probabilities."""
         self._end_tokens = frozenset(end_token_ids(params))
         self._num_tokens = 0
+        self._first_routed_token: int = params.routed_experts_prompt_start
 
     def append(self, tokens: Partial) -> Iterator[EngineCoreOutputs]:
         """Yield the outputs for the next tokens of an unfinished rollout."""
@@ -57,9 +59,15 @@ class ResponseOutputs:
         end, tokens = _ENDS[rollout.finish_reason], rollout.token_ids
         is_ended_by_text = end is FinishReason.STOP and not (tokens and tokens[-1] in self._end_tokens)
         remaining = rollout.since(self._num_tokens)
-        yield from self._outputs(remaining, None if is_ended_by_text else end, rollout.num_cached_tokens)
         last = EngineCoreOutput(request_id=self._request_id, new_token_ids=[], finish_reason=end)
-        yield EngineCoreOutputs(outputs=[last])
+        outputs = [
+            *self._outputs(remaining, None if is_ended_by_text else end, rollout.num_cached_tokens),
+            EngineCoreOutputs(outputs=[last]),
+        ]
+        if rollout.routed_experts is not None:
+            rows = routed_experts_array(rollout.routed_experts)
+            outputs[0].outputs[0].routed_experts = rows[self._first_routed_token :]
+        yield from outputs
 
     def _outputs(self, tokens: Partial, end: FinishReason | None, num_cached: int) -> Iterator[EngineCoreOutputs]:
         """Yield one output for each weight version; the last one has the finish reason *end*."""

@@ -21,7 +21,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 
-from rollout_api.arrays import flatten_kept_tokens
+from rollout_api.arrays import flatten_kept_tokens, routed_experts_array
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.request_client import RequestClient
 from rollout_api.errors import InvalidRequestError, RolloutClientError, WeightsError
@@ -105,6 +105,7 @@ class GenerateRequest(BaseModel):
     text: str | None = None
     sampling_params: SamplingFields = Field(default_factory=SamplingFields)
     return_logprob: bool = False
+    return_routed_experts: bool = False
     rid: str | None = None
 
 
@@ -229,10 +230,12 @@ class SglangApi:
             fields = RolloutFields.parse(context.headers, {})
         except ContextError as error:
             raise VLLMValidationError(str(error), parameter=error.parameter) from None
+        # Omitted if it has no effect, because jobs of earlier versions do not know it.
+        experts = {"routed_experts": True} if body.return_routed_experts else {}
         prompt = Prompt(
             token_ids=prompt_tokens,
             problem_id=fields.problem_id,
-            sampling={**body.sampling_params.overrides(), "n": 1, "logprobs": body.return_logprob},
+            sampling={**body.sampling_params.overrides(), **experts, "n": 1, "logprobs": body.return_logprob},
             purpose=fields.purpose,
             priority=fields.priority,
             deadline_seconds=fields.deadline_seconds,
@@ -278,6 +281,8 @@ class SglangApi:
             "spec_draft_token_num": rollout.num_draft_tokens,
             "spec_verify_ct": rollout.num_decoding_steps,
         }
+        if body.return_routed_experts and rollout.routed_experts is not None:
+            meta["routed_experts"] = _int32(routed_experts_array(rollout.routed_experts))
         return JSONResponse(self._reply(body, rollout.since(0), rollout.finish_reason, meta))
 
     def _prompt_tokens(self, body: GenerateRequest) -> Sequence[int]:

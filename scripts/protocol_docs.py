@@ -40,6 +40,7 @@ from rollout_api.protocol.messages import (
     Rewards,
     Rollout,
     RolloutRequest,
+    RoutedExperts,
     TensorSpec,
     UpdateMode,
     WeightsKind,
@@ -67,6 +68,7 @@ LISTS_OF_IDS = (
     "map {n, t}: n is the number of token ids at each position and t are these, one position after the other, both "
     "packed like token ids"
 )
+BYTES = "bin; in JSON, base64"
 WIRE_FORMATS = {
     "token_ids": TOKENS,
     "prompt_token_ids": TOKENS,
@@ -84,8 +86,9 @@ TYPE_NAMES = {
     INTEGERS: "packed integers",
     TOP_LOGPROBS: "packed likely tokens",
     LISTS_OF_IDS: "packed lists of token ids",
+    BYTES: "bytes",
 }
-NESTED_MODELS = ("WeightSpan", "Sampling", "Broadcast", "TensorSpec", "DeltaFile")
+NESTED_MODELS = ("WeightSpan", "RoutedExperts", "Sampling", "Broadcast", "TensorSpec", "DeltaFile")
 WITH_UNKNOWN_FIELDS = ("request: every field", "rollout: weights updated during the rollout", "close")
 EXAMPLE = RolloutRequest.model_validate(
     {
@@ -114,6 +117,7 @@ def schema() -> dict[str, Any]:
         definition.pop("x-kubernetes-validations", None)  # CEL rules of the manifest, which shares a model
         if definition.get("title") != "Sampling":
             definition.pop("additionalProperties", None)  # unknown fields are ignored
+    models["RoutedExperts"]["properties"]["data"]["x-wire"] = BYTES
     for model in MESSAGES:
         definition = models[model.__name__]
         for name, wire_format in WIRE_FORMATS.items():
@@ -166,6 +170,7 @@ def messages() -> dict[str, Message]:
                     "prompt_logprobs": True,
                     "top_prompt_logprobs": 1,
                     "kept_tokens": True,
+                    "routed_experts": True,
                     "ignore_eos": True,
                     "seed": 1,
                 },
@@ -203,6 +208,13 @@ def messages() -> dict[str, Message]:
             token_ids=[9, 8, 2],
             weight_spans=[WeightSpan(start=0, weight_version=17), WeightSpan(start=2, weight_version=18)],
             finish_reason=FinishReason.LENGTH,
+        ),
+        "rollout: routed experts": Rollout(
+            rollout_id="6f1c2e9a/demo-1/0/0",
+            problem_id=problem_id_of([1, 2, 3]),
+            **_response([9]),
+            finish_reason=FinishReason.LENGTH,
+            routed_experts=RoutedExperts(shape=[3, 1, 2], dtype="uint16", data=bytes(range(244, 256))),
         ),
         "rollout: cancelled before it started": Rollout(
             rollout_id="6f1c2e9a/demo-1/1/0",
@@ -307,6 +319,19 @@ def invalid() -> dict[str, tuple[str, bytes]]:
         "numbers of kept tokens that do not match": (
             "packing",
             packed({**partial, "kept_token_ids": {"n": b"\2\0\0\0", "t": b"\1\0\0\0"}}),
+        ),
+        "routed experts of another size": (
+            "field",
+            packed(
+                {
+                    **partial,
+                    "kind": "rollout",
+                    "rollout_id": "6f1c2e9a/demo-1/0/0",
+                    "problem_id": "p",
+                    "finish_reason": "stop",
+                    "routed_experts": {"shape": [2, 1, 2], "dtype": "uint8", "data": b"\0"},
+                }
+            ),
         ),
         "truncated logprobs": ("packing", packed({**partial, "logprobs": {"f": "f", "b": b"\0" * 3}})),
     }

@@ -40,6 +40,7 @@ class SamplingOverrides(TypedDict, total=False):
     prompt_logprobs: bool
     top_prompt_logprobs: int
     kept_tokens: bool
+    routed_experts: bool
     seed: int | None
 
 

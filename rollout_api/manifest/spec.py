@@ -506,6 +506,11 @@ class Sampling(ManifestModel):
         description="Return the token ids among which the token at each position was sampled: those that topK, topP "
         f"and the other settings keep. It needs a temperature above 0 and a topK from 1 to {MAX_KEPT_TOP_K}.",
     )
+    routed_experts: bool = Field(
+        default=False,
+        description="Return the experts of a mixture-of-experts model to which each token was routed. It needs "
+        "engine.extraArgs: {enable_return_routed_experts: true} and vLLM's V2 model runner.",
+    )
     seed: int | None = Field(
         default=None,
         ge=0,

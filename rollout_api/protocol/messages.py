@@ -6,6 +6,8 @@ little-endian uint32, and log-probabilities as float32, or as float16 on request
 
 from __future__ import annotations
 
+import base64
+import math
 import struct
 import sys
 from array import array
@@ -15,7 +17,7 @@ from itertools import islice
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 from typing_extensions import Self
 
 from rollout_api.manifest.spec import Sampling
@@ -417,6 +419,34 @@ class RolloutRequest(_Message):
         return RolloutId(self.job_uid, self.request_id, sample, self.turn)
 
 
+def _decode_base64(data: Any) -> Any:
+    """Return the bytes of a text, which is how JSON represents them."""
+    return base64.b64decode(data, validate=True) if isinstance(data, str) else data
+
+
+def _encode_base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+class RoutedExperts(_Message):
+    """The experts to which tokens were routed: an array of three dimensions."""
+
+    shape: list[Annotated[int, Field(ge=0)]] = Field(
+        min_length=3, max_length=3, description="Numbers of tokens, of layers, and of experts per token and layer."
+    )
+    dtype: Literal["uint8", "uint16"] = Field(description="Type of the numbers of experts.")
+    data: Annotated[
+        bytes, BeforeValidator(_decode_base64), PlainSerializer(_encode_base64, return_type=str, when_used="json")
+    ] = Field(description="Numbers of the experts, little-endian, in the order of the dimensions.")
+
+    @model_validator(mode="after")
+    def _check_size(self) -> Self:
+        expected = math.prod(self.shape) * (1 if self.dtype == "uint8" else 2)
+        if len(self.data) != expected:
+            raise ValueError(f"routed experts of the shape {self.shape} have {len(self.data)} bytes, not {expected}")
+        return self
+
+
 class Rollout(_Response):
     """A finished rollout."""
 
@@ -427,6 +457,11 @@ class Rollout(_Response):
     purpose: Purpose = Field(default=Purpose.TRAIN, description="Purpose of the rollout.")
     finish_reason: FinishReason = Field(description="Why the rollout ended.")
     detail: str = Field(default="", description="Explanation of the finish reason, if it needs one.")
+    routed_experts: RoutedExperts | None = Field(
+        default=None,
+        description="Experts to which each token of the prompt and the response but the last was routed, if requested. "
+        "A rollout that was interrupted may lack them.",
+    )
     num_decoding_steps: int = Field(
         default=0,
         ge=0,
@@ -469,6 +504,11 @@ class Rollout(_Response):
             finish_reason=finish_reason,
             **fields,
         )
+
+    def without_logprobs(self) -> Self:
+        """Return the rollout without the fields about log-probabilities, and without routed experts."""
+        rest = super().without_logprobs()
+        return rest if rest.routed_experts is None else rest.model_copy(update={"routed_experts": None})
 
 
 class Refusal(_Message):
@@ -721,8 +761,10 @@ def encode(message: Message, *, half_logprobs: bool = False) -> bytes:
         message: the message.
         half_logprobs: whether to round log-probabilities to float16.
     """
-    body: dict[str, Any] = message.model_dump(mode="json", exclude_unset=True)
+    body: dict[str, Any] = message.model_dump(mode="json", exclude_unset=True, exclude={"routed_experts"})
     body = {"v": SCHEMA_VERSION, "kind": message.kind, **body}
+    if isinstance(message, Rollout) and message.routed_experts is not None:
+        body["routed_experts"] = message.routed_experts.model_dump()  # in which bytes stay bytes
     _pack(body, half_logprobs)
     packed: bytes = msgpack.packb(body, use_bin_type=True)
     return packed

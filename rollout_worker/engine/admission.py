@@ -27,6 +27,7 @@ def check_admission(
     max_model_len: int,
     speculative: bool,
     raw_logprobs: bool = False,
+    routed_experts: bool = False,
     prefix: Partial | None = None,
 ) -> None:
     """Check that an engine can serve a request.
@@ -37,6 +38,7 @@ def check_admission(
         max_model_len: ``engine.maxModelLen`` of the manifest.
         speculative: whether the engine is configured with speculation.
         raw_logprobs: whether the engine's log-probabilities are those of the model before filters.
+        routed_experts: whether the engine returns the experts to which each token was routed.
         prefix: tokens from which the response is to be continued.
 
     Raises:
@@ -49,6 +51,11 @@ def check_admission(
         )
     if problem := sampling.kept_tokens_problem():
         raise AdmissionError(f"sampling.keptTokens: {problem}")
+    if sampling.routed_experts and not routed_experts:
+        raise AdmissionError(
+            "sampling.routedExperts needs engine.extraArgs: {enable_return_routed_experts: true}, which vLLM offers "
+            "for mixture-of-experts models with its V2 model runner"
+        )
     if sampling.kept_tokens and raw_logprobs:
         raise AdmissionError("sampling.keptTokens needs engine.logprobsMode: processed")
     if prompt_tokens + sampling.max_tokens > max_model_len:

@@ -166,9 +166,32 @@ def _init_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
         from rollout_worker.engine.speculator import HistorySpeculator
 
         _replace(model_runner, "maybe_create_adaptive_verification_manager", _create_verification_manager)
+        if vllm_config.aux_output_config.enabled:
+            from vllm.distributed.aux_output_connector.worker import AuxOutputWorkerConnector
+
+            places = vllm_config.speculative_config.num_speculative_tokens
+            _replace(AuxOutputWorkerConnector, "process_output", functools.partial(_process_aux_output, places))
         return HistorySpeculator(vllm_config, device, req_states)
 
     return init_speculator
+
+
+def _process_aux_output(places: int, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Let routed experts be captured although a step has fewer draft tokens than the scheduler has planned.
+
+    The scheduler has counted *places* draft tokens as computed, which vLLM takes for a gap in what it has captured if
+    it has not seen that many rows. Rows are placed by what was captured before in either case.
+    """
+
+    def process_output(self: Any, pending: Any) -> Any:
+        output = original(self, pending)
+        with self._lock:
+            for request_id in pending.request_ids:
+                if (state := self._requests.get(request_id)) is not None:
+                    state.scheduled_cursor += places
+        return output
+
+    return process_output
 
 
 def _create_verification_manager(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -75,6 +75,11 @@ class EngineConfig:
         return "gloo" if self.cpu else "nccl"
 
     @property
+    def returns_routed_experts(self) -> bool:
+        """Whether vLLM returns the experts to which each token was routed."""
+        return bool((self.spec.extra_args | self.overrides).get("enable_return_routed_experts"))
+
+    @property
     def ranks(self) -> int:
         """Number of the engine's worker processes."""
         return self.spec.gpus

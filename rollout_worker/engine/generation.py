@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, RolloutRequest
+from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, RolloutRequest, RoutedExperts
 from rollout_worker.engine.adapters import Adapter, Adapters
 from rollout_worker.engine.admission import check_admission
 from rollout_worker.engine.compat import model_end_tokens
@@ -21,7 +21,13 @@ from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
 from rollout_worker.engine.errors import AdmissionError, EngineError, translate_errors
 from rollout_worker.engine.kept_tokens import kept_tokens, width
 from rollout_worker.engine.limits import ABORT_RETRY_INTERVAL_S
-from rollout_worker.engine.response import GenerationResult, PromptLogprobs, ResponseBuilder, TokensSoFar
+from rollout_worker.engine.response import (
+    GenerationResult,
+    PromptLogprobs,
+    ResponseBuilder,
+    TokensSoFar,
+    routed_experts_of,
+)
 from rollout_worker.engine.sampling_params import vllm_sampling_params
 from rollout_worker.engine.stop_strings import StopStrings, token_decoder
 from rollout_worker.engine.vllm_client import VllmClient
@@ -106,6 +112,7 @@ class ResponseGenerator:
             max_model_len=self._config.spec.max_model_len,
             speculative=self._config.drafting is not None,
             raw_logprobs=self._config.spec.logprobs_mode == "raw",
+            routed_experts=self._config.returns_routed_experts,
             prefix=prefix,
         )
         started = time.monotonic()
@@ -164,6 +171,7 @@ class ResponseGenerator:
                 # Tokens that a step has accepted beyond the end of the response are cut off.
                 num_accepted_tokens=max(0, counts.accepted - max(0, counts.generated - len(response.token_ids))),
                 num_cached_tokens=output.num_cached_tokens or 0,
+                routed_experts=self._routed_experts(request, response, output),
             )
 
     def _kept_tokens(self, sampling: Sampling) -> Callable[[Mapping[int, Any]], list[int]] | None:
@@ -171,6 +179,13 @@ class ResponseGenerator:
         if not sampling.kept_tokens:
             return None
         return partial(kept_tokens, width=width(sampling, self._vocabulary), vocabulary=self._vocabulary)
+
+    def _routed_experts(self, request: RolloutRequest, response: ResponseBuilder, output: Any) -> RoutedExperts | None:
+        if not request.sampling.routed_experts:
+            return None
+        return routed_experts_of(
+            output.outputs[0].routed_experts, len(request.prompt_token_ids) + len(response.token_ids)
+        )
 
     def _stop_strings(self, request: RolloutRequest) -> StopStrings | None:
         sampling = request.sampling
@@ -276,8 +291,10 @@ class ResponseGenerator:
                     on_partial(response.partial(starts))
                 if on_tokens is not None and not ended:
                     on_tokens(TokensSoFar(response, starts))
-                if response.stopped:
-                    break  # which aborts it, unless vLLM has found the stop string, too
+                if response.stopped and not output.finished:
+                    if not sampling.routed_experts:
+                        break  # which aborts it
+                    await self._client.llm.abort(call_id)  # its last output has the routed experts
         if output is None or not (output.finished or response.stopped):
             raise EngineError("vLLM ended a response without returning all of it")
         return output, starts

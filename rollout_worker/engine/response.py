@@ -6,9 +6,9 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan, spans_since
+from rollout_api.protocol.messages import FinishReason, Partial, RoutedExperts, WeightSpan, spans_since
 from rollout_worker.engine.stop_strings import StopStrings
 
 _MIN_LOGPROB = -9999.0
@@ -93,6 +93,8 @@ class GenerationResult:
     """``time.monotonic()`` when the last token arrived."""
     prompt_logprobs: PromptLogprobs | None = None
     """Those of the prompt; None if they were not requested, or if the response was stopped before."""
+    routed_experts: RoutedExperts | None = None
+    """Those of prompt and response; None if they were not requested or the response was interrupted."""
 
     @property
     def tokens(self) -> Partial:
@@ -249,6 +251,7 @@ class ResponseBuilder:
         num_draft_tokens: int = 0,
         num_accepted_tokens: int = 0,
         num_cached_tokens: int = 0,
+        routed_experts: RoutedExperts | None = None,
     ) -> GenerationResult:
         """Return the whole response; see :class:`GenerationResult`, and :meth:`weight_spans` for *starts*."""
         num_sampled = len(self.token_ids) - self.prefix_tokens
@@ -267,7 +270,26 @@ class ResponseBuilder:
             started=started,
             finished=finished,
             prompt_logprobs=self.prompt_logprobs,
+            routed_experts=routed_experts,
         )
+
+
+def routed_experts_of(rows: Any, num_tokens: int) -> RoutedExperts | None:
+    """Return the routed experts in a ``CompletionOutput`` of vLLM.
+
+    Args:
+        rows: vLLM's array of the shape (tokens, layers, experts per token), or None.
+        num_tokens: number of tokens of prompt and response. The last one was not processed by the model.
+
+    Returns:
+        None if vLLM has not returned those of all tokens, because the response was interrupted.
+    """
+    if rows is None or len(rows) < num_tokens - 1:
+        return None
+    rows = rows[: num_tokens - 1]
+    little_endian = rows.astype(rows.dtype.newbyteorder("<"), copy=False)
+    dtype: Literal["uint8", "uint16"] = "uint8" if rows.dtype.itemsize == 1 else "uint16"
+    return RoutedExperts(shape=list(rows.shape), dtype=dtype, data=little_endian.tobytes())
 
 
 def _most_likely(logprobs: Mapping[int, Any], count: int) -> dict[int, float]:

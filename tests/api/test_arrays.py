@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_api import FinishReason, InvalidRequestError, Rollout, Trajectory, WeightSpan
+from rollout_api import FinishReason, InvalidRequestError, Rollout, RoutedExperts, Trajectory, WeightSpan
 from rollout_api.arrays import TokenArrays, pad_batch
 
 
@@ -114,6 +114,15 @@ def test_prompt_log_probabilities_are_an_array() -> None:
     found = TokenArrays.of(rollout).prompt_logprobs
     assert found is not None
     assert (np.float32, [-0.5, -1.5]) == (found.dtype, found.tolist())
+
+
+def test_routed_experts_are_a_view() -> None:
+    experts = RoutedExperts(shape=[2, 1, 2], dtype="uint16", data=bytes([1, 0, 2, 0, 0, 1, 3, 0]))
+    found = TokenArrays.of(TWO_VERSIONS.model_copy(update={"routed_experts": experts})).routed_experts
+    assert found is not None
+    assert [[[1, 2]], [[256, 3]]] == found.tolist()
+    assert not found.flags.writeable
+    assert TokenArrays.of(TWO_VERSIONS).routed_experts is None
 
 
 def kept_rollout(kept: list[list[int]]) -> Rollout:

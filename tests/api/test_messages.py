@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import msgpack
 import pytest
@@ -26,6 +26,7 @@ from rollout_api import (
     Rollout,
     RolloutId,
     RolloutRequest,
+    RoutedExperts,
     Sampling,
     UpdateMode,
     WeightsKind,
@@ -142,7 +143,16 @@ def rollouts(draw: st.DrawFn) -> Rollout:
         num_cached_tokens=draw(st.integers(0, 10_000)),
         started_at=draw(times),
         finished_at=draw(times),
+        routed_experts=draw(st.none() | routed_experts()),
     )
+
+
+@st.composite
+def routed_experts(draw: st.DrawFn) -> RoutedExperts:
+    shape = [draw(st.integers(0, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 3))]
+    dtype: Literal["uint8", "uint16"] = draw(st.sampled_from(("uint8", "uint16")))
+    size = math.prod(shape) * (1 if dtype == "uint8" else 2)
+    return RoutedExperts(shape=shape, dtype=dtype, data=draw(st.binary(min_size=size, max_size=size)))
 
 
 by_kind: dict[type[Message], st.SearchStrategy[Message]] = {
@@ -265,7 +275,15 @@ def test_messages_without_later_fields_can_be_read_by_earlier_versions() -> None
     request = RolloutRequest(job_uid="j", request_id="r", prompt_token_ids=[1])
     rollout = Rollout.from_request(request, 0, partial, FinishReason.STOP)
     for message in (partial.since(0), Partial.join([partial]), rollout, rollout.without_logprobs()):
-        later = {"ranks", "top_logprobs", "kept_token_ids", "prompt_logprobs", "prompt_ranks", "top_prompt_logprobs"}
+        later = {
+            "routed_experts",
+            "ranks",
+            "top_logprobs",
+            "kept_token_ids",
+            "prompt_logprobs",
+            "prompt_ranks",
+            "top_prompt_logprobs",
+        }
         assert later.isdisjoint(msgpack.unpackb(encode(message)))
 
 
@@ -404,6 +422,20 @@ def test_the_history_receives_no_log_probabilities() -> None:
     assert {"logprobs", "prompt_logprobs", "prompt_ranks"} == {
         name for name in fields if getattr(rollout.without_logprobs(), name) is None
     }
+
+
+@given(routed_experts())
+def test_routed_experts_have_a_form_in_json(experts: RoutedExperts) -> None:
+    assert experts == RoutedExperts.model_validate_json(experts.model_dump_json())
+
+
+def test_the_history_receives_no_routed_experts() -> None:
+    request = RolloutRequest(job_uid="j", request_id="r", prompt_token_ids=[1, 2])
+    partial = Partial(token_ids=[1], weight_spans=[WeightSpan(start=0, weight_version=0)])
+    experts = RoutedExperts(shape=[2, 1, 2], dtype="uint8", data=b"1234")
+    rollout = Rollout.from_request(request, 0, partial, FinishReason.STOP, routed_experts=experts)
+    assert len(encode(rollout)) < len(encode(Rollout.from_request(request, 0, partial, FinishReason.STOP))) + 80
+    assert b"1234" not in encode(rollout.without_logprobs())
 
 
 def test_fields_of_the_prompt_have_equal_lengths() -> None:

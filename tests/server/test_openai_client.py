@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai as openai_package
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -454,6 +457,26 @@ def test_kept_tokens_have_vllms_form(server: str, job: ServedJob) -> None:
     tokens = choice["token_ids"]
     expected = [list(range(token, token + 1 + index % 3)) for index, token in enumerate(tokens)]
     assert expected == choice["sampling_mask"]
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_routed_experts_have_vllms_form(server: str, job: ServedJob, start: int) -> None:
+    """As in vLLM, they are returned if the job returns them for all requests."""
+
+    def answer() -> None:
+        [request] = job.wait_for_requests(1)
+        job.keep(request, "0", job.experts(request, job.rollout(request, 0, "two three")))
+        job.delete_request(request)
+
+    def call() -> dict[str, Any]:
+        sampling = {"max_tokens": 5, "routed_experts_prompt_start": start}
+        body = {"model": MODEL_NAME, "token_ids": [1, 2, 3], "sampling_params": sampling}
+        parsed: dict[str, Any] = httpx.post(f"{server}/inference/v1/generate", json=body, timeout=30).json()
+        return parsed
+
+    [choice] = while_calling(call, answer)["choices"]
+    rows = np.load(io.BytesIO(base64.b64decode(choice["routed_experts"])))
+    assert [[[position, 300]] * 2 for position in range(start, 3 + len(choice["token_ids"]) - 1)] == rows.tolist()
 
 
 def _expected_prompt_logprobs(job: ServedJob, prompt: str, count: int) -> list[dict[str, float] | None]:

@@ -213,3 +213,20 @@ def test_unknown_kept_tokens_are_an_error(server: str, job: ServedJob) -> None:
     reply = while_calling(lambda: generate(server, [1, 2], **changes), answer)
     assert 500 == reply.status_code
     assert "are unknown, because very many tokens tie" in reply.text
+
+
+def test_routed_experts_have_slimes_form(server: str, job: ServedJob) -> None:
+    """One row for each token of prompt and response but the last."""
+    body = {"sampling_params": SAMPLING, "input_ids": [1, 2], "return_routed_experts": True}
+    found = []
+
+    def answer() -> None:
+        found.extend(job.wait_for_requests(1))
+        job.keep(found[0], "0", job.experts(found[0], job.rollout(found[0], 0, "three four")))
+        job.delete_request(found[0])
+
+    reply = while_calling(lambda: httpx.post(f"{server}/generate", json=body, timeout=30), answer).json()
+    assert found[0].sampling.routed_experts
+    rows = int32(reply["meta_info"]["routed_experts"])
+    num_tokens = 2 + len(reply["output_ids"]) - 1
+    assert [[[position, 300]] * 2 for position in range(num_tokens)] == np.reshape(rows, (num_tokens, 2, 2)).tolist()

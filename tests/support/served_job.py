@@ -15,7 +15,7 @@ import uvicorn
 from safetensors.numpy import save_file
 from starlette.types import ASGIApp
 
-from rollout_api import FinishReason, RequestClient, Rollout, RolloutRequest, WeightSpan, encode
+from rollout_api import FinishReason, RequestClient, Rollout, RolloutRequest, RoutedExperts, WeightSpan, encode
 from rollout_api.manifest.spec import Engine
 from rollout_api.protocol.messages import Partial
 from rollout_server.server import as_asgi, build_app
@@ -82,6 +82,14 @@ class ServedJob(FakeJob):
                 **part.prompt_logprob_fields(),
             }
         )
+
+    def experts(self, request: RolloutRequest, rollout: Rollout) -> Rollout:
+        """Return a rollout with two experts for each token and for each of two layers: the token's position and 300."""
+        num_tokens = len(request.prompt_token_ids) + rollout.num_tokens - 1
+        rows = np.full((num_tokens, 2, 2), 300, dtype="<u2")
+        rows[:, :, 0] = np.arange(num_tokens)[:, None]
+        experts = RoutedExperts(shape=[num_tokens, 2, 2], dtype="uint16", data=rows.tobytes())
+        return rollout.model_copy(update={"routed_experts": experts})
 
     def answer_text(self, request: RolloutRequest, *texts: str, end: FinishReason = FinishReason.STOP) -> None:
         """Answer all samples of a request with these texts, one after the other."""

@@ -198,6 +198,7 @@ class RolloutExecutor:
             num_draft_tokens=generated.num_draft_tokens if generated else 0,
             num_accepted_tokens=generated.num_accepted_tokens if generated else 0,
             engine=engine_id,
+            routed_experts=generated.routed_experts if generated else None,
             num_cached_tokens=generated.num_cached_tokens if generated else 0,
             started_at=started_at,
             finished_at=time.time(),

@@ -123,7 +123,8 @@ def job(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 def train(url: str, output: Path, steps: int, *options: str, **variables: str) -> list[dict[str, Any]]:
     """Run the example's trainer; return its log, one entry per training step."""
-    model = ensure(default_cache() / "das" / "tiny-qwen3")[0]
+    # Without an adapter, TRL asks for the model under this name, by which the job's manifest names it, too.
+    model = ensure(default_cache() / "das" / "tiny-qwen3")[0].relative_to(default_cache())
     command = [sys.executable, str(EXAMPLE / "train.py"), "--url", url, "--model", str(model), "--cpu"]
     command += ["--output", str(output), "--steps", str(steps), *options]
     environment = {
@@ -136,7 +137,9 @@ def train(url: str, output: Path, steps: int, *options: str, **variables: str) -
     }
     log = output.with_suffix(".log")
     with log.open("w") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment).returncode
+        code = subprocess.run(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd=default_cache()
+        ).returncode
     assert 0 == code, log.read_text()[-4000:]
     state = json.loads((output / "trainer_state.json").read_text())
     return [entry for entry in state["log_history"] if "reward" in entry]

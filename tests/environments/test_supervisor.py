@@ -151,6 +151,15 @@ def test_an_environment_may_close_its_output(start: Start) -> None:
     assert time.process_time() - used < 0.5
 
 
+def test_a_closed_standard_error_of_the_job_does_not_matter(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        assert [1.0] == outcomes(start(["one"]), ["one"])
+        monkeypatch.undo()
+
+
 def test_closing_ends_the_process_and_open_calls(start: Start, tmp_path: Path) -> None:
     file = tmp_path / "calls"
     supervisor = start(["hang"], calls=file)

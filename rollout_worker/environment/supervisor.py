@@ -162,6 +162,8 @@ class EnvironmentSupervisor:
                     return
                 self._wait_before_restart()
         finally:
+            if not self._loaded.done():
+                self._loaded.set_exception(EnvironmentLoadError("its supervision has failed; the log has the reason"))
             error = EnvironmentCallError(EnvironmentErrorType.UNAVAILABLE, "the job has ended")
             with self._lock:
                 self._is_closed = True
@@ -366,7 +368,8 @@ class EnvironmentSupervisor:
             if line.strip() and self._lines_left:
                 self._lines_left -= 1
                 more = "" if self._lines_left else f" (further lines of these {_OUTPUT_INTERVAL_S:g} s are left out)"
-                sys.stderr.write(f"environment: {line}{more}\n")
+                with suppress(OSError, ValueError):  # nobody may read it any more
+                    sys.stderr.write(f"environment: {line}{more}\n")
 
 
 def _fail(call: _Call, error: EnvironmentCallError) -> None:

@@ -7,12 +7,13 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import redis
 
-from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.asyncio_tasks import cancel_and_wait, run_in_daemon_thread
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
 from rollout_api.redis_client.address import without_password
@@ -99,7 +100,8 @@ async def run_local(
             history = connect_history(options.history_url or url)
             check(history, options.history_url or url)
             tokenizer = load_tokenizer(model)
-            dataset = load_dataset(job, model, tokenizer, cache)
+            # In a thread, because an environment may take long, and the job can be interrupted meanwhile.
+            dataset = await run_in_daemon_thread(partial(load_dataset, job, model, tokenizer, cache))
             if dataset is not None:
                 exit_stack.callback(dataset.close)
                 if dataset.samples_itself:  # it asks for its responses itself, and always for drafts from the history

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -149,6 +150,15 @@ def test_an_environment_may_close_its_output(start: Start) -> None:
     time.sleep(1)
     # The supervisor waits instead of reading the end of the output again and again.
     assert time.process_time() - used < 0.5
+
+
+def test_a_closed_standard_error_of_the_job_does_not_matter(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with io.TextIOWrapper(io.FileIO(writer, "w"), write_through=True) as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        assert [1.0] == outcomes(start(["one"]), ["one"])
+        monkeypatch.setattr(sys, "stderr", sys.__stderr__)
 
 
 def test_closing_ends_the_process_and_open_calls(start: Start, tmp_path: Path) -> None:

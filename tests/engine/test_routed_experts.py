@@ -108,7 +108,10 @@ def test_experts_of_continued_and_interrupted_responses(moe_engine: EngineHarnes
     assert whole.token_ids[:20] == continued.token_ids[:20]
     assert router.agreement(prompt, continued) == 1.0
     # vLLM does not look for the stop string of a continued response. The prefix contains none.
-    stopping = SAMPLING.model_copy(update={"stop": [f"w{token}" for token in range(12) if token != whole.token_ids[0]]})
+    first = f"w{whole.token_ids[0]}"
+    stopping = SAMPLING.model_copy(
+        update={"stop": [word for word in map("w{}".format, range(12)) if word not in first]}
+    )
     [stopped] = moe_engine.continue_from(prompt, stopping, [prefix_of(whole, 1)])
     assert 1 < len(stopped.token_ids) < SAMPLING.max_tokens
     assert router.agreement(prompt, stopped) == 1.0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -25,6 +25,10 @@ _CONNECT_TIMEOUT_S = 20.0
 _POLL_INTERVAL_S = 0.05
 _NUM_PRESENT_KEY, _COMPLETE_KEY, _UNIQUE_ID_KEY = "das-present", "das-complete", "das-nccl-id"
 """Keys of the store through which the processes of a group find each other."""
+
+
+Exchange = Callable[[Any, Any, bool], Any]
+"""Sends or receives an identifier: called with the store, this process's object, and whether it is the sender's."""
 
 
 class BroadcastGroup(Protocol):
@@ -73,7 +77,9 @@ def join(
     if backend not in BACKENDS:
         raise ValueError(f"{backend!r} is not a broadcast backend; use {' or '.join(BACKENDS)}")
     store = _rendezvous(host, port, rank, world_size, withdrawn or threading.Event())
-    return GlooGroup(store, rank, world_size) if backend == "gloo" else NcclGroup(store, rank, world_size, device)
+    if backend == "gloo":
+        return GlooGroup(store, rank, world_size)
+    return NcclGroup(nccl_rendezvous(store, rank, world_size), device)
 
 
 TensorTuple = tuple[str, str, list[int]]
@@ -220,17 +226,14 @@ class NcclGroup:
     """Broadcasts tensors on one CUDA device with vLLM's communicator, which the engine's workers use too.
 
     Args:
-        store: see :class:`GlooGroup`.
-        rank: see :class:`GlooGroup`.
-        world_size: see :class:`GlooGroup`.
+        group: process group of vLLM through which the processes exchange NCCL's identifier.
         device: the CUDA device.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, device: Any) -> None:
+    def __init__(self, group: Any, device: Any) -> None:
         import torch
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
-        group = nccl_rendezvous(store, rank, world_size)
         self._cuda, self._device = torch.cuda, device
         with self._cuda.device(device):  # the current device is a property of the thread
             self._communicator: Any = PyNcclCommunicator(group, device=device)
@@ -250,22 +253,32 @@ class NcclGroup:
         self._communicator = None
 
 
-def nccl_rendezvous(store: Any, rank: int, world_size: int) -> Any:
+def nccl_rendezvous(store: Any, rank: int, world_size: int, exchange: Exchange | None = None) -> Any:
     """Return a process group of vLLM through which the processes exchange the identifier of a NCCL communicator.
 
-    vLLM's own group would exchange it pickled, so that whoever tells engines a trainer's address could run code in
-    them. This one exchanges the bytes of the identifier.
+    vLLM's own group would unpickle whatever it receives, so that whoever tells engines a trainer's address could run
+    code in them.
+
+    Args:
+        store: torch store to which all processes are connected.
+        rank: rank of this process.
+        world_size: number of processes in the group.
+        exchange: sends or receives the identifier. Default: as its bytes.
     """
     from vllm.distributed.utils import StatelessProcessGroup
 
     class _UniqueIdGroup(StatelessProcessGroup):  # type: ignore[misc]
         def broadcast_obj(self, obj: Any, src: int) -> Any:
             """Send *obj*, a ctypes structure, or receive another of its type."""
-            if self.rank == src:
-                self.store.set(_UNIQUE_ID_KEY, bytes(obj))
-                return obj
-            return type(obj).from_buffer_copy(self.store.get(_UNIQUE_ID_KEY))
+            return (exchange or _exchange_bytes)(self.store, obj, self.rank == src)
 
     # Some versions of vLLM have a listening socket among the fields.
     fields = {"socket": None} if "socket" in StatelessProcessGroup.__dataclass_fields__ else {}
     return _UniqueIdGroup(rank=rank, world_size=world_size, store=store, **fields)
+
+
+def _exchange_bytes(store: Any, identifier: Any, is_source: bool) -> Any:
+    if is_source:
+        store.set(_UNIQUE_ID_KEY, bytes(identifier))
+        return identifier
+    return type(identifier).from_buffer_copy(store.get(_UNIQUE_ID_KEY))

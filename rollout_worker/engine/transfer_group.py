@@ -7,12 +7,22 @@ trainer uses. On CPUs, the group uses gloo where vLLM has NCCL only.
 from __future__ import annotations
 
 import contextlib
+import io
+import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from rollout_api.weights.broadcast import JOIN_TIMEOUT_S, BroadcastGroup, GlooGroup, NcclGroup, TensorTuple, receive
+from rollout_api.weights.broadcast import (
+    JOIN_TIMEOUT_S,
+    BroadcastGroup,
+    GlooGroup,
+    NcclGroup,
+    TensorTuple,
+    nccl_rendezvous,
+    receive,
+)
 from rollout_worker.engine.limits import TRANSFER_CONNECT_TIMEOUT_S
 
 
@@ -69,8 +79,9 @@ class TransferGroup:
         if membership.backend == "gloo":
             self._group = GlooGroup(self._store, own_rank, membership.world_size)
         else:
+            group = nccl_rendezvous(self._store, own_rank, membership.world_size, receive_unique_id)
             with unpinned_nccl_env():  # as vLLM does for communicators that it shares with a trainer
-                self._group = NcclGroup(self._store, own_rank, membership.world_size, device)
+                self._group = NcclGroup(group, device)
 
     def receive(self, tensors: Sequence[TensorTuple], packed_bytes: int) -> Iterator[tuple[str, Any]]:
         """Yield the tensors that the trainer sends; :meth:`meet` must be called before.
@@ -109,3 +120,40 @@ class TransferGroup:
         """Release the group's resources. The group cannot be used afterwards."""
         self._group.leave()
         self._store = None
+
+
+def receive_unique_id(store: Any, identifier: Any, is_source: bool) -> Any:
+    """Receive the identifier of the trainer's communicator; see :func:`~rollout_api.weights.broadcast.nccl_rendezvous`.
+
+    The key is that of ``StatelessProcessGroup.broadcast_obj`` (vLLM 0.32), with which vLLM's trainers send it.
+    """
+    if is_source:
+        raise ValueError("an engine sends no identifier")
+    return load_unique_id(store.get("broadcast_from/0/0"))
+
+
+def load_unique_id(pickled: bytes) -> Any:
+    """Return NCCL's identifier, which vLLM's trainers send pickled.
+
+    vLLM's own servers unpickle whatever they receive. This function does not, so that whoever tells engines a trainer's
+    address cannot run code in them.
+
+    Raises:
+        pickle.UnpicklingError: it is something else.
+    """
+    loaded = _UniqueIdUnpickler(io.BytesIO(pickled)).load()
+    if type(loaded).__name__ != _UNIQUE_ID[1]:
+        raise pickle.UnpicklingError(f"a {type(loaded).__name__} in place of NCCL's identifier")
+    return loaded
+
+
+_UNIQUE_ID = "vllm.distributed.device_communicators.pynccl_wrapper", "ncclUniqueId"
+
+
+class _UniqueIdUnpickler(pickle.Unpickler):
+    """Loads NCCL's identifier, a ctypes structure, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in (_UNIQUE_ID, ("_ctypes", "_unpickle")):
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of NCCL's identifier")
+        return super().find_class(module, name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import pickle
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,13 +14,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.distributed.device_communicators.pynccl_wrapper import ncclUniqueId
+from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.nccl_common import trainer_init
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, packed_nccl_broadcast_producer
 
-from rollout_api.weights.broadcast import TensorTuple
+from rollout_api.weights.broadcast import TensorTuple, nccl_rendezvous
 from rollout_api.weights.buckets import plan_packed
 from rollout_worker.engine import transfer_group
-from rollout_worker.engine.transfer_group import GroupMembership, TransferGroup
+from rollout_worker.engine.transfer_group import GroupMembership, TransferGroup, load_unique_id, receive_unique_id
 from rollout_worker.runtime.ports import free_port
 from tests.support.vllm_sender_on_cpu import GlooCommunicator, install
 
@@ -47,6 +51,22 @@ def test_blocks_are_those_that_vllm_packs(sizes: list[int], limit: int) -> None:
     ends = itertools.accumulate(sizes)
     assert len(sizes) == sum(len(block.offsets) for block in planned)
     assert list(itertools.accumulate(block.size for block in planned))[-1:] == list(ends)[-1:]
+
+
+def test_the_identifier_that_a_trainer_of_vllm_sends_is_received() -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    sent = ncclUniqueId()
+    sent.internal[:] = list(range(-64, 64))
+    sender = StatelessProcessGroup(rank=0, world_size=2, store=store)
+    sender.broadcast_obj(sent, 0)
+    receiver = nccl_rendezvous(store, 1, 2, receive_unique_id)
+    assert bytes(sent) == bytes(receiver.broadcast_obj(ncclUniqueId(), 0))
+
+
+@pytest.mark.parametrize("sent", [print, subprocess.Popen, [1, 2], ncclUniqueId])
+def test_nothing_else_is_accepted_as_an_identifier(sent: Any) -> None:
+    with pytest.raises(pickle.UnpicklingError):
+        load_unique_id(pickle.dumps(sent))
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,8 @@ images: tiny-model kubernetes  ## Build the images that test-cluster runs, if th
 	[ -n "$(KUBECONFIG)" ] || tests/support/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
 
 test-cluster: env images  ## Test the operator on its own Kubernetes, or on the cluster of KUBECONFIG.
-	$(VENV)/pytest tests/cluster
+	$(VENV)/pytest $(PARALLEL) 2 tests/cluster/virtual_nodes
+	$(VENV)/pytest tests/cluster/real_node
 
 test-native: env  ## Test the suffix index under address, undefined-behavior and thread sanitizers.
 	scripts/test-native

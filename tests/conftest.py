@@ -45,11 +45,17 @@ LONG_FILES = (
 """Files that take the longest. They begin first, so that none is left at the end for one process."""
 
 
+VIRTUAL_NODES = "tests/cluster/virtual_nodes/"
+"""Tests that run on one or both of two control planes, whose names are in the ids of the tests."""
+
+
 class SharedEngineScheduling(LoadFileScheduling):
-    """Runs the tests of a file, and of files that share engines, in one process."""
+    """Runs the tests of a file, of files that share engines, and of a control plane in one process."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::", 1)[0]
+        if file.startswith(VIRTUAL_NODES):
+            return "complete_cluster" if "complete_cluster" in nodeid else "current_cluster"
         shared = (group for prefix, group in SHARED_ENGINES.items() if file.startswith(prefix))
         return next(shared, file)
 

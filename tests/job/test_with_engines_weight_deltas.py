@@ -13,7 +13,7 @@ from rollout_api import AsyncRolloutClient, DeltaWeights, ModelInMemory, Weights
 from rollout_api.manifest.spec import Sampling
 from tests.job.test_with_engines_weights import assert_distribution, versions
 from tests.support.in_process_job import LiveJob
-from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompts
+from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompts, wait_for_status
 from tests.support.reference_model import ReferenceDistribution
 
 SAMPLING = Sampling(n=2, max_tokens=60, allowed_token_ids=ENDLESS, logprobs=True)
@@ -72,6 +72,8 @@ def test_engines_serve_exactly_what_the_trainer_has(job_harness: JobHarness, tmp
         await job_harness.engines["engine-1"].load_weights(job_harness.models / "2", 0)
         joined = running.start_worker("engine-1", job_harness.engines["engine-1"])
         await running.until(lambda: joined.report.version == 6)
+        both = {"engine-0", "engine-1"}
+        await wait_for_status(client, lambda status: both == {engine["name"] for engine in status["engines"]})
         await check(6)
 
         # With a damaged difference, all engines keep their weights until the next keyframe.

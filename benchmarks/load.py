@@ -152,6 +152,7 @@ class StubEngine:
             logprobs=self._logprobs,
             ranks=None,
             top_logprobs=None,
+            kept_token_ids=None,
             weight_spans=[WeightSpan(start=0, weight_version=0)],
             finish_reason=FinishReason.LENGTH,
             num_decoding_steps=self._workload.tokens,

@@ -10,6 +10,7 @@ import redis
 import redis.asyncio
 from redis.asyncio.client import Pipeline
 
+from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.redis_client.wire import Wire
 
 
@@ -83,6 +84,8 @@ class PipelinedRedis(redis.asyncio.Redis):
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Close all connections; see :class:`redis.asyncio.Redis`."""
+        if self._opening is not None:
+            await cancel_and_wait(self._opening)
         wires = [*self._blocking, *self._failed, *([] if self._shared is None else [self._shared])]
         self._shared = None
         self._blocking.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -41,7 +42,7 @@ class Wire(asyncio.Protocol):
         """Whether commands can be sent; False after an error, or once the server is no primary any more."""
         self._pool, self._connection = pool, connection
         self._loop = asyncio.get_running_loop()
-        self._timeout_s = float(connection.socket_timeout or "inf")
+        self._timeout_s = math.inf if connection.socket_timeout is None else float(connection.socket_timeout)
         self._reader = hiredis.Reader(
             protocolError=redis.exceptions.InvalidResponse,
             replyError=BaseParser.parse_error,
@@ -114,27 +115,27 @@ class Wire(asyncio.Protocol):
 
     def _flush(self) -> None:
         if not self.is_usable:
-            return self._fail(redis.ConnectionError("the connection was closed"))
+            self._fail(redis.ConnectionError("the connection was closed"))
+            return
         commands = [command for command in self._unsent if not command.reply.done()]  # the caller may be cancelled
         self._unsent.clear()
         if not commands:
-            return None
+            return
         self._in_flight += commands
         self._transport.writelines([chunk for command in commands for chunk in command.chunks])
         if self._timer is None:
             self._start_timer()
-        return None
 
     def _start_timer(self) -> None:
         deadline = self._in_flight[0].deadline
-        self._timer = self._loop.call_at(deadline, self._check_deadline) if deadline < float("inf") else None
+        self._timer = self._loop.call_at(deadline, self._check_deadline) if deadline < math.inf else None
 
     def _check_deadline(self) -> None:
         self._timer = None
         if not self._in_flight:
             return
         if self._in_flight[0].deadline <= self._loop.time():
-            self.abort(redis.TimeoutError("Redis has not replied in time"))
+            self.abort(redis.TimeoutError(f"Redis has not replied within {self._timeout_s:g} s"))
         else:
             self._start_timer()
 

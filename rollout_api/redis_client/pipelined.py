@@ -28,6 +28,7 @@ class PipelinedRedis(redis.asyncio.Redis):
         self._opening: asyncio.Task[Wire] | None = None
         self._blocking: list[Wire] = []
         """Idle connections for commands that block."""
+        self._is_closed = False
         self._failed: list[Wire] = []
         """Connections that are to be given back to the pool."""
 
@@ -84,6 +85,7 @@ class PipelinedRedis(redis.asyncio.Redis):
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
         """Close all connections; see :class:`redis.asyncio.Redis`."""
+        self._is_closed = True
         if self._opening is not None:
             await cancel_and_wait(self._opening)
         wires = [*self._blocking, *self._failed, *([] if self._shared is None else [self._shared])]
@@ -118,7 +120,11 @@ class PipelinedRedis(redis.asyncio.Redis):
         """Return the shared connection, for which all commands wait together while it is being opened."""
         if self._opening is None or self._opening.done():
             self._opening = asyncio.ensure_future(self._replace_shared())
-        return await asyncio.shield(self._opening)
+        opening = self._opening
+        await asyncio.wait((opening,))
+        if opening.cancelled():
+            raise redis.ConnectionError("the client was closed")
+        return opening.result()
 
     async def _replace_shared(self) -> Wire:
         if self._shared is not None:
@@ -128,8 +134,10 @@ class PipelinedRedis(redis.asyncio.Redis):
         return self._shared
 
     async def _open(self) -> Wire:
+        if self._is_closed:
+            raise redis.ConnectionError("the client was closed")
         while self._failed:
-            await self._failed.pop().close()
+            await asyncio.shield(self._failed.pop().close())
         return await Wire.open(self.connection_pool)
 
     async def _execute_blocking(self, args: tuple[Any, ...]) -> Any:

@@ -105,7 +105,7 @@ class Wire(asyncio.Protocol):
         """Close the connection at once; commands without a reply fail with *error*."""
         self.is_usable = False
         self._transport.abort()
-        self._fail(error)
+        self._fail_all(error)
 
     async def close(self) -> None:
         """Close the connection and give it back to the pool."""
@@ -114,8 +114,8 @@ class Wire(asyncio.Protocol):
         await self._pool.release(self._connection)
 
     def _flush(self) -> None:
-        if not self.is_usable:
-            self._fail(redis.ConnectionError("the connection was closed"))
+        if not self.is_usable:  # replies to what was sent before may still arrive
+            self._fail(self._unsent, redis.ConnectionError("the connection was closed"))
             return
         commands = [command for command in self._unsent if not command.reply.done()]  # the caller may be cancelled
         self._unsent.clear()
@@ -139,13 +139,17 @@ class Wire(asyncio.Protocol):
         else:
             self._start_timer()
 
-    def _fail(self, error: Exception) -> None:
-        failed = [*self._in_flight, *self._unsent]
-        self._in_flight.clear()
-        self._unsent.clear()
+    @staticmethod
+    def _fail(commands: list[_Command] | deque[_Command], error: Exception) -> None:
+        failed = list(commands)
+        commands.clear()
         for command in failed:
             if not command.reply.done():
                 command.reply.set_exception(error)
+
+    def _fail_all(self, error: Exception) -> None:
+        self._fail(self._in_flight, error)
+        self._fail(self._unsent, error)
         self._writable.set()
         if self._timer is not None:
             self._timer.cancel()
@@ -174,7 +178,7 @@ class Wire(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail the commands without a reply; see :class:`asyncio.Protocol`."""
         self.is_usable = False
-        self._fail(redis.ConnectionError(f"the connection to Redis is lost ({exc or 'closed by the server'})"))
+        self._fail_all(redis.ConnectionError(f"the connection to Redis is lost ({exc or 'closed by the server'})"))
         self._streams.connection_lost(exc)
 
     def pause_writing(self) -> None:

@@ -159,7 +159,7 @@ class DeltaWeights:
     def _write_delta(self, version: int, chain: _Chain, tensors: list[TensorDelta]) -> VersionFiles:
         from rollout_api.weights.delta_file import write_delta
 
-        path = chain.directory / f"{version:08d}-{self._token}.delta"
+        path = chain.directory / f"{version:08d}-{len(chain.deltas):04d}-{self._token}.delta"
         size, digest = write_delta(path, tensors)
         chain.deltas.append(DeltaFile(weight_version=version, name=path.name, sha256=digest))
         chain.delta_bytes += size

@@ -212,12 +212,10 @@ class EngineExtension:
         group = self._das_transfer_group
         if group is None:
             return "the engine is no member of the trainer's process group"
-        try:
-            self._das_reload(weights_iterator=group.receive(weights["tensors"], weights["packed_bytes"]))
-        except Exception as error:
+        failure = self._das_reload(weights_iterator=group.receive(weights["tensors"], weights["packed_bytes"]))
+        if failure is not None:
             self.das_leave_transfer_group()
-            return _error_text(error)
-        return None
+        return failure
 
     def das_read_weights(self, restart: bool, seconds: float) -> bool | str:
         """Read the weights of this rank in order to pass them on to another engine.

@@ -162,3 +162,52 @@ def test_server_that_became_a_replica_is_left(tmp_path: Any) -> None:
                 assert connection != await client.client_id()
 
     asyncio.run(run())
+
+
+def test_replies_to_earlier_commands_are_awaited_when_the_server_became_a_replica() -> None:
+    """A command that is sent in the iteration of the event loop in which the server's refusal arrives."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received = b""
+        while chunk := await reader.read(1 << 16):
+            received += chunk
+            if received.count(b"CLIENT"):
+                writer.write(b"+OK\r\n" * received.count(b"CLIENT"))
+                received = b""
+            if b"slow" in received:
+                writer.write(b"-READONLY You can't write against a read only replica.\r\n")
+                await asyncio.sleep(0.2)
+                writer.write(b"+slow\r\n")
+                received = b""
+
+    async def run() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, connect_async(f"redis://127.0.0.1:{port}") as client:
+            errors: list[dict[str, Any]] = []
+            asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
+            refused = asyncio.ensure_future(client.execute_command(b"REFUSED"))
+            slow = asyncio.ensure_future(client.execute_command(b"slow"))
+            with pytest.raises(redis.exceptions.ReadOnlyError):
+                await refused
+            wire = client._shared  # type: ignore[attr-defined]
+            late = wire.send(b"late")
+            with pytest.raises(redis.ConnectionError):
+                await late
+            assert b"slow" == await asyncio.wait_for(slow, 2)
+            assert [] == errors
+
+    asyncio.run(run())
+
+
+def test_commands_fail_once_the_client_is_closed(redis_url: str) -> None:
+    async def run() -> None:
+        client = connect_async(redis_url)
+        waiting = asyncio.ensure_future(client.get("key"))
+        await asyncio.sleep(0)
+        await client.aclose()
+        for command in (waiting, client.get("key")):
+            with pytest.raises(redis.ConnectionError):
+                await command
+
+    asyncio.run(run())

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import requests
+import torch
 from accelerate import PartialState
 from transformers import AutoModelForCausalLM
 from trl.experimental.async_grpo.vllm_client import VLLMClient
@@ -27,7 +28,7 @@ from tests.support.in_process_job import LiveJob
 from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompt_index, prompts, replace_engine
 from tests.support.reference_model import ReferenceDistribution
 from tests.support.served_job import serving
-from tests.support.vllm_sender_on_cpu import install
+from tests.support.vllm_sender_on_cpu import GlooCommunicator, install
 
 SAMPLING = Sampling(n=4, max_tokens=40, logprobs=True)
 TENSOR = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
@@ -192,6 +193,32 @@ def test_weights_that_do_not_fit_the_model_are_refused_and_end_the_group(job_har
         await asyncio.to_thread(complete.init_weight_transfer)
         await asyncio.to_thread(complete.send_weights, model.named_parameters())
         await assert_all_sample_with(job_harness, running, client, 2, 1)
+
+    run(job_harness, transfer)
+
+
+def test_a_trainer_that_ends_while_it_sends_leaves_the_engines_as_they_are(
+    job_harness: JobHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, sent = GlooCommunicator.broadcast, []
+
+    def end_after_three_tensors(self: GlooCommunicator, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
+        if len(sent) == 3:
+            self.destroy()
+            raise RuntimeError("the trainer ends")
+        sent.append(tensor)
+        send(self, tensor, src, stream)
+
+    async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
+        sender = await asyncio.to_thread(vllm_engine, url, load(job_harness, 1), 3, packed=False)
+        monkeypatch.setattr(GlooCommunicator, "broadcast", end_after_three_tensors)
+        with pytest.raises(RuntimeError, match="the trainer ends"):
+            await asyncio.to_thread(sender.send_weights)
+        workers = running.workers.values()
+        await running.until(lambda: all(1 in worker.report.failed for worker in workers), 60)
+        await assert_all_sample_with(job_harness, running, client, 0, 0)
+        error = httpx.post(f"{url}/start_weight_update").json()["error"]["message"]
+        assert "POST /init_weight_transfer_engine" in error
 
     run(job_harness, transfer)
 

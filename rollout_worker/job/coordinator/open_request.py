@@ -49,7 +49,7 @@ class OpenRequest:
     recovered: bool = False
     """Whether another coordinator may have assigned its samples before."""
     started: set[int] = field(default_factory=set)
-    """Samples that this coordinator has assigned to an engine."""
+    """Samples for which this coordinator has sent an order, or has tried to: the reply may have been lost."""
     informed: set[str] = field(default_factory=set)
     """Ids of engines that have received the request with an order."""
 

@@ -70,6 +70,7 @@ class RolloutPlacer:
             )
             order = Order.sample(assignment, with_request=placed.engine not in request.informed)
             request.informed.add(placed.engine)
+            request.started.add(placed.sample)
             by_engine[placed.engine].append(order)
         replies = await asyncio.gather(*(self._orders.send(engine, orders) for engine, orders in by_engine.items()))
         for (engine, orders), sent in zip(by_engine.items(), replies, strict=True):

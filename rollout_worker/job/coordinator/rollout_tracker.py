@@ -90,7 +90,6 @@ class RolloutTracker:
         """Record that a rollout is assigned to an engine."""
         request, sample = self.requests[key[0]], key[1]
         request.assigned[sample], request.assigned_at[sample] = engine, time.monotonic()
-        request.started.add(sample)
         self.groups.of(request).assign(engine)
         self.assigned[engine].add(key)
 

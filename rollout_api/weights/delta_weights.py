@@ -55,6 +55,8 @@ class _Chain:
     sha256: str | None
     size: int
     """Bytes of the keyframe's tensors."""
+    version: int
+    """The version that was written last."""
     deltas: list[DeltaFile] = field(default_factory=list)
     delta_bytes: int = 0
 
@@ -138,7 +140,11 @@ class DeltaWeights:
         with self._writing:
             chain, self._chain = self._chain, None  # if this fails, the next version is a keyframe
             is_due = chain is None or len(chain.deltas) + 1 >= self._keyframe_interval
-            tensors = self._update_copy(encode=not is_due)
+            is_repeated = chain is not None and chain.version == version
+            tensors = self._update_copy(encode=is_repeated or not is_due)
+            if chain is not None and is_repeated and tensors == []:  # as after a failed attempt to publish it
+                self._chain = chain
+                return VersionFiles(chain.directory, chain.sha256, list(chain.deltas), 0)
             if chain is not None and not is_due and tensors is not None:
                 size = sum(len(tensor.data) for tensor in tensors)
                 if chain.delta_bytes + size <= MAX_CHAIN_SHARE * chain.size:
@@ -163,6 +169,7 @@ class DeltaWeights:
         size, digest = write_delta(path, tensors)
         chain.deltas.append(DeltaFile(weight_version=version, name=path.name, sha256=digest))
         chain.delta_bytes += size
+        chain.version = version
         self._chain = chain
         return VersionFiles(chain.directory, chain.sha256, list(chain.deltas), size)
 
@@ -193,7 +200,7 @@ class DeltaWeights:
             for old in self._kept.pop(0):
                 shutil.rmtree(old, ignore_errors=True)
         size = sum(tensor.elements.nbytes for tensor in self._copy.values())
-        self._chain = _Chain(directory, digest, size)
+        self._chain = _Chain(directory, digest, size, version)
         return VersionFiles(directory, digest, [], size)
 
     def _leftovers(self) -> list[Path]:

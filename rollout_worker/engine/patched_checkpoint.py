@@ -169,7 +169,8 @@ def map_tensors(path: str, tensors: list[tuple[str, str, tuple[int, ...], int]])
     for name, dtype, shape, offset in tensors:
         kind = getattr(torch, _TORCH_DTYPES[dtype])
         count = int(np.prod(shape, dtype=np.int64))
-        yield name, torch.frombuffer(memory, dtype=kind, count=count, offset=offset).view(tuple(shape))
+        flat = torch.frombuffer(memory, dtype=kind, count=count, offset=offset) if count else torch.empty(0, dtype=kind)
+        yield name, flat.view(tuple(shape))
 
 
 def _read_into(path: Path, tensor: StoredTensor, target: memoryview) -> None:

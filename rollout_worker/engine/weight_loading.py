@@ -194,7 +194,7 @@ class WeightLoader:
             with suppress(EngineError):  # the other ranks may have received a whole copy of their weights
                 await self._client.collective_rpc("das_disconnect", action="closing connections to another engine")
             raise EngineError(self._still_serving(error)) from error
-        return await asyncio.shield(self._replace(new))
+        return await asyncio.shield(self._replace_without_deltas(new))
 
     async def _call_ranks(self, method: str, *arguments: Any, action: str, failure: str) -> list[Any]:
         """Call a method of :class:`EngineExtension` on all ranks; a reply that is text says why it has failed.
@@ -226,10 +226,10 @@ class WeightLoader:
 
     async def _replace_without_deltas(self, new: _NewWeights) -> float:
         """Load weights that are not stored as differences, and forget those that were."""
-        gap = await self._replace(new)
-        if not self._patching.locked():
-            self._patched.close()
-        return gap
+        async with self._patching:
+            gap = await self._replace(new)
+            await asyncio.to_thread(self._patched.close)
+            return gap
 
     async def _replace(self, new: _NewWeights) -> float:
         async with self._loading:

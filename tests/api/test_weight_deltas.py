@@ -166,6 +166,19 @@ def test_after_a_failure_the_next_version_is_a_keyframe(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+def test_a_version_may_be_written_again(tmp_path: Path) -> None:
+    tensors = small_tensors()
+    weights = DeltaWeights(tensors, tmp_path)
+    keyframe = weights.write(1)
+    assert keyframe.deltas == weights.write(1).deltas == []
+    for version in (2, 2, 3):  # the attempt to publish version 2 has failed once
+        tensors["weight"][version, : version + 1] += 1
+        files = weights.write(version)
+    assert_same_bits(tensors, read_version(files))
+    assert 3 == len({file.name for file in files.deltas})
+    assert files.deltas == weights.write(3).deltas
+
+
 def test_arguments_are_checked(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequestError, match="keyframe_interval is 0"):
         DeltaWeights({"a": torch.zeros(1)}, tmp_path, keyframe_interval=0)

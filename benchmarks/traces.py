@@ -72,8 +72,8 @@ def read_trace(file: Path, tokenizer: Tokenizer | None) -> list[Trajectory]:
             try:
                 entry = json.loads(line)
                 if "tokens" in entry:
-                    segments = [["gen", _decode(entry["tokens"])]]
-                    prompt = _decode(entry["prompt_tokens"])
+                    segments = [["gen", decode(entry["tokens"]).astype(np.uint32)]]
+                    prompt = decode(entry["prompt_tokens"]).astype(np.uint32)
                 else:
                     segments = entry.get("segments") or [["gen", entry["text"]]]
                     prompt = entry["prompt"]
@@ -95,9 +95,9 @@ def read_trace(file: Path, tokenizer: Tokenizer | None) -> list[Trajectory]:
     ]
 
 
-def _decode(text: str) -> Tokens:
-    """Return the token ids that a trace contains as base64."""
-    return np.frombuffer(base64.b64decode(text, validate=True), "<u2").astype(np.uint32)
+def decode(text: str, dtype: str = "<u2") -> Any:
+    """Return the array of numbers that a trace contains as base64; by default, token ids."""
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype)
 
 
 def _encode(parts: list[str | Tokens], tokenizer: Tokenizer | None) -> list[Tokens]:

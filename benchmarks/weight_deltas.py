@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import gzip
 import json
 import multiprocessing
@@ -25,13 +24,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from benchmarks.figures import Figure, report, spread
 from benchmarks.random_model import random_model
 from benchmarks.record_training import MODEL, ROOT, load_grpo
 from benchmarks.redis_server import redis_server
+from benchmarks.traces import decode
 from benchmarks.transport import HISTORY, JOB, UID, run_coordinator
 from rollout_api import DeltaWeights, FinishReason, Rollout, RolloutClient, TensorsInMemory, WeightSpan
 from rollout_api.asyncio_tasks import cancel_and_wait
@@ -86,19 +85,14 @@ def read_groups(trace: Path) -> list[list[Recorded]]:
             rollout = Rollout(
                 rollout_id="recorded/0/0/0",
                 problem_id=entry["problem_id"],
-                token_ids=decoded(entry["tokens"], "<u2"),
-                logprobs=decoded(entry["logprobs"], "<f2"),
+                token_ids=decode(entry["tokens"]).tolist(),
+                logprobs=decode(entry["logprobs"], "<f2").tolist(),
                 weight_spans=[WeightSpan(start=0, weight_version=0)],
                 finish_reason=FinishReason.STOP,
             )
-            recorded = Recorded(decoded(entry["prompt_tokens"], "<u2"), rollout, float(entry["score"]))
+            recorded = Recorded(decode(entry["prompt_tokens"]).tolist(), rollout, float(entry["score"]))
             groups.setdefault((entry["epoch_or_checkpoint"], entry["problem_id"]), []).append(recorded)
     return [group for group in groups.values() if len({one.reward for one in group}) > 1]
-
-
-def decoded(text: str, dtype: str) -> list[Any]:
-    """Return the numbers of which ``record_training`` has written the bytes."""
-    return list(np.frombuffer(base64.b64decode(text), dtype).tolist())
 
 
 def measure_changes(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollout_api.client.weight_publisher import PublishedWeights, WeightPublisher
-from rollout_api.protocol.messages import UpdateMode, WeightsKind
+from rollout_api.protocol.messages import WeightsKind
 
 PUBLISH_TIMEOUT_S = 600.0
 """Seconds that the engines have to load weights."""
@@ -25,14 +25,4 @@ async def publish_directory(
         WeightsError: some engine could not load the weights, or took too long.
         RolloutClientError: Redis is unavailable.
     """
-    published = await publisher.publish(
-        await publisher.newest() + 1 if version is None else version,
-        directory,
-        kind=kind,
-        mode=UpdateMode.RECOMPUTE,
-        sha256=None,
-        wait=True,
-        timeout=PUBLISH_TIMEOUT_S,
-    )
-    published.raise_if_failed()
-    return published
+    return await publisher.publish_next(directory, kind=kind, version=version, timeout=PUBLISH_TIMEOUT_S)

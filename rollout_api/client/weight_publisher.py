@@ -250,6 +250,34 @@ class WeightPublisher:
             )
         return engines
 
+    async def publish_next(
+        self, weights: str | InMemoryWeights, *, kind: WeightsKind, version: int | None = None, timeout: float
+    ) -> PublishedWeights:
+        """Publish weights, and wait until all engines serve them.
+
+        Args:
+            weights: directory of the weights, as the engines see it, or weights that are broadcast.
+            kind: what they contain.
+            version: weight version; None for the one after the newest.
+            timeout: seconds to wait.
+
+        Raises:
+            InvalidRequestError: the version cannot be used.
+            WeightsError: some engine could not load the weights, or took too long.
+            RolloutClientError: Redis is unavailable.
+        """
+        published = await self.publish(
+            await self.newest() + 1 if version is None else version,
+            weights,
+            kind=kind,
+            mode=UpdateMode.RECOMPUTE,
+            sha256=None,
+            wait=True,
+            timeout=timeout,
+        )
+        published.raise_if_failed()
+        return published
+
     async def newest(self) -> int:
         """Return the newest version that a coordinator has adopted; 0 if there is none."""
         stored = await self._policy.run(

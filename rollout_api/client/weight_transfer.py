@@ -23,7 +23,6 @@ from rollout_api.protocol.messages import (
     Capability,
     JoinGroup,
     TensorSpec,
-    UpdateMode,
     WeightsKind,
     decode,
     encode,
@@ -126,18 +125,8 @@ class WeightTransfer:
             WeightsError: some engine has not received or loaded the weights; it says why.
         """
         group = await self.check_group()
-        version = await self._publisher.newest() + 1
-        published = await self._publisher.publish(
-            version,
-            _SentByTrainer(group, tensors, group.packed_bytes if packed_bytes is None else packed_bytes),
-            kind=WeightsKind.FULL,
-            mode=UpdateMode.RECOMPUTE,
-            sha256=None,
-            wait=True,
-            timeout=timeout,
-        )
-        published.raise_if_failed()
-        return published
+        sent = _SentByTrainer(group, tensors, group.packed_bytes if packed_bytes is None else packed_bytes)
+        return await self._publisher.publish_next(sent, kind=WeightsKind.FULL, timeout=timeout)
 
     async def _engines(self) -> dict[str, dict[str, Any]]:
         return await read_engine_reports(self._client, self._keys, self._policy)

@@ -35,6 +35,8 @@ class TrlWeights:
         self._routes = WeightRoutes(directory, "the argument weights of JobRollouts")
         self._model: ModelInMemory | None = None
         self._gathered: TensorsInMemory | None = None
+        self._state: Mapping[str, Any] = {}
+        """The gathered weights, while they are being published."""
 
     def publish(self, trainer: Any, version: int) -> int:
         """Make the job serve the trainer's current weights. All processes of the trainer call this together.
@@ -99,7 +101,10 @@ class TrlWeights:
         else:
             weights = self._model_in_memory(trainer, device)
             _tell(Route.MEMORY)
-        self._client.publish_weights(version, weights, timeout=self._timeout).raise_if_failed()
+        try:
+            self._client.publish_weights(version, weights, timeout=self._timeout).raise_if_failed()
+        finally:
+            self._state = {}
         self._routes.succeeded()
 
     def _publish_files(self, trainer: Any, version: int) -> None:
@@ -121,10 +126,10 @@ class TrlWeights:
     def _gather(self, trainer: Any, device: Any) -> TensorsInMemory:
         """Gather a model whose parameters are not whole and know nothing of their shards."""
         model = _unwrapped(trainer)
-        state: Mapping[str, Any] = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        self._state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
 
         def tensors() -> Iterator[tuple[str, Any]]:
-            for name, tensor in state.items():
+            for name, tensor in self._state.items():
                 yield from checkpoint_pieces(model, name, tensor)
 
         if self._gathered is None:

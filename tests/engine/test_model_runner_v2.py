@@ -14,7 +14,7 @@ from rollout_api.protocol.messages import UpdateMode
 from rollout_worker.engine.drafting_config import DraftingConfig
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
-from tests.support.engines import USES_V2, EngineHarness, engine_config, start_with_extension
+from tests.support.engines import EngineHarness, engine_config, needs_v2, start_with_extension
 from tests.support.faulty_extension import ExactVerificationExtension, PlacesExtension, WarmUpExtension
 from tests.support.reference_model import LoopThread, ReferenceDistribution, make_model
 from tests.support.responses import (
@@ -28,9 +28,7 @@ from tests.support.responses import (
     tokens_of,
 )
 
-pytestmark = pytest.mark.skipif(
-    not USES_V2, reason="run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make test-v2 sets"
-)
+pytestmark = needs_v2
 
 BLOCK_SIZE = 128
 """Tokens of one block of the KV cache on CPUs."""

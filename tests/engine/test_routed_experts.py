@@ -21,13 +21,9 @@ from rollout_worker.engine.engine import Engine
 from rollout_worker.engine.errors import AdmissionError, EngineError
 from rollout_worker.engine.response import GenerationResult, routed_experts_of
 from rollout_worker.history.store import HistoryStore
-from tests.support.engines import USES_V2, EngineHarness, engine_config
+from tests.support.engines import USES_V2, EngineHarness, engine_config, needs_v2
 from tests.support.reference_model import EOS, LoopThread, make_model, small_qwen3_moe
 from tests.support.responses import PROMPTS, WITHOUT_EOS, accepted_share, prefix_of, tokens_of
-
-needs_v2 = pytest.mark.skipif(
-    not USES_V2, reason="run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make test-v2 sets"
-)
 
 ARGUMENT = {"enable_return_routed_experts": True}
 SAMPLING = Sampling(n=1, max_tokens=60, allowed_token_ids=WITHOUT_EOS, routed_experts=True)
@@ -49,6 +45,7 @@ class Router:
         with torch.inference_mode():
             logits = self._model(torch.tensor([text]), output_router_logits=True).router_logits
         assert (len(text), len(logits), 2) == found.shape
+        assert (found[..., 0] != found[..., 1]).all()
         agreeing = 0
         for layer, scores in enumerate(logits):
             best = scores.topk(2).values[:, -1:]

@@ -76,6 +76,13 @@ def vllm_engine(url: str, model: Any, world_size: int, **wire: Any) -> NCCLTrain
     )
 
 
+async def send_with_vllm(url: str, model: Any, world_size: int, **wire: Any) -> NCCLTrainerWeightTransferEngine:
+    """Form a group with the job's engines, send a model in it with vLLM's sender, and return that."""
+    sender = await asyncio.to_thread(vllm_engine, url, model, world_size, **wire)
+    await asyncio.to_thread(sender.send_weights)
+    return sender
+
+
 def versions(rollouts: list[Rollout]) -> set[int]:
     """Return all weight versions that sampled tokens of the rollouts."""
     return {span.weight_version for rollout in rollouts for span in rollout.weight_spans}
@@ -127,8 +134,7 @@ def test_trls_client_sends_weights_while_rollouts_are_paused(job_harness: JobHar
 )
 def test_vllms_sender_is_understood_in_all_its_formats(job_harness: JobHarness, wire: dict[str, Any]) -> None:
     async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
-        sender = await asyncio.to_thread(vllm_engine, url, load(job_harness, 1), 3, **wire)
-        await asyncio.to_thread(sender.send_weights)
+        await send_with_vllm(url, load(job_harness, 1), 3, **wire)
         await assert_all_sample_with(job_harness, running, client, 1, 1)
 
     run(job_harness, transfer)
@@ -136,8 +142,7 @@ def test_vllms_sender_is_understood_in_all_its_formats(job_harness: JobHarness, 
 
 def test_an_engine_that_joins_later_gets_the_weights_and_is_part_of_the_next_group(job_harness: JobHarness) -> None:
     async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
-        sender = await asyncio.to_thread(vllm_engine, url, load(job_harness, 1), 3)
-        await asyncio.to_thread(sender.send_weights)
+        sender = await send_with_vllm(url, load(job_harness, 1), 3)
         lost = running.workers["engine-1"].engine_id
         joined = await replace_engine(running, job_harness, "engine-1")
         await running.until(lambda: joined.report.version == 1, 30)
@@ -153,8 +158,7 @@ def test_an_engine_that_joins_later_gets_the_weights_and_is_part_of_the_next_gro
             assert f"{lost}: the engine has ended" in error
             assert "POST /init_weight_transfer_engine" in error
 
-        again = await asyncio.to_thread(vllm_engine, url, load(job_harness, 2), 3)
-        await asyncio.to_thread(again.send_weights)
+        await send_with_vllm(url, load(job_harness, 2), 3)
         await assert_all_sample_with(job_harness, running, client, 2, 2)
 
     run(job_harness, transfer)
@@ -162,8 +166,7 @@ def test_an_engine_that_joins_later_gets_the_weights_and_is_part_of_the_next_gro
 
 def test_engines_without_a_place_in_the_group_get_the_weights_from_others(job_harness: JobHarness) -> None:
     async def transfer(running: LiveJob, client: AsyncRolloutClient, url: str) -> None:
-        sender = await asyncio.to_thread(vllm_engine, url, load(job_harness, 1), 2)
-        await asyncio.to_thread(sender.send_weights)
+        await send_with_vllm(url, load(job_harness, 1), 2)
         assert 1 == sum(bool(worker.report.group) for worker in running.workers.values())
         await assert_all_sample_with(job_harness, running, client, 1, 1)
 

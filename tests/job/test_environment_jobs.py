@@ -165,6 +165,24 @@ def test_an_unmodified_environment_of_verifiers(tmp_path: Path, redis_server: st
 
 
 @pytest.mark.timeout(600)
+def test_rollouts_that_were_not_scored_when_the_job_was_killed_are_scored_later(
+    tmp_path: Path, redis_server: str
+) -> None:
+    environment = {"entryPoint": "scripted:make", "args": {"actions": ["slow"] * 6}}
+    job = EnvironmentJob(tmp_path, redis_server, "unscored-environment", environment)
+    process = job.start()
+    state = tmp_path / "state" / "default" / "unscored-environment" / "job.json"
+    wait_for(lambda: state.exists() and job.sampled() == SAMPLES * 6, 200)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert 0 == len(job.redis.xrange(job.keys.rewards))
+    report = job.run()
+
+    assert [1.0] * SAMPLES * 6 == [row["reward"] for rows in by_problem(report).values() for row in rows]
+    assert SAMPLES * 6 == job.sampled() == len(job.in_history())
+
+
+@pytest.mark.timeout(600)
 def test_a_job_that_is_killed_repeats_no_trajectory_that_has_ended(tmp_path: Path, redis_server: str) -> None:
     calls = tmp_path / "calls"
     environment = {"entryPoint": "scripted:SlowDialogue", "args": {"actions": ["one"] * 6, "calls": str(calls)}}

@@ -139,7 +139,8 @@ class DatasetTrainer:
         try:
             await self._wait_for_relay()  # an earlier run may have left finished rollouts in the outbox
             for epoch in epochs:
-                runs = await self._run_epoch(epoch, finished[epoch], size)
+                is_last = not any(finished[later] for later in epochs if later > epoch)
+                runs = await self._run_epoch(epoch, finished[epoch], size, is_last=is_last)
                 report.epoch_runs += sorted(runs, key=lambda run: list(EpochMode).index(run.mode))
             await self._wait_for_relay()
             counters = await self._read_final_counters()
@@ -176,12 +177,23 @@ class DatasetTrainer:
             for sample, entry in samples.items()
         }
 
-    async def _run_epoch(self, epoch: int, finished: dict[str, LedgerEntry], size: int) -> list[EpochRun]:
-        """Run an epoch in each mode; an epoch that earlier runs have finished is only reported."""
+    async def _run_epoch(
+        self, epoch: int, finished: dict[str, LedgerEntry], size: int, *, is_last: bool
+    ) -> list[EpochRun]:
+        """Run an epoch in each mode; an epoch that earlier runs have finished is only reported.
+
+        Args:
+            epoch: the epoch.
+            finished: those of its rollouts that earlier runs have sampled.
+            size: number of its rollouts.
+            is_last: whether no rollout of a later epoch was sampled.
+        """
         checkpoint = self._checkpoints[epoch - 1]
         name = checkpoint.rstrip("/").rpartition("/")[2]
         if len(finished) >= size:
-            return [EpochRun(epoch, EpochMode.DAS, name, rollouts=await self._rows_of(finished))]
+            rows = await self._rows_of(finished)
+            if not (is_last and await self._has_unscored(rows)):
+                return [EpochRun(epoch, EpochMode.DAS, name, rollouts=rows)]
         # There is no timeout, because workers may wait for GPUs for hours.
         await self._client.publish_weights(epoch, checkpoint, mode=UpdateMode.DRAIN, sha256=None, timeout=math.inf)
         # The mode that goes first changes from epoch to epoch, so that none always profits from a warmed-up machine.
@@ -195,6 +207,15 @@ class DatasetTrainer:
                 await self._wait_for_relay()
             runs.append(run)
         return runs
+
+    async def _has_unscored(self, rows: Sequence[RolloutRow]) -> bool:
+        """Return whether the last run ended before an environment had scored all rollouts, which are delivered again.
+
+        They are acknowledged when all have been scored.
+        """
+        if self._environment is None or all(row.reward is not None or row.error is not None for row in rows):
+            return False
+        return bool(await asyncio.to_thread(retry, self._job_store.num_unacknowledged, self._client.name))
 
     async def _rows_of(self, finished: dict[str, LedgerEntry]) -> list[RolloutRow]:
         problems = sorted({entry.problem_id for entry in finished.values()})
@@ -283,8 +304,8 @@ class DatasetTrainer:
             await asyncio.sleep(OUTBOX_POLL_INTERVAL_S)
 
     async def _wait_for_relay(self) -> None:
-        """Wait until all finished rollouts are in the history, where the next epoch's drafts come from."""
-        while await asyncio.to_thread(retry, self._job_store.outbox_length):
+        """Wait until all finished rollouts and rewards are in the history, where the next epoch's drafts come from."""
+        while await asyncio.to_thread(retry, self._job_store.num_unrelayed):
             await asyncio.sleep(OUTBOX_POLL_INTERVAL_S)
 
 

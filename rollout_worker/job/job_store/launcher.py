@@ -161,9 +161,13 @@ class LauncherStore:
         """Return whether the job was closed or has failed."""
         return self._client.hget(self._keys.job, "state") in (b"closed", b"failed")
 
-    def outbox_length(self) -> int:
-        """Return the number of finished rollouts that are not in the history yet."""
-        return int(self._client.xlen(self._keys.outbox))
+    def num_unrelayed(self) -> int:
+        """Return the number of finished rollouts, and of messages with rewards, that are not in the history yet."""
+        return int(self._client.xlen(self._keys.outbox)) + int(self._client.xlen(self._keys.rewards))
+
+    def num_unacknowledged(self, client: str) -> int:
+        """Return the number of results that this client has not acknowledged."""
+        return int(self._client.xlen(self._keys.results(client)))
 
     def num_dead_letters(self) -> int:
         """Return the number of dead letters."""

@@ -1,4 +1,4 @@
-"""An environment whose functions do what a problem or a response says, and count their calls in a file."""
+"""An environment whose functions do what a problem says, and count their calls in a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HOG = "blocks = []\nwhile True: blocks.append(bytearray(4_000_000))"
 
 
 class ScriptedEnvironment:
-    """Rewards are determined by the problem's answer, which names an action, or else by the response."""
+    """Rewards are determined by the problem's answer, which names an action."""
 
     def __init__(self, actions: list[str], calls: str | None = None) -> None:
         self._actions, self._calls = actions, None if calls is None else Path(calls)
@@ -29,11 +29,9 @@ class ScriptedEnvironment:
             yield {"problem_id": f"{number}-{action}", "prompt": f"{number}+4=", "answer": action}
 
     def reward(self, problem: dict[str, Any], messages: list[dict[str, Any]]) -> Any:
-        """Do what the answer says, unless it is ``respond``: then what the response says."""
+        """Do what the answer says."""
         print("scoring", problem, messages)
         action = problem["answer"]
-        if action == "respond":
-            action = messages[-1]["content"]
         if self._calls is not None:
             with self._calls.open("a") as file:
                 file.write(f"{os.getpid()} {problem['problem_id']}\n")
@@ -69,8 +67,9 @@ class ScriptedEnvironment:
         return 1.0
 
     def _hog(self) -> float:
-        exec(_HOG)  # noqa: S102
-        return 1.0
+        blocks = []
+        while True:
+            blocks.append(bytearray(4_000_000))
 
     def _child_hog(self) -> float:
         subprocess.run([sys.executable, "-c", _HOG])
@@ -82,6 +81,10 @@ class ScriptedEnvironment:
     def _close_output(self) -> float:
         os.close(1)
         os.close(2)
+        return 1.0
+
+    def _slow(self) -> float:
+        time.sleep(1.5)
         return 1.0
 
     def _nap(self) -> float:

@@ -5,7 +5,7 @@ The process may run another Python interpreter than the worker, for example one 
 
 Calls and answers are JSON documents, each after its length (4 bytes, big-endian), on a socket that only this program
 knows. What the environment prints cannot disturb them. If the socket is closed, the job has ended, and the process
-ends with all its child processes.
+ends with its process group.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 HEADER = struct.Struct(">I")
 """Length of a message."""
@@ -47,11 +47,14 @@ HEARTBEAT_S = 1.0
 MAX_MESSAGE_CHARS = 2000
 """Length to which the text of an error is cut."""
 _MAX_CONNECTIONS = 1024
+_STACK_BYTES = 512 << 10
+"""Stack of a thread that waits for a response."""
 _RETRY_DELAYS_S = (0.5, 1, 2, 4, 8)
 _RETRIED_STATUSES = (429, 500, 502, 503, 504)
 _DATA_RESERVE = 2 << 30
 """Bytes that the process may reserve beyond its memory limit. Libraries such as pyarrow reserve memory unused."""
 _PR_SET_CHILD_SUBREAPER = 36
+_T = TypeVar("_T")
 
 
 class CallError(Exception):
@@ -128,8 +131,7 @@ class Calls:
 
     def __init__(self, send: Callable[[Mapping[str, Any]], None]) -> None:
         self._send = send
-        self.connections = ThreadPoolExecutor(_MAX_CONNECTIONS, thread_name_prefix="http")
-        """Threads that wait for the job's responses."""
+        self._threads = ThreadPoolExecutor(_MAX_CONNECTIONS, thread_name_prefix="http")
 
     async def run(self, call: int, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function, or a coroutine function, of the environment.
@@ -155,6 +157,15 @@ class Calls:
             if is_blocking:
                 self._send({"ended": call})
         return result
+
+    def wait_in_thread(self, function: Callable[[], _T]) -> asyncio.Future[_T]:
+        """Call a function that waits for the job in a thread."""
+        # The stacks of so many threads, 8 MiB each by default, would exceed what the process may reserve.
+        size = threading.stack_size(_STACK_BYTES)
+        try:
+            return asyncio.get_running_loop().run_in_executor(self._threads, function)
+        finally:
+            threading.stack_size(size)
 
 
 class PythonEnvironment:
@@ -257,7 +268,7 @@ class PythonEnvironment:
                 reply = await self._calls.run(call["call"], self._reply, problem, list(messages))
                 if not reply:
                     break
-                messages += _plain_prompt(reply, call["problem"])
+                messages += _plain_reply(reply, call["problem"])
             result["reward"] = await self._score(call, problem, messages)
         except Exception as error:
             result["error"] = as_error(error)
@@ -271,9 +282,12 @@ class PythonEnvironment:
         body = json.dumps({"model": call["model"], "messages": messages}).encode()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {call['token']}"}
         headers |= record.headers(body)
-        request = functools.partial(_post, f"{call['url']}/chat/completions", body, headers)
+        request = _Request(f"{call['url']}/chat/completions", body, headers)
         with record.budget.paused():
-            response_headers, reply = await asyncio.get_running_loop().run_in_executor(self._calls.connections, request)
+            try:
+                response_headers, reply = await self._calls.wait_in_thread(request.send)
+            finally:
+                request.cancel()
         record.record(response_headers)
         return reply["choices"][0]["message"].get("content") or ""
 
@@ -288,27 +302,54 @@ class PythonEnvironment:
             ) from None
 
 
-def _post(url: str, body: bytes, headers: Mapping[str, str]) -> tuple[Any, Any]:
-    """Send a request to the job's HTTP server until it answers."""
-    host, _, path = url.removeprefix("http://").partition("/")
-    for delay in itertools.chain(_RETRY_DELAYS_S, itertools.repeat(_RETRY_DELAYS_S[-1])):
-        connection = http.client.HTTPConnection(host)
-        try:
-            connection.request("POST", f"/{path}", body, dict(headers))
-            response = connection.getresponse()
-            data = response.read()
-        except (OSError, http.client.HTTPException):  # the server is being restarted
-            time.sleep(delay)
-            continue
-        finally:
-            connection.close()
-        if response.status == HTTPStatus.OK:
-            return response.headers, json.loads(data)
-        if response.status not in _RETRIED_STATUSES:
-            text = data[:MAX_MESSAGE_CHARS].decode(errors="replace")
-            raise CallError("sampling", f"the job answered with status {response.status}: {text}")
-        time.sleep(delay)
-    raise AssertionError("not reached")
+class _Request:
+    """A request to the job's HTTP server, which a thread sends until the server answers.
+
+    Args:
+        url: where it is sent to.
+        body: the body.
+        headers: the headers.
+    """
+
+    def __init__(self, url: str, body: bytes, headers: Mapping[str, str]) -> None:
+        host, _, path = url.removeprefix("http://").partition("/")
+        self._path, self._body, self._headers = f"/{path}", body, dict(headers)
+        self._connection = http.client.HTTPConnection(host)
+        self._is_cancelled = threading.Event()
+
+    def cancel(self) -> None:
+        """Let the thread return, from another thread."""
+        self._is_cancelled.set()
+        if (sock := self._connection.sock) is not None:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def send(self) -> tuple[Any, Any]:
+        """Return the headers and the body of the response.
+
+        Raises:
+            CallError: if the server refuses the request.
+            CancelledError: if the request is cancelled.
+        """
+        for delay in itertools.chain(_RETRY_DELAYS_S, itertools.repeat(_RETRY_DELAYS_S[-1])):
+            if self._is_cancelled.is_set():
+                raise asyncio.CancelledError
+            try:
+                self._connection.request("POST", self._path, self._body, self._headers)
+                response = self._connection.getresponse()
+                data = response.read()
+            except (OSError, http.client.HTTPException):  # the server is being restarted
+                self._is_cancelled.wait(delay)
+                continue
+            finally:
+                self._connection.close()
+            if response.status == HTTPStatus.OK:
+                return response.headers, json.loads(data)
+            if response.status not in _RETRIED_STATUSES:
+                text = data[:MAX_MESSAGE_CHARS].decode(errors="replace")
+                raise CallError("sampling", f"the job answered with status {response.status}: {text}")
+            self._is_cancelled.wait(delay)
+        raise AssertionError("not reached")
 
 
 def check_header(problem_id: str) -> None:
@@ -335,20 +376,46 @@ def _plain_prompt(prompt: Any, problem_id: str) -> list[Any]:
     """Return messages or token ids as plain data."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
-    plain = [dict(one) if isinstance(one, Mapping) else one for one in prompt]
-    if not plain:
-        raise UsageError(f"problem {problem_id!r}: the prompt is empty")
-    if all(isinstance(one, dict) and {"role", "content"} <= one.keys() for one in plain):
-        return plain
     try:
-        if any(isinstance(one, (str, bytes, dict, float)) for one in plain):
-            raise TypeError
-        return [int(cast(Any, one)) for one in plain]
+        plain = _plain_messages(prompt)
+        if plain is None:
+            if any(isinstance(one, (str, bytes, Mapping, float)) for one in prompt):
+                raise TypeError
+            plain = [int(cast(Any, one)) for one in prompt]
     except (TypeError, ValueError):
         raise UsageError(
             f"problem {problem_id!r}: the prompt is neither a text, nor messages with role and content, nor token ids: "
             f"{prompt!r:.200}"
         ) from None
+    if not plain:
+        raise UsageError(f"problem {problem_id!r}: the prompt is empty")
+    return plain
+
+
+def _plain_reply(reply: Any, problem_id: str) -> list[Any]:
+    """Return the messages with which an environment continues a conversation as plain data."""
+    if isinstance(reply, str):
+        return [{"role": "user", "content": reply}]
+    try:
+        messages = _plain_messages(reply)
+    except TypeError:
+        messages = None
+    if messages is None:
+        raise UsageError(
+            f"problem {problem_id!r}: the reply is neither a text nor messages with role and content: {reply!r:.200}"
+        )
+    return messages
+
+
+def _plain_messages(messages: Any) -> list[Any] | None:
+    """Return messages as plain data; None if other things are among them.
+
+    Raises:
+        TypeError: if *messages* cannot be iterated.
+    """
+    if all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages):
+        return [dict(one) for one in messages]
+    return None
 
 
 def as_reward(value: Any) -> float:
@@ -381,7 +448,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}"[:MAX_MESSAGE_CHARS] + where
 
 
-def as_error(error: Exception) -> dict[str, str]:
+def as_error(error: BaseException) -> dict[str, str]:
     """Return an exception as the error of a rollout."""
     if isinstance(error, CallError):
         return {"type": error.error_type, "message": str(error)}
@@ -427,24 +494,33 @@ class Host:
                 self.send({})
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        stream = self._channel.makefile("rb")
-        while header := stream.read(HEADER.size):
-            (size,) = HEADER.unpack(header)
-            loop.call_soon_threadsafe(self._start, json.loads(stream.read(size)))
-        os.killpg(0, signal.SIGKILL)
+        try:
+            stream = self._channel.makefile("rb")
+            while header := stream.read(HEADER.size):
+                (size,) = HEADER.unpack(header)
+                loop.call_soon_threadsafe(self._start, json.loads(stream.read(size)))
+        finally:  # a job that is killed before it has read all answers resets the connection, which is an error
+            os.killpg(0, signal.SIGKILL)
 
     def _start(self, call: dict[str, Any]) -> None:
+        if call["op"] == "cancel":
+            if (running := self._running.pop(call["call"], None)) is not None:
+                self._abandon(running[0])
+            return
         budget = TimeBudget(math.inf if call["op"] == "load" else self._timeout)
         task = asyncio.ensure_future(self._answer(call, budget))
         self._running[call["call"]] = (task, budget)
 
     def _give_up(self, call: int, task: asyncio.Task[Any]) -> None:
         self._running.pop(call, None)
+        self._abandon(task)
+        message = f"the environment took more than {self._timeout:g} s"
+        self.send({"error": call, "type": "timeout", "message": message})
+
+    def _abandon(self, task: asyncio.Task[Any]) -> None:
         self._abandoned.add(task)
         task.add_done_callback(self._abandoned.discard)
         task.cancel()
-        message = f"the environment took more than {self._timeout:g} s"
-        self.send({"error": call, "type": "timeout", "message": message})
 
     async def _answer(self, call: dict[str, Any], budget: TimeBudget) -> None:
         number = call["call"]
@@ -452,6 +528,10 @@ class Host:
         try:
             answer = {"result": number, "value": await self._dispatch(call, budget)}
             json.dumps(answer)
+        except asyncio.CancelledError as error:
+            if number not in self._running:
+                raise
+            answer = {"error": number, **as_error(error)}  # the environment itself has raised it
         except Exception as error:
             if call["op"] == "load" and not isinstance(error, UsageError):
                 traceback.print_exception(error)

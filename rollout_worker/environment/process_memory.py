@@ -11,7 +11,10 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def process_tree(pid: int) -> list[int]:
-    """Return *pid* and the ids of all its descendants."""
+    """Return *pid* and the ids of all its descendants.
+
+    This is called several times per second. psutil would read the state of every process of the machine for it.
+    """
     found = [pid]
     for parent in found:
         # The kernel lists children by the thread that created them.

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import chain, count
 from typing import Any, Final
 
 from rollout_api.manifest.quantity import parse_quantity
@@ -27,7 +27,7 @@ _CHECK_INTERVAL_S = 0.1
 """Seconds between two checks of the memory and the time limit."""
 _GRACE_S = 2.0
 """Seconds beyond its time limit after which a process that does not even report a timeout is killed."""
-_MAX_IN_FLIGHT = 1024
+MAX_IN_FLIGHT = 1024
 """Number of calls that the process has at the same time."""
 _MIN_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
@@ -42,7 +42,7 @@ class _Call:
     message: dict[str, Any]
     future: Future[Any]
     is_suspect: bool = False
-    """Whether the call was in flight when the process ended for an unknown reason. It is repeated alone."""
+    """Whether the call is repeated because the process may have ended on account of it."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,10 @@ class _ProcessEndedError(Exception):
 class EnvironmentSupervisor:
     """Runs an environment in a process of its own, and restarts the process when it has ended.
 
-    A call that makes the process hang or use too much memory fails with that error, and the other calls of the process
-    are repeated. If it is unknown which call is to blame, or if the process has ended by itself, the calls that may be
-    to blame are repeated one at a time, and fail if it happens again.
+    A call that makes the process hang fails with that error, and the other calls of the process are repeated. A call
+    that makes the process end or use too much memory is repeated alone, and fails if it happens again. If it is unknown
+    which of several calls is to blame, they are repeated in two halves, of which one is halved again if it happens
+    again.
 
     Args:
         spec: the environment.
@@ -93,7 +94,8 @@ class EnvironmentSupervisor:
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._waiting: deque[_Call] = deque()
-        self._suspects: deque[_Call] = deque()
+        self._suspects: deque[list[_Call]] = deque()
+        """Groups of calls that are repeated one group at a time."""
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._wake_writer.setblocking(False)
         self._is_closed = False
@@ -130,7 +132,7 @@ class EnvironmentSupervisor:
             arguments: what the operation needs, as data for JSON.
 
         Returns:
-            A future with the result, or with an EnvironmentCallError.
+            A future with the result, or with an EnvironmentCallError. If it is cancelled, so is the call.
         """
         call = _Call({"op": operation, **arguments}, Future())
         with self._lock:
@@ -147,6 +149,7 @@ class EnvironmentSupervisor:
         self._wake_writer.close()
         if self._thread.is_alive():
             self._thread.join()
+        self._wake_reader.close()
 
     def _wake(self) -> None:
         with suppress(OSError):
@@ -155,23 +158,23 @@ class EnvironmentSupervisor:
     # The thread
 
     def _run(self) -> None:
+        reason = "the job has ended"
         try:
             while not self._is_closed:
                 self._run_process()
                 if self._loaded.exception() is not None:
                     return
                 self._wait_before_restart()
+        except Exception:
+            logger.exception("The supervision of the environment has failed")
+            reason = "its supervision has failed; the log has the reason"
         finally:
             if not self._loaded.done():
-                self._loaded.set_exception(EnvironmentLoadError("its supervision has failed; the log has the reason"))
-            error = EnvironmentCallError(EnvironmentErrorType.UNAVAILABLE, "the job has ended")
+                self._loaded.set_exception(EnvironmentLoadError(reason))
+            error = EnvironmentCallError(EnvironmentErrorType.UNAVAILABLE, reason)
             with self._lock:
                 self._is_closed = True
-                calls = [*self._suspects, *self._waiting]
-                self._suspects.clear()
-                self._waiting.clear()
-            for call in calls:
-                _fail(call, error)
+            self._fail_waiting(error)
 
     def _run_process(self) -> None:
         """Run one process to its end."""
@@ -228,52 +231,64 @@ class EnvironmentSupervisor:
             how = state.process.kill()
             is_exit = ended.error_type is EnvironmentErrorType.EXIT
             reason = f"{ended} while it was loaded ({how})" if is_exit else str(ended)
-            self._on_load_failure(reason + state.process.last_output)
+            self._on_load_failure(reason, state.process.last_output)
             return False
         if is_first:
             self._loaded.set_exception(EnvironmentLoadError("the job has ended"))
         return False
 
-    def _on_load_failure(self, message: str) -> None:
+    def _on_load_failure(self, message: str, last_output: str = "") -> None:
         if not self._loaded.done():
-            self._loaded.set_exception(EnvironmentLoadError(message))
+            self._loaded.set_exception(EnvironmentLoadError(message + last_output))
             return
         self._load_failures += 1
-        logger.warning("The environment cannot be loaded again: %s", message)
+        # What it has printed is not part of the calls' errors, which the job's status shows to everyone.
+        logger.warning("The environment cannot be loaded again: %s%s", message, last_output)
         if self._load_failures < _MAX_LOAD_FAILURES:
             return
         text = f"the environment cannot be loaded again since its process has ended: {message}"
+        self._fail_waiting(EnvironmentCallError(EnvironmentErrorType.UNAVAILABLE, text))
+
+    def _fail_waiting(self, error: EnvironmentCallError) -> None:
         with self._lock:
-            calls = [*self._suspects, *self._waiting]
+            calls = [*chain.from_iterable(self._suspects), *self._waiting]
             self._suspects.clear()
             self._waiting.clear()
         for call in calls:
-            _fail(call, EnvironmentCallError(EnvironmentErrorType.UNAVAILABLE, text))
+            _fail(call, error)
 
     def _serve(self, state: _State) -> None:
         while not self._is_closed:
+            self._cancel_calls(state)
             for call in self._next_calls(state):
+                if call.future.cancelled():
+                    continue
                 number = next(self._numbers)
                 state.in_flight[number] = call
-                if len(state.in_flight) == 1:
-                    state.last_message = time.monotonic()
                 self._send(state, {"call": number, **call.message})
             for message in self._wait(state):
                 self._process(state, message)
             silence = time.monotonic() - state.last_message
-            if state.in_flight and silence > self._timeout_s + _GRACE_S:
+            is_busy = state.in_flight or state.blocking is not None
+            if is_busy and silence > self._timeout_s + _GRACE_S:
                 raise _ProcessEndedError(
                     EnvironmentErrorType.TIMEOUT,
                     f"the environment took more than {self._timeout_s:g} s (timeoutSeconds)",
                 )
+
+    def _cancel_calls(self, state: _State) -> None:
+        """Let the process end the calls whose results nobody waits for any more."""
+        for number in [number for number, call in state.in_flight.items() if call.future.cancelled()]:
+            del state.in_flight[number]
+            self._send(state, {"call": number, "op": "cancel"})
 
     def _next_calls(self, state: _State) -> list[_Call]:
         with self._lock:
             if any(call.is_suspect for call in state.in_flight.values()):
                 return []
             if self._suspects:
-                return [] if state.in_flight else [self._suspects.popleft()]
-            number = min(len(self._waiting), _MAX_IN_FLIGHT - len(state.in_flight))
+                return [] if state.in_flight else self._suspects.popleft()
+            number = min(len(self._waiting), MAX_IN_FLIGHT - len(state.in_flight))
             return [self._waiting.popleft() for _ in range(number)]
 
     def _send(self, state: _State, message: Mapping[str, Any]) -> None:
@@ -331,25 +346,38 @@ class EnvironmentSupervisor:
             _fail(call, EnvironmentCallError(EnvironmentErrorType(message["type"]), message["message"]))
 
     def _on_end(self, state: _State, error_type: EnvironmentErrorType, message: str) -> None:
-        """Let the call fail that has ended the process, and repeat all others."""
-        calls, state.in_flight = state.in_flight, {}
-        to_blame = state.blocking if state.blocking in calls else next(iter(calls)) if len(calls) == 1 else None
+        """Let the call fail that has ended the process, or find it, and repeat all others."""
         # What it has printed is not part of the error, which the job's status shows to everyone.
         logger.warning("The environment's process is restarted: %s%s", message, state.process.last_output)
-        suspects = list(calls.values())
-        if to_blame is not None:
-            call = calls.pop(to_blame)
-            # A process may also have been ended from outside, so that a call is only blamed if it happens again.
-            if error_type is EnvironmentErrorType.EXIT and not call.is_suspect:
-                suspects = [call]
-            else:
-                suspects = []
-                _fail(call, EnvironmentCallError(error_type, message))
+        calls, state.in_flight = state.in_flight, {}
+        was_alone = len(calls) == 1
+        is_known = state.blocking is not None or was_alone
+        culprit = None
+        if state.blocking is not None:
+            # A call that was cancelled may still have been blocking the process, and is not among the calls any more.
+            culprit = calls.pop(state.blocking, None)
+        elif was_alone:
+            _, culprit = calls.popitem()
+        others = list(calls.values())
+        is_certain = error_type is EnvironmentErrorType.TIMEOUT or (was_alone and culprit and culprit.is_suspect)
+        # The others may have used the memory as well, before the one that is running.
+        others_are_suspect = not is_known or error_type is EnvironmentErrorType.MEMORY
+        groups = []
+        if culprit is not None and is_certain:
+            _fail(culprit, EnvironmentCallError(error_type, message))
+        elif culprit is not None:
+            groups.append([culprit])
+        if others_are_suspect:
+            half = len(others) // 2
+            groups += [others] if is_known else [others[:half], others[half:]]
+            others = []
         with self._lock:
-            for call in suspects:
+            for call in chain.from_iterable(groups):
                 call.is_suspect = True
-            self._suspects.extend(suspects)
-            self._waiting.extendleft(reversed([call for call in calls.values() if not call.is_suspect]))
+            for call in others:
+                call.is_suspect = False
+            self._suspects.extend(group for group in groups if group)
+            self._waiting.extendleft(reversed(others))
 
     def _wait_before_restart(self) -> None:
         self._restarts += 1

@@ -131,10 +131,6 @@ class VerifiersEnvironment:
             self._rows[problem] = dict(row)
         return [{"id": problem, "prompt": []} for problem in self._rows]
 
-    async def reward(self, call: Mapping[str, Any]) -> float:
-        """Not used: the environment scores its own trajectories."""
-        raise NotImplementedError
-
     async def trajectories(self, call: Mapping[str, Any], budget: TimeBudget) -> list[dict[str, Any]]:
         """Run the trajectories of one problem; return the reward or the error of each."""
         row = self._rows.get(call["problem"])

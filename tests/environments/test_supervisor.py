@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,16 +18,17 @@ from hypothesis import strategies as st
 
 from rollout_api.manifest.spec import Environment
 from rollout_worker.environment.errors import EnvironmentCallError, EnvironmentErrorType, EnvironmentLoadError
-from rollout_worker.environment.supervisor import EnvironmentSupervisor
+from rollout_worker.environment.supervisor import MAX_IN_FLIGHT, EnvironmentSupervisor
 from tests.support.waiting import wait_for
 
 ENVIRONMENTS = Path(__file__).parents[1] / "support" / "environments"
-ALL_ACTIONS = ["one", "raise", "sys_exit", "nan", "none", "text", "die", "segfault", "print"]
+ALL_ACTIONS = ["one", "raise", "sys_exit", "cancelled", "nan", "none", "text", "die", "segfault", "print"]
 EXPECTED = {
     "one": 1.0,
     "print": 1.0,
     "raise": EnvironmentErrorType.EXCEPTION,
     "sys_exit": EnvironmentErrorType.EXCEPTION,
+    "cancelled": EnvironmentErrorType.EXCEPTION,
     "nan": EnvironmentErrorType.REWARD,
     "none": EnvironmentErrorType.REWARD,
     "text": EnvironmentErrorType.REWARD,
@@ -143,6 +145,56 @@ def test_a_process_that_is_killed_from_outside_is_restarted(start: Start, tmp_pa
     assert 1 == supervisor.restarts
 
 
+def test_the_process_ends_with_the_job_although_it_has_unread_calls(tmp_path: Path) -> None:
+    file = tmp_path / "calls"
+    program = (
+        "import time\n"
+        "from rollout_api.manifest.spec import Environment\n"
+        "from rollout_worker.environment.supervisor import EnvironmentSupervisor\n"
+        f"args = {{'actions': ['hang'], 'calls': {str(file)!r}}}\n"
+        "supervisor = EnvironmentSupervisor(Environment(entry_point='scripted:make', args=args))\n"
+        "supervisor.load()\n"
+        "for _ in range(100):\n"
+        "    supervisor.call('reward', {'problem': '0-hang', 'text': 'x' * 1000, 'token_ids': []})\n"
+        "time.sleep(1000)\n"
+    )
+    job = subprocess.Popen([sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": str(ENVIRONMENTS)})
+    wait_for(lambda: file.exists() and bool(file.read_text()), 60)
+    pid = int(file.read_text().split()[0])
+    job.kill()
+    job.wait()
+    wait_for(lambda: not Path(f"/proc/{pid}").exists(), 15)
+
+
+def test_the_call_that_ends_the_process_is_found_by_halving(start: Start) -> None:
+    actions = ["die", *["one"] * 80]
+    supervisor = start(actions, "make_async")
+    began = time.monotonic()
+    assert [EXPECTED[action] for action in actions] == outcomes(supervisor, actions)
+    assert time.monotonic() - began < 25  # one after the other, they would take 40 s
+
+
+def test_calls_that_only_use_too_much_memory_together_succeed(start: Start) -> None:
+    actions = ["keep"] * 12
+    supervisor = start(actions, "make_async", memory_limit="256Mi")
+    assert [1.0] * 12 == outcomes(supervisor, actions)
+    assert supervisor.restarts
+
+
+def test_calls_that_are_given_up_make_room_for_others(start: Start) -> None:
+    supervisor = start(["hang", "one"], "make_async")
+    given_up = [
+        supervisor.call("reward", {"problem": "0-hang", "text": "", "token_ids": []}) for _ in range(MAX_IN_FLIGHT)
+    ]
+    time.sleep(1)
+    assert all(call.cancel() for call in given_up)
+    began = time.monotonic()
+    call = supervisor.call("reward", {"problem": "1-one", "text": "", "token_ids": []})
+    assert 1.0 == call.result(timeout=60)
+    assert time.monotonic() - began < 20  # the others would take a minute to fail
+    assert 0 == supervisor.restarts
+
+
 def test_an_environment_may_close_its_output(start: Start) -> None:
     supervisor = start(["close_output"])
     assert [1.0] == outcomes(supervisor, ["close_output"])
@@ -184,6 +236,7 @@ def test_closing_ends_the_process_and_open_calls(start: Start, tmp_path: Path) -
         ({"entry_point": "scripted:die"}, "(?s)ended while it was loaded.*exit code 9.*out of disk space"),
         ({"entry_point": "scripted:RepeatedIds", "args": {"actions": ["one"]}}, "problem_id '0-one'.*its own"),
         ({"entry_point": "scripted:StrangePrompts", "args": {"actions": []}}, "'a': the prompt is neither"),
+        ({"entry_point": "scripted:Prompts", "args": {"actions": [7]}}, "'0': the prompt is neither"),
         ({"entry_point": "scripted:make", "python": "/no/python"}, "/no/python cannot be started"),
         ({"verifiers": "gsm8k"}, "has no package verifiers; install it"),
     ],

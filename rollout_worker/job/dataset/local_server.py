@@ -67,15 +67,22 @@ class LocalServer:
         (tokens / "environment").write_text(self.token)
         self._start()
         self._keeper = asyncio.ensure_future(self._keep_running())
+        try:
+            await self._wait_until_it_serves()
+        except BaseException:
+            await self.__aexit__(None, None, None)
+            raise
+        return self
+
+    async def _wait_until_it_serves(self) -> None:
         async with httpx.AsyncClient() as client:
             while True:
                 try:
                     if (await client.get(f"http://127.0.0.1:{self._port}/health")).is_success:
-                        return self
+                        return
                 except httpx.TransportError:
                     pass
                 if self._failures >= _MAX_START_FAILURES:
-                    await self.__aexit__(None, None, None)
                     raise EngineError(
                         "the HTTP server from which the environment samples cannot start; check spec.server.args. The "
                         f"end of its output: {self._log}"

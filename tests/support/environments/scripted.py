@@ -46,6 +46,9 @@ class ScriptedEnvironment:
     def _sys_exit(self) -> float:
         sys.exit("unlicensed")
 
+    def _cancelled(self) -> float:
+        raise asyncio.CancelledError
+
     def _nan(self) -> float:
         return float("nan")
 
@@ -104,7 +107,10 @@ class AsyncEnvironment(ScriptedEnvironment):
         """Wait a moment, or forever, before the reward."""
         if problem["answer"] == "hang":
             await asyncio.sleep(1000)
+        kept = b"1" * 40_000_000 if problem["answer"] == "keep" else b""
         await asyncio.sleep(0.5)
+        if kept:
+            return 1.0
         return super().reward(problem, messages)
 
 

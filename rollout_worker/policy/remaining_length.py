@@ -38,15 +38,20 @@ class RemainingWork(NamedTuple):
 def estimate_remaining_work(rollouts: Iterable[SimilarRollouts]) -> RemainingWork:
     """Estimate the remaining tokens of rollouts whose lengths are independent of each other."""
     # Thousands of rollouts have few kinds, if those of a problem share its statistics.
-    by_kind: dict[tuple[int, int, int], SimilarRollouts] = {}
+    kinds: list[SimilarRollouts] = []
+    numbers: list[int] = []
+    indices: dict[tuple[int, int, int], int] = {}
     for rollout in rollouts:
-        if rollout.num_rollouts:
-            kind = id(rollout.length_stats), rollout.generated, rollout.max_tokens
-            before = by_kind[kind].num_rollouts if kind in by_kind else 0
-            by_kind[kind] = rollout._replace(num_rollouts=before + rollout.num_rollouts)
-    if not by_kind:
+        stats, generated, max_tokens, number = rollout
+        if not number:
+            continue
+        index = indices.setdefault((id(stats), generated, max_tokens), len(kinds))
+        if index == len(kinds):
+            kinds.append(rollout)
+            numbers.append(0)
+        numbers[index] += number
+    if not kinds:
         return RemainingWork(0.0, 0.0)
-    kinds = list(by_kind.values())
     quantiles = np.stack(
         [
             remaining_quantiles(
@@ -55,7 +60,7 @@ def estimate_remaining_work(rollouts: Iterable[SimilarRollouts]) -> RemainingWor
             for rollout in kinds
         ]
     )
-    counts = np.array([rollout.num_rollouts for rollout in kinds])
+    counts = np.array(numbers)
     lengths = np.unique(quantiles)
     first, last = 0, len(lengths) - 1
     while first < last:

@@ -6,6 +6,8 @@ from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import RolloutRequest
 from rollout_worker.job.coordinator.open_request import OpenRequest
+from rollout_worker.job.coordinator.sibling_groups import SiblingGroups
+from rollout_worker.job.coordinator.sibling_lengths import SiblingLengths
 from rollout_worker.policy.remaining_length import estimate_remaining_work
 
 SHORT = LengthStats.from_lengths([(0, 10, False)] * 8)
@@ -14,7 +16,7 @@ SHORT = LengthStats.from_lengths([(0, 10, False)] * 8)
 def opened(**settings: object) -> OpenRequest:
     sampling = Sampling.model_validate({"n": 4, "max_tokens": 100, **settings})
     request = RolloutRequest(job_uid="u", request_id="r", prompt_token_ids=[1], sampling=sampling)
-    return OpenRequest("1-0", request, 1, None, SHORT)
+    return OpenRequest("1-0", request, 1, None, SiblingLengths(SHORT))
 
 
 def remaining(request: OpenRequest) -> float:
@@ -34,3 +36,20 @@ def test_rollouts_that_no_end_token_ends_are_expected_to_reach_the_limit() -> No
 def test_rollouts_that_may_end_before_the_limit_are_expected_to_be_as_long_as_earlier_ones() -> None:
     for settings in ({"stop": ["x"]}, {"stop_token_ids": [3]}):
         assert 10 == opened(ignore_eos=True, **settings).predicted_length
+
+
+def test_siblings_share_the_newest_history_and_statistics_until_one_ends() -> None:
+    first, second = opened(), opened()
+    second.lengths = SiblingLengths(LengthStats.from_lengths([(0, 30, False)] * 8))
+    groups = SiblingGroups()
+    groups.add(first)
+    groups.add(second)
+    assert 30 == first.predicted_length == second.predicted_length
+    first.lengths.append(50)
+    assert (30 + 30 + 50) / 3 == second.predicted_length
+    first.lengths.append(50)
+    stats = second.lengths.stats
+    assert stats is first.lengths.stats
+    assert 200 == remaining(second)
+    second.lengths.append(80)
+    assert stats is not first.lengths.stats

@@ -16,6 +16,7 @@ from rollout_worker.job.coordinator.dead_letters import DeadLetters
 from rollout_worker.job.coordinator.open_request import OpenRequest
 from rollout_worker.job.coordinator.request_checks import check_request
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
+from rollout_worker.job.coordinator.sibling_lengths import SiblingLengths
 from rollout_worker.job.job_store import Admission, Entry, JobStore, Stream, arrival_time
 from rollout_worker.job.job_store.assignments import RolloutKey
 from rollout_worker.job.job_store.requests import RequestProgress
@@ -139,7 +140,7 @@ class RequestAdmission:
                 request,
                 self._num_arrivals,
                 arrival_time(entry_id) + request.deadline_seconds if request.deadline_seconds else None,
-                lengths[request.problem],
+                SiblingLengths(lengths[request.problem]),
                 set(done),
                 cancelled=cancelled,
                 recovered=held is not None,

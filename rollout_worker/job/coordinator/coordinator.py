@@ -19,6 +19,7 @@ from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.coordinator.message_reader import MessageReader
 from rollout_worker.job.coordinator.pause import PauseAnnouncer
+from rollout_worker.job.coordinator.reconciliation import Reconciliation
 from rollout_worker.job.coordinator.recovery import Recovery, describe_job
 from rollout_worker.job.coordinator.rollout_placer import RolloutPlacer
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
@@ -88,6 +89,7 @@ class Coordinator:
         self._pause = PauseAnnouncer(job_store, self._orders)
         self._passing = WeightPassing(self._orders, limits)
         self._engines = EngineTracker(job_store, self._orders, self._tracker, self._queue, self._answers, limits)
+        self._reconciliation = Reconciliation(job_store, self._tracker, self._engines)
         self._cancellations = Cancellations(job_store, self._orders, self._tracker, self._answers)
         self._control = ControlProcessor(
             job_store, self._cancellations, self._weights, self._pause, self._engines, self._dead_letters
@@ -173,7 +175,7 @@ class Coordinator:
         """
         await self._recovery.take_over()
         limits = self._limits
-        checked_at = published_at = reconciled_at = 0.0
+        checked_at = published_at = round_began_at = 0.0
         while not await self._ended():
             now = time.monotonic()
             if now - checked_at >= limits.engine_check_interval_s:
@@ -182,13 +184,14 @@ class Coordinator:
             if now - published_at >= limits.status_interval_s:
                 published_at = now
                 await self._publisher.publish()
-            if now - reconciled_at >= limits.reconcile_interval_s:
-                reconciled_at = now
-                await self._engines.reconcile()
+            if now - round_began_at >= limits.reconcile_interval_s:
+                round_began_at = now
+                self._reconciliation.begin_round()
                 if self._pause.mode is None:
                     await self._placer.migrate(
                         tokens_per_second=self._publisher.rollout_speed, accepted_per_step=self.board.accepted_per_step
                     )
+            await self._reconciliation.step()
             await self._placer.assign_waiting(self._slow_clients.names)
             await self._answers.send_batch()
             await self._reader.read()

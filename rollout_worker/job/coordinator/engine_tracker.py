@@ -36,8 +36,6 @@ class EngineTracker:
         """Number of engines that this coordinator has lost."""
         self._job_store, self._orders, self._limits = job_store, orders, limits
         self._tracker, self._queue, self._answers = tracker, queue, answers
-        self._unconfirmed: set[tuple[str, RolloutKey]] = set()
-        """Assignments that were missing from their engine's inbox at the last reconciliation."""
 
     async def update(self) -> list[str]:
         """Read the engines' leases and reports, and reclaim the rollouts of lost engines.
@@ -122,9 +120,10 @@ class EngineTracker:
             return
         request = self._tracker.requests.get(event.request_id)
         if request is not None and request.assigned.get(event.sample) == event.returned_by:
-            self._requeue_returned(request, event.sample)
+            self.requeue_returned(request, event.sample)
 
-    def _requeue_returned(self, request: OpenRequest, sample: int) -> None:
+    def requeue_returned(self, request: OpenRequest, sample: int) -> None:
+        """Queue a rollout again that its engine has returned."""
         self._tracker.unassign((request.request_id, sample))
         if sample in request.done:
             return
@@ -133,28 +132,3 @@ class EngineTracker:
             self._answers.cancel(request, sample)
         else:
             self._tracker.queue(request, [sample])
-
-    async def reconcile(self) -> None:
-        """Compare the assignments with Redis, because events are trimmed and may have been missed.
-
-        Rollouts that have ended are in the ledger. Rollouts that were returned are neither there nor in their engine's
-        inbox. An assignment must be missing in two consecutive reconciliations, as it may just be on its way.
-        """
-        missing: set[tuple[str, RolloutKey]] = set()
-        for engine in self.engines:
-            orders = await retry_async(self._job_store.assignments.inbox, engine)
-            in_inbox = {order.assignment.key for order in orders if order.assignment is not None}
-            missing |= {(engine, key) for key in self._tracker.assigned[engine] - in_inbox}
-        running = [request for request in self._tracker.requests.values() if request.assigned]
-        progress = await retry_async(self._job_store.requests.progress, [request.request_id for request in running])
-        for request, (done, _) in zip(running, progress, strict=True):
-            for sample in done:
-                self._tracker.record_end(RolloutEvent(request.request_id, sample))
-        for engine, (request_id, sample) in missing & self._unconfirmed:
-            found = self._tracker.requests.get(request_id)
-            if found is not None and found.assigned.get(sample) == engine:
-                logger.warning(
-                    "Engine %s has returned rollout %s, and the event was missed.", engine, found.rollout_id(sample)
-                )
-                self._requeue_returned(found, sample)
-        self._unconfirmed = missing

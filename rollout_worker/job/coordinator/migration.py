@@ -44,6 +44,7 @@ def plan_migrations(
         return []
     cost = StepCost(*(statistics.median(values) for values in zip(*costs, strict=True)))
     now = time.monotonic()
+    expected_tokens: dict[tuple[int, int, int], float] = {}
     comparable: defaultdict[tuple[bool, int], dict[str, list[PlacedRollout]]] = defaultdict(dict)
     movable: set[tuple[str, int]] = set()
     for engine, report in engines.items():
@@ -54,8 +55,10 @@ def plan_migrations(
             remaining = request.remaining_work_of(sample, tokens_per_second, now)
             key = (request.request_id, sample)
             context_tokens = len(request.request.prompt_token_ids) + remaining.generated
-            steps = estimate_remaining_work([remaining]).total_tokens / tokens_per_step
-            rollouts.append(PlacedRollout(key, context_tokens, steps))
+            kind = id(remaining.length_stats), remaining.generated, remaining.max_tokens
+            if kind not in expected_tokens:
+                expected_tokens[kind] = estimate_remaining_work([remaining]).total_tokens
+            rollouts.append(PlacedRollout(key, context_tokens, expected_tokens[kind] / tokens_per_step))
             # A pinned rollout would start from the beginning if its version were not served any more.
             pinned = request.request.weight_version is not None
             if can_continue(request.request.sampling) and not request.cancelled and not pinned:

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from rollout_api.length_stats import LengthStats
 from rollout_api.protocol.messages import RolloutRequest
-from rollout_worker.history.length_lookup import NO_LENGTH_STATS
+from rollout_worker.job.coordinator.sibling_lengths import SiblingLengths
 from rollout_worker.job.limits import RUNNING_LENGTH_STEP
 from rollout_worker.policy.remaining_length import SimilarRollouts
-
-_HISTORY_WEIGHT = 2
-"""Weight of the history's mean length in a prediction, in rollouts of the group itself."""
-_MAX_LENGTHS = 128
-"""Number of siblings, those that have ended last, whose lengths a prediction uses."""
-
-
-def no_lengths() -> deque[int]:
-    """Return an empty list of the lengths of siblings that have ended."""
-    return deque(maxlen=_MAX_LENGTHS)
 
 
 @dataclass
@@ -35,16 +25,14 @@ class OpenRequest:
     """Position of the request in the order of arrival."""
     deadline: float | None
     """Unix time by Redis' clock; None if there is none."""
-    history: LengthStats = NO_LENGTH_STATS
-    """Lengths of earlier rollouts of the problem."""
+    lengths: SiblingLengths = field(default_factory=SiblingLengths)
+    """Lengths of earlier rollouts of the problem, and of siblings."""
     done: set[int] = field(default_factory=set)
     """Samples that have ended."""
     assigned: dict[int, str] = field(default_factory=dict)
     """Sample → id of the engine that produces it."""
     assigned_at: dict[int, float] = field(default_factory=dict)
     """Sample → ``time.monotonic()`` of its assignment."""
-    lengths: deque[int] = field(default_factory=no_lengths)
-    """Lengths of siblings that have ended, in tokens."""
     cancelled: bool = False
     recovered: bool = False
     """Whether another coordinator may have assigned its samples before."""
@@ -58,11 +46,11 @@ class OpenRequest:
         """The request's id."""
         return self.request.request_id
 
-    def __post_init__(self) -> None:
-        """Predict the lengths of samples that only ``max_tokens`` ends, whatever the lengths of earlier rollouts."""
+    @cached_property
+    def _reaches_limit(self) -> bool:
+        """Whether only ``max_tokens`` ends the samples, whatever the lengths of earlier rollouts."""
         sampling = self.request.sampling
-        if sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids:
-            self.history = LengthStats.from_lengths([(0, sampling.max_tokens, False)])
+        return sampling.ignore_eos and not sampling.stop and not sampling.stop_token_ids
 
     @cached_property
     def group(self) -> str:
@@ -82,10 +70,8 @@ class OpenRequest:
 
     @property
     def predicted_length(self) -> float:
-        """Expected length of a sample in tokens: the history's mean, corrected by the samples that have ended."""
-        prior = _HISTORY_WEIGHT if self.history.count else 0
-        count = prior + len(self.lengths)
-        return (prior * self.history.mean + sum(self.lengths)) / count if count else 0.0
+        """Expected length of a sample in tokens."""
+        return float(self.request.sampling.max_tokens) if self._reaches_limit else self.lengths.expected
 
     def estimated_tokens(self, sample: int, rate: float, now: float) -> int:
         """Estimate how many tokens a running sample has, at *rate* tokens per second since its assignment."""
@@ -95,8 +81,12 @@ class OpenRequest:
 
     def remaining_work(self, rate: float, now: float) -> Iterator[SimilarRollouts]:
         """Yield the samples that have not ended, in groups of equal estimated length; waiting samples come first."""
-        waiting = self.request.sampling.n - len(self.done) - len(self.assigned)
-        yield self._samples_at(0, waiting)
+        if waiting := self.request.sampling.n - len(self.done) - len(self.assigned):
+            yield self._samples_at(0, waiting)
+        if len(self.assigned) == 1:
+            [sample] = self.assigned
+            yield self._samples_at(self.estimated_tokens(sample, rate, now), 1)
+            return
         for length, count in Counter(self.estimated_tokens(sample, rate, now) for sample in self.assigned).items():
             yield self._samples_at(length, count)
 
@@ -105,7 +95,12 @@ class OpenRequest:
         return self._samples_at(self.estimated_tokens(sample, rate, now), 1)
 
     def _samples_at(self, length: int, count: int) -> SimilarRollouts:
-        stats = self.history if self.history.count else NO_LENGTH_STATS
-        if len(self.lengths) > (1 if stats.count else 0):
-            stats = LengthStats.from_lengths((0, length, False) for length in self.lengths)
-        return SimilarRollouts(stats, length, self.request.sampling.max_tokens, count)
+        max_tokens = self.request.sampling.max_tokens
+        stats = _always(max_tokens) if self._reaches_limit else self.lengths.stats
+        return SimilarRollouts(stats, length, max_tokens, count)
+
+
+@lru_cache
+def _always(length: int) -> LengthStats:
+    """Return the statistics of rollouts that all have this length."""
+    return LengthStats.from_lengths([(0, length, False)])

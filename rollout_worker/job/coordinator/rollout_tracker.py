@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 
 from rollout_worker.job.canaries import CanaryTest
@@ -26,6 +26,10 @@ class RolloutTracker:
         """Open requests by id."""
         self.assigned: defaultdict[str, set[RolloutKey]] = defaultdict(set)
         """Engine id → the rollouts that are assigned to it."""
+        self.clients: Counter[str] = Counter()
+        """Client → number of its open requests, if there are any."""
+        self.with_deadline: dict[str, OpenRequest] = {}
+        """Open requests that have a deadline, by id."""
         self.num_rollouts = 0
         """Number of samples of all open requests, including those that have ended."""
         self.groups = SiblingGroups()
@@ -42,6 +46,9 @@ class RolloutTracker:
         """
         self.close(request.request_id)  # it is open already only if Redis has lost it in the meantime
         self.requests[request.request_id] = request
+        self.clients[request.request.reply_to] += 1
+        if request.deadline is not None:
+            self.with_deadline[request.request_id] = request
         group = self.groups.add(request)
         self.num_rollouts += request.request.sampling.n
         waiting = []
@@ -70,6 +77,11 @@ class RolloutTracker:
         for sample in list(request.assigned):
             self.unassign((request_id, sample))
         del self.requests[request_id]
+        self.with_deadline.pop(request_id, None)
+        client = request.request.reply_to
+        self.clients[client] -= 1
+        if not self.clients[client]:
+            del self.clients[client]
         self.groups.remove(request)
         self._canaries.discard(request_id)
         self.num_rollouts -= request.request.sampling.n

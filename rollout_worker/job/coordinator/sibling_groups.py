@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 
-from rollout_worker.job.coordinator.open_request import OpenRequest, no_lengths
+from rollout_worker.job.coordinator.open_request import OpenRequest
+from rollout_worker.job.coordinator.sibling_lengths import SiblingLengths
 
 _MIN_RELATIVE_CHANGE = 0.01
 """Change of the expected length of a group from which its waiting samples are reordered. It limits the work for groups
@@ -17,10 +18,10 @@ class SiblingGroup:
     """The open requests of one problem, turn and purpose, in one or several processes of the trainer."""
 
     name: str
+    lengths: SiblingLengths
+    """Lengths of earlier rollouts, and of siblings that have ended, also of requests that are answered."""
     requests: dict[str, OpenRequest] = field(default_factory=dict)
     """Open requests by id."""
-    lengths: deque[int] = field(default_factory=no_lengths)
-    """Lengths of the rollouts that have ended, also of requests that are answered, in tokens."""
     started: bool = False
     """Whether a rollout was assigned to an engine."""
     assigned: Counter[str] = field(default_factory=Counter)
@@ -60,8 +61,9 @@ class SiblingGroups:
 
     def add(self, request: OpenRequest) -> SiblingGroup:
         """Add an open request to its group, and return the group."""
-        group = self._groups.setdefault(request.group, SiblingGroup(request.group))
+        group = self._groups.setdefault(request.group, SiblingGroup(request.group, request.lengths))
         group.requests[request.request_id] = request
+        group.lengths.history = request.lengths.history  # it may be newer
         request.lengths = group.lengths
         return group
 

@@ -24,7 +24,7 @@ class SlowClients:
 
     async def update(self) -> None:
         """Count the unread results of all clients with open requests."""
-        clients = list({request.request.reply_to for request in self._tracker.requests.values()})
+        clients = list(self._tracker.clients)
         counts = await asyncio.gather(*(retry_async(self._job_store.results.unread, client) for client in clients))
         unread = dict(zip(clients, counts, strict=True))
         slow = frozenset(client for client, results in unread.items() if results.size_bytes > self._max_unread_bytes)

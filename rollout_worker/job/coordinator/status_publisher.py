@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Iterator
 
 from rollout_api.protocol.status import CoordinatorStatus, EnvironmentErrors
 from rollout_api.redis_client.retry import retry_async
@@ -21,9 +22,12 @@ from rollout_worker.job.coordinator.slow_clients import SlowClients
 from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import JobStore
-from rollout_worker.policy.remaining_length import estimate_remaining_work
+from rollout_worker.policy.remaining_length import RemainingWork, SimilarRollouts, estimate_remaining_work
 
 logger = logging.getLogger(__name__)
+
+_MAX_ESTIMATING_SHARE = 0.05
+"""Share of the time that may be spent on estimates of the remaining work."""
 
 
 class StatusPublisher:
@@ -53,6 +57,9 @@ class StatusPublisher:
         self._dead_letters, self._canaries = dead_letters, canaries
         self._stored_canaries = 0
         """Number of canaries in the state that was last stored."""
+        self._remaining = RemainingWork(0.0, 0.0)
+        self._next_estimate = 0.0
+        """``time.monotonic()`` of the next estimate of the remaining work."""
 
     async def restore(self) -> None:
         """Continue the canary test of an earlier coordinator, if its state can be read."""
@@ -85,13 +92,10 @@ class StatusPublisher:
     def _input(
         self, totals: dict[str, int], engine_errors: dict[str, str], environment_errors: dict[str, EnvironmentErrors]
     ) -> StatusInput:
-        now, speed = time.monotonic(), self.rollout_speed
-        requests = self._tracker.requests.values()
-        remaining = (rollouts for request in requests for rollouts in request.remaining_work(speed, now))
         return StatusInput(
             uid=self._job_store.keys.uid,
             coordinator=self._orders.coordinator,
-            requests=len(requests),
+            requests=len(self._tracker.requests),
             waiting=self._queue.num_waiting,
             assigned={engine: len(keys) for engine, keys in self._tracker.assigned.items()},
             totals=totals,
@@ -104,11 +108,24 @@ class StatusPublisher:
             weight_version=self._weights.desired_version or 0,
             unread=self._slow_clients.unread,
             slow_clients=sorted(self._slow_clients.names),
-            remaining=estimate_remaining_work(remaining),
+            remaining=self._remaining_work(),
             drift=self._canaries.drift,
             closing=self._control.closing,
             paused=self._pause.mode is not None,
         )
+
+    def _remaining_work(self) -> RemainingWork:
+        now = time.monotonic()
+        if now >= self._next_estimate or not self._tracker.requests:
+            self._remaining = estimate_remaining_work(self._unfinished_rollouts(now))
+            ended = time.monotonic()
+            self._next_estimate = ended + (ended - now) / _MAX_ESTIMATING_SHARE
+        return self._remaining
+
+    def _unfinished_rollouts(self, now: float) -> Iterator[SimilarRollouts]:
+        speed = self.rollout_speed
+        for request in self._tracker.requests.values():
+            yield from request.remaining_work(speed, now)
 
     async def _write(self, status: CoordinatorStatus) -> None:
         await retry_async(self._job_store.job.set_status, json.dumps(status).encode())

@@ -42,11 +42,10 @@ class UnservableRequests:
 
     async def end_overdue(self) -> None:
         """End the waiting samples of requests whose deadline has passed. Engines end their own samples."""
-        requests = [request for request in self._tracker.requests.values() if request.deadline is not None]
-        if not requests:
+        if not self._tracker.with_deadline:
             return
         now = await retry_async(self._job_store.clock)
-        for request in requests:
+        for request in list(self._tracker.with_deadline.values()):
             if request.deadline is not None and request.deadline <= now:
                 self._answers.end_waiting(request, FinishReason.DEADLINE)
 

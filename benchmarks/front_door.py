@@ -9,6 +9,8 @@ GPU, most of which is a simulated wait, so that the processor is free for the se
 - **End to end**: clients send completions, each the next one when the last one has arrived. Measured is the time until
   all have arrived, at several numbers of clients.
 - **First token**: the same with streamed completions. Measured is the time from sending a request to its first token.
+  If all responses are equally long, those of all clients end in the same step, and their next requests arrive at the
+  same time. The same is therefore also measured with responses of different lengths.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -50,10 +54,23 @@ CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = 4
 PROMPT_TOKENS = 32
 TOKENS = 100
-"""Tokens of each response."""
+"""Tokens of each response, or the mean."""
+VARIED_TOKENS = range(TOKENS // 2, TOKENS * 3 // 2 + 1)
+"""Tokens of responses of different lengths."""
 MAX_ADDED_SHARE = 1.05
 MAX_ADDED_MS = 10.0
 START_TIMEOUT_S = 240.0
+
+
+class Kind(StrEnum):
+    """What is measured."""
+
+    COMPLETE = "complete"
+    """Responses that arrive as a whole."""
+    STREAMED = "streamed"
+    """Responses that are streamed."""
+    VARIED = "streamed, different lengths"
+    """Responses of different lengths that are streamed."""
 
 
 @dataclass(frozen=True)
@@ -145,14 +162,16 @@ def _wait_until_served(url: str, processes: list[subprocess.Popen[bytes]], direc
         time.sleep(0.5)
 
 
-async def measure(url: str, num_clients: int, *, streamed: bool, seed: int) -> Run:
+async def measure(url: str, num_clients: int, kind: Kind, seed: int) -> Run:
     """Send requests to a server, and wait for the responses."""
     rng = random.Random(seed)
-    prompts = [[rng.randrange(10, 300) for _ in range(PROMPT_TOKENS)] for _ in range(num_clients * REQUESTS_PER_CLIENT)]
+    number, streamed = num_clients * REQUESTS_PER_CLIENT, kind is not Kind.COMPLETE
+    prompts = [[rng.randrange(10, 300) for _ in range(PROMPT_TOKENS)] for _ in range(number)]
+    lengths = [rng.choice(VARIED_TOKENS) if kind is Kind.VARIED else TOKENS for _ in range(number)]
     first_token_s: list[float] = []
 
-    async def request(session: aiohttp.ClientSession, prompt: list[int]) -> None:
-        body = {"model": "front-door", "prompt": prompt, "max_tokens": TOKENS, "min_tokens": TOKENS, "stream": streamed}
+    async def request(session: aiohttp.ClientSession, prompt: list[int], length: int) -> None:
+        body = {"model": "front-door", "prompt": prompt, "max_tokens": length, "min_tokens": length, "stream": streamed}
         sent = time.perf_counter()
         async with session.post(f"{url}/v1/completions", json=body) as response:
             response.raise_for_status()
@@ -160,12 +179,12 @@ async def measure(url: str, num_clients: int, *, streamed: bool, seed: int) -> R
                 await response.content.readany()
                 first_token_s.append(time.perf_counter() - sent)
             text = await response.text()
-        if not streamed and json.loads(text)["usage"]["completion_tokens"] != TOKENS:
-            raise RuntimeError(f"{url} has not returned {TOKENS} tokens: {text}")
+        if not streamed and json.loads(text)["usage"]["completion_tokens"] != length:
+            raise RuntimeError(f"{url} has not returned {length} tokens: {text}")
 
     async def run_client(session: aiohttp.ClientSession) -> None:
         while prompts:
-            await request(session, prompts.pop())
+            await request(session, prompts.pop(), lengths.pop())
 
     connector = aiohttp.TCPConnector(limit=num_clients)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as session:
@@ -174,40 +193,39 @@ async def measure(url: str, num_clients: int, *, streamed: bool, seed: int) -> R
         return Run(time.perf_counter() - started, first_token_s)
 
 
-async def measure_in_turns(urls: dict[str, str], rounds: int) -> dict[tuple[str, int, bool], list[Run]]:
-    """Measure all servers in turns; the key of a measurement has the server, the clients, and whether it streamed."""
+async def measure_in_turns(urls: dict[str, str], rounds: int) -> dict[tuple[str, int, Kind], list[Run]]:
+    """Measure all servers in turns; the key of a measurement has the server, the number of clients, and the kind."""
     for url in urls.values():
-        await measure(url, max(CLIENTS), streamed=True, seed=0)
-    runs: dict[tuple[str, int, bool], list[Run]] = {}
+        await measure(url, max(CLIENTS), Kind.STREAMED, seed=0)
+    runs: dict[tuple[str, int, Kind], list[Run]] = {}
     for number in range(1, rounds + 1):
         for num_clients in CLIENTS:
-            for streamed in (False, True):
+            for kind in Kind:
                 order = sorted(urls, reverse=bool(number % 2))
                 for name in order:
-                    run = await measure(urls[name], num_clients, streamed=streamed, seed=number)
-                    runs.setdefault((name, num_clients, streamed), []).append(run)
+                    run = await measure(urls[name], num_clients, kind, seed=number)
+                    runs.setdefault((name, num_clients, kind), []).append(run)
         print(f"round {number} of {rounds}", file=sys.stderr)
     return runs
 
 
-def figures_of(runs: dict[tuple[str, int, bool], list[Run]]) -> list[Figure]:
+def figures_of(runs: dict[tuple[str, int, Kind], list[Run]]) -> list[Figure]:
     """Return the figures."""
     figures = []
     for num_clients in CLIENTS:
-        job, peer = (runs[name, num_clients, False] for name in ("job", "vLLM"))
+        job, peer = (runs[name, num_clients, Kind.COMPLETE] for name in ("job", "vLLM"))
         ratio = median(one.seconds / other.seconds for one, other in zip(job, peer, strict=True))
         target = MAX_ADDED_SHARE if num_clients >= 8 else None
         figures.append(Figure(f"end to end, {num_clients} clients", ratio, "ratio", "vLLM's server", "<=", target))
-    for num_clients in CLIENTS:
-        for what, share in (("median", 0.5), ("p99", 0.99)):
-            job_ms, peer_ms = (
-                1000
-                * quantile([time_s for run in runs[name, num_clients, True] for time_s in run.first_token_s], share)
-                for name in ("job", "vLLM")
-            )
-            target = MAX_ADDED_MS if what == "median" else None
-            name = f"first token later, {what}, {num_clients} clients"
-            figures.append(Figure(name, job_ms - peer_ms, "ms", "vLLM's server", "<=", target))
+    quantiles = (("median", 0.5, MAX_ADDED_MS), ("p99", 0.99, None))
+    for num_clients, kind, (what, share, target) in product(CLIENTS, (Kind.STREAMED, Kind.VARIED), quantiles):
+        job_ms, peer_ms = (
+            1000 * quantile([time_s for run in runs[name, num_clients, kind] for time_s in run.first_token_s], share)
+            for name in ("job", "vLLM")
+        )
+        lengths = ", different lengths" if kind is Kind.VARIED else ""
+        name = f"first token later, {what}, {num_clients} clients{lengths}"
+        figures.append(Figure(name, job_ms - peer_ms, "ms", "vLLM's server", "<=", target))
     return figures
 
 
@@ -220,10 +238,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory, servers(Path(directory)) as urls:
         runs = asyncio.run(measure_in_turns(urls, args.rounds))
     seconds = {
-        f"{name}, {num_clients} clients, {'streamed' if streamed else 'complete'}": spread(
-            [run.seconds for run in found]
-        )
-        for (name, num_clients, streamed), found in runs.items()
+        f"{name}, {num_clients} clients, {kind}": spread([run.seconds for run in found])
+        for (name, num_clients, kind), found in runs.items()
     }
     report(args.json, figures_of(runs), step_s=STEP_S, tokens=TOKENS, rounds=args.rounds, seconds=seconds)
 

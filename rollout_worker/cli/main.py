@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
+import uvloop
 from redis.exceptions import RedisError
 from rich.console import Console
 from rich.markup import escape
@@ -357,7 +358,7 @@ def serve(
         _check_certificate(certificate, certificate_key)
         check(connect(redis), redis)
         model = resolve_model(job.spec.model, model_cache or default_cache(), weights=False)
-        asyncio.run(run())
+        uvloop.run(run())
 
 
 @app.command()

@@ -41,9 +41,9 @@ from benchmarks.figures import Figure, quantile, report, spread
 from benchmarks.redis_server import redis_server
 from benchmarks.simulated_step import environment as simulated_step
 from rollout_api.manifest.rollout_job import parse_job
+from rollout_api.ports import free_port
 from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
 from rollout_worker.engine.model_source import default_cache
-from rollout_worker.runtime.ports import free_port
 from rollout_worker.tiny_model import ensure
 from tests.support.manifests import SMALL_CPU_ENGINE
 

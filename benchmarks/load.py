@@ -46,6 +46,7 @@ import yaml
 
 from benchmarks.figures import Figure, quantile, report
 from rollout_api import AsyncRolloutClient
+from rollout_api.ports import free_port
 from rollout_api.protocol.messages import FinishReason, Partial, RolloutId, RolloutRequest, WeightSpan
 from rollout_api.redis_client.connection import connect
 from rollout_worker.engine.config import EngineConfig
@@ -57,7 +58,6 @@ from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.services import Service
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.job.weight_transport import DirectoryTransport
-from rollout_worker.runtime.ports import free_port
 from rollout_worker.tiny_model import ensure
 from tests.support.redis_servers import Server
 

@@ -43,10 +43,10 @@ from benchmarks.simulated_step import environment as simulated_step
 from rollout_api import AsyncRolloutClient, Prompt
 from rollout_api.asyncio_tasks import cancel_and_wait
 from rollout_api.errors import RolloutClientError
+from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MessageKeys
 from rollout_worker.job.job_store import EngineReport, JobStore
 from rollout_worker.job.job_store.assignments import RolloutKey
-from rollout_worker.runtime.ports import free_port
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.process_supervisor import ProcessSupervisor
 from tests.support.redis_servers import Server

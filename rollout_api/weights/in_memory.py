@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from rollout_api.errors import InvalidRequestError, WeightsError
+from rollout_api.ports import free_port
 from rollout_api.protocol.messages import Broadcast, TensorSpec
 from rollout_api.weights.broadcast import BroadcastGroup, join, send
 from rollout_api.weights.buckets import DEFAULT_BUCKET_BYTES
@@ -112,7 +113,7 @@ class TensorsInMemory:
                 self._membership.group.leave()
             self._membership = _Membership(secrets.token_hex(8), ranks)
         host = self._host or _own_address()
-        uri = f"{self.backend}://{host}:{self._port or _free_port()}"
+        uri = f"{self.backend}://{host}:{self._port or free_port('')}"
         return uri, Broadcast(
             group=self._membership.name,
             ranks=ranks,
@@ -274,12 +275,6 @@ def _without_data(tensor: Any) -> Any:
     import torch
 
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def _own_address() -> str:

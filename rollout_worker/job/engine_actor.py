@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import uvloop
 
+from rollout_api.ports import free_port
 from rollout_worker.engine.compat import own_address
 from rollout_worker.engine.config import EngineConfig, EngineNode, vllm_settings
 from rollout_worker.engine.engine import Engine
@@ -31,7 +32,6 @@ from rollout_worker.job.engine_group import EngineGroup
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.fleet import EngineState
 from rollout_worker.job.setup import JobSetup
-from rollout_worker.runtime.ports import free_port
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ import redis
 from rollout_api.asyncio_tasks import cancel_and_wait, run_in_daemon_thread
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
+from rollout_api.ports import free_port
 from rollout_api.redis_client.address import without_password
 from rollout_api.redis_client.checks import check, explain_error
 from rollout_api.redis_client.connection import connect, connect_history
@@ -38,7 +39,6 @@ from rollout_worker.launch.limits import (
 )
 from rollout_worker.launch.services import JobServices
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
-from rollout_worker.runtime.ports import free_port
 
 if TYPE_CHECKING:
     from rollout_worker.job.fleet import Fleet

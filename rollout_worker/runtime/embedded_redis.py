@@ -10,9 +10,9 @@ from pathlib import Path
 
 import redis
 
+from rollout_api.ports import free_port
 from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_worker.runtime.child_process import spawn_with_parent
-from rollout_worker.runtime.ports import free_port
 
 _START_TIMEOUT_S = 10.0
 """Seconds to wait for an answer of a server that is not loading its data."""

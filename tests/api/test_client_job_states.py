@@ -27,9 +27,9 @@ from rollout_api import (
     RolloutClientError,
     VersionMismatchError,
 )
+from rollout_api.ports import free_port
 from rollout_api.protocol.keys import job_uid_key
 from rollout_api.redis_client import retry
-from rollout_worker.runtime.ports import free_port
 from tests.support.client_tests import PROMPTS, run
 from tests.support.fake_job import VOCABULARY, FakeJob
 from tests.support.waiting import wait_for

@@ -16,10 +16,10 @@ import pytest
 import redis
 import redis.sentinel
 
+from rollout_api.ports import free_port
 from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error, wait_until_usable
 from rollout_api.redis_client.connection import connect, connect_async, connect_history
 from rollout_api.redis_client.retry import is_transient, retry
-from rollout_worker.runtime.ports import free_port
 from tests.support.redis_servers import Certificates, Cluster, Sentinels, Server
 from tests.support.waiting import wait_for
 

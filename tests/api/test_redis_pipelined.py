@@ -10,8 +10,8 @@ import pytest
 import redis
 import redis.asyncio
 
+from rollout_api.ports import free_port
 from rollout_api.redis_client.connection import connect_async
-from rollout_worker.runtime.ports import free_port
 from tests.support.redis_servers import Server
 
 

@@ -14,9 +14,9 @@ import redis.asyncio.sentinel
 import redis.sentinel
 
 from rollout_api.errors import InvalidRequestError, RedisUnreachableError
+from rollout_api.ports import free_port
 from rollout_api.redis_client.client_connection import RedisTarget, open_client, server_name
 from rollout_api.redis_client.retry import ClientRetryPolicy
-from rollout_worker.runtime.ports import free_port
 from tests.support.redis_servers import Certificates, Sentinels
 
 

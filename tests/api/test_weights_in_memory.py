@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from rollout_api import InvalidRequestError, ModelInMemory, TensorsInMemory
+from rollout_api.ports import free_port
 from rollout_api.protocol.messages import Broadcast
 from rollout_api.weights.broadcast import join, nccl_rendezvous, receive
 from rollout_api.weights.buckets import DEFAULT_BUCKET_BYTES, plan_buckets
-from rollout_worker.runtime.ports import free_port
 from tests.support.reference_model import make_model, small_qwen3_moe
 
 ENGINES = itertools.count()

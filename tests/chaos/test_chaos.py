@@ -24,9 +24,9 @@ import pytest
 import redis
 import yaml
 
+from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import CodecError, Refusal, Rollout, decode
-from rollout_worker.runtime.ports import free_port
 from tests.support.chaos_trainer import GROUPS, SAMPLES, TOKENS
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE

@@ -19,11 +19,11 @@ from vllm.distributed.utils import StatelessProcessGroup
 from vllm.distributed.weight_transfer.nccl_common import trainer_init
 from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, packed_nccl_broadcast_producer
 
+from rollout_api.ports import free_port
 from rollout_api.weights.broadcast import TensorTuple, nccl_rendezvous
 from rollout_api.weights.buckets import plan_packed
 from rollout_worker.engine import transfer_group
 from rollout_worker.engine.transfer_group import GroupMembership, TransferGroup, load_unique_id, receive_unique_id
-from rollout_worker.runtime.ports import free_port
 from tests.support.vllm_sender_on_cpu import GlooCommunicator, install
 
 TENSORS = {

@@ -22,6 +22,7 @@ from click.testing import Result
 from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
+from rollout_api.ports import free_port
 from rollout_api.protocol.exit_codes import EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.redis_client.connection import connect_history
@@ -30,7 +31,6 @@ from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history_service.cli import app
 from rollout_worker.history_service.histograms import bin_edges, length_shares
-from rollout_worker.runtime.ports import free_port
 from tests.support.history_contents import KEYS, OTHER
 from tests.support.redis_servers import Server
 from tests.support.waiting import wait_for

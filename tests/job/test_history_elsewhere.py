@@ -13,6 +13,7 @@ import pytest
 import redis
 import yaml
 
+from rollout_api.ports import free_port
 from rollout_api.protocol.exit_codes import EXIT_MANIFEST, EXIT_REDIS
 from rollout_api.protocol.keys import MESSAGE_FIELD, HistoryKeys
 from rollout_api.protocol.messages import encode
@@ -21,7 +22,6 @@ from rollout_worker.history.blocks import START
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.launch.worker import warn_if_unusable
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
-from rollout_worker.runtime.ports import free_port
 from tests.support.job_messages import JOB, request, rollout
 
 HISTORY = HistoryKeys("default", "shared")

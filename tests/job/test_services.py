@@ -12,11 +12,11 @@ import pytest
 import redis
 
 from rollout_api import RolloutClient
+from rollout_api.ports import free_port
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.services import Service
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.services import JobServices
-from rollout_worker.runtime.ports import free_port
 from tests.support.waiting import wait_for
 
 MANIFEST = {

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo, NC
 
 from rollout_api import AsyncRolloutClient, Rollout
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.runtime.ports import free_port
+from rollout_api.ports import free_port
 from tests.support.in_process_job import LiveJob
 from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompt_index, prompts, replace_engine
 from tests.support.reference_model import ReferenceDistribution

@@ -23,11 +23,11 @@ from rollout_api import (
     encode,
 )
 from rollout_api.manifest.spec import Sampling
+from rollout_api.ports import free_port
 from rollout_api.protocol.messages import Broadcast, TensorSpec, WeightUpdate
 from rollout_api.weights.broadcast import JOIN_TIMEOUT_S
 from rollout_api.weights.in_memory import ModelInMemory
 from rollout_worker.engine.errors import EngineError
-from rollout_worker.runtime.ports import free_port
 from tests.support.in_process_job import LiveJob, manifest, start_engine
 from tests.support.live_job_harness import ENDLESS, JobHarness, gather, prompt_index, prompts
 from tests.support.reference_model import (

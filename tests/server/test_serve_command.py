@@ -15,7 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from rollout_worker.runtime.ports import free_port
+from rollout_api.ports import free_port
 from tests.support.redis_servers import Certificates, Server
 from tests.support.served_job import ServedJob
 from tests.support.waiting import wait_for

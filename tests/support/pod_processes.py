@@ -19,10 +19,10 @@ import psutil
 import redis
 import yaml
 
+from rollout_api.ports import free_port
 from rollout_api.protocol.access_rules import access_rules
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
-from rollout_worker.runtime.ports import free_port
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.random_policies import TASKS, make_policies

@@ -14,8 +14,8 @@ from typing import Any, Self
 
 import redis
 
+from rollout_api.ports import free_port
 from rollout_worker.runtime.child_process import spawn_with_parent
-from rollout_worker.runtime.ports import free_port
 from tests.support.waiting import wait_for
 
 _START_TIMEOUT_S = 20.0

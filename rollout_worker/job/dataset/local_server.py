@@ -17,10 +17,10 @@ from typing import Self
 import httpx
 
 from rollout_api.asyncio_tasks import cancel_and_wait
+from rollout_api.ports import free_port
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.runtime.child_process import spawn_with_parent
-from rollout_worker.runtime.ports import free_port
 
 logger = logging.getLogger(__name__)
 

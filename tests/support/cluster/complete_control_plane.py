@@ -17,7 +17,7 @@ import yaml
 from kubernetes import client
 
 from rollout_api.manifest.rollout_job import GROUP, VERSION
-from rollout_worker.runtime.ports import free_port
+from rollout_api.ports import free_port
 from tests.support.cluster.control_plane import CRDS, START_TIMEOUT_S, ControlPlane
 from tests.support.waiting import wait_for
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kubernetes import client, config
 
-from rollout_worker.runtime.ports import free_port
+from rollout_api.ports import free_port
 from tests.support.waiting import wait_for
 
 HERE = Path(__file__).parent

@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml
 from kubernetes import client
 
-from rollout_worker.runtime.ports import free_port
+from rollout_api.ports import free_port
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.control_plane import START_TIMEOUT_S
 from tests.support.waiting import wait_for

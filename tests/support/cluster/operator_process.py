@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollout_worker.runtime.ports import free_port
+from rollout_api.ports import free_port
 from tests.support.cluster.control_plane import ControlPlane
 from tests.support.waiting import wait_for
 

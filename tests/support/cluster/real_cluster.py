@@ -24,8 +24,8 @@ from kubernetes import client, config
 from rollout_api.manifest.rollout_job import GROUP, PLURAL
 from rollout_api.manifest.rollout_job import VERSION as API_VERSION
 from rollout_api.manifest.runtime import RUNTIME_PLURALS
+from rollout_api.ports import free_port
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_worker.runtime.ports import free_port
 from tests.support.cluster.chart import CHART, HELM
 from tests.support.cluster.complete_control_plane import CompleteControlPlane
 from tests.support.cluster.node import ADDRESS, Node, create_bridge

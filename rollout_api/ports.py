@@ -1,0 +1,29 @@
+"""TCP ports of this machine."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+_CANDIDATES = range(20_000, 30_000)
+"""Ports below those that Linux gives to outgoing connections, one of which could take a port before it is used. Ray's
+workers use ports below these, and Kubernetes' node ports are above them."""
+_MAX_ATTEMPTS = 100
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a port on which nothing listens now.
+
+    Args:
+        host: address of this machine on which the port must be free; empty for all.
+    """
+    for port in random.sample(_CANDIDATES, _MAX_ATTEMPTS):
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError:
+                continue
+            return port
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,31 @@
+"""Free ports."""
+
+from __future__ import annotations
+
+import random
+import socket
+from pathlib import Path
+
+import pytest
+
+from rollout_api.ports import free_port
+
+
+def test_a_port_that_is_used_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as listener, socket.socket() as other:
+        listener.bind(("127.0.0.1", 0))
+        used = listener.getsockname()[1]
+        other.bind(("127.0.0.1", 0))
+        free = other.getsockname()[1]
+        other.close()
+        monkeypatch.setattr(random, "sample", lambda *_: [used, free])
+        assert free == free_port()
+        monkeypatch.setattr(random, "sample", lambda *_: [used])
+        assert free_port() != used
+
+
+def test_no_outgoing_connection_gets_the_port() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    if first < 30_000:
+        pytest.skip(f"this machine gives the ports from {first} to {last} to outgoing connections")
+    assert not any(first <= free_port() <= last for _ in range(100))

@@ -335,6 +335,9 @@ class _Request:
             if self._is_cancelled.is_set():
                 raise asyncio.CancelledError
             try:
+                self._connection.connect()
+                if self._is_cancelled.is_set():  # when there was no connection yet
+                    raise asyncio.CancelledError
                 self._connection.request("POST", self._path, self._body, self._headers)
                 response = self._connection.getresponse()
                 data = response.read()
@@ -377,6 +380,7 @@ def _plain_prompt(prompt: Any, problem_id: str) -> list[Any]:
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     try:
+        prompt = list(prompt)
         plain = _plain_messages(prompt)
         if plain is None:
             if any(isinstance(one, (str, bytes, Mapping, float)) for one in prompt):
@@ -413,8 +417,9 @@ def _plain_messages(messages: Any) -> list[Any] | None:
     Raises:
         TypeError: if *messages* cannot be iterated.
     """
-    if all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in messages):
-        return [dict(one) for one in messages]
+    listed = list(messages)
+    if all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in listed):
+        return [dict(one) for one in listed]
     return None
 
 

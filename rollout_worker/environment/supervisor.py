@@ -65,6 +65,8 @@ class _State:
     in_flight: dict[int, _Call] = field(default_factory=dict)
     blocking: int | None = None
     """The call whose function blocks the process at the moment."""
+    has_abandoned: bool = False
+    """Whether a call was cancelled or took too long. Its function may still be running."""
     last_message: float = field(default_factory=time.monotonic)
     next_memory_check: float = 0.0
 
@@ -188,14 +190,15 @@ class EnvironmentSupervisor:
             if self._load(state):
                 self._serve(state)
         except _ProcessEndedError as ended:
+            self._process_unread(state)
             how = process.kill()
             message = str(ended) if ended.error_type is not EnvironmentErrorType.EXIT else f"{ended} ({how})"
             self._on_end(state, ended.error_type, message)
         finally:
             if not process.has_ended:
                 process.kill()
-            for call in state.in_flight.values():
-                _fail(call, EnvironmentCallError(EnvironmentErrorType.UNAVAILABLE, "the job has ended"))
+            with self._lock:
+                self._waiting.extendleft(reversed(state.in_flight.values()))
 
     def _load(self, state: _State) -> bool:
         """Load the environment; return whether this has succeeded."""
@@ -213,7 +216,9 @@ class EnvironmentSupervisor:
         try:
             self._send(state, message)
             while not self._is_closed:
-                for answer in self._wait(state):
+                answers = self._wait(state)
+                self._check_memory(state)
+                for answer in answers:
                     if "result" in answer:
                         self._load_failures = 0
                         if is_first:
@@ -260,17 +265,15 @@ class EnvironmentSupervisor:
     def _serve(self, state: _State) -> None:
         while not self._is_closed:
             self._cancel_calls(state)
-            for call in self._next_calls(state):
-                if call.future.cancelled():
-                    continue
-                number = next(self._numbers)
-                state.in_flight[number] = call
+            calls = {next(self._numbers): call for call in self._next_calls(state) if not call.future.cancelled()}
+            state.in_flight |= calls  # before they are sent, so that none is lost if this fails
+            for number, call in calls.items():
                 self._send(state, {"call": number, **call.message})
             for message in self._wait(state):
                 self._process(state, message)
+            self._check_memory(state)
             silence = time.monotonic() - state.last_message
-            is_busy = state.in_flight or state.blocking is not None
-            if is_busy and silence > self._timeout_s + _GRACE_S:
+            if silence > self._timeout_s + _GRACE_S:
                 raise _ProcessEndedError(
                     EnvironmentErrorType.TIMEOUT,
                     f"the environment took more than {self._timeout_s:g} s (timeoutSeconds)",
@@ -280,6 +283,7 @@ class EnvironmentSupervisor:
         """Let the process end the calls whose results nobody waits for any more."""
         for number in [number for number, call in state.in_flight.items() if call.future.cancelled()]:
             del state.in_flight[number]
+            state.has_abandoned = True
             self._send(state, {"call": number, "op": "cancel"})
 
     def _next_calls(self, state: _State) -> list[_Call]:
@@ -301,7 +305,7 @@ class EnvironmentSupervisor:
         """Wait a moment for messages.
 
         Raises:
-            _ProcessEndedError: if the process has ended or has to be ended.
+            _ProcessEndedError: if the process has ended.
         """
         process = state.process
         poll = select.poll()
@@ -322,15 +326,24 @@ class EnvironmentSupervisor:
             except EOFError:
                 raise _ProcessEndedError(EnvironmentErrorType.EXIT, "the environment's process ended") from None
             state.last_message = time.monotonic()
+        return messages
+
+    def _check_memory(self, state: _State) -> None:
         if time.monotonic() < state.next_memory_check:
-            return messages
+            return
         state.next_memory_check = time.monotonic() + _CHECK_INTERVAL_S
-        if process.exceeds_memory():
+        if state.process.exceeds_memory():
             raise _ProcessEndedError(
                 EnvironmentErrorType.MEMORY,
                 f"the environment's process used more memory than {self._spec.memory_limit} (memoryLimit)",
             )
-        return messages
+
+    def _process_unread(self, state: _State) -> None:
+        """Process what the process has sent and nobody has read yet."""
+        with suppress(EOFError):
+            while select.select([state.process.channel], [], [], 0)[0]:
+                for message in state.process.receive():
+                    self._process(state, message)
 
     def _process(self, state: _State, message: Mapping[str, Any]) -> None:
         if "started" in message:
@@ -343,7 +356,9 @@ class EnvironmentSupervisor:
                 with suppress(InvalidStateError):
                     call.future.set_result(message["value"])
         elif "error" in message and (call := state.in_flight.pop(message["error"], None)) is not None:
-            _fail(call, EnvironmentCallError(EnvironmentErrorType(message["type"]), message["message"]))
+            error_type = EnvironmentErrorType(message["type"])
+            state.has_abandoned = state.has_abandoned or error_type is EnvironmentErrorType.TIMEOUT
+            _fail(call, EnvironmentCallError(error_type, message["message"]))
 
     def _on_end(self, state: _State, error_type: EnvironmentErrorType, message: str) -> None:
         """Let the call fail that has ended the process, or find it, and repeat all others."""
@@ -359,7 +374,9 @@ class EnvironmentSupervisor:
         elif was_alone:
             _, culprit = calls.popitem()
         others = list(calls.values())
-        is_certain = error_type is EnvironmentErrorType.TIMEOUT or (was_alone and culprit and culprit.is_suspect)
+        is_certain = state.blocking is not None and error_type is EnvironmentErrorType.TIMEOUT
+        if culprit is not None and culprit.is_suspect and was_alone and not state.has_abandoned:
+            is_certain = True
         # The others may have used the memory as well, before the one that is running.
         others_are_suspect = not is_known or error_type is EnvironmentErrorType.MEMORY
         groups = []
@@ -369,7 +386,7 @@ class EnvironmentSupervisor:
             groups.append([culprit])
         if others_are_suspect:
             half = len(others) // 2
-            groups += [others] if is_known else [others[:half], others[half:]]
+            groups += [others[:half], others[half:]]
             others = []
         with self._lock:
             for call in chain.from_iterable(groups):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout_api import ports
 from rollout_api.ports import free_port
 
 
@@ -18,10 +19,17 @@ def test_a_port_that_is_used_is_not_returned(monkeypatch: pytest.MonkeyPatch) ->
         other.bind(("127.0.0.1", 0))
         free = other.getsockname()[1]
         other.close()
-        monkeypatch.setattr(random, "sample", lambda *_: [used, free])
+        monkeypatch.setattr(ports._random, "sample", lambda *_: [used, free])
         assert free == free_port()
-        monkeypatch.setattr(random, "sample", lambda *_: [used])
+        monkeypatch.setattr(ports._random, "sample", lambda *_: [used])
         assert free_port() != used
+
+
+def test_processes_with_the_same_seed_choose_different_ports() -> None:
+    random.seed(7)
+    chosen = [free_port() for _ in range(5)]
+    random.seed(7)
+    assert chosen != [free_port() for _ in range(5)]
 
 
 def test_no_outgoing_connection_gets_the_port() -> None:

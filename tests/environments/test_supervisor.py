@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_api.manifest.spec import Environment
+from rollout_worker.environment import process
 from rollout_worker.environment.errors import EnvironmentCallError, EnvironmentErrorType, EnvironmentLoadError
 from rollout_worker.environment.supervisor import MAX_IN_FLIGHT, EnvironmentSupervisor
 from tests.support.waiting import wait_for
@@ -193,6 +194,26 @@ def test_calls_that_are_given_up_make_room_for_others(start: Start) -> None:
     assert 1.0 == call.result(timeout=60)
     assert time.monotonic() - began < 20  # the others would take a minute to fail
     assert 0 == supervisor.restarts
+
+
+def test_a_coroutine_that_is_given_up_and_blocks_the_others_is_not_blamed_on_them(start: Start) -> None:
+    supervisor = start(["block", "one"], "make_async", timeout_seconds=1)
+    blocking = supervisor.call("reward", {"problem": "0-block", "text": "", "token_ids": []})
+    time.sleep(1)  # it blocks the process after half a second
+    assert blocking.cancel()
+    assert 1.0 == supervisor.call("reward", {"problem": "1-one", "text": "", "token_ids": []}).result(timeout=60)
+
+
+def test_no_call_is_lost_if_the_process_reads_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_SEND_TIMEOUT_S", 1.0)
+    supervisor = start(["keep_lock", "one"])
+    hanging = supervisor.call("reward", {"problem": "0-keep_lock", "text": "", "token_ids": []})
+    time.sleep(0.5)
+    text = "x" * 5000
+    calls = [supervisor.call("reward", {"problem": "1-one", "text": text, "token_ids": []}) for _ in range(400)]
+    with pytest.raises(EnvironmentCallError, match="hangs"):
+        hanging.result(timeout=30)
+    assert [1.0] * 400 == [call.result(timeout=60) for call in calls]
 
 
 def test_an_environment_may_close_its_output(start: Start) -> None:

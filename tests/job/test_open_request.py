@@ -45,6 +45,10 @@ def test_siblings_share_the_newest_history_and_statistics_until_one_ends() -> No
     groups.add(first)
     groups.add(second)
     assert 30 == first.predicted_length == second.predicted_length
+    unknown = opened()
+    unknown.lengths = SiblingLengths()  # as if the history could not be read
+    groups.add(unknown)
+    assert 30 == unknown.predicted_length
     first.lengths.append(50)
     assert (30 + 30 + 50) / 3 == second.predicted_length
     first.lengths.append(50)

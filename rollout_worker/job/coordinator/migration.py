@@ -11,7 +11,7 @@ from rollout_worker.engine.admission import can_continue
 from rollout_worker.job.coordinator.open_request import OpenRequest
 from rollout_worker.job.job_store import EngineReport
 from rollout_worker.policy.rebalance import Migration, PlacedRollout, plan_rebalancing
-from rollout_worker.policy.remaining_length import estimate_remaining_work
+from rollout_worker.policy.remaining_length import SimilarRollouts, estimate_remaining_work
 from rollout_worker.policy.step_cost import StepCost
 
 _COST_COUNTERS = ("cost_base_seconds", "cost_token_seconds", "cost_context_token_seconds")
@@ -44,7 +44,7 @@ def plan_migrations(
         return []
     cost = StepCost(*(statistics.median(values) for values in zip(*costs, strict=True)))
     now = time.monotonic()
-    expected_tokens: dict[tuple[int, int, int], float] = {}
+    estimates: dict[tuple[int, int, int], tuple[SimilarRollouts, float]] = {}
     comparable: defaultdict[tuple[bool, int], dict[str, list[PlacedRollout]]] = defaultdict(dict)
     movable: set[tuple[str, int]] = set()
     for engine, report in engines.items():
@@ -56,9 +56,9 @@ def plan_migrations(
             key = (request.request_id, sample)
             context_tokens = len(request.request.prompt_token_ids) + remaining.generated
             kind = id(remaining.length_stats), remaining.generated, remaining.max_tokens
-            if kind not in expected_tokens:
-                expected_tokens[kind] = estimate_remaining_work([remaining]).total_tokens
-            rollouts.append(PlacedRollout(key, context_tokens, expected_tokens[kind] / tokens_per_step))
+            if kind not in estimates:
+                estimates[kind] = remaining, estimate_remaining_work([remaining]).total_tokens
+            rollouts.append(PlacedRollout(key, context_tokens, estimates[kind][1] / tokens_per_step))
             # A pinned rollout would start from the beginning if its version were not served any more.
             pinned = request.request.weight_version is not None
             if can_continue(request.request.sampling) and not request.cancelled and not pinned:

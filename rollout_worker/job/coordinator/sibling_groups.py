@@ -63,7 +63,8 @@ class SiblingGroups:
         """Add an open request to its group, and return the group."""
         group = self._groups.setdefault(request.group, SiblingGroup(request.group, request.lengths))
         group.requests[request.request_id] = request
-        group.lengths.history = request.lengths.history  # it may be newer
+        if request.lengths.history.count:  # it is newer, unless the history could not be read
+            group.lengths.history = request.lengths.history
         request.lengths = group.lengths
         return group
 

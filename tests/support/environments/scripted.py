@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -61,6 +62,12 @@ class ScriptedEnvironment:
     def _hang(self) -> float:
         time.sleep(1000)
         return 1.0
+
+    def _block(self) -> float:
+        return self._hang()
+
+    def _keep_lock(self) -> float:
+        return 1.0 if re.match("(a+)+$", "a" * 64 + "b") else 0.0  # takes years, and no other thread runs meanwhile
 
     def _die(self) -> float:
         os._exit(7)

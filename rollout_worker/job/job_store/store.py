@@ -44,10 +44,16 @@ class JobStore:
         await self._client.aclose()
 
     async def server_run_id(self) -> str:
-        """Return the id of the server's process, which changes with a restart or a failover."""
+        """Return the id of the server's process, which changes with a restart or a failover.
+
+        Raises:
+            redis.ResponseError: the server does not tell its id.
+        """
         # redis-py parses only the replies to commands whose name is a string; of this one, it would parse all lines.
         info: bytes = await self._client.execute_command(b"INFO", "server")
-        return info.partition(b"run_id:")[2].partition(b"\r")[0].decode()
+        if not (run_id := info.partition(b"run_id:")[2].partition(b"\r")[0]):
+            raise redis.ResponseError("INFO server has no run_id, by which restarts of Redis are noticed")
+        return run_id.decode()
 
     async def clock(self) -> float:
         """Return the Unix time of the server, by which deadlines are counted."""

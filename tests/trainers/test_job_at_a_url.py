@@ -88,7 +88,7 @@ def job(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     """URL of a job's server, and the directory where it may load weights."""
     directory = tmp_path_factory.mktemp("async-grpo")
     manifest = yaml.safe_load((EXAMPLE / "job.yaml").read_text())
-    manifest["spec"]["weights"]["allowedRoots"] = [str(directory)]
+    manifest["spec"]["weights"] = {"allowedRoots": [str(directory)]}
     file, port = directory / "job.yaml", free_port()
     file.write_text(yaml.safe_dump(manifest))
     common = ["-f", str(file), "--redis", redis_server]

@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import pytest
 import ray
+import redis
 import torch
 import verl
 from omegaconf import OmegaConf
@@ -67,6 +68,7 @@ def cluster(redis_server: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def job(redis_server: str) -> Iterator[ReceivingJob]:
+    redis.Redis.from_url(redis_server).flushall()  # what other tests have published for a job of this name
     with (job := ReceivingJob(redis_server)).serving():
         yield job
 

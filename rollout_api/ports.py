@@ -6,8 +6,8 @@ import random
 import socket
 
 _CANDIDATES = range(20_000, 30_000)
-"""Ports below those that Linux gives to outgoing connections, one of which could take a port before it is used. Ray's
-workers use ports below these, and Kubernetes' node ports are above them."""
+"""Ports below those that Linux gives to outgoing connections by default, one of which could take a port before it is
+used. Ray's workers use ports below these, and Kubernetes' node ports are above them."""
 _MAX_ATTEMPTS = 100
 _random = random.SystemRandom()
 """Not the generator that programs seed: processes with the same seed would choose the same ports."""

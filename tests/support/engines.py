@@ -31,10 +31,11 @@ KEYS = HistoryKeys("default", "engine-tests")
 MAX_DRAFT_TOKENS = 6
 HISTORY_TIMEOUT_S = 30
 USES_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+"""Whether engines use vLLM's V2 model runner."""
 needs_v2 = pytest.mark.skipif(
     not USES_V2, reason="run with PYTHONPATH=$PWD/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1, which make test-v2 sets"
 )
-"""Whether engines use vLLM's V2 model runner."""
+"""Marks tests of what only vLLM's V2 model runner can do."""
 
 
 def engine_config(model: Path, drafting: DraftingConfig | None = None) -> EngineConfig:

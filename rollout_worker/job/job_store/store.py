@@ -52,7 +52,10 @@ class JobStore:
         # redis-py parses only the replies to commands whose name is a string; of this one, it would parse all lines.
         info: bytes = await self._client.execute_command(b"INFO", "server")
         if not (run_id := info.partition(b"run_id:")[2].partition(b"\r")[0]):
-            raise redis.ResponseError("INFO server has no run_id, by which restarts of Redis are noticed")
+            raise redis.ResponseError(
+                "the reply to INFO server has no run_id, by which restarts of Redis are noticed; connect to the server "
+                "itself instead of a proxy that leaves it out"
+            )
         return run_id.decode()
 
     async def clock(self) -> float:

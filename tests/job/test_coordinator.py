@@ -704,8 +704,12 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
                 status: dict[str, Any] = json.loads(body)
                 return status if status.get("done") == 1 and status["assigned"] == 4 else {}
 
+            async def counted() -> str:
+                _, body = await get(f"{url}/metrics")
+                return body if 'rollout_latency_seconds_count{job="default/live"} 1.0' in body else ""
+
             status = await wait_for_async(finished)
-            _, body = await get(f"{url}/metrics")
+            body = await wait_for_async(counted)
             assert (200, "ok\n") == await get(f"{url}/healthz") == await get(f"{url}/readyz")
             await server.stop()
         assert ("default/live", 1, 1) == tuple(status[name] for name in ("job", "requests", "dead_letters"))
@@ -719,7 +723,8 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         assert (None, None, None, {}) == tuple(
             status[name] for name in ("total", "epoch", "redis_error", "engine_errors")
         )
-        metrics = [sample for family in text_string_to_metric_families(body) for sample in family.samples]
+        families = list(text_string_to_metric_families(body))
+        metrics = [sample for family in families for sample in family.samples]
         assert {"default/live"} == {sample.labels["job"] for sample in metrics}
         values = {sample.name: sample.value for sample in metrics if sample.labels.keys() == {"job"}}
         for metric, name in (
@@ -738,7 +743,12 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         ):
             assert status[name] == values[metric], metric
         assert 1 == values["rollout_engines"]
+        histograms = {sample.name: sample.value for sample in metrics if sample.labels.get("le") in (None, "16")}
+        assert (1, 1, 9) == tuple(histograms[f"rollout_response_tokens_{name}"] for name in ("bucket", "count", "sum"))
+        measured = [one async for one in job.job_store.timeline.measurements()]
+        assert measured and measured[-1].done <= 1
         page = (Path(__file__).parents[2] / "docs" / "several-machines.md").read_text()
-        assert [] == [sample.name for sample in metrics if f"`{sample.name}`" not in page]
+        documented = {family.name + "_total" * (family.type == "counter") for family in families}
+        assert set() == {name for name in documented if f"`{name}`" not in page}
 
     run(scenario)

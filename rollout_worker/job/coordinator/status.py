@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry, EnvironmentErrors
+from rollout_worker.job.coordinator.distributions import RolloutDistributions
 from rollout_worker.job.job_store import EngineReport
 from rollout_worker.job.limits import MIN_VERIFIED_TOKENS, THROUGHPUT_WINDOW_S
 from rollout_worker.policy.canary import DriftTest
@@ -62,6 +63,8 @@ class StatusBoard:
         """
         self.last: CoordinatorStatus | None = None
         """The last status; None before the first one."""
+        self.distributions = RolloutDistributions()
+        """Distributions of what rollouts and weight updates have taken."""
         self._job = f"{job.metadata.namespace}/{job.metadata.name}"
         self._total_rollouts = total_rollouts
         self._throughput, self._savings = _Throughput(), _TimeSavings()
@@ -89,6 +92,7 @@ class StatusBoard:
         self._updated_at = now = time.monotonic()
         self._throughput.update(current.engines)
         self._savings.update(current.engines)
+        self.distributions.observe_engines(current.engines)
         self._busy_at = {
             engine: now if current.assigned.get(engine) else self._busy_at.get(engine, now)
             for engine in current.engines

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -696,6 +697,7 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
                 num_decoding_steps=4,
                 num_draft_tokens=8,
                 num_accepted_tokens=5,
+                started_at=time.time(),
             )
             await job.job_store.rollouts.finish(asked, done, engine=engine, order=first.order_id)
 

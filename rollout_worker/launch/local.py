@@ -30,6 +30,7 @@ from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.engines import check_ray, running_engines
+from rollout_worker.launch.errors import DeadlineError
 from rollout_worker.launch.job_state import JobState, lock_state_directory
 from rollout_worker.launch.limits import (
     END_POLL_INTERVAL_S,
@@ -37,6 +38,7 @@ from rollout_worker.launch.limits import (
     REDIS_CHECK_INTERVAL_S,
     SHARED_GPU_MEMORY_UTILIZATION,
 )
+from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
 from rollout_worker.launch.services import JobServices
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 
@@ -44,10 +46,6 @@ if TYPE_CHECKING:
     from rollout_worker.job.fleet import Fleet
 
 _Result = TypeVar("_Result")
-
-
-class DeadlineError(RuntimeError):
-    """The job has exceeded ``lifecycle.activeDeadlineSeconds``."""
 
 
 @dataclass(frozen=True)
@@ -295,11 +293,14 @@ def _redis_url(
     """Provide the URL of the job's Redis; start an embedded server if neither options nor manifest name one."""
     url = options.redis_url or job.spec.redis.url
     if url:
+        record_redis(directory, RecordedRedis(url, embedded=False))
         yield url
         return
     server = EmbeddedRedis(directory / "redis", keep_open=lock)
     notify(f"Starting redis-server on a free port. Its data is kept in {directory / 'redis'}.")
     try:
-        yield server.start()
+        url = server.start()
+        record_redis(directory, RecordedRedis(url, embedded=True))
+        yield url
     finally:
         server.stop()

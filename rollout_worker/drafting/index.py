@@ -79,6 +79,7 @@ __all__ = [
     "SourceCounts",
     "SuffixIndex",
     "TokenArray",
+    "TokenCodes",
     "TokenIds",
     "VerificationCounts",
     "VerifiedTokens",
@@ -88,6 +89,9 @@ Source: TypeAlias = Literal["history", "self", "siblings", "cross_problem"]
 
 LearnedState: TypeAlias = bytes
 """The serialized parameters of an index, which another index of the same version can load."""
+
+TokenCodes: TypeAlias = bytes
+"""One byte for each token: 0 for one that was sampled, or 1 + index of its source in `SOURCES` for a draft token."""
 
 SOURCES: tuple[Source, ...] = ("history", "self", "siblings", "cross_problem")
 
@@ -161,10 +165,8 @@ class DraftCounts(NamedTuple):
     """Draft tokens that were accepted."""
     generated: int
     """Response tokens."""
-    token_sources: bytes = b""
-    """Code of each response token up to the last accepted draft token: 0, or 1 + index of its source in `SOURCES`.
-
-    A code is 0 for a token that was sampled without an accepted draft token, or that was reported by `extend`."""
+    token_sources: TokenCodes = b""
+    """Codes of the response tokens up to the last accepted draft token; tokens that `extend` has appended have 0."""
     drafted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
     """The part of `drafted` that each of the `SOURCES` has proposed."""
 
@@ -410,7 +412,7 @@ class SuffixIndex:
         """
         return DraftCounts(*self._native.close(handle))
 
-    def count_step(self, handle: int, verified: int, accepted: int) -> bytes:
+    def count_step(self, handle: int, verified: int, accepted: int) -> TokenCodes:
         """Count a step that has verified a request's last draft, but whose tokens are reported by a later step.
 
         Args:

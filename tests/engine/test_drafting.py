@@ -40,8 +40,8 @@ def test_accepted_tokens_are_attributed_to_their_sources(drafting_engine: Engine
         assert ["self"] == list(result.draft_tokens_by_source) == list(result.accepted_tokens_by_source)
         assert result.draft_sources is not None
         codes = decode_draft_sources(result.draft_sources)
-        # Nothing is drafted before something repeats, and one token of each step is sampled.
-        assert bytes(3) == codes[:3]
+        # Each step samples one token that was not drafted.
+        assert SAMPLED == codes[0]
         steps = codes.split(bytes([SAMPLED]))
         assert max(map(len, steps)) <= MAX_DRAFT_TOKENS
         assert result.num_decoding_steps in (len(steps) - 1, len(steps))

@@ -15,8 +15,8 @@ import pytest
 
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.manifest.spec import Sampling
-from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.draft_sources import DRAFT_SOURCES, decode_draft_sources
+from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import Partial, RolloutRequest
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.drafting_config import DraftingConfig

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+import re
 
 DRAFT_SOURCES = ("history", "self", "siblings", "cross_problem")
 """Where drafts are found: the problem's history, the rollout's own text, its siblings, and the cross-problem pool."""
@@ -12,6 +12,7 @@ SAMPLED = 0
 The code of an accepted draft token is 1 plus the index of its source in :data:`DRAFT_SOURCES`."""
 _CODE_BITS = 3
 _MAX_RUN = 2 ** (8 - _CODE_BITS)
+_RUN = re.compile(rb"(.)\1{0,%d}" % (_MAX_RUN - 1), re.DOTALL)
 
 
 def encode_draft_sources(codes: bytes) -> bytes:
@@ -19,13 +20,7 @@ def encode_draft_sources(codes: bytes) -> bytes:
 
     A run of n tokens is one byte, (n - 1) · 8 + code; one of more than 32 tokens is several runs.
     """
-    encoded = bytearray()
-    for code, run in groupby(codes):
-        length = sum(1 for _ in run)
-        encoded += bytes([(_MAX_RUN - 1) << _CODE_BITS | code]) * (length // _MAX_RUN)
-        if rest := length % _MAX_RUN:
-            encoded.append((rest - 1) << _CODE_BITS | code)
-    return bytes(encoded)
+    return bytes([(len(run[0]) - 1) << _CODE_BITS | run[0][0] for run in _RUN.finditer(codes)])
 
 
 def decode_draft_sources(encoded: bytes) -> bytes:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_api.protocol.draft_sources import DRAFT_SOURCES
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
 from rollout_worker.drafting.index import SOURCES
@@ -478,6 +479,10 @@ def test_closing_requests_frees_their_prepared_drafts() -> None:
     stepper.batch.clear()
     index.wait_idle()
     assert before == index.bytes()
+
+
+def test_the_sources_have_the_codes_of_messages() -> None:
+    assert DRAFT_SOURCES == SOURCES
 
 
 def code_of(source: str) -> int:

@@ -114,7 +114,7 @@ def _facts(status: CoordinatorStatus) -> Table:
     table.add_column(no_wrap=True)
     table.add_column()
     left = status["remaining_seconds"]
-    remaining = f"; about {_duration(left)} left" if left else ""
+    remaining = f"; about {duration(left)} left" if left else ""
     table.add_row("requests", f"{status['requests']:,} open{remaining}")
     migrated = f", {status['migrated']:,} migrated" if status["migrated"] else ""
     table.add_row("rollouts", f"{status['assigned']:,} running, {status['waiting']:,} waiting{migrated}")
@@ -149,12 +149,13 @@ def _engines(engines: Sequence[EngineEntry]) -> Table:
             str(engine["version"]),
             f"{engine['assigned']}/{engine['max_running']}",
             f"{engine['tokens_per_second']:,.0f}",
-            _engine_state(engine),
+            engine_state(engine),
         )
     return table
 
 
-def _engine_state(engine: EngineEntry) -> str:
+def engine_state(engine: EngineEntry) -> str:
+    """Return what an engine is doing, in a few words."""
     if engine["draining"]:
         return "leaving the job"
     if engine["non_speculative"] or engine["speculation_disabled"]:
@@ -162,7 +163,8 @@ def _engine_state(engine: EngineEntry) -> str:
     return "idle" if not engine["assigned"] else "running"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it."""
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"

@@ -35,6 +35,7 @@ from rollout_api.status_token import StatusToken
 from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_commands import app as job_app
 from rollout_worker.cli.manifest_file import check_manifest, read_manifest
+from rollout_worker.cli.top.command import app as top_app
 from rollout_worker.engine.model_source import (
     default_cache,
     load_tokenizer,
@@ -61,6 +62,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(job_app)
+app.add_typer(top_app)
 console = Console()
 
 _Result = TypeVar("_Result")

@@ -22,6 +22,8 @@ class EngineEntry(TypedDict):
     max_running: int
     assigned: int
     """Number of assigned rollouts."""
+    tokens_per_second: float
+    """Tokens that it has sampled per second, over the last seconds."""
     idle_seconds: float
     """Seconds since it last had a rollout."""
     failed: dict[str, str]

@@ -123,6 +123,31 @@ def find_job(
         raise
 
 
+def find_job_directory(job: str | None, *, file: Path | None = None, state: Path = Path(".rollout")) -> Path:
+    """Return the directory of a job that has run with ``rollout run``, whether it still runs or not.
+
+    Args:
+        job: ``name`` or ``namespace/name``; None for that of the manifest, or the only job there is.
+        file: the job's manifest.
+        state: state directory of local runs.
+
+    Raises:
+        JobAddressError: if the job cannot be determined or has not run from there.
+        ManifestError: if the manifest cannot be used.
+    """
+    name = _name(job, file, None if file is None else read_manifest(file))
+    known = jobs_in_state_directory(state)
+    if name is None:
+        name = _only(known, f"in the state directory {state}")
+    if name not in known:
+        raise JobAddressError(
+            f"job {name} has not run in the state directory {state} ({_listed(known)}); name another one with "
+            "--state-dir. Processes that were started by themselves (rollout head, rollout worker) write their logs to "
+            "standard error"
+        )
+    return job_directory(state, name)
+
+
 def job_directory(state: Path, name: str) -> Path:
     """Return the directory of the job ``namespace/name`` in the state directory *state*."""
     return state / name

@@ -33,7 +33,9 @@ from rollout_api.protocol.exit_codes import (
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.status_token import StatusToken
 from rollout_worker.cli.exit_errors import exit_with_message
+from rollout_worker.cli.job_commands import app as job_app
 from rollout_worker.cli.manifest_file import check_manifest, read_manifest
+from rollout_worker.cli.top.command import app as top_app
 from rollout_worker.engine.model_source import (
     default_cache,
     load_tokenizer,
@@ -59,6 +61,8 @@ app = typer.Typer(
     pretty_exceptions_enable=sys.stderr.isatty(),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(job_app)
+app.add_typer(top_app)
 console = Console()
 
 _Result = TypeVar("_Result")

@@ -59,6 +59,11 @@ def lock_state_directory(directory: Path) -> Iterator[int]:
         os.close(lock)
 
 
+def log_directory(directory: Path) -> Path:
+    """Return the directory of the log files of the job whose state is in *directory*."""
+    return directory / "logs"
+
+
 def recorded_uid(path: Path) -> str | None:
     """Return the uid of the last job in the state file *path*; None if there is no such file.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -29,9 +30,10 @@ from rollout_worker.job.dataset.trainer import DatasetTrainer
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
+from rollout_worker.launch.engine_logs import engine_logs
 from rollout_worker.launch.engines import check_ray, running_engines
 from rollout_worker.launch.errors import DeadlineError
-from rollout_worker.launch.job_state import JobState, lock_state_directory
+from rollout_worker.launch.job_state import JobState, lock_state_directory, log_directory
 from rollout_worker.launch.limits import (
     END_POLL_INTERVAL_S,
     ENGINES_READY_POLL_INTERVAL_S,
@@ -41,9 +43,12 @@ from rollout_worker.launch.limits import (
 from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
 from rollout_worker.launch.services import JobServices
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_worker.runtime.log_files import logging_to_file
 
 if TYPE_CHECKING:
     from rollout_worker.job.fleet import Fleet
+
+logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
@@ -88,8 +93,10 @@ async def run_local(
     """
     _check_machine(job, options)
     directory = options.state / job.metadata.namespace / job.metadata.name
+    logs = log_directory(directory)
     cache = options.model_cache or default_cache()
-    with lock_state_directory(directory) as lock, ExitStack() as exit_stack:
+    with lock_state_directory(directory) as lock, logging_to_file(logs, "run"), ExitStack() as exit_stack:
+        notify = partial(_notify_and_log, notify)
         model = resolve_model(job.spec.model, cache)
         with _redis_url(job, options, directory, lock, notify) as url:
             # Redis is checked before anything that takes long.
@@ -118,6 +125,7 @@ async def run_local(
                 non_speculative_engines=int(dataset is not None and EpochMode.NON_SPECULATIVE in options.baselines),
                 overrides=_engine_overrides(job, options),
                 http_port=free_port(),
+                log_directory=str(logs.absolute()),
             )
             try:
                 state.clean_up_previous_jobs(server, history, job)
@@ -149,7 +157,7 @@ async def _run_on_ray(
     services = JobServices(setup)
     services.start()
     try:
-        with running_engines(setup) as fleet:
+        with engine_logs(Path(setup.log_directory)), running_engines(setup) as fleet:
             try:
                 await _wait_engines_ready(setup.job_store(), fleet, setup.num_engines)
                 work: Coroutine[Any, Any, JobReport | None] = (
@@ -284,6 +292,12 @@ def _check_machine(job: RolloutJob, options: RunOptions) -> None:
         errors.append(FieldError("spec.workers.resources.memory", message))
     if errors:
         raise ManifestError(errors)
+
+
+def _notify_and_log(notify: Callable[[str], None], text: str) -> None:
+    """Tell the user something, and keep it in the job's log."""
+    notify(text)
+    logger.info(text)
 
 
 @contextmanager

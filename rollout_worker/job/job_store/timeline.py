@@ -104,6 +104,18 @@ class TimelineStore:
             if not entries:
                 return
 
+    async def last_measurements(self, count: int) -> list[Measurement]:
+        """Return the last *count* measurements in order.
+
+        Raises:
+            CodecError: if one cannot be decoded.
+        """
+        entries: Any = await self._client.xrevrange(self._keys.measurements, count=count)
+        return [
+            Measurement.unpack(data[MESSAGE_FIELD.encode()], arrival_time(as_text(entry_id)))
+            for entry_id, data in reversed(entries)
+        ]
+
     # What is running now
 
     async def observe(self) -> None:

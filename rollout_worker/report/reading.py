@@ -90,6 +90,7 @@ async def read_recording(
         model=description.get("model", ""),
         history=description.get("history", ""),
         is_dataset=ended[0].request_id.startswith(f"{CLIENT_NAME}:"),
+        decoded=tokenizer is not None,
         ended=ended,
         rewards=_rewards(uid, ended, entries),
         measurements=[measurement async for measurement in store.timeline.measurements()],
@@ -126,7 +127,8 @@ def _rewards(
 def _positions(engines: Mapping[str, EngineReport]) -> list[DraftCounts]:
     counts = []
     for engine, report in engines.items():
-        labeled: dict[str, dict[str, int]] = getattr(report, "labeled_counters", {})
-        drafted, accepted = (labeled.get(f"position_{kind}_tokens", {}) for kind in ("draft", "accepted"))
-        counts += [DraftCounts(engine, label, number, accepted.get(label, 0)) for label, number in drafted.items()]
-    return sorted(counts, key=lambda one: (one.engine, int(one.label)))
+        drafted, accepted = (
+            report.labeled_counters.get(f"position_{kind}_tokens", {}) for kind in ("draft", "accepted")
+        )
+        counts += [DraftCounts(engine, int(label), number, accepted.get(label, 0)) for label, number in drafted.items()]
+    return sorted(counts)

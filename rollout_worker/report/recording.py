@@ -20,12 +20,12 @@ class PastLength(NamedTuple):
 
 
 class DraftCounts(NamedTuple):
-    """Verified draft tokens of one engine at one position of its drafts, or of one source."""
+    """Verified draft tokens of one engine at one position of its drafts."""
 
     engine: str
     """Name of the engine."""
-    label: str
-    """The position, from 1, or the name of the source."""
+    position: int
+    """The position, from 1."""
     drafted: int
     accepted: int
 
@@ -83,6 +83,8 @@ class JobRecording:
     """Full name of the history."""
     is_dataset: bool
     """Whether the job samples a dataset, so that its training steps are epochs."""
+    decoded: bool
+    """Whether the shown tokens are texts; otherwise they are ids."""
     ended: list[EndedRollout] = field(default_factory=list)
     """The rollouts that have ended, in order. The oldest are missing if there were very many."""
     rewards: list[float | None] = field(default_factory=list)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import pvariance
-from typing import Any
 
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_worker.history.records import HistoryRecord
@@ -51,7 +50,6 @@ def read_problem(
 
 
 def _viewed(record: HistoryRecord, tokens: list[str], reward: float | None) -> ViewedRollout:
-    sources: Any = getattr(record, "draft_sources", b"")
     return ViewedRollout(
         rollout_id=record.rollout_id,
         weight_version=record.weight_version,
@@ -61,7 +59,7 @@ def _viewed(record: HistoryRecord, tokens: list[str], reward: float | None) -> V
         reward=reward,
         num_tokens=len(record.tokens),
         tokens=tokens,
-        sources=list(sources[: len(tokens)]),
+        sources=list(record.draft_sources[: len(tokens)]),
     )
 
 

@@ -36,8 +36,8 @@ def by_position(counts: Iterable[DraftCounts]) -> dict[int, Acceptance]:
     """Return the draft tokens of all engines by their position in the draft, from 1."""
     sums: defaultdict[int, Acceptance] = defaultdict(lambda: Acceptance(0, 0))
     for one in counts:
-        known = sums[int(one.label)]
-        sums[int(one.label)] = Acceptance(known.drafted + one.drafted, known.accepted + one.accepted)
+        known = sums[one.position]
+        sums[one.position] = Acceptance(known.drafted + one.drafted, known.accepted + one.accepted)
     return dict(sorted(sums.items()))
 
 

@@ -37,6 +37,7 @@ from rollout_worker.history_service.http import HistoryCollector
 from rollout_worker.history_service.service import ServiceState
 from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, StatusMetrics
 from rollout_worker.job.job_store import EngineReport
+from scripts.dashboards import dashboards
 from tests.support.cluster.chart import CHART, HELM, VALUE_SETS, render_chart
 from tests.support.status_boards import status_board
 from tests.support.waiting import wait_for
@@ -727,11 +728,24 @@ def metrics_in(expressions: Iterable[str]) -> set[str]:
     return {name for expression in expressions for name in re.findall(r"\brollout_[a-z_]+", expression)}
 
 
-def test_the_dashboard_queries_only_existing_metrics() -> None:
-    dashboard = json.loads((CHART / "files" / "dashboard.json").read_text())
-    queried = metrics_in(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
-    assert queried
-    assert set() == queried - all_metrics()
+def rendered_dashboards() -> dict[str, Any]:
+    """Return the dashboards of the rendered ConfigMap by title."""
+    (configmap,) = [
+        found
+        for found in render(monitoring={"dashboard": True})
+        if found["kind"] == "ConfigMap" and found["metadata"]["labels"].get("grafana_dashboard") == "1"
+    ]
+    parsed = map(json.loads, configmap["data"].values())
+    return {dashboard["title"]: dashboard for dashboard in parsed}
+
+
+def test_the_dashboards_query_only_existing_metrics() -> None:
+    found = rendered_dashboards()
+    assert {dashboard["title"]: dashboard for dashboard in dashboards().values()} == found
+    for dashboard in found.values():
+        queried = metrics_in(target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", []))
+        assert queried
+        assert set() == {re.sub("_bucket$", "", name) for name in queried} - all_metrics()
 
 
 def alerts() -> list[dict[str, Any]]:

@@ -29,6 +29,9 @@ class EngineEntry(TypedDict):
     failed: dict[str, str]
     """Weight versions that it could not load, with the reasons."""
     counters: dict[str, float]
+    """Its statistics by name, those of ``rollout_engine_*`` metrics."""
+    labeled_counters: dict[str, dict[str, int]]
+    """Its numbers of draft tokens by name and label, those of ``rollout_engine_*`` metrics with a further label."""
 
 
 class EnvironmentErrors(TypedDict):

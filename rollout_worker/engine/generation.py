@@ -182,9 +182,7 @@ class ResponseGenerator:
                 starts,
                 started=started,
                 finished=finished,
-                num_draft_tokens=counts.drafted,
-                # Tokens that a step has accepted beyond the end of the response are cut off.
-                num_accepted_tokens=max(0, counts.accepted - max(0, counts.generated - len(response.token_ids))),
+                draft_counts=counts,
                 num_cached_tokens=output.num_cached_tokens or 0,
                 routed_experts=self._routed_experts(request, response, output),
             )

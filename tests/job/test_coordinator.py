@@ -683,7 +683,12 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         await starting.stop()
 
         timed = {"timed_seconds": 6.0, "timed_seconds_without_drafts": 8.0}
-        async with job.coordinator() as coordinator, job.engine("a", max_running=4, counters=timed) as engine:
+        labeled = {
+            "source_accepted_tokens": {"history": 3, "self": 2},
+            "position_accepted_tokens": {"1": 4, "16+": 1},
+        }
+        reported = {"max_running": 4, "counters": timed, "labeled_counters": labeled}
+        async with job.coordinator() as coordinator, job.engine("a", **reported) as engine:
             server = StatusServer(coordinator.board)
             url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
             asked = request("r", n=7)
@@ -745,6 +750,12 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         ):
             assert status[name] == values[metric], metric
         assert 1 == values["rollout_engines"]
+        by_source = {sample.labels["source"]: sample for sample in metrics if "source" in sample.labels}
+        assert {"rollout_engine_source_accepted_tokens_total"} == {sample.name for sample in by_source.values()}
+        assert {"history": 3, "self": 2} == {source: sample.value for source, sample in by_source.items()}
+        by_position = {sample.labels["position"]: sample for sample in metrics if "position" in sample.labels}
+        assert {"rollout_engine_position_accepted_tokens_total"} == {sample.name for sample in by_position.values()}
+        assert {"1": 4, "16+": 1} == {position: sample.value for position, sample in by_position.items()}
         histograms = {sample.name: sample.value for sample in metrics if sample.labels.get("le") in (None, "16")}
         assert (1, 1, 9) == tuple(histograms[f"rollout_response_tokens_{name}"] for name in ("bucket", "count", "sum"))
         measured = [one async for one in job.job_store.timeline.measurements()]

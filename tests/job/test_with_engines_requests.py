@@ -13,7 +13,7 @@ from rollout_api import AsyncRolloutClient, FinishReason, Prompt, Rollout, Rollo
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Refusal, RolloutRequest, WeightUpdate, decode
 from rollout_worker.engine.engine import Engine
-from rollout_worker.job.coordinator.metrics import ENGINE_METRICS
+from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
 from rollout_worker.job.job_store import JobStore, RolloutProgress
 from tests.support.in_process_job import LiveJob, manifest
 from tests.support.live_job_harness import (
@@ -63,12 +63,14 @@ def test_reported_rewards_are_read_back_as_pass_rates(job_harness: JobHarness) -
 
 def test_every_counter_of_an_engine_has_a_metric(job_harness: JobHarness) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        counters = [worker.report.counters for worker in running.workers.values()]
+        reports = [worker.report for worker in running.workers.values()]
+        counters = [report.counters for report in reports]
         await running.until(lambda: all("measured_timestamp_seconds" in each for each in counters))
         # The other counters are set by a weight update.
         assert [ENGINE_METRICS.keys() - {"weights_gap_seconds", "weights_update_seconds"}] * 2 == [
             each.keys() for each in counters
         ]
+        assert [LABELED_ENGINE_METRICS.keys()] * 2 == [report.labeled_counters.keys() for report in reports]
 
     job_harness.run(scenario)
 

@@ -35,7 +35,7 @@ from rollout_api.manifest.status import State
 from rollout_api.ports import free_port
 from rollout_worker.history_service.http import HistoryCollector
 from rollout_worker.history_service.service import ServiceState
-from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, StatusMetrics
+from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
 from rollout_worker.job.job_store import EngineReport
 from scripts.dashboards import dashboards
 from tests.support.cluster.chart import CHART, HELM, VALUE_SETS, render_chart
@@ -697,7 +697,9 @@ def operator_metrics() -> set[str]:
 def job_metrics() -> set[str]:
     """Return the metrics of a job whose engine reports all counters."""
     counters = dict.fromkeys(ENGINE_METRICS, 0.0)
-    board = status_board({"engine-0": EngineReport("engine-0", counters=counters)})
+    labeled_counters = {name: {"label": 0} for name in LABELED_ENGINE_METRICS}
+    report = EngineReport("engine-0", counters=counters, labeled_counters=labeled_counters)
+    board = status_board({"engine-0": report})
     return exported_names(StatusMetrics(board))
 
 

@@ -50,6 +50,15 @@ ENGINE_METRICS: dict[str, tuple[_Kind, str]] = {
 }
 """Counter in an engine's report → kind and description of its metric, the name of which begins ``rollout_engine_``."""
 
+LABELED_ENGINE_METRICS = {
+    "source_proposed_tokens": ("source", "Draft tokens that were proposed, including those not worth verifying."),
+    "source_draft_tokens": ("source", "Draft tokens that were verified, by source."),
+    "source_accepted_tokens": ("source", "Draft tokens that were accepted, by source."),
+    "position_draft_tokens": ("position", "Draft tokens that were verified, by position of the draft, from 1."),
+    "position_accepted_tokens": ("position", "Draft tokens that were accepted, by position of the draft, from 1."),
+}
+"""Labeled counter in an engine's report → label and description of its metric, as in :data:`ENGINE_METRICS`."""
+
 
 HISTOGRAMS: dict[str, tuple[str, str]] = {
     "rollout_queue_seconds": (
@@ -116,6 +125,15 @@ class StatusMetrics:
             ]
             if rows:
                 yield _family(kind, f"engine_{name}", text, ["job", "engine"], rows)
+
+        for name, (label, text) in LABELED_ENGINE_METRICS.items():
+            rows = [
+                ([*job, engine["name"], value], count)
+                for engine in status["engines"]
+                for value, count in engine["labeled_counters"].get(name, {}).items()
+            ]
+            if rows:
+                yield _family(_COUNTER, f"engine_{name}", text, ["job", "engine", label], rows)
 
     def _gauges(self, status: CoordinatorStatus) -> dict[str, tuple[str, float]]:
         gauges: dict[str, tuple[str, float]] = {

@@ -164,6 +164,7 @@ class StatusBoard:
             "idle_seconds": now - self._busy_at[engine],
             "failed": {str(version): reason for version, reason in report.failed.items()},
             "counters": report.counters,
+            "labeled_counters": report.labeled_counters,
         }
 
 

@@ -64,6 +64,8 @@ class EngineReport:
     """How the engine is paused (a :class:`~rollout_api.PauseMode`); '' if it is not."""
     counters: dict[str, float] = field(default_factory=dict)
     """Statistics of the engine and its drafter by name."""
+    labeled_counters: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Numbers of draft tokens by name and label; see :mod:`rollout_worker.engine.labeled_counters`."""
 
     @classmethod
     def read(cls, data: Any) -> EngineReport:

@@ -52,7 +52,7 @@ class Kubectl:
         """
         done = self._run(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         if done.returncode:
-            raise _explain(done.stderr.decode(errors="replace").strip())
+            raise explain_error(done.stderr.decode(errors="replace").strip())
         return str(done.stdout.decode())
 
     def get(self, *arguments: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Kubectl:
             )
 
 
-def _explain(message: str) -> PluginError:
+def explain_error(message: str) -> PluginError:
     """Return the error for what kubectl has printed to standard error."""
     message = "\n".join(line for line in message.splitlines() if not _LIBRARY_LOG.match(line))
     if "doesn't have a resource type" in message or "could not find the requested resource" in message:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,6 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the plugin and exit."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a forwarded port is closed then, too
     options = build_parser().parse_args(arguments)
     given = {name: getattr(options, name, None) for name in ("namespace", "context", "kubeconfig")}
     try:

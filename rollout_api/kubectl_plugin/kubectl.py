@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from rollout_api.manifest.rollout_job import GROUP, PLURAL
 
+_PROGRAM = "kubectl"
 RESOURCE = f"{PLURAL}.{GROUP}"
 
 
@@ -35,13 +36,12 @@ class Kubectl:
     namespace: str | None = None
     context: str | None = None
     kubeconfig: str | None = None
-    program: str = "kubectl"
 
     def command(self, *arguments: str) -> list[str]:
         """Return the command line of kubectl with *arguments*."""
         options = {"--namespace": self.namespace, "--context": self.context, "--kubeconfig": self.kubeconfig}
         given = [f"{name}={value}" for name, value in options.items() if value is not None]
-        return [self.program, *given, *arguments]
+        return [_PROGRAM, *given, *arguments]
 
     def output(self, *arguments: str) -> str:
         """Run kubectl and return what it prints.
@@ -98,7 +98,7 @@ class Kubectl:
         return subprocess.run(self.command(*arguments), check=False, **options)
 
     def _check_installed(self) -> None:
-        if shutil.which(self.program) is None:
+        if shutil.which(_PROGRAM) is None:
             raise PluginError(
                 "kubectl is not on the PATH; install it (https://kubernetes.io/docs/tasks/tools) and try again"
             )

@@ -95,7 +95,12 @@ async def run_local(
     directory = options.state / job.metadata.namespace / job.metadata.name
     logs = log_directory(directory)
     cache = options.model_cache or default_cache()
-    with lock_state_directory(directory) as lock, logging_to_file(logs, "run"), ExitStack() as exit_stack:
+    with (
+        lock_state_directory(directory) as lock,
+        logging_to_file(logs, "run"),
+        _logged_end(),
+        ExitStack() as exit_stack,
+    ):
         notify = partial(_notify_and_log, notify)
         model = resolve_model(job.spec.model, cache)
         with _redis_url(job, options, directory, lock, notify) as url:
@@ -292,6 +297,20 @@ def _check_machine(job: RolloutJob, options: RunOptions) -> None:
         errors.append(FieldError("spec.workers.resources.memory", message))
     if errors:
         raise ManifestError(errors)
+
+
+@contextmanager
+def _logged_end() -> Iterator[None]:
+    """Log how the run has ended."""
+    try:
+        yield
+    except Exception as error:
+        logger.info("The run has ended with an error: %s", error)
+        raise
+    except BaseException:
+        logger.info("The run was interrupted.")
+        raise
+    logger.info("The run has ended.")
 
 
 def _notify_and_log(notify: Callable[[str], None], text: str) -> None:

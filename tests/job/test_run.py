@@ -285,6 +285,9 @@ def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: C
     assert 0 == shown.code, shown.output
     assert f"Job default/story (uid {harness.uid}) is running" in shown.output
     assert "served by 1 of 1 engines" in shown.output
+    harness.wait_for(
+        lambda: json.loads(harness.call("status", "--json").output)["engines"][0]["tokens_per_second"] > 0, process
+    )
     harness.client.config_set("maxmemory", 1)
     assert harness.seconds_until(process, "out of memory") < 10
     result = harness.end(process)

@@ -51,11 +51,10 @@ def save_report(kubectl: Kubectl, job: Mapping[str, Any], target: Path) -> int:
     """
     pod = running_head(kubectl, job)
     remote = f"/tmp/report-{secrets.token_hex(8)}.html"  # noqa: S108 - a volume of the pod
-    command = ("report", f"--html={remote}")
+    code = kubectl.show(*exec_arguments(pod, job, ("report", f"--html={remote}"), columns=100, tty=False))
+    if code:
+        return code
     try:
-        code = kubectl.show(*exec_arguments(pod, job, command, columns=100, tty=False))
-        if code:
-            return code
         with target.open("wb") as file:
             return kubectl.save(file, "exec", pod, "-c", HEAD, "--", "cat", remote)
     except OSError as error:

@@ -107,6 +107,7 @@ class Kubectl:
 def explain_error(message: str) -> PluginError:
     """Return the error for what kubectl has printed to standard error."""
     message = "\n".join(line for line in message.splitlines() if not _LIBRARY_LOG.match(line))
+    message = message.removeprefix("error: ")
     if "doesn't have a resource type" in message or "could not find the requested resource" in message:
         return PluginError(
             f"the cluster does not know RolloutJobs ({message}); is das-rollout's chart installed with its CRD "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import redis
 
 from rollout_api.asyncio_tasks import cancel_and_wait, run_in_daemon_thread
+from rollout_api.errors import JobEndedError
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
 from rollout_api.ports import free_port
@@ -88,7 +89,8 @@ async def run_local(
         The report of a dataset job; None for a job that served trainers.
 
     Raises:
-        ManifestError, ModelError, StateError, RedisUnusableError, HistoryMismatchError, EngineError, DeadlineError:
+        ManifestError, ModelError, StateError, RedisUnusableError, HistoryMismatchError, EngineError, DeadlineError,
+        JobEndedError:
             each with a text that tells the user what to do.
     """
     _check_machine(job, options)
@@ -142,6 +144,12 @@ async def run_local(
                 work = _run_on_ray(setup, dataset, options, server, finished, notify, watch)
                 report = await _while_checked(work, _check_redis(LauncherStore(server, setup.keys), url, notify))
                 state.mark_finished()
+            except JobEndedError as error:
+                state.mark_finished()
+                raise JobEndedError(
+                    f"{error}. It was closed before its dataset was finished, as `rollout cancel` does; its finished "
+                    "rollouts are in its history, and the next run starts a new job"
+                ) from None
             except redis.RedisError as error:
                 raise explain_error(error, url) from error
     return report

@@ -47,6 +47,8 @@ class EndedRollout:
     decoding_steps: int
     draft_tokens: int
     accepted_tokens: int
+    draft_tokens_by_source: dict[str, int]
+    accepted_tokens_by_source: dict[str, int]
     arrived_at: float = 0.0
     """Unix time at which the request arrived in Redis, by the clock of Redis."""
     finished_at: float = 0.0
@@ -73,6 +75,8 @@ class EndedRollout:
             rollout.num_decoding_steps,
             rollout.num_draft_tokens,
             rollout.num_accepted_tokens,
+            rollout.draft_tokens_by_source,
+            rollout.accepted_tokens_by_source,
         )
 
     @property

@@ -16,7 +16,7 @@ from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.redis_client.checks import RedisUnusableError, explain_error
 from rollout_api.redis_client.connection import connect
 from rollout_worker.cli.manifest_file import read_manifest
-from rollout_worker.launch.job_state import recorded_uid
+from rollout_worker.launch.job_state import recorded_job
 from rollout_worker.launch.recorded_redis import read_recorded_redis
 
 DEFAULT_NAMESPACE = "default"
@@ -115,11 +115,7 @@ def find_job(
             return _find(server, place, uid)
     except RedisUnusableError as error:
         if place.embedded and isinstance(error.__cause__, redis.ConnectionError):
-            raise JobAddressError(
-                f"job {place.name} does not run at the moment: the Redis server that `rollout run` had started for it "
-                f"has ended with it. The same `rollout run` continues an unfinished job; its state is in "
-                f"{place.directory}"
-            ) from None
+            raise _ended_error(place) from None
         raise
 
 
@@ -173,7 +169,10 @@ def _place(
     url = redis_url or (manifest.spec.redis.url if manifest is not None else None)
     known = jobs_in_state_directory(state)
     if url:
-        return _Place(url, name, job_directory(state, name) if name in known and name else None, embedded=False)
+        # A job of the same name in another Redis is another job.
+        local = job_directory(state, name) if name is not None and name in known else None
+        server = None if local is None else read_recorded_redis(local)
+        return _Place(url, name, local if server is not None and server.url == url else None, embedded=False)
     if name is None:
         name = _only(known, f"in the state directory {state}")
     directory = job_directory(state, name)
@@ -191,10 +190,9 @@ def _find(server: redis.Redis, place: _Place, uid: str | None) -> FoundJob:
     if uid is None:
         if name is None:
             name = _only(_jobs_in_redis(server), "in this Redis")
-        newest: Any = server.get(job_uid_key(name))
-        uid = (recorded_uid(place.directory / "job.json") if place.directory is not None else None) or (
-            newest.decode() if newest else None
-        )
+        local = None if place.directory is None else recorded_job(place.directory)
+        newest: Any = server.get(job_uid_key(name)) if local is None else local.uid.encode()
+        uid = newest.decode() if newest else None
         if uid is None:
             raise JobAddressError(
                 f"there is no job {name} in this Redis ({_listed(_jobs_in_redis(server))}); it has not started yet, "
@@ -207,6 +205,18 @@ def _find(server: redis.Redis, place: _Place, uid: str | None) -> FoundJob:
             "messages were deleted a day after its end; its rollouts are still in its history (`rollout history`)"
         )
     return FoundJob(name or uid, uid, place.redis_url, place.directory)
+
+
+def _ended_error(place: _Place) -> JobAddressError:
+    """Return the error for a local job whose embedded Redis does not answer."""
+    job = None if place.directory is None else recorded_job(place.directory)
+    if job is not None and job.finished:
+        state, remedy = "has ended", "Its rollouts are in its history, and `rollout logs` shows what happened."
+    else:
+        state, remedy = "does not run at the moment", "The same `rollout run` continues it."
+    return JobAddressError(
+        f"job {place.name} {state}, and with it the Redis server that `rollout run` had started for it. {remedy}"
+    )
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -14,8 +14,6 @@ from rich.console import Console
 from rollout_api.protocol.exit_codes import EXIT_ENGINE, EXIT_INTERRUPTED, EXIT_STATE
 from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_address import (
-    FoundJob,
-    JobAddressError,
     JobArgument,
     JobManifest,
     JobRedis,
@@ -131,7 +129,9 @@ def cancel(
     with exit_with_message(interrupted="what was sent before is still carried out"):
         found = find_job(job, file=file, redis_url=redis, uid=uid, state=state_dir)
         with found.connected() as server:
-            _check_running(server.hget(found.keys.job, "state"), found)
+            state: Any = server.hget(found.keys.job, "state")
+            if state in (b"closed", b"failed"):
+                exit_with_error(EXIT_STATE, f"job {found.name} (uid {found.uid}) is {state.decode()} already")
             open_now = open_requests(server, found.keys)
             chosen = list(dict.fromkeys(requests)) if requests else list(open_now)
             if unknown := [name for name in chosen if name not in open_now]:
@@ -141,7 +141,7 @@ def cancel(
                     f"sent; {_listed(list(open_now))}",
                 )
             rollouts = sum(open_now[name] for name in chosen)
-            what = f"{len(chosen):,} open requests with {rollouts:,} rollouts"
+            what = f"{_count(len(chosen), 'open request')} with {_count(rollouts, 'rollout')}"
             question = f"Cancel {what} of job {found.name}" + ("?" if requests else ", and end it?")
             if not yes and not typer.confirm(question):
                 raise typer.Exit(EXIT_INTERRUPTED)
@@ -150,9 +150,9 @@ def cancel(
                 done = wait_until_answered(server, found.keys, chosen, _CANCELLATION_TIMEOUT_S)
             else:
                 done = end_job(server, found.keys, _CANCELLATION_TIMEOUT_S)
-    target = f"{len(chosen):,} requests" if requests else f"Job {found.name}"
+    target = _count(len(chosen), "request") if requests else f"job {found.name}"
     if done:
-        console.print(f"{target} {'were cancelled' if requests else 'has ended'}.", markup=False, soft_wrap=True)
+        console.print(f"{'Cancelled' if requests else 'Ended'} {target}.", markup=False, soft_wrap=True)
         return
     exit_with_error(
         EXIT_ENGINE,
@@ -162,10 +162,8 @@ def cancel(
     )
 
 
-def _check_running(state: bytes | None, job: FoundJob) -> None:
-    """Raise an error for a job that has ended."""
-    if state in (b"closed", b"failed"):
-        raise JobAddressError(f"job {job.name} (uid {job.uid}) is {state.decode()} already")
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def _listed(requests: list[str]) -> str:

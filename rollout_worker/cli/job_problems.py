@@ -50,9 +50,9 @@ def problems(status: CoordinatorStatus) -> list[Problem]:
 def _of_engines(status: CoordinatorStatus) -> Iterator[Problem]:
     if status["state"] == "paused":
         yield Problem("The job is paused", "A trainer resumes it with client.resume().")
-    for engine, reason in status["engine_errors"].items():
+    for name, reason in status["engine_errors"].items():
         yield Problem(
-            f"{engine} cannot start: {reason}",
+            f"{name} cannot start: {reason}",
             "Correct the manifest's section `engine`, or what the message names; the start is repeated every 30 s.",
         )
     if not status["engines"] and not status["engine_errors"]:
@@ -79,9 +79,9 @@ def _of_drafts(status: CoordinatorStatus) -> Iterator[Problem]:
             "Drafting changes the output distribution, which it must never do",
             'Create the job with `speculation.policy: "off"`, and report the problem.',
         )
-    for engine in status["unverified"]:
+    for name in status["unverified"]:
         yield Problem(
-            f"vLLM does not verify the drafts that are proposed on {engine}, so drafting costs time and saves none",
+            f"vLLM does not verify the drafts that are proposed on {name}, so drafting costs time and saves none",
             "vLLM's warnings about speculation in `rollout logs` state the reason.",
         )
     if disabled := [engine["name"] for engine in status["engines"] if engine["speculation_disabled"]]:

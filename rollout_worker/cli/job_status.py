@@ -119,12 +119,8 @@ def _facts(status: CoordinatorStatus) -> Table:
     migrated = f", {status['migrated']:,} migrated" if status["migrated"] else ""
     table.add_row("rollouts", f"{status['assigned']:,} running, {status['waiting']:,} waiting{migrated}")
     table.add_row("speed", f"{status['tokens_per_second']:,.0f} tokens/s")
-    saved = status["saved"]
-    table.add_row(
-        "drafts",
-        f"{status['accepted_per_step']:.2f} tokens accepted per decoding step"
-        + ("" if saved is None else f"; {saved:.0%} of the decoding time saved"),
-    )
+    accepted = f"{status['accepted_per_step']:.2f} tokens accepted per decoding step"
+    table.add_row("drafts", accepted + _saving(status["saved"]))
     current = sum(engine["version"] == status["weight_version"] for engine in status["engines"])
     table.add_row(
         "weights", f"version {status['weight_version']}, served by {current} of {len(status['engines'])} engines"
@@ -168,6 +164,13 @@ def duration(seconds: float) -> str:
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _saving(saved: float | None) -> str:
+    """Return what drafting has saved, as the end of a sentence; *saved* is a share of the decoding time."""
+    if saved is None:
+        return ""
+    return f"; {saved:.0%} of the decoding time saved" if saved >= 0 else f"; decoding takes {-saved:.0%} longer"
 
 
 def _sentence(text: str) -> str:

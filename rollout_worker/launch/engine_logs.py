@@ -17,6 +17,8 @@ from rollout_worker.launch.local_ray import configure_ray
 from rollout_worker.runtime.log_files import rotating_handler
 
 _HANDLER = "rollout-engine-logs"
+_AUTOSCALER = "autoscaler"
+"""What Ray has instead of a pid for its autoscaler, which reports the same resources every few seconds."""
 _OTHER = "ray"
 """Name of the log file with the output of Ray's own processes."""
 
@@ -46,6 +48,8 @@ class _EngineLogFiles:
 
     def write(self, data: dict[str, Any]) -> None:
         """Write lines that Ray has collected from one process."""
+        if data.get("pid") == _AUTOSCALER:
+            return
         name = data.get("actor_name") or _OTHER
         if name not in self._handlers:
             self._handlers[name] = rotating_handler(self._directory, name, "%(message)s")

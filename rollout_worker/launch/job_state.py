@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
@@ -64,14 +64,23 @@ def log_directory(directory: Path) -> Path:
     return directory / "logs"
 
 
-def recorded_uid(path: Path) -> str | None:
-    """Return the uid of the last job in the state file *path*; None if there is no such file.
+class RecordedJob(NamedTuple):
+    """What a state file says about the last job."""
+
+    uid: str
+    finished: bool
+
+
+def recorded_job(directory: Path) -> RecordedJob | None:
+    """Return the last job whose state is in *directory*; None if there was none.
 
     Raises:
-        StateError: if the file cannot be read.
+        StateError: if the state file cannot be read.
     """
+    path = directory / "job.json"
     try:
-        return str(json.loads(path.read_text())["uid"])
+        content = json.loads(path.read_text())
+        return RecordedJob(content["uid"], content["finished"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import redis
 
 from rollout_api.asyncio_tasks import cancel_and_wait, run_in_daemon_thread
+from rollout_api.errors import JobEndedError
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
 from rollout_api.ports import free_port
@@ -88,14 +89,20 @@ async def run_local(
         The report of a dataset job; None for a job that served trainers.
 
     Raises:
-        ManifestError, ModelError, StateError, RedisUnusableError, HistoryMismatchError, EngineError, DeadlineError:
+        ManifestError, ModelError, StateError, RedisUnusableError, HistoryMismatchError, EngineError, DeadlineError,
+        JobEndedError:
             each with a text that tells the user what to do.
     """
     _check_machine(job, options)
     directory = options.state / job.metadata.namespace / job.metadata.name
     logs = log_directory(directory)
     cache = options.model_cache or default_cache()
-    with lock_state_directory(directory) as lock, logging_to_file(logs, "run"), ExitStack() as exit_stack:
+    with (
+        lock_state_directory(directory) as lock,
+        logging_to_file(logs, "run"),
+        _logged_end(),
+        ExitStack() as exit_stack,
+    ):
         notify = partial(_notify_and_log, notify)
         model = resolve_model(job.spec.model, cache)
         with _redis_url(job, options, directory, lock, notify) as url:
@@ -137,6 +144,12 @@ async def run_local(
                 work = _run_on_ray(setup, dataset, options, server, finished, notify, watch)
                 report = await _while_checked(work, _check_redis(LauncherStore(server, setup.keys), url, notify))
                 state.mark_finished()
+            except JobEndedError as error:
+                state.mark_finished()
+                raise JobEndedError(
+                    f"{error}. It was closed before its dataset was finished, as `rollout cancel` does; its finished "
+                    "rollouts are in its history, and the next run starts a new job"
+                ) from None
             except redis.RedisError as error:
                 raise explain_error(error, url) from error
     return report
@@ -292,6 +305,20 @@ def _check_machine(job: RolloutJob, options: RunOptions) -> None:
         errors.append(FieldError("spec.workers.resources.memory", message))
     if errors:
         raise ManifestError(errors)
+
+
+@contextmanager
+def _logged_end() -> Iterator[None]:
+    """Log how the run has ended."""
+    try:
+        yield
+    except Exception as error:
+        logger.info("The run has ended with an error: %s", error)
+        raise
+    except BaseException:
+        logger.info("The run was interrupted.")
+        raise
+    logger.info("The run has ended.")
 
 
 def _notify_and_log(notify: Callable[[str], None], text: str) -> None:

@@ -24,13 +24,16 @@ class TimestampFormatter(logging.Formatter):
     default_msec_format = "%s.%03dZ"
 
 
-def rotating_handler(directory: Path, process: str, message: str = _CONSOLE_FORMAT) -> logging.Handler:
+def rotating_handler(
+    directory: Path, process: str, message: str = _CONSOLE_FORMAT, *, max_bytes: int = MAX_FILE_BYTES
+) -> logging.Handler:
     """Return a handler that appends to the log file of a process, which is created with the first record.
 
     Args:
         directory: directory of the job's log files.
         process: name of the process.
         message: format of what follows the time.
+        max_bytes: size at which the file is rotated.
 
     Raises:
         OSError: if the directory cannot be created.
@@ -38,7 +41,7 @@ def rotating_handler(directory: Path, process: str, message: str = _CONSOLE_FORM
     directory.mkdir(parents=True, exist_ok=True)
     handler = logging.handlers.RotatingFileHandler(
         directory / f"{process}.log",
-        maxBytes=MAX_FILE_BYTES,
+        maxBytes=max_bytes,
         backupCount=NUM_OLD_FILES,
         encoding="utf-8",
         errors="backslashreplace",

@@ -21,6 +21,9 @@ ended_rollouts = st.builds(
     **dict.fromkeys(("request_id", "problem_id", "purpose", "draft_mode", "finish_reason", "engine"), st.text()),
     **dict.fromkeys(("sample", "turn", "prompt_tokens", "tokens"), _NUMBERS),
     **dict.fromkeys(("decoding_steps", "draft_tokens", "accepted_tokens"), _NUMBERS),
+    **dict.fromkeys(
+        ("draft_tokens_by_source", "accepted_tokens_by_source"), st.dictionaries(st.text(), _NUMBERS, max_size=4)
+    ),
     **dict.fromkeys(("started_at", "arrived_at", "finished_at"), _TIMES),
     **dict.fromkeys(("step", "oldest_version", "newest_version"), _VERSIONS),
 )
@@ -71,6 +74,8 @@ def test_what_is_no_entry_is_rejected(data: bytes) -> None:
 
 
 def test_the_name_of_an_engine_is_its_id_without_the_last_part() -> None:
-    rollout = EndedRollout("r", 0, 0, "p", None, "train", "history", "stop", "job-worker-0-1a2b3c4d", *[0.0] * 8, 0, 0)
+    rollout = EndedRollout(
+        "r", 0, 0, "p", None, "train", "history", "stop", "job-worker-0-1a2b3c4d", *[0.0] * 8, {}, {}
+    )
     assert "job-worker-0" == rollout.engine_name
     assert "" == replace(rollout, engine="").engine_name

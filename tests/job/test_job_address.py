@@ -24,11 +24,11 @@ def publish(redis_url: str, name: str, uid: str) -> None:
     client.set(job_uid_key(name), uid)
 
 
-def run_locally(state: Path, name: str, uid: str, server: RecordedRedis) -> Path:
+def run_locally(state: Path, name: str, uid: str, server: RecordedRedis, *, finished: bool = False) -> Path:
     """Leave in a state directory what `rollout run` leaves there."""
     directory = state / name
     directory.mkdir(parents=True)
-    (directory / "job.json").write_text(json.dumps({"uid": uid}))
+    (directory / "job.json").write_text(json.dumps({"uid": uid, "finished": finished}))
     record_redis(directory, server)
     return directory
 
@@ -84,6 +84,12 @@ def test_the_only_job_of_a_state_directory_needs_no_name(tmp_path: Path, redis_u
         find_job(None, state=tmp_path)
 
 
+def test_a_given_redis_takes_precedence_over_a_local_job_of_the_same_name(tmp_path: Path, redis_url: str) -> None:
+    publish(redis_url, "default/math", "u1")
+    run_locally(tmp_path, "default/math", "u2", RecordedRedis("redis://127.0.0.1:1/0", embedded=True))
+    assert FoundJob("default/math", "u1", redis_url, None) == find_job("math", redis_url=redis_url, state=tmp_path)
+
+
 def test_the_only_job_of_a_redis_needs_no_name(tmp_path: Path, redis_url: str) -> None:
     with pytest.raises(JobAddressError, match="there is no job in this Redis"):
         find_job(None, redis_url=redis_url, state=tmp_path)
@@ -112,5 +118,8 @@ def test_an_embedded_server_that_has_ended_means_that_the_job_does_not_run(tmp_p
     with pytest.raises(JobAddressError, match="does not run at the moment") as ended:
         find_job("math", state=tmp_path)
     assert "secret" not in str(ended.value)
+    run_locally(tmp_path, "default/done", "u2", RecordedRedis(nobody, embedded=True), finished=True)
+    with pytest.raises(JobAddressError, match="has ended, and with it the Redis server"):
+        find_job("done", state=tmp_path)
     with pytest.raises(RedisUnusableError, match="cannot be reached"):
         find_job("math", redis_url=nobody, state=tmp_path)

@@ -91,7 +91,7 @@ def test_only_named_requests_are_cancelled(setup: JobSetup, services: JobService
         first, second = unknown.output.replace("\n", "").partition("open requests: ")[2].split(", ")
         cancelled = rollout("cancel", setup.redis_url, first, "--yes")
         assert 0 == cancelled.exit_code, cancelled.output
-        assert "1 requests were cancelled." in cancelled.output
+        assert "Cancelled 1 request." in cancelled.output
         assert EXIT_STATE == rollout("cancel", setup.redis_url, first, "--yes").exit_code
         assert 0 == rollout("cancel", setup.redis_url, second, "--yes").exit_code
         assert {FinishReason.CANCELLED} == {one.finish_reason for one in step}
@@ -107,7 +107,7 @@ def test_a_cancelled_job_ends_after_a_confirmation(setup: JobSetup, services: Jo
 
         ended = rollout("cancel", setup.redis_url, answer="y\n")
         assert 0 == ended.exit_code, ended.output
-        assert "Job default/math has ended." in ended.output
+        assert "Ended job default/math." in ended.output
         assert {FinishReason.CANCELLED} == {one.finish_reason for one in step}
     wait_for(services.ended, START_S)
     again = rollout("cancel", setup.redis_url, "--yes")

@@ -29,7 +29,7 @@ class TopApp(App[None]):
     #acceptance Static { width: 1fr; }
     .-narrow #acceptance { layout: vertical; }
     """
-    HORIZONTAL_BREAKPOINTS: ClassVar[list[tuple[int, str]] | None] = [(0, "-narrow"), (120, "-wide")]
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]  # noqa: RUF012  # no class variable in Textual
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,ctrl+c", "quit", "Quit"),
         Binding("space", "freeze", "Freeze or continue"),

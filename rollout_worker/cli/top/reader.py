@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any
 
 from rollout_api.client.job_info import parse_status
 from rollout_api.length_stats import LengthStats
@@ -50,7 +51,8 @@ class LiveJobReader:
         """
         timeline = self._store.timeline
         await timeline.observe()
-        status = parse_status(await self._client.get(self._store.keys.status))
+        published: Any = await self._client.get(self._store.keys.status)
+        status = parse_status(published)
         now = time.monotonic()
         if status is None:
             if now - self._read_status_at > _STATUS_INTERVAL_S:
@@ -73,7 +75,7 @@ class LiveJobReader:
 
     async def _begin(self, job: LiveJob) -> None:
         """Read what has happened lately."""
-        description = await self._client.hmget(self._store.keys.job, ["history", "history_redis"])
+        description: list[Any] = await self._client.hmget(self._store.keys.job, ["history", "history_redis"])
         history, elsewhere = (value.decode() if value else "" for value in description)
         url = self._history_url or (None if elsewhere else self._url)
         if history and url:

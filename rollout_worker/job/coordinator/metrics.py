@@ -114,6 +114,9 @@ class StatusMetrics:
             shown: Distribution = getattr(self._board.distributions, distribution)
             histogram.add_metric(job, shown.cumulative(), shown.total)
             yield histogram
+        versions = [([*job, engine["name"]], engine["version"]) for engine in status["engines"]]
+        text = "Weight version that the engine serves."
+        yield _family(_GAUGE, "engine_weight_version", text, ["job", "engine"], versions)
         for name, (kind, text) in ENGINE_METRICS.items():
             rows = [
                 ([*job, engine["name"]], engine["counters"][name])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
@@ -42,9 +43,9 @@ def render_page(recording: JobRecording) -> str:
         figures=_script_json(_figures(sections)),
         problems=_script_json([_problem(problem) for problem in recording.problems]),
         source_list=_script_json(sources),
-        styles=jinja2.utils.markupsafe.Markup((_ASSETS / "page.css").read_text()),
+        styles=Markup((_ASSETS / "page.css").read_text()),
         scripts=[
-            jinja2.utils.markupsafe.Markup(script)
+            Markup(script)
             for script in (
                 get_plotlyjs(),
                 *((_ASSETS / name).read_text() for name in ("plots.js", "token_diff.js", "viewer.js")),
@@ -53,11 +54,11 @@ def render_page(recording: JobRecording) -> str:
     )
 
 
-def _script_json(value: Any) -> Any:
+def _script_json(value: Any) -> Markup:
     """Return JSON that cannot end the script element which contains it."""
     text = json.dumps(value, cls=PlotlyJSONEncoder, separators=(",", ":"))
     escaped = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    return jinja2.utils.markupsafe.Markup(escaped)
+    return Markup(escaped)
 
 
 def _figures(sections: Sequence[Section]) -> dict[str, list[Any]]:

@@ -18,10 +18,12 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: Any | None) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer
         self._known: dict[int, str] = {}
         # A token is decoded behind another one, because some tokenizers drop the space at the start of a text.
-        self._before: list[int] = [] if tokenizer is None else list(tokenizer.encode("x", add_special_tokens=False))[-1:]
+        self._before: list[int] = (
+            [] if tokenizer is None else list(tokenizer.encode("x", add_special_tokens=False))[-1:]
+        )
         self._before_text = "" if tokenizer is None else self._decode(self._before)
 
     def split(self, token_ids: Sequence[int]) -> list[str]:
@@ -47,7 +49,6 @@ class TokenTexts:
         return self._decode([*self._before, *token_ids])[len(self._before_text) :]
 
     def _decode(self, token_ids: Sequence[int]) -> str:
-        assert self._tokenizer is not None
         text: str = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

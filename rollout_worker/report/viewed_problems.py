@@ -45,7 +45,7 @@ def read_problem(
             break
         left -= len(ids)
         shown.append(_viewed(record, texts.split(ids), rewards.get(rollout_key(record.rollout_id))))
-    prompt_text = None if prompt is None else "".join(texts.split(list(prompt)))
+    prompt_text = None if not prompt else "".join(texts.split(list(prompt)))
     return ViewedProblem(problem_id, prompt_text, shown[::-1], len(newest_first) - len(shown))
 
 

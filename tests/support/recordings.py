@@ -171,6 +171,8 @@ def small_job(problem_id: str = "sums/3", text: str = " 4") -> JobRecording:
         generations={1: 1, 2: 2, 3: 3},
         lengths=lengths,
         acceptance_by_age={1: (100.0, 60.0), 2: (40.0, 20.0)},
-        positions=[DraftCounts("engine-0", position, 100 - 10 * position, 60 - 7 * position) for position in range(1, 8)],
+        positions=[
+            DraftCounts("engine-0", position, 100 - 10 * position, 60 - 7 * position) for position in range(1, 8)
+        ],
         problems=[ViewedProblem(problem_id, f"What is 2+2?{text}", viewed, 0)],
     )

@@ -53,6 +53,10 @@ class Dataset:
         if self.environment is not None:
             self.environment.close()
 
+    def prompts(self) -> dict[str, list[int]]:
+        """Return the token ids of each problem's prompt; empty ones if only the environment knows them."""
+        return {problem.problem_id: list(problem.prompt_token_ids) for problem in self.problems}
+
     def total_rollouts(self, job: RolloutJob) -> int | None:
         """Return the number of rollouts in all epochs; None if the number of turns is unknown."""
         if self.samples_itself:

@@ -53,9 +53,7 @@ def engine_times(measurements: Sequence[Measurement]) -> dict[str, EngineTime]:
 
 def interruptions(measurements: Iterable[Measurement], seconds: float) -> list[tuple[float, float]]:
     """Return the times of more than *seconds* without measurements, in which nothing coordinated the job."""
-    return [
-        (before.time, after.time) for before, after in pairwise(measurements) if after.time - before.time > seconds
-    ]
+    return [(before.time, after.time) for before, after in pairwise(measurements) if after.time - before.time > seconds]
 
 
 def _add(

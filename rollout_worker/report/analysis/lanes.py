@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollout_worker.report.analysis.steps import Scored, Step
@@ -18,7 +19,8 @@ class Bar(NamedTuple):
     scored: Scored
 
 
-class EngineRows(NamedTuple):
+@dataclass(frozen=True)
+class EngineRows:
     """The rows of one engine."""
 
     engine: str

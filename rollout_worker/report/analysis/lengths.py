@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollout_api.length_stats import LengthStats
@@ -24,7 +25,8 @@ class PredictedLengths(NamedTuple):
     """Quantile of 90 %."""
 
 
-class CalibrationPoint(NamedTuple):
+@dataclass(frozen=True)
+class CalibrationPoint:
     """How often lengths were at most a predicted quantile."""
 
     predicted: float

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from rollout_worker.report.analysis.steps import Step
 
@@ -11,7 +11,8 @@ TAIL_SHARE = 0.25
 """The tail of a step begins when at most this share of its largest number of running rollouts runs, for good."""
 
 
-class RunningCount(NamedTuple):
+@dataclass(frozen=True)
+class RunningCount:
     """The number of running rollouts from one moment to the next."""
 
     time: float

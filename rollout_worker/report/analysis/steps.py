@@ -156,5 +156,9 @@ def compare(steps: Sequence[Step]) -> list[Comparison]:
 
 def mode_name(draft_mode: str) -> str:
     """Return what the report calls a draft mode."""
-    names = {DraftMode.HISTORY: "all sources", DraftMode.OWN_TEXT: "own text only", DraftMode.OFF: "no drafts"}
-    return names.get(DraftMode(draft_mode), draft_mode) if draft_mode in set(DraftMode) else draft_mode
+    names: dict[str, str] = {
+        DraftMode.HISTORY: "all sources",
+        DraftMode.OWN_TEXT: "own text only",
+        DraftMode.OFF: "no drafts",
+    }
+    return names.get(draft_mode, draft_mode)

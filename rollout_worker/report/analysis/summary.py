@@ -69,9 +69,10 @@ def _estimated_saving(recording: JobRecording, steps: Sequence[Step]) -> float |
     without = sum(estimate for estimate in estimates if estimate is not None)
     if not without:
         return None
-    return 1 - sum(
-        step.makespan for step, estimate in zip(steps, estimates, strict=True) if estimate is not None
-    ) / without
+    return (
+        1
+        - sum(step.makespan for step, estimate in zip(steps, estimates, strict=True) if estimate is not None) / without
+    )
 
 
 def _measured_saving(comparisons: Sequence[Comparison]) -> float | None:

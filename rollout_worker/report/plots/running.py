@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import plotly.graph_objects as go
@@ -88,4 +89,4 @@ def running_in_job(steps: Sequence[Step], measurements: Sequence[Measurement]) -
 
 
 def _since_start(step: Step) -> list[RunningCount]:
-    return [one._replace(time=one.time - step.start) for one in running_counts(intervals_of(step))]
+    return [replace(one, time=one.time - step.start) for one in running_counts(intervals_of(step))]

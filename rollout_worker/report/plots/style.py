@@ -15,7 +15,7 @@ from rollout_api.protocol.messages import DraftMode
 BLUE, ORANGE, GREEN, PURPLE, RED, GRAY = "#2f80c9", "#c77700", "#0f9070", "#b060a0", "#d5502a", "#7f8793"
 SERIES = (BLUE, ORANGE, GREEN, PURPLE, RED, GRAY)
 
-MODE_COLORS = {DraftMode.HISTORY: BLUE, DraftMode.OWN_TEXT: ORANGE, DraftMode.OFF: GRAY}
+MODE_COLORS: dict[str, str] = {DraftMode.HISTORY: BLUE, DraftMode.OWN_TEXT: ORANGE, DraftMode.OFF: GRAY}
 SOURCE_COLORS = {"history": BLUE, "self": ORANGE, "siblings": GREEN, "cross_problem": PURPLE}
 SOURCE_NAMES = {
     "history": "history",

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 from plotly.utils import PlotlyJSONEncoder
 
 from rollout_api.protocol.draft_sources import DRAFT_SOURCES
 from rollout_worker.report.analysis.summary import Summary, findings, summarize
-from rollout_worker.report.plots.style import SOURCE_COLORS, SOURCE_NAMES
+from rollout_worker.report.plots.style import SOURCE_NAMES
 from rollout_worker.report.recording import JobRecording, ViewedProblem, ViewedRollout
 from rollout_worker.report.sections import ReportSections, Section
 
@@ -27,38 +27,22 @@ def render_page(recording: JobRecording) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_ASSETS), autoescape=True, undefined=jinja2.StrictUndefined
     )
+    # The filter tojson also escapes what could end the script element around it.
+    environment.policies["json.dumps_function"] = partial(json.dumps, cls=PlotlyJSONEncoder)
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     sections = ReportSections(recording).build()
-    sources = [
-        {"name": SOURCE_NAMES[source], "color": SOURCE_COLORS[source], "code": code}
-        for code, source in enumerate(DRAFT_SOURCES, 1)
-    ]
+    sources = [{"name": SOURCE_NAMES[source], "code": code} for code, source in enumerate(DRAFT_SOURCES, 1)]
     return environment.get_template("page.html").render(
         recording=recording,
-        unit="epoch" if recording.is_dataset else "step",
         recorded_at=datetime.fromtimestamp(recording.recorded_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
         tiles=_tiles(recording, summarize(recording)),
         findings=findings(recording),
         sections=sections,
         sources=sources,
-        figures=_script_json(_figures(sections)),
-        problems=_script_json([_problem(problem) for problem in recording.problems]),
-        source_list=_script_json(sources),
-        styles=Markup((_ASSETS / "page.css").read_text()),
-        scripts=[
-            Markup(script)
-            for script in (
-                get_plotlyjs(),
-                *((_ASSETS / name).read_text() for name in ("plots.js", "token_diff.js", "viewer.js")),
-            )
-        ],
+        figures=_figures(sections),
+        problems=[_problem(problem) for problem in recording.problems],
+        plotly=get_plotlyjs(),
     )
-
-
-def _script_json(value: Any) -> Markup:
-    """Return JSON that cannot end the script element which contains it."""
-    text = json.dumps(value, cls=PlotlyJSONEncoder, separators=(",", ":"))
-    escaped = text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-    return Markup(escaped)
 
 
 def _figures(sections: Sequence[Section]) -> dict[str, list[Any]]:
@@ -113,9 +97,9 @@ def _tiles(recording: JobRecording, summary: Summary) -> list[dict[str, str]]:
         },
     ]
     if summary.measured_saving is not None:
-        tiles.append(_saving(summary.measured_saving, "measured against the same rollouts without drafts"))
+        tiles.append(_saving(summary.measured_saving, "measured", "against the same rollouts without drafts"))
     if summary.estimated_saving is not None:
-        tiles.append(_saving(summary.estimated_saving, "an estimate by the engines' cost models"))
+        tiles.append(_saving(summary.estimated_saving, "estimated", "by the engines' cost models"))
     tiles.append(
         {
             "value": f"{summary.tail:.0%}",
@@ -126,8 +110,8 @@ def _tiles(recording: JobRecording, summary: Summary) -> list[dict[str, str]]:
     return tiles
 
 
-def _saving(share: float, text: str) -> dict[str, str]:
-    return {"value": f"{abs(share):.0%}", "label": "time saved" if share >= 0 else "time lost", "text": text}
+def _saving(share: float, how: str, text: str) -> dict[str, str]:
+    return {"value": f"{abs(share):.0%}", "label": f"{'saved' if share >= 0 else 'lost'}, {how}", "text": text}
 
 
 def _duration(seconds: float) -> str:

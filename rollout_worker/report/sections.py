@@ -12,7 +12,7 @@ from rollout_worker.report.analysis.acceptance import by_age, by_position
 from rollout_worker.report.analysis.engine_time import engine_times
 from rollout_worker.report.analysis.governor import engine_histories
 from rollout_worker.report.analysis.rewards import rewards_of
-from rollout_worker.report.analysis.steps import Comparison, Step, compare, steps_of
+from rollout_worker.report.analysis.steps import Comparison, compare, steps_of
 from rollout_worker.report.analysis.without_drafts import slowdowns
 from rollout_worker.report.plots.acceptance import (
     acceptance_by_age,
@@ -84,7 +84,7 @@ class ReportSections:
 
     def _running(self) -> Plot:
         variants = [
-            Variant(self._label(one.step), running_in_step(one, self._slowdowns)) for one in _spread(self._comparisons)
+            Variant(str(one.step.number), running_in_step(one, self._slowdowns)) for one in _spread(self._comparisons)
         ]
         whole = Variant("whole job", running_in_job(self._all_steps, self._recording.measurements))
         return Plot(
@@ -95,6 +95,7 @@ class ReportSections:
             "tokens to take without drafts.",
             [*variants, whole],
             choice=self._unit,
+            initial=len(variants) - 1,
         )
 
     def _gantt(self) -> Plot:
@@ -104,8 +105,9 @@ class ReportSections:
             "Rollouts on the engines",
             "Each bar is a rollout, in rows per engine. White space is idle capacity; the shaded time is the tail."
             + drawn_note(steps),
-            [Variant(self._label(step), gantt(step)) for step in steps],
+            [Variant(str(step.number), gantt(step)) for step in steps],
             choice=self._unit,
+            initial=len(steps) - 1,
         )
 
     def _acceptance(self) -> list[Plot]:
@@ -241,9 +243,6 @@ class ReportSections:
             ),
         ]
         return [plot for plot in plots if plot is not None]
-
-    def _label(self, step: Step) -> str:
-        return f"{self._unit} {step.number}"
 
     @staticmethod
     def _single(

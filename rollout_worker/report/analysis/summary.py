@@ -147,10 +147,13 @@ def _rollout_sentences(steps: Sequence[Step]) -> list[str]:
     cut_off = sum(one.cut_off for one in scored) / len(scored) if scored else 0.0
     sentences = [f"{cut_off:.0%} of the rollouts were cut off at max_tokens."] if cut_off >= _NOTABLE_SHARE else []
     reasons = [one.rollout.finish_reason for one in scored]
-    for reason in ("failed", "deadline", "cancelled"):
+    for reason, text in (
+        ("failed", "failed"),
+        ("deadline", "ended at a deadline"),
+        ("cancelled", "were cancelled"),
+    ):
         if count := reasons.count(reason):
-            word = {"failed": "failed", "deadline": "ended at their deadline", "cancelled": "were cancelled"}[reason]
-            sentences.append(f"{count} rollouts {word}.")
+            sentences.append(f"Rollouts that {text}: {count:,}.")
     rewards = [rewards for step in steps if (rewards := rewards_of(step)) is not None]
     if len(rewards) >= 2:
         sentences.append(f"The mean reward went from {rewards[0].mean:.2f} to {rewards[-1].mean:.2f}.")

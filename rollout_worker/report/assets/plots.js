@@ -46,6 +46,7 @@
     drawAll();
   });
   for (const select of document.querySelectorAll("select[data-plot]")) {
+    chosen[select.dataset.plot] = Number(select.value);
     select.addEventListener("change", () => { chosen[select.dataset.plot] = Number(select.value); draw(select.dataset.plot); });
   }
   drawAll().then(() => { root.dataset.drawn = "true"; });

@@ -46,13 +46,14 @@
   }
 
   function card(rollout) {
-    const header = facts(rollout);
+    const header = facts(rollout), buttons = element("span", { className: "sides" });
     for (const side of ["A", "B"]) {
       const button = element("button", { type: "button", title: `Compare as ${side}` }, side);
       button.setAttribute("aria-pressed", String(compared[side] === rollout));
       button.addEventListener("click", () => { compared[side] = rollout; showColumns(); showComparison(); });
-      header.append(button);
+      buttons.append(button);
     }
+    header.append(buttons);
     const text = element("pre");
     appendTokens(text, rollout);
     return element("article", { className: "rollout" }, header, text);

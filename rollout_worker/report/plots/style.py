@@ -44,6 +44,8 @@ class Plot:
     variants: list[Variant]
     choice: str = ""
     """What the variants differ in, such as ``epoch``."""
+    initial: int = 0
+    """Index of the variant that is shown at first."""
     wide: bool = True
     """Whether it takes the whole width of the page."""
 

@@ -1,0 +1,266 @@
+"""What a recording shows, as numbers: hand-made data, and properties."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_api.length_stats import LengthStats
+from rollout_worker.report.analysis.acceptance import Acceptance, by_age, by_position, by_source
+from rollout_worker.report.analysis.engine_time import engine_times, interruptions
+from rollout_worker.report.analysis.governor import disabled_spans, engine_histories
+from rollout_worker.report.analysis.lanes import arrange
+from rollout_worker.report.analysis.lengths import calibration, predictions, stats_before
+from rollout_worker.report.analysis.rewards import rewards_of
+from rollout_worker.report.analysis.running import RunningCount, running_counts, tail_fraction, tail_start, thinned
+from rollout_worker.report.analysis.staleness import PublishedVersions, staleness_of
+from rollout_worker.report.analysis.steps import Step, compare, steps_of, training_steps
+from rollout_worker.report.analysis.without_drafts import (
+    Slowdown,
+    intervals_without_drafts,
+    makespan_without_drafts,
+    slowdowns,
+)
+from rollout_worker.report.recording import DraftCounts, PastLength
+from tests.support.recordings import START, ended, engine, measurement, recording
+
+_TIMES = st.floats(0, 1000)
+intervals = st.lists(st.tuples(_TIMES, _TIMES).map(lambda pair: (min(pair), max(pair))), max_size=30)
+
+
+def step_of(*spans: tuple[float, float], engine: str = "engine-0-1a2b") -> Step:
+    """Return a step whose rollouts ran from and to these seconds of the job."""
+    rollouts = [
+        ended(sample=sample, engine=engine, started_at=START + begin, finished_at=START + end)
+        for sample, (begin, end) in enumerate(spans)
+    ]
+    [step] = steps_of(recording(rollouts))
+    return step
+
+
+# Steps
+
+
+def test_rollouts_belong_to_the_step_of_their_request_or_to_the_version_with_which_it_began() -> None:
+    rollouts = [
+        ended(request_id="a", step=4),
+        ended(request_id="b", step=None, oldest_version=7, finished_at=START + 9),
+        ended(request_id="b", step=None, sample=1, oldest_version=8, finished_at=START + 10),
+        ended(request_id="c", step=4, purpose="eval", draft_mode="off"),
+    ]
+    steps = steps_of(recording(rollouts))
+    found = {(step.purpose, step.draft_mode, step.number): len(step.scored) for step in steps}
+    assert {("train", "history", 4): 1, ("train", "history", 7): 2, ("eval", "off", 4): 1} == found
+    assert [4, 7] == [step.number for step in training_steps(steps)]
+
+
+def test_the_figures_of_a_step() -> None:
+    rollouts = [ended(), ended(sample=1, finish_reason="length", tokens=30, finished_at=START + 8)]
+    [step] = steps_of(recording(rollouts))
+    assert (8.0, 40, 5.0, 0.5) == (step.makespan, step.tokens, step.tokens_per_second, step.cut_off_share)
+    assert 1.0 == step.accepted_per_step
+
+
+def test_only_the_same_rollouts_with_the_same_weights_are_compared() -> None:
+    rollouts = [
+        ended(),
+        ended(request_id="same", purpose="eval", draft_mode="off", step=31),
+        ended(request_id="other problem", purpose="eval", draft_mode="own_text", step=32, problem_id="q"),
+        ended(request_id="validation", purpose="eval", step=33),
+    ]
+    [comparison] = compare(steps_of(recording(rollouts)))
+    assert ["off"] == list(comparison.baselines)
+
+
+# Running rollouts
+
+
+@given(intervals, _TIMES)
+def test_running_rollouts_are_those_whose_time_contains_the_moment(spans: list[tuple[float, float]], at: float) -> None:
+    before = [one.count for one in running_counts(spans) if one.time <= at]
+    assert sum(begin <= at < end for begin, end in spans) == (before[-1] if before else 0)
+
+
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=200), st.integers(2, 40))
+def test_thinned_counts_keep_the_largest_and_the_last_one(values: list[int], most: int) -> None:
+    counts = [RunningCount(float(time), value) for time, value in enumerate(values)]
+    kept = thinned(counts, most)
+    assert len(kept) <= max(most, 2) + 1
+    assert max(values) == max(one.count for one in kept)
+    assert counts[-1] == kept[-1]
+    assert sorted(kept, key=lambda one: one.time) == kept
+
+
+def test_the_tail_begins_when_at_most_a_quarter_of_the_rollouts_still_run() -> None:
+    step = step_of((0, 1), (0, 2), (0, 3), (0, 11))
+    assert START + 3 == tail_start(step)
+    assert pytest.approx(8 / 11) == tail_fraction(step)
+
+
+def test_a_step_that_ends_at_once_has_no_tail() -> None:
+    assert 0.0 == tail_fraction(step_of((0, 5), (0, 5)))
+
+
+# Without drafts
+
+
+def test_the_time_of_an_engine_is_stretched_by_its_slowdown() -> None:
+    slowdown = Slowdown([10.0, 20.0], [2.0, 3.0])
+    assert 20.0 == slowdown.stretched(0.0, 10.0)
+    assert 2.0 * 5 + 3.0 * 5 == slowdown.stretched(5.0, 15.0)
+    assert 3.0 * 10 == slowdown.stretched(25.0, 35.0)
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 10), st.floats(0.5, 4)), max_size=8), st.lists(_TIMES, min_size=3, max_size=3))
+def test_stretched_times_add_up(parts: list[tuple[float, float]], moments: list[float]) -> None:
+    times = [sum(length for length, _ in parts[: index + 1]) for index in range(len(parts))]
+    slowdown = Slowdown(times, [ratio for _, ratio in parts])
+    first, second, third = sorted(moments)
+    assert slowdown.stretched(first, third) == pytest.approx(
+        slowdown.stretched(first, second) + slowdown.stretched(second, third)
+    )
+
+
+def test_the_slowdown_is_the_ratio_of_increases_and_begins_anew_with_an_engine() -> None:
+    counters = [(1, 0.0, 0.0), (2, 4.0, 8.0), (3, 4.0, 8.0), (4, 6.0, 9.0), (5, 1.0, 3.0)]
+    measured = [
+        measurement(time, [engine(timed_seconds=timed, timed_seconds_without_drafts=without)])
+        for time, timed, without in counters
+    ]
+    assert {"engine-0": [(START + 2, 2.0), (START + 4, 0.5), (START + 5, 3.0)]} == {
+        name: slowdown.series() for name, slowdown in slowdowns(measured).items()
+    }
+
+
+def test_a_step_without_drafts_takes_as_much_longer_as_its_engine() -> None:
+    step = step_of((1, 2), (2, 6))
+    by_engine = {"engine-0": Slowdown([START + 100], [1.5])}
+    assert [(1.5, 3.0), (3.0, 9.0)] == intervals_without_drafts(step, by_engine)
+    assert 9.0 == makespan_without_drafts(step, by_engine)
+    assert makespan_without_drafts(step, {}) is None
+
+
+# Rows of engines
+
+
+@given(intervals)
+def test_rollouts_in_a_row_do_not_overlap_and_no_row_is_superfluous(spans: list[tuple[float, float]]) -> None:
+    spans = [(begin, end + 1) for begin, end in spans]
+    if not spans:
+        return
+    bars, [engine_rows] = arrange(step_of(*spans), len(spans))
+    rows: dict[int, list[tuple[float, float]]] = {}
+    for bar in bars:
+        rows.setdefault(bar.row, []).append((bar.scored.started, bar.scored.rollout.finished_at))
+    for in_row in rows.values():
+        ordered = sorted(in_row)
+        assert all(before[1] <= after[0] for before, after in pairwise(ordered))
+    starts_and_ends = [(START + begin, START + end) for begin, end in spans]
+    assert max(one.count for one in running_counts(starts_and_ends)) == engine_rows.count == len(rows)
+
+
+def test_of_too_many_rollouts_the_longest_are_arranged() -> None:
+    bars, _ = arrange(step_of((0, 1), (0, 9), (3, 5)), most=2)
+    assert [9.0, 2.0] == [bar.scored.rollout.finished_at - bar.scored.started for bar in bars]
+
+
+# Lengths
+
+
+def past(generation: int, *lengths: int, cut_off: bool = False) -> list[PastLength]:
+    return [PastLength(generation, length, cut_off, None) for length in lengths]
+
+
+def test_a_generation_is_predicted_from_the_earlier_ones() -> None:
+    entries = past(1, 10, 20, 30) + past(4, 50) + past(5, 60)
+    assert [4, 5] == [one.generation for one in predictions(entries)]
+    assert LengthStats.from_lengths((1, length, False) for length in (10, 20, 30)) == stats_before(entries)[4]
+    assert 20.0 == predictions(entries)[0].median
+
+
+def test_predictions_are_calibrated_if_lengths_do_not_change() -> None:
+    lengths = {str(problem): past(1, *range(1, 101)) + past(2, *range(1, 101)) for problem in range(3)}
+    points = calibration(lengths)
+    assert [one.predicted for one in points] == pytest.approx([one.observed for one in points], abs=0.011)
+    assert {300} == {one.count for one in points}
+
+
+def test_a_rollout_that_was_cut_off_below_a_quantile_does_not_count() -> None:
+    entries = past(1, 10, 20, 30, 40) + past(2, 5, cut_off=True) + past(2, 100, cut_off=True)
+    assert {1} == {one.count for one in calibration({"p": entries})}
+    assert {0.0} == {one.observed for one in calibration({"p": entries})}
+
+
+# Rewards, staleness, acceptance
+
+
+def test_groups_with_equal_rewards_are_counted() -> None:
+    rollouts = [ended(problem_id=problem, sample=sample) for problem in "abc" for sample in range(2)]
+    [step] = steps_of(recording(rollouts, rewards=[0.0, 1.0, 1.0, 1.0, None, 1.0]))
+    rewards = rewards_of(step)
+    assert rewards is not None
+    assert 0.8 == rewards.mean
+    assert pytest.approx(math.sqrt(0.2 / 5)) == rewards.error
+    assert 0.5 == rewards.equal_groups
+
+
+def test_a_step_without_rewards_has_none() -> None:
+    assert rewards_of(step_of((0, 1))) is None
+
+
+def test_staleness_is_counted_from_the_version_that_was_published_when_a_rollout_ended() -> None:
+    measurements = [measurement(time, [], weight_version=version) for time, version in ((0, 1), (5, 3), (9, 4))]
+    rollouts = [ended(oldest_version=1, finished_at=START + end) for end in (4, 6, 20)]
+    rollouts.append(ended(oldest_version=None, finished_at=START + 20))
+    [step] = steps_of(recording(rollouts))
+    assert Counter({0: 1, 2: 1, 3: 1}) == staleness_of(step, PublishedVersions(measurements))
+
+
+def test_draft_tokens_are_added_by_source_position_and_age() -> None:
+    [step] = steps_of(recording([ended(), ended(sample=1)]))
+    assert {"history": Acceptance(12, 8), "self": Acceptance(4, 2)} == by_source(step)
+    counts = [DraftCounts("a", 1, 10, 5), DraftCounts("a", 2, 5, 1), DraftCounts("b", 1, 2, 2)]
+    assert {1: Acceptance(12, 7), 2: Acceptance(5, 1)} == by_position(counts)
+    assert [(1, 0.5), (2, 0.0)] == [(age, one.rate) for age, one in by_age({2: (0, 0), 1: (4, 2)}).items()]
+
+
+# Engines
+
+
+def test_the_time_of_an_engine_is_divided() -> None:
+    states = [
+        (0, engine(assigned=3, drafting_disabled=1), 0),
+        (10, engine(assigned=3, drafting_seconds=2.0), 0),
+        (14, engine(version=2, weights_gap_seconds=1.0, drafting_seconds=2.5), 4),
+        (20, engine(version=2, weights_gap_seconds=1.0, drafting_seconds=2.5), 0),
+        (25, engine(version=2, weights_gap_seconds=1.0, drafting_seconds=2.5), 0),
+    ]
+    measured = [
+        measurement(time, [one, engine("other", assigned=int(time == 20))], waiting=waiting)
+        for time, one, waiting in states
+    ]
+    time = engine_times(measured)["engine-0"]
+    assert (13.0, 2.5, 1.0, 10.0) == (time.busy, time.drafting, time.weights, time.disabled)
+    assert (6.0, 5.0, 0.0) == (time.idle_with_waiting, time.idle_in_tail, time.idle)
+    assert 25.0 == time.total
+
+
+def test_an_interruption_is_a_time_without_measurements() -> None:
+    measured = [measurement(time, []) for time in (0, 1, 2, 100)]
+    assert [(START + 2, START + 100)] == interruptions(measured, 60)
+
+
+def test_the_governors_decisions_over_time() -> None:
+    disabled = [False, True, True, False, True]
+    measured = [
+        measurement(time, [engine(drafting_disabled=float(one), cost_base_seconds=0.004, drafting_stops=time)])
+        for time, one in enumerate(disabled)
+    ]
+    history = engine_histories(measured)["engine-0"]
+    assert [(START + 1, START + 3), (START + 4, START + 4)] == disabled_spans(history)
+    assert ([4.0] * 5, [0.0, 1.0, 2.0, 3.0, 4.0]) == (history.base_ms, history.stops)

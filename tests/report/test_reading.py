@@ -1,0 +1,170 @@
+"""Reading a recording from a real Redis with a job and a history."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
+from rollout_api.protocol.messages import Purpose, RolloutRequest, encode
+from rollout_worker.history.records import HistoryRecord
+from rollout_worker.job.job_store import EngineReport, JobStore
+from rollout_worker.job.job_store.job_record import JobDescription
+from rollout_worker.report.reading import NothingToReportError, read_recording
+from rollout_worker.report.recording import JobRecording, PastLength
+from rollout_worker.report.recording_file import load_recording, save_recording
+from rollout_worker.report.token_texts import TokenTexts
+from rollout_worker.report.viewed_problems import choose_problems, read_problem
+from rollout_worker.tiny_model.tokenizer import build_tokenizer
+from tests.support.history_contents import KEYS, fill, open_history
+from tests.support.job_messages import request, rollout
+from tests.support.recordings import engine, measurement
+
+UID = "uid"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return build_tokenizer(["the sum of 2 and 2 is 4"], vocabulary=280)
+
+
+def describe(history_redis: str = "") -> JobDescription:
+    return JobDescription("das/none", 300, "{}", 64, 2**20, 10, KEYS.full_name, history_redis)
+
+
+@pytest.fixture
+def job(redis_url: str) -> str:
+    """Publish a job of which two rollouts have ended and one is evaluated, and return the URL of its Redis."""
+    server = redis.Redis.from_url(redis_url)
+    history = open_history(server)
+    generation = history.metadata.publish(UID, 5)
+    asked = request("dataset:1:0", n=2, step=1, problem_id="sums/1")
+    evaluated = request("compare:1:0", n=1, step=9, problem_id="sums/1", purpose=Purpose.EVAL)
+    sources = bytes([0, 1, 1, 0, 2])
+    for sample in range(2):
+        tokens = np.asarray([sample + 10] * 5, dtype=np.uint32)
+        rollout_id = str(asked.rollout_id(sample))
+        record = HistoryRecord(rollout_id, UID, 5, generation, tokens, "stop", step=1, draft_sources=sources)
+        history.append("sums/1", record)
+    history.set_rewards("sums/1", {str(asked.rollout_id(1)): 0.5})
+    history.statistics.add_acceptance({1: (4, 3)})
+
+    async def publish() -> None:
+        store = JobStore.connect(redis_url, MessageKeys(UID))
+        await store.job.publish("default/math", describe())
+        for one in (asked, evaluated):
+            entry: Any = server.xadd(store.keys.requests, {MESSAGE_FIELD: encode(one)})
+            await store.requests.admit(entry.decode(), one)
+            await store.rollouts.finish_all([(one, finished(one, sample)) for sample in range(one.sampling.n)])
+        await store.timeline.add_measurement(measurement(0, [engine()]))
+        report = EngineReport(
+            "engine-0",
+            labeled_counters={
+                "position_draft_tokens": {"1": 9, "2": 4},
+                "position_accepted_tokens": {"1": 6},
+            },
+        )
+        await store.engines.heartbeat("engine-0-1a2b", report, register=True)
+        await store.close()
+
+    asyncio.run(publish())
+    return redis_url
+
+
+def finished(asked: RolloutRequest, sample: int) -> Any:
+    return rollout(asked, sample).model_copy(update={"draft_tokens_by_source": {"self": 4}})
+
+
+def read(url: str, tokenizer: Any = None, **options: Any) -> JobRecording:
+    return asyncio.run(read_recording(url, UID, name="default/math", tokenizer_of=lambda _: tokenizer, **options))
+
+
+def test_everything_about_a_job_is_read(job: str) -> None:
+    found = read(job)
+    assert ("das/none", KEYS.full_name, "running", True, False) == (
+        found.model,
+        found.history,
+        found.state,
+        found.is_dataset,
+        found.decoded,
+    )
+    rewards = {(one.request_id, one.sample): reward for one, reward in zip(found.ended, found.rewards, strict=True)}
+    assert {("dataset:1:0", 0): None, ("dataset:1:0", 1): 0.5, ("compare:1:0", 0): None} == rewards
+    assert {"self": 4} == found.ended[0].draft_tokens_by_source
+    assert {5: 1} == found.generations
+    assert {"sums/1": [PastLength(1, 5, False, None), PastLength(1, 5, False, 0.5)]} == found.lengths
+    assert {1: (4.0, 3.0)} == found.acceptance_by_age
+    assert [("engine-0", 1, 9, 6), ("engine-0", 2, 4, 0)] == found.positions
+    assert 1 == len(found.measurements)
+    [problem] = found.problems
+    assert (None, 0) == (problem.prompt, problem.num_omitted)
+    assert [["10 "] * 5, ["11 "] * 5] == sorted(one.tokens for one in problem.rollouts)
+    assert {(0, 1, 1, 0, 2)} == {tuple(one.sources) for one in problem.rollouts}
+
+
+def test_tokens_and_prompts_are_decoded(job: str, tokenizer: Any) -> None:
+    prompt = tokenizer.encode("2+2?")
+    [problem] = read(job, tokenizer, prompts={"sums/1": prompt}).problems
+    assert "2+2?" == problem.prompt
+    assert [tokenizer.decode([10])] * 5 == problem.rollouts[0].tokens
+
+
+def test_what_was_read_can_be_saved(job: str, tmp_path: Path) -> None:
+    found = read(job)
+    save_recording(found, tmp_path / "file")
+    assert found == load_recording(tmp_path / "file")
+
+
+def test_a_job_without_ended_rollouts_has_nothing_to_report(redis_url: str) -> None:
+    with pytest.raises(NothingToReportError, match="no timeline of job default/math"):
+        read(redis_url)
+
+
+def test_a_history_on_another_server_must_be_named(job: str) -> None:
+    redis.Redis.from_url(job).hset(MessageKeys(UID).job, mapping=asdict(describe("own")))
+    with pytest.raises(NothingToReportError, match="--history-redis"):
+        read(job)
+    assert read(job, history_url=job).lengths
+
+
+# The texts of tokens
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_the_texts_of_tokens_are_the_text(text: str) -> None:
+    tokenizer = build_tokenizer(["the sum of 2 and 2 is 4"], vocabulary=280)
+    ids = tokenizer.encode(text)
+    pieces = TokenTexts(tokenizer).split(ids)
+    assert len(ids) == len(pieces)
+    assert text == "".join(pieces)
+
+
+# The choice of problems
+
+
+def test_problems_with_different_rewards_and_with_long_rollouts_are_chosen_by_turns() -> None:
+    lengths = {
+        "dull": [PastLength(1, 10, False, 1.0), PastLength(1, 11, False, 1.0)],
+        "mixed": [PastLength(1, 10, False, 1.0), PastLength(1, 10, False, 0.0)],
+        "long": [PastLength(1, 500, True, None)],
+        "empty": [],
+    }
+    assert ["mixed", "long", "dull"] == choose_problems(lengths)
+    assert ["mixed", "long"] == choose_problems(lengths, 2)
+
+
+def test_the_newest_rollouts_of_a_problem_are_read_up_to_a_limit(redis_url: str) -> None:
+    store = open_history(redis.Redis.from_url(redis_url))
+    for generation in (1, 2):
+        fill(store, ["p"], rollouts=2, generation=generation)
+    problem = read_problem(store, "p", TokenTexts(None), None, max_tokens=3 * 400)
+    assert [1, 2, 2] == [one.generation for one in problem.rollouts]
+    assert 1 == problem.num_omitted

@@ -1,0 +1,66 @@
+"""The figures at the top of a report, and the sentences about what stands out."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout_worker.report.analysis.summary import findings, summarize
+from tests.support.recordings import START, ended, engine, measurement, recording, small_job
+
+
+def test_the_summary_counts_the_training_steps_alone() -> None:
+    rollouts = [
+        ended(tokens=100, finished_at=START + 10),
+        ended(request_id="plain", purpose="eval", draft_mode="off", step=9, tokens=100, finished_at=START + 16),
+    ]
+    summary = summarize(recording(rollouts))
+    assert (1, 1, 100, 10.0, 10.0) == (
+        summary.num_steps,
+        summary.num_rollouts,
+        summary.num_tokens,
+        summary.seconds,
+        summary.tokens_per_second,
+    )
+    assert 1.0 == summary.accepted_per_step
+    assert summary.measured_saving == pytest.approx(1 - 10 / 16)
+    assert summary.estimated_saving is None
+
+
+def test_the_estimated_saving_comes_from_the_cost_model() -> None:
+    measured = [measurement(5, [engine(timed_seconds=4.0, timed_seconds_without_drafts=5.0)])]
+    assert summarize(recording([ended()], measurements=measured)).estimated_saving == pytest.approx(0.2)
+
+
+def test_a_job_without_training_is_summarized_by_its_evaluation() -> None:
+    assert 1 == summarize(recording([ended(purpose="eval")])).num_rollouts
+
+
+def test_what_stands_out_is_said() -> None:
+    text = "\n".join(findings(small_job()))
+    assert "with drafts, the makespans were 37% less in total" in text
+    assert "Drafting was disabled for 19% of the time in which engine-0 had rollouts" in text
+    assert "The mean reward went from 0.25 to 0.81." in text
+
+
+def test_idle_engines_failures_long_tails_and_interruptions_are_said() -> None:
+    rollouts = [
+        *[ended(sample=sample) for sample in range(7)],
+        ended(sample=7, finish_reason="length", finished_at=START + 10),
+        ended(sample=8, finish_reason="failed", engine=""),
+    ]
+    measured = [
+        measurement(
+            time, [engine(assigned=int(time < 5)), engine("engine-1", assigned=int(time >= 5))], waiting=waiting
+        )
+        for time, waiting in ((0, 1), (5, 0), (10, 0), (200, 0))
+    ]
+    text = "\n".join(findings(recording(rollouts, measurements=measured)))
+    assert "engine-1 was idle for 5.0 s" not in text  # less than a twentieth of its time
+    assert "Rollouts that failed: 1." in text
+    assert "11% of the rollouts were cut off at max_tokens." in text
+    assert "The longest tail took 80% of step 1: for 8.0 s" in text
+    assert "The job was interrupted for 3 min" in text
+
+
+def test_an_unremarkable_job_has_nothing_that_stands_out() -> None:
+    assert [] == findings(recording([ended(), ended(sample=1)]))

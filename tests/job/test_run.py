@@ -19,13 +19,17 @@ from urllib.parse import urlsplit
 import pytest
 import redis
 import yaml
+from typer.testing import CliRunner
 
 from rollout_api.protocol.exit_codes import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
+from rollout_worker.cli.main import app
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.ledger import LedgerEntry
+from rollout_worker.report.recording_file import load_recording
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from tests.support.acceptance import accepted_per_step
+from tests.support.browser import chromium, drawn_marks
 from tests.support.history_contents import rollout_ids_in
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.random_policies import TASKS, make_policies
@@ -175,15 +179,33 @@ def of_epoch(ledger: dict[str, LedgerEntry], epoch: int) -> dict[str, LedgerEntr
     return {name: entry for name, entry in ledger.items() if f"/dataset:{epoch}:" in name}
 
 
-def test_later_epochs_profit_from_drafts_of_earlier_ones(harness: CommandHarness) -> None:
+@dataclass
+class ComparedRun:
+    """A run with baselines that has ended, and the Redis server with its data."""
+
+    harness: CommandHarness
+    result: Result
+    page: Path
+
+
+@pytest.fixture(scope="module")
+def compared_run(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Iterator[ComparedRun]:
     # Sampling is greedy, with one sample per problem: the first epoch can draft only from its own text, and drafting
     # pays for so few concurrent rollouts. With 64 of them it hardly pays on this engine, and the governor would disable
     # it in some epoch.
+    directory = tmp_path_factory.mktemp("compared")
+    harness = CommandHarness(directory, cache, epochs=2)
     harness.samples = 1
     harness.manifest["spec"]["sampling"] |= {"rolloutsPerPrompt": harness.samples, "temperature": 0}
-    harness.use_embedded_server()
-    result = harness.run("--compare")
+    page = directory / "page.html"
+    result = harness.run("--compare", "--report", str(page))
     harness.open_embedded_server()
+    yield ComparedRun(harness, result, page)
+    harness.close()
+
+
+def test_later_epochs_profit_from_drafts_of_earlier_ones(compared_run: ComparedRun) -> None:
+    harness, result = compared_run.harness, compared_run.result
     assert result.code == 0, result.output
     report = json.loads(harness.report.read_text())
     runs = {(run["epoch"], run["mode"]): run for run in report["epoch_runs"]}
@@ -202,6 +224,28 @@ def test_later_epochs_profit_from_drafts_of_earlier_ones(harness: CommandHarness
     assert {1} == set(harness.in_history().values())
     for column in ("makespan", "accepted", "plain vLLM", "own text"):
         assert column in result.output
+
+
+def test_the_page_about_a_run_shows_every_plot(compared_run: ComparedRun) -> None:
+    with chromium() as browser:
+        page = browser.open(compared_run.page)
+        marks = drawn_marks(page)
+        assert {"makespans", "running", "gantt", "accepted-by-source", "acceptance-by-position", "saved"} <= set(marks)
+        assert [] == [name for name, count in marks.items() if not count]
+        assert [] == browser.messages
+        assert page.locator("#columns .rollout pre span").count()  # draft tokens are marked
+        assert page.text_content("#prompt pre")
+        assert "measured" in page.inner_text("#summary")
+
+
+def test_a_report_can_be_made_after_the_end_of_a_run(compared_run: ComparedRun, tmp_path: Path) -> None:
+    state = compared_run.page.parent / "state"
+    recording = load_recording(state / "default" / "story" / "recording.json.gz")
+    assert 2 * 3 * PROBLEMS == len(recording.ended)
+    assert all(rollout.engine for rollout in recording.ended)
+    result = CliRunner().invoke(app, ["report", "--state-dir", str(state), "--html", str(tmp_path / "page.html")])
+    assert 0 == result.exit_code, result.output
+    assert "default/story" in (tmp_path / "page.html").read_text()
 
 
 def descendants(of: int) -> set[int]:

@@ -17,7 +17,8 @@ from rollout_worker.report.plots.style import (
     SOURCE_COLORS,
     SOURCE_NAMES,
     figure,
-    steps_axis,
+    numbers_axis,
+    second_axis,
 )
 
 
@@ -41,9 +42,7 @@ def accepted_by_step(comparisons: Sequence[Comparison], unit: str) -> go.Figure:
         )
         for mode, points in series.items()
     ]
-    return figure(
-        traces, x=unit, y="accepted per decoding step", xaxis={"title": {"text": unit}, **steps_axis(numbers)}
-    )
+    return figure(traces, x=unit, y="accepted per decoding step", xaxis=numbers_axis(unit, numbers))
 
 
 def accepted_by_source(steps: Sequence[Step], unit: str) -> go.Figure:
@@ -74,7 +73,7 @@ def accepted_by_source(steps: Sequence[Step], unit: str) -> go.Figure:
         x=unit,
         y="accepted per decoding step",
         barmode="stack",
-        xaxis={"title": {"text": unit}, **steps_axis(numbers)},
+        xaxis=numbers_axis(unit, numbers),
     )
 
 
@@ -98,7 +97,7 @@ def acceptance_by_position(counts: Mapping[int, Acceptance]) -> go.Figure:
             hovertemplate="%{y:.0%} accepted<extra></extra>",
         ),
     ]
-    return _rate_figure(traces, "position in the draft", "draft tokens")
+    return _rate_figure(traces, "position in the draft", list(counts))
 
 
 def acceptance_by_age(counts: Mapping[int, Acceptance]) -> go.Figure:
@@ -121,27 +120,23 @@ def acceptance_by_age(counts: Mapping[int, Acceptance]) -> go.Figure:
             hovertemplate="%{y:.0%} accepted<extra></extra>",
         ),
     ]
-    return _rate_figure(traces, "age in generations", "draft tokens")
+    return _rate_figure(traces, "age in generations", list(counts))
 
 
-def _rate_figure(traces: Sequence[go.Bar | go.Scatter], x: str, counts: str) -> go.Figure:
+def _rate_figure(traces: Sequence[go.Bar | go.Scatter], x: str, numbers: Sequence[int]) -> go.Figure:
     return figure(
         traces,
         x=x,
         y="acceptance rate",
+        xaxis=numbers_axis(x, numbers),
         yaxis={
             "title": {"text": "acceptance rate"},
             "tickformat": ".0%",
             "rangemode": "tozero",
+            "tickmode": "auto",
             "overlaying": "y2",
             "automargin": True,
         },
-        yaxis2={
-            "title": {"text": counts},
-            "side": "right",
-            "rangemode": "tozero",
-            "showgrid": False,
-            "automargin": True,
-        },
+        yaxis2=second_axis("draft tokens"),
         margin={"l": 60, "r": 60, "t": 8, "b": 48},
     )

@@ -18,6 +18,7 @@ from rollout_worker.report.plots.style import (
     SERIES,
     escaped,
     figure,
+    second_axis,
     time_unit,
 )
 
@@ -94,7 +95,13 @@ def saved_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.
         y="saved, by the cost model",
         shapes=shapes,
         showlegend=True,
-        yaxis={"title": {"text": "saved, by the cost model"}, "tickformat": ".0%", "automargin": True},
+        yaxis={
+            "title": {"text": "saved, by the cost model"},
+            "tickformat": ".0%",
+            "rangemode": "tozero",
+            "zeroline": True,
+            "automargin": True,
+        },
     )
 
 
@@ -123,14 +130,7 @@ def trials_over_time(histories: Mapping[str, EngineHistory], start: float) -> go
         traces,
         x=f"{unit} since the first request",
         y="stops so far",
-        yaxis2={
-            "title": {"text": "trial tokens so far"},
-            "overlaying": "y",
-            "side": "right",
-            "rangemode": "tozero",
-            "showgrid": False,
-            "automargin": True,
-        },
+        yaxis2=second_axis("trial tokens so far", overlaying="y"),
         margin={"l": 60, "r": 60, "t": 8, "b": 48},
     )
 
@@ -162,14 +162,7 @@ def cost_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.F
         traces,
         x=f"{unit} since the first request",
         y="ms per step",
-        yaxis2={
-            "title": {"text": "ms per token"},
-            "overlaying": "y",
-            "side": "right",
-            "rangemode": "tozero",
-            "showgrid": False,
-            "automargin": True,
-        },
+        yaxis2=second_axis("ms per token", overlaying="y"),
         margin={"l": 60, "r": 60, "t": 8, "b": 48},
     )
 

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from rollout_worker.report.analysis.lengths import by_generation, calibration, predictions
 from rollout_worker.report.analysis.steps import Step
-from rollout_worker.report.plots.style import BLUE, GRAY, GREEN, ORANGE, RED, figure, steps_axis
+from rollout_worker.report.plots.style import BLUE, GRAY, GREEN, ORANGE, RED, figure, numbers_axis
 from rollout_worker.report.recording import PastLength
 
 
@@ -35,7 +35,7 @@ def lengths_by_step(steps: Sequence[Step], unit: str) -> go.Figure:
         )
         for name, values, color, dash in lines
     ]
-    return figure(traces, x=unit, y="tokens", xaxis={"title": {"text": unit}, **steps_axis(numbers)})
+    return figure(traces, x=unit, y="tokens", xaxis=numbers_axis(unit, numbers))
 
 
 def lengths_of_problem(entries: Sequence[PastLength]) -> go.Figure:
@@ -50,7 +50,7 @@ def lengths_of_problem(entries: Sequence[PastLength]) -> go.Figure:
             x=[entry.generation + _offset(index, len(group)) for index, entry in enumerate(group)],
             y=[entry.length for entry in group],
             mode="markers",
-            marker={"color": color, "symbol": symbol, "size": 7, "opacity": 0.7},
+            marker={"color": color, "symbol": symbol, "size": 7, "opacity": 0.85},
             customdata=["no reward" if entry.reward is None else f"reward {entry.reward:.3g}" for entry in group],
             hovertemplate="%{y:,} tokens, %{customdata}<extra></extra>",
         )
@@ -79,7 +79,7 @@ def lengths_of_problem(entries: Sequence[PastLength]) -> go.Figure:
         traces,
         x="generation",
         y="tokens",
-        xaxis={"title": {"text": "generation"}, **steps_axis(generations)},
+        xaxis=numbers_axis("generation", generations),
     )
 
 

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 from rollout_worker.report.analysis.running import tail_fraction
 from rollout_worker.report.analysis.steps import Comparison, mode_name
 from rollout_worker.report.analysis.without_drafts import Slowdown, makespan_without_drafts
-from rollout_worker.report.plots.style import BLUE, GRAY, MODE_COLORS, ORANGE, RED, figure, steps_axis
+from rollout_worker.report.plots.style import BLUE, GRAY, MODE_COLORS, ORANGE, RED, figure, numbers_axis
 
 
 def makespans(comparisons: Sequence[Comparison], by_engine: Mapping[str, Slowdown], unit: str) -> go.Figure:
@@ -67,5 +67,5 @@ def makespans(comparisons: Sequence[Comparison], by_engine: Mapping[str, Slowdow
         x=unit,
         y="makespan (seconds)",
         barmode="group",
-        xaxis={"title": {"text": unit}, **steps_axis(numbers)},
+        xaxis=numbers_axis(unit, numbers),
     )

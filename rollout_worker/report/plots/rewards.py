@@ -10,7 +10,7 @@ from rollout_api.protocol.timeline import Measurement
 from rollout_worker.report.analysis.rewards import StepRewards
 from rollout_worker.report.analysis.staleness import PublishedVersions, staleness_of
 from rollout_worker.report.analysis.steps import Step
-from rollout_worker.report.plots.style import BLUE, GRAY, ORANGE, SERIES, figure, steps_axis
+from rollout_worker.report.plots.style import BLUE, GRAY, ORANGE, SERIES, figure, numbers_axis, second_axis
 
 _MAX_STALENESS = 4
 """Staleness from which rollouts are counted together."""
@@ -43,17 +43,9 @@ def rewards_by_step(rewards: Sequence[tuple[int, StepRewards]], unit: str) -> go
         traces,
         x=unit,
         y="mean reward",
-        xaxis={"title": {"text": unit}, **steps_axis(numbers)},
+        xaxis=numbers_axis(unit, numbers),
         yaxis={"title": {"text": "mean reward"}, "automargin": True, "zeroline": False},
-        yaxis2={
-            "title": {"text": "share of the groups"},
-            "overlaying": "y",
-            "side": "right",
-            "tickformat": ".0%",
-            "range": [0, 1.02],
-            "showgrid": False,
-            "automargin": True,
-        },
+        yaxis2=second_axis("share of the groups", overlaying="y", tickformat=".0%", range=[0, 1.02]),
         margin={"l": 60, "r": 60, "t": 8, "b": 48},
     )
 
@@ -88,6 +80,6 @@ def staleness_by_step(steps: Sequence[Step], measurements: Sequence[Measurement]
         y="share of the rollouts",
         barmode="stack",
         showlegend=True,
-        xaxis={"title": {"text": unit}, **steps_axis(numbers)},
+        xaxis=numbers_axis(unit, numbers),
         yaxis={"title": {"text": "share of the rollouts"}, "tickformat": ".0%", "automargin": True},
     )

@@ -52,7 +52,9 @@ def running_in_step(comparison: Comparison, by_engine: Mapping[str, Slowdown]) -
         "line": {"width": 0},
         "label": {"text": "tail", "textposition": "top left", "font": {"color": RED}},
     }
-    return figure(traces, x=f"{unit} since the first request", y="running rollouts", shapes=[tail])
+    return figure(
+        traces, x=f"{unit} since the first request", y="running rollouts", shapes=[tail], xaxis_rangemode="tozero"
+    )
 
 
 def running_in_job(steps: Sequence[Step], measurements: Sequence[Measurement]) -> go.Figure:

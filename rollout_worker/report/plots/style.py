@@ -72,9 +72,23 @@ def escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def steps_axis(numbers: Sequence[int]) -> dict[str, Any]:
-    """Return the settings of an axis of training steps, which has a tick for each of a few steps."""
-    return {"tickmode": "array", "tickvals": list(numbers)} if len(numbers) <= 20 else {}
+def second_axis(title: str, **settings: Any) -> dict[str, Any]:
+    """Return the settings of a vertical axis at the right side."""
+    return {
+        "title": {"text": title},
+        "side": "right",
+        "rangemode": "tozero",
+        "tickmode": "auto",
+        "showgrid": False,
+        "automargin": True,
+        **settings,
+    }
+
+
+def numbers_axis(title: str, numbers: Sequence[int]) -> dict[str, Any]:
+    """Return the settings of an axis of whole numbers, such as steps, which has a tick for each of a few numbers."""
+    ticks = {"tickmode": "array", "tickvals": list(numbers)} if len(numbers) <= 20 else {}
+    return {"title": {"text": title}, "automargin": True, "zeroline": False, **ticks}
 
 
 def time_unit(seconds: float) -> tuple[float, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,10 +12,11 @@ from typing import Any
 
 import redis
 
-from rollout_api.protocol.messages import CodecError
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.report.reading import NothingToReportError, read_recording
 from rollout_worker.report.recording_file import save_recording
+
+logger = logging.getLogger(__name__)
 
 RECORDING_FILE = "recording.json.gz"
 """Name of the file in the state directory of a job."""
@@ -70,5 +72,6 @@ def _save(
         save_recording(recording, directory / RECORDING_FILE)
     except NothingToReportError:
         return
-    except (redis.RedisError, CodecError, OSError) as error:
-        notify(f"The recording of the job, of which reports are made, cannot be saved: {error}")
+    except Exception as error:  # the rollouts are finished, and the job must not fail because of its report
+        logger.warning("Cannot record job %s", name, exc_info=not isinstance(error, redis.RedisError | OSError))
+        notify(f"The recording of the job, from which reports are made, cannot be saved: {error}")

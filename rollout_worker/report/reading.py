@@ -164,5 +164,5 @@ def _positions(engines: Mapping[str, EngineReport]) -> list[DraftCounts]:
         drafted, accepted = (
             report.labeled_counters.get(f"position_{kind}_tokens", {}) for kind in ("draft", "accepted")
         )
-        counts += [DraftCounts(engine, int(label), number, accepted.get(label, 0)) for label, number in drafted.items()]
-    return sorted(counts)
+        counts += [DraftCounts(engine, label, number, accepted.get(label, 0)) for label, number in drafted.items()]
+    return sorted(counts, key=lambda one: (one.engine, one.number))

@@ -24,10 +24,15 @@ class DraftCounts(NamedTuple):
 
     engine: str
     """Name of the engine."""
-    position: int
-    """The position, from 1."""
+    position: str
+    """The position, from 1. The last one, such as ``16+``, also counts all later positions."""
     drafted: int
     accepted: int
+
+    @property
+    def number(self) -> int:
+        """The position as a number."""
+        return int(self.position.removesuffix("+"))
 
 
 @dataclass(frozen=True)

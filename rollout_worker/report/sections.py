@@ -203,7 +203,7 @@ class ReportSections:
         return [plot for plot in plots if plot is not None]
 
     def _engines(self) -> list[Plot]:
-        times = engine_times(self._recording.measurements)
+        times = engine_times(self._recording.measurements, self._recording.ended)
         histories = engine_histories(self._recording.measurements)
         drafting = {engine: history for engine, history in histories.items() if any(history.base_ms)}
         plots = [
@@ -211,7 +211,7 @@ class ReportSections:
                 "engine-time",
                 "Where the time went",
                 "Time of each engine from its first measurement to its last one, baselines included. Red is capacity "
-                "that was lost although rollouts were waiting.",
+                "that was lost although rollouts were waiting for it.",
                 lambda: time_by_engine(times),
                 shown=any(time.total for time in times.values()),
                 wide=True,

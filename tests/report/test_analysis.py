@@ -224,8 +224,8 @@ def test_staleness_is_counted_from_the_version_that_was_published_when_a_rollout
 def test_draft_tokens_are_added_by_source_position_and_age() -> None:
     [step] = steps_of(recording([ended(), ended(sample=1)]))
     assert {"history": Acceptance(12, 8), "self": Acceptance(4, 2)} == by_source(step)
-    counts = [DraftCounts("a", 1, 10, 5), DraftCounts("a", 2, 5, 1), DraftCounts("b", 1, 2, 2)]
-    assert {1: Acceptance(12, 7), 2: Acceptance(5, 1)} == by_position(counts)
+    counts = [DraftCounts("a", "16+", 5, 1), DraftCounts("a", "2", 10, 5), DraftCounts("b", "2", 2, 2)]
+    assert [("2", Acceptance(12, 7)), ("16+", Acceptance(5, 1))] == list(by_position(counts).items())
     assert [(1, 0.5), (2, 0.0)] == [(age, one.rate) for age, one in by_age({2: (0, 0), 1: (4, 2)}).items()]
 
 
@@ -234,20 +234,23 @@ def test_draft_tokens_are_added_by_source_position_and_age() -> None:
 
 def test_the_time_of_an_engine_is_divided() -> None:
     states = [
-        (0, engine(assigned=3, drafting_disabled=1), 0),
-        (10, engine(assigned=3, drafting_seconds=2.0), 0),
-        (14, engine(version=2, weights_gap_seconds=1.0, drafting_seconds=2.5), 4),
-        (20, engine(version=2, weights_gap_seconds=1.0, drafting_seconds=2.5), 0),
-        (25, engine(version=2, weights_gap_seconds=1.0, drafting_seconds=2.5), 0),
+        (0, engine(assigned=3, drafting_disabled=1)),
+        (10, engine(assigned=3, drafting_seconds=2.0)),
+        (14, engine(version=2, weights_gap_seconds=1.0, drafting_seconds=2.5)),
+        (20, engine(version=2, weights_gap_seconds=1.0, drafting_seconds=2.5)),
+        (25, engine(version=2, weights_gap_seconds=1.0, drafting_seconds=2.5)),
+        (32, engine(version=2, weights_gap_seconds=1.0, drafting_seconds=2.5)),
     ]
-    measured = [
-        measurement(time, [one, engine("other", assigned=int(time == 20))], waiting=waiting)
-        for time, one, waiting in states
+    measured = [measurement(time, [one]) for time, one in states]
+    rollouts = [
+        ended(started_at=START, arrived_at=START, finished_at=START + 14),
+        ended(engine="engine-1-x", arrived_at=START + 13, started_at=START + 16, finished_at=START + 23),
+        ended(engine="plain-x", draft_mode="off", arrived_at=START, started_at=START + 30, finished_at=START + 40),
     ]
-    time = engine_times(measured)["engine-0"]
+    time = engine_times(measured, rollouts)["engine-0"]
     assert (13.0, 2.5, 1.0, 10.0) == (time.busy, time.drafting, time.weights, time.disabled)
-    assert (6.0, 5.0, 0.0) == (time.idle_with_waiting, time.idle_in_tail, time.idle)
-    assert 25.0 == time.total
+    assert (6.0, 5.0, 7.0) == (time.idle_with_waiting, time.idle_in_tail, time.idle)
+    assert 32.0 == time.total
 
 
 def test_an_interruption_is_a_time_without_measurements() -> None:

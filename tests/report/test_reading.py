@@ -68,8 +68,8 @@ def job(redis_url: str) -> str:
         report = EngineReport(
             "engine-0",
             labeled_counters={
-                "position_draft_tokens": {"1": 9, "2": 4},
-                "position_accepted_tokens": {"1": 6},
+                "position_draft_tokens": {"16+": 4, "2": 9},
+                "position_accepted_tokens": {"2": 6},
             },
         )
         await store.engines.heartbeat("engine-0-1a2b", report, register=True)
@@ -102,7 +102,7 @@ def test_everything_about_a_job_is_read(job: str) -> None:
     assert {5: 1} == found.generations
     assert {"sums/1": [PastLength(1, 5, False, None), PastLength(1, 5, False, 0.5)]} == found.lengths
     assert {1: (4.0, 3.0)} == found.acceptance_by_age
-    assert [("engine-0", 1, 9, 6), ("engine-0", 2, 4, 0)] == found.positions
+    assert [("engine-0", "2", 9, 6), ("engine-0", "16+", 4, 0)] == found.positions
     assert 1 == len(found.measurements)
     [problem] = found.problems
     assert (None, 0) == (problem.prompt, problem.num_omitted)

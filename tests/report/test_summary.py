@@ -37,7 +37,7 @@ def test_a_job_without_training_is_summarized_by_its_evaluation() -> None:
 
 def test_what_stands_out_is_said() -> None:
     text = "\n".join(findings(small_job()))
-    assert "with drafts, the makespans were 37% less in total" in text
+    assert "With drafts, they took 37% less time in total." in text
     assert "Drafting was disabled for 19% of the time in which engine-0 had rollouts" in text
     assert "The mean reward went from 0.25 to 0.81." in text
 
@@ -45,21 +45,21 @@ def test_what_stands_out_is_said() -> None:
 def test_idle_engines_failures_long_tails_and_interruptions_are_said() -> None:
     rollouts = [
         *[ended(sample=sample) for sample in range(7)],
-        ended(sample=7, finish_reason="length", finished_at=START + 10),
+        ended(sample=7, finish_reason="length", engine="engine-1-x", started_at=START + 9, finished_at=START + 30),
         ended(sample=8, finish_reason="failed", engine=""),
     ]
     measured = [
-        measurement(
-            time, [engine(assigned=int(time < 5)), engine("engine-1", assigned=int(time >= 5))], waiting=waiting
-        )
-        for time, waiting in ((0, 1), (5, 0), (10, 0), (200, 0))
+        measurement(time, [engine(), engine("engine-1", version=1 + (time >= 10), weights_gap_seconds=9.0)])
+        for time in (0, 2, 6, 10, 20, 100)
     ]
     text = "\n".join(findings(recording(rollouts, measurements=measured)))
-    assert "engine-1 was idle for 5.0 s" not in text  # less than a twentieth of its time
+    assert "engine-0 was idle for 10 s (10% of its time) although rollouts were waiting." in text
+    assert "engine-0 was idle for 90 s (90% of its time) while other engines finished" in text
+    assert "engine-1 was idle for 6.0 s (6% of its time) although rollouts were waiting." in text
     assert "Rollouts that failed: 1." in text
     assert "11% of the rollouts were cut off at max_tokens." in text
-    assert "The longest tail took 80% of step 1: for 8.0 s" in text
-    assert "The job was interrupted for 3 min" in text
+    assert "The longest tail took 93% of step 1: for 28 s" in text
+    assert "The job was interrupted for 80 s" in text
 
 
 def test_an_unremarkable_job_has_nothing_that_stands_out() -> None:

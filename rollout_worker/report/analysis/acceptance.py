@@ -32,13 +32,13 @@ def by_source(step: Step) -> dict[str, Acceptance]:
     return {source: Acceptance(count, accepted[source]) for source, count in drafted.items()}
 
 
-def by_position(counts: Iterable[DraftCounts]) -> dict[int, Acceptance]:
-    """Return the draft tokens of all engines by their position in the draft, from 1."""
-    sums: defaultdict[int, Acceptance] = defaultdict(lambda: Acceptance(0, 0))
-    for one in counts:
+def by_position(counts: Iterable[DraftCounts]) -> dict[str, Acceptance]:
+    """Return the draft tokens of all engines by their position in the draft, in order."""
+    sums: defaultdict[str, Acceptance] = defaultdict(lambda: Acceptance(0, 0))
+    for one in sorted(counts, key=lambda one: one.number):
         known = sums[one.position]
         sums[one.position] = Acceptance(known.drafted + one.drafted, known.accepted + one.accepted)
-    return dict(sorted(sums.items()))
+    return dict(sums)
 
 
 def by_age(counts: Mapping[int, Sequence[float]]) -> dict[int, Acceptance]:

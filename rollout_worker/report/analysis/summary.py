@@ -15,6 +15,8 @@ from rollout_worker.report.recording import JobRecording
 
 _NOTABLE_SHARE = 0.05
 """Share of the time or of the rollouts from which something is mentioned."""
+_EQUAL = 0.01
+"""Relative difference of makespans below which they are called the same."""
 _LARGE_TAIL = 0.3
 """Share of the makespan from which a tail is mentioned."""
 _INTERRUPTION_S = 60.0
@@ -86,7 +88,7 @@ def findings(recording: JobRecording) -> list[str]:
     steps = training_steps(steps_of(recording)) or steps_of(recording)
     unit = "epoch" if recording.is_dataset else "step"
     sentences = [*_saving(summarize(recording)), *_growth(steps, unit)]
-    for engine, time in engine_times(recording.measurements).items():
+    for engine, time in engine_times(recording.measurements, recording.ended).items():
         sentences += _engine_sentences(engine, time)
     sentences += _rollout_sentences(steps)
     sentences += _tail_sentences(steps, unit)
@@ -99,11 +101,11 @@ def _saving(summary: Summary) -> list[str]:
     measured = summary.measured_saving
     if measured is None:
         return []
-    verb = "less" if measured >= 0 else "more"
-    return [
-        f"The same rollouts without drafts were measured as well: with drafts, the makespans were {abs(measured):.0%} "
-        f"{verb} in total."
-    ]
+    if abs(measured) < _EQUAL:
+        result = "took the same time in total"
+    else:
+        result = f"took {abs(measured):.0%} {'less' if measured > 0 else 'more'} time in total"
+    return [f"The same rollouts were sampled without drafts as well. With drafts, they {result}."]
 
 
 def _growth(steps: Sequence[Step], unit: str) -> list[str]:
@@ -171,6 +173,6 @@ def _tail_sentences(steps: Sequence[Step], unit: str) -> list[str]:
 
 
 def _duration(seconds: float) -> str:
-    if seconds < 90:
+    if seconds < 120:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -82,6 +82,12 @@
     }));
   }
 
+  // The start of the prompt says more than an id that is a hash.
+  function label(problem) {
+    const text = (problem.prompt ?? "").replace(/<\|[^|>]*\|>(user|system|assistant)?/g, " ").replace(/\s+/g, " ").trim();
+    return text ? `${problem.id.slice(0, 12)} · ${text.length > 50 ? `${text.slice(0, 50)}…` : text}` : problem.id;
+  }
+
   function showProblem() {
     const problem = problems[Number(problemSelect.value)];
     const all = [...new Set(problem.rollouts.map((one) => one.generation))];
@@ -103,7 +109,7 @@
     showComparison();
   }
 
-  problemSelect.replaceChildren(...problems.map((problem, index) => element("option", { value: index }, problem.id)));
+  problemSelect.replaceChildren(...problems.map((problem, index) => element("option", { value: index, title: problem.id }, label(problem))));
   problemSelect.addEventListener("change", showProblem);
   generationSelect.addEventListener("change", showColumns);
   document.getElementById("show-sources").addEventListener("change", (event) => {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import plotly.graph_objects as go
 
@@ -77,7 +78,7 @@ def accepted_by_source(steps: Sequence[Step], unit: str) -> go.Figure:
     )
 
 
-def acceptance_by_position(counts: Mapping[int, Acceptance]) -> go.Figure:
+def acceptance_by_position(counts: Mapping[str, Acceptance]) -> go.Figure:
     """The acceptance rate of draft tokens at each position, and how many were verified there."""
     traces = [
         go.Bar(
@@ -97,7 +98,7 @@ def acceptance_by_position(counts: Mapping[int, Acceptance]) -> go.Figure:
             hovertemplate="%{y:.0%} accepted<extra></extra>",
         ),
     ]
-    return _rate_figure(traces, "position in the draft", list(counts))
+    return _rate_figure(traces, {"title": {"text": "position in the draft"}, "type": "category", "automargin": True})
 
 
 def acceptance_by_age(counts: Mapping[int, Acceptance]) -> go.Figure:
@@ -120,15 +121,15 @@ def acceptance_by_age(counts: Mapping[int, Acceptance]) -> go.Figure:
             hovertemplate="%{y:.0%} accepted<extra></extra>",
         ),
     ]
-    return _rate_figure(traces, "age in generations", list(counts))
+    return _rate_figure(traces, numbers_axis("age in generations", list(counts)))
 
 
-def _rate_figure(traces: Sequence[go.Bar | go.Scatter], x: str, numbers: Sequence[int]) -> go.Figure:
+def _rate_figure(traces: Sequence[go.Bar | go.Scatter], axis: Mapping[str, Any]) -> go.Figure:
     return figure(
         traces,
-        x=x,
+        x="",
         y="acceptance rate",
-        xaxis=numbers_axis(x, numbers),
+        xaxis=axis,
         yaxis={
             "title": {"text": "acceptance rate"},
             "tickformat": ".0%",

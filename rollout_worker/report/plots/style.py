@@ -58,7 +58,7 @@ def figure(traces: Sequence[Any], *, x: str, y: str, height: int = 320, **layout
             "template": {},
             "height": height,
             "margin": {"l": 60, "r": 16, "t": 8, "b": 48},
-            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0},
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"},
             "hoverlabel": {"align": "left"},
             "xaxis": {"title": {"text": x}, "automargin": True, "zeroline": False},
             "yaxis": {"title": {"text": y}, "automargin": True, "zeroline": False, "rangemode": "tozero"},

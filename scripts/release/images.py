@@ -85,15 +85,17 @@ def _build(image: Image) -> tuple[tuple[str, ...], str]:
         if not _succeeds("docker", "buildx", "version"):
             raise NotCheckedError("Docker lacks its plugin buildx")
         version = current_version()
-        run("env", "REGISTRY=", f"VERSION={version}", "docker", "buildx", "bake", "--load", image.name, cwd=ROOT, timeout_s=7200)
+        bake = ("docker", "buildx", "bake", "--load", image.name)
+        run("env", "REGISTRY=", f"VERSION={version}", *bake, cwd=ROOT, timeout_s=7200)
         return ("docker",), f"{image.name}:{version}"
     if image.buildah_name is None:
         raise NotCheckedError("needs Docker, because its base is vLLM's image for GPUs")
-    if os.geteuid() or shutil.which("podman") is None or shutil.which("apt-get") is None:
-        raise NotCheckedError("needs Docker, or Debian with podman and the permissions of root")
+    if os.geteuid() or not all(map(shutil.which, ("apt-get", "podman", "runc"))):
+        raise NotCheckedError("needs Docker, or Debian with podman, runc and the permissions of root")
     run(_BUILD_IMAGES, _STORE, timeout_s=7200)
     storage = ("--root", str(_STORE / "store"), "--runroot", str(_STORE / "run"), "--storage-driver", "overlay")
-    return ("podman", *storage, "--cgroup-manager", "cgroupfs"), f"localhost/{image.buildah_name}"
+    # Podman would use crun if it is installed, which does not start containers on machines with both kinds of cgroups.
+    return ("podman", *storage, "--cgroup-manager", "cgroupfs", "--runtime", "runc"), f"localhost/{image.buildah_name}"
 
 
 def _succeeds(*command: str) -> bool:

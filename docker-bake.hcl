@@ -1,4 +1,4 @@
-# Builds of all images: VERSION=0.1.0 docker buildx bake [TARGET…]
+# Builds of all images: VERSION=X.Y.Z docker buildx bake [TARGET…]
 
 variable "VERSION" {
   default = "dev"

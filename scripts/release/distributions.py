@@ -112,10 +112,10 @@ def check_client_files(distributions: Distributions) -> None:
 def check_package_files(distributions: Distributions) -> None:
     """Check that the package's distributions have all files of its packages, and nothing that they need not have."""
     settings = _project(ROOT)["tool"]["scikit-build"]
-    excluded = [pattern.removesuffix("/**") for pattern in settings["sdist"]["exclude"]]
+    excluded = settings["sdist"]["exclude"]
     tracked = [name for name in tracked_files() if not any(_is_below(name, pattern) for pattern in excluded)]
     _expect(distributions.source, {*tracked, "PKG-INFO"}, _names(distributions.source))
-    excluded = [pattern.removesuffix("/**") for pattern in settings["wheel"]["exclude"]]
+    excluded = settings["wheel"]["exclude"]
     for python, wheel in distributions.wheels.items():
         tag = f"cp{python.replace('.', '')}"
         if f"-{tag}-{tag}-" not in wheel.name:
@@ -136,4 +136,6 @@ def check_package_files(distributions: Distributions) -> None:
 
 
 def _is_below(name: str, pattern: str) -> bool:
-    return name == pattern or name.startswith(f"{pattern}/") or fnmatch.fnmatch(name, pattern)
+    """Return whether a file is what a pattern of pyproject.toml names, or is below it."""
+    folder = pattern.strip("/").removesuffix("/**")
+    return name == folder or name.startswith(f"{folder}/")

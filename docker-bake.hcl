@@ -9,6 +9,11 @@ variable "REGISTRY" {
   default = ""
 }
 
+# An index with CPU builds of torch, such as PyTorch's own, for the worker on CPUs.
+variable "PIP_EXTRA_INDEX_URL" {
+  default = ""
+}
+
 function "tag" {
   params = [name]
   result = notequal("", REGISTRY) ? "${REGISTRY}/${name}:${VERSION}" : "${name}:${VERSION}"
@@ -39,7 +44,7 @@ target "das-rollout-worker-cpu" {
     BASE                = "cpu-base"
     BUILD_BASE          = "cpu-build-base"
     REQUIREMENTS        = "worker-cpu.txt"
-    PIP_EXTRA_INDEX_URL = "https://download.pytorch.org/whl/cpu"
+    PIP_EXTRA_INDEX_URL = PIP_EXTRA_INDEX_URL
   }
 }
 

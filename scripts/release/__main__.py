@@ -72,18 +72,16 @@ class ReleaseCheck:
     def _check_distributions(self, distributions: Distributions) -> None:
         step = self.report.step
         for version in PACKAGE_PYTHONS:
-            wheel = step(
-                f"build the package's wheel for Python {version}", partial(self._build_wheel, distributions, version)
-            )
+            name = f"build the package's wheel for Python {version}"
+            wheel = step(name, partial(self._build_wheel, distributions, version))
             if wheel is not None:
                 distributions.wheels[version] = wheel
         step("contents of the client's distributions", lambda: check_client_files(distributions))
         step("contents of the package's distributions", lambda: check_package_files(distributions))
         step("metadata of all distributions", lambda: self._check_metadata(distributions))
         for version in CLIENT_PYTHONS:
-            step(
-                f"client on Python {version}: a session with a job", partial(self._check_client, distributions, version)
-            )
+            name = f"client on Python {version}: a session with a job"
+            step(name, partial(self._check_client, distributions, version))
         for version in distributions.wheels:
             name = f"package on Python {version}: its commands and the native extension"
             step(name, partial(self._check_package, distributions, version))
@@ -140,7 +138,7 @@ class ReleaseCheck:
         self._write_sbom("das-rollout", python, ROOT / "pyproject.toml")
 
     def _write_sbom(self, name: str, python: Path, project: Path) -> None:
-        """Describe what the newest Python's environment has; each version replaces the earlier one's file."""
+        """Describe an environment; the file of the newest version of Python remains."""
         write_sbom(self._tools, python, project, DIST / f"{name}.cdx.json")
 
 

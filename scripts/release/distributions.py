@@ -48,7 +48,7 @@ def build_pure(tools: Path, directory: Path) -> Distributions:
         directory.glob("das_rollout_client-*.tar.gz"),
         directory.glob("das_rollout_client-*.whl"),
     )
-    [source] = set(directory.glob("das_rollout-*.tar.gz"))
+    [source] = directory.glob("das_rollout-*.tar.gz")
     return Distributions(client_source, client, source)
 
 

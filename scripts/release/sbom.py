@@ -23,6 +23,12 @@ def write_sbom(tools: Path, python: Path, project: Path, output: Path) -> None:
     options = ("--pyproject", project, "--mc-type", "library", "--output-reproducible", "--output-format", "JSON")
     run(tools.with_name("cyclonedx-py"), "environment", *options, "--output-file", output, python)
     sbom = json.loads(output.read_text())
+    for component in sbom["components"]:
+        # Where on this machine the project's own wheels were installed from says nothing to readers.
+        references = component.pop("externalReferences", [])
+        if public := [reference for reference in references if not reference["url"].startswith("file:")]:
+            component["externalReferences"] = public
+    output.write_text(json.dumps(sbom, indent=2, sort_keys=True) + "\n")
     name = sbom["metadata"]["component"]["name"]
     components = {component["name"].lower().replace("_", "-") for component in sbom["components"]}
     if not name.startswith("das-rollout") or "redis" not in components:

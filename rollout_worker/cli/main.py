@@ -37,13 +37,13 @@ from rollout_worker.cli.job_commands import app as job_app
 from rollout_worker.cli.manifest_file import check_manifest, read_manifest
 from rollout_worker.cli.top.command import app as top_app
 from rollout_worker.engine.model_source import (
-    default_cache,
     load_tokenizer,
     resolve_model,
     tokenizer_fingerprint,
 )
 from rollout_worker.job.dataset.report import EpochMode
 from rollout_worker.runtime.exit_message import exit_with_error
+from rollout_worker.runtime.model_cache import default_cache
 
 _EXIT_CODES = (
     f"Exit codes: 0 success; {EXIT_MANIFEST} invalid manifest; {EXIT_REDIS} Redis cannot be used; "

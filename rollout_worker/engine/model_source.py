@@ -31,13 +31,6 @@ class ModelError(ValueError):
     """A model cannot be found or must not be loaded. The message says where it was looked for."""
 
 
-def default_cache() -> Path:
-    """Return the directory of the model cache: ``ROLLOUT_MODEL_CACHE``, or one in the user's cache."""
-    if named := os.environ.get("ROLLOUT_MODEL_CACHE"):
-        return Path(named)
-    return Path("~/.cache/das-rollout/models").expanduser()
-
-
 def _caches(cache: Path) -> list[Path]:
     """Return where models are looked for by name: in the cache, then among those that the image contains."""
     in_image = os.environ.get("ROLLOUT_SHIPPED_MODELS")

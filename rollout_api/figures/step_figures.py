@@ -101,8 +101,8 @@ class StepFigures:
         ]
         if remaining:
             raise InvalidRequestError(
-                f"{len(remaining)} rewards belong to none of the {len(summaries)} rollouts, the first to "
-                f"{next(iter(remaining))!r}; the keys must be rollout ids of the same step"
+                f"rewards: no rollout of the step has the id {next(iter(remaining))!r}; {len(remaining)} of the "
+                f"{len(rewards or {})} rewards belong to other rollouts. Pass the rewards of this step's rollouts only"
             )
         return cls.from_summaries(summaries)
 

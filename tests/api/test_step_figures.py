@@ -141,9 +141,7 @@ def test_groups_of_a_queue_without_a_reward_function_have_no_rewards() -> None:
 
 
 def test_rewards_of_other_rollouts_are_rejected() -> None:
-    with pytest.raises(
-        InvalidRequestError, match=r"1 rewards belong to none of the 1 rollouts, the first to 'uid/a/9/0'"
-    ):
+    with pytest.raises(InvalidRequestError, match=r"no rollout of the step has the id 'uid/a/9/0'; 1 of the 2 rewards"):
         StepFigures.from_rollouts([rollout("a", 0, 4)], {"uid/a/0/0": 1.0, "uid/a/9/0": 1.0})
 
 

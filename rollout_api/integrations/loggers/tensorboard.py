@@ -21,12 +21,11 @@ class TensorBoardLogger(StepLogger):
     """
 
     def __init__(self, target: str | Path | Any) -> None:
+        self._writer: Any = target
         self._is_own = isinstance(target, str | Path)
-        self._writer = (
-            import_for("TensorBoardLogger", "torch.utils.tensorboard", "tensorboard torch").SummaryWriter(str(target))
-            if self._is_own
-            else target
-        )
+        if self._is_own:
+            tensorboard = import_for("TensorBoardLogger", "torch.utils.tensorboard", "tensorboard torch")
+            self._writer = tensorboard.SummaryWriter(str(target))
 
     def log(self, figures: StepFigures, step: int) -> None:
         """See :meth:`StepLogger.log`."""

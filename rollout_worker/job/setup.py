@@ -60,6 +60,9 @@ class JobSetup:
     """Number of machines on which an engine runs."""
     group: str = ""
     """Name by which the machines of an engine find each other."""
+    log_directory: str = ""
+    """Directory of log files of the coordinator and the relay, which are written in addition to standard error; empty
+    for none."""
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -76,7 +76,9 @@ def test_the_wheel_has_the_package_and_nothing_else(distributions: tuple[Path, P
     expected = set(tracked_files("rollout_api/*"))
     assert expected == {name for name in names(wheel) if not name.startswith(metadata)}
     assert f"{metadata}/licenses/LICENSE" in names(wheel)
-    assert f"{metadata}/entry_points.txt" not in names(wheel)  # no console scripts
+    with zipfile.ZipFile(wheel) as archive:
+        scripts = archive.read(f"{metadata}/entry_points.txt").decode().split("\n")
+    assert ["[console_scripts]", "kubectl-rollouts = rollout_api.kubectl_plugin.cli:main", ""] == scripts
 
 
 def test_the_source_distribution_builds_the_same_wheel(distributions: tuple[Path, Path], tmp_path: Path) -> None:
@@ -103,6 +105,8 @@ def test_a_session_in_an_environment_with_the_client_alone(python: Path, redis_u
     assert expected == report
     assert [(1, str(tmp_path))] == [(update.weight_version, update.uri) for update in job.updates]
     assert [0.5, 0.5] == list(job.rewards().values())
+    plugin = subprocess.run([environment / "bin" / "kubectl-rollouts", "--help"], capture_output=True, text=True)
+    assert "drain" in plugin.stdout, plugin.stderr
     size = sum(path.stat().st_size for path in environment.rglob("*") if path.is_file() and not path.is_symlink())
     assert size < MAX_MEGABYTES * 1e6
 

@@ -37,6 +37,7 @@ from rollout_api.protocol.exit_codes import (
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.checks import RedisUnusableError, explain_error
 from rollout_api.status_token import StatusToken, StatusTokenError
+from rollout_worker.cli.doctor import doctor
 from rollout_worker.cli.manifest_file import check_manifest, read_manifest
 from rollout_worker.engine.errors import AdmissionError, EngineError
 from rollout_worker.engine.model_source import (
@@ -416,6 +417,9 @@ def check(file: ManifestFile) -> None:
     with exit_with_message(file):
         job = check_manifest(file)
     console.print(f"{file}: RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid.")
+
+
+app.command()(doctor)
 
 
 @app.command("tiny-model")

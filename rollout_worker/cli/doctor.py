@@ -1,0 +1,123 @@
+"""The command ``rollout doctor``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+
+from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
+from rollout_worker.cli.manifest_file import check_manifest
+from rollout_worker.doctor.examination import Request, examine
+from rollout_worker.doctor.findings import Section, Severity, as_json, has_errors
+from rollout_worker.engine.model_source import default_cache
+
+_ERRORS_FOUND = 1
+_STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
+_CHECK_WIDTH = 24
+
+
+def doctor(
+    file: Annotated[
+        Path | None, typer.Option("-f", "--file", help="RolloutJob manifest (YAML) to be examined, too.")
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(envvar="ROLLOUT_REDIS_URL", help="URL of the job's Redis.", show_default="the manifest's"),
+    ] = None,
+    history_redis: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ROLLOUT_HISTORY_REDIS_URL",
+            help="URL of the Redis that keeps the history.",
+            show_default="the manifest's",
+        ),
+    ] = None,
+    uid: Annotated[
+        str | None,
+        typer.Option(help="Unique id of a job whose keys the Redis user must be able to use.", show_default="any job"),
+    ] = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Examine the cluster of the kubeconfig, or of this pod, too.")
+    ] = False,
+    namespace: Annotated[
+        str | None,
+        typer.Option(
+            "-n", "--namespace", help="Namespace of jobs.", show_default="the manifest's, else the kubeconfig's"
+        ),
+    ] = None,
+    model_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of models.", show_default="$ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models"
+        ),
+    ] = None,
+    as_document: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+) -> None:
+    """Examine whether this machine, a Redis server, a manifest and a cluster are fit for jobs.
+
+    The exit code is 0 if no error was found, and 1 otherwise.
+    """
+    request = Request(
+        manifest=_manifest(file) if file is not None else None,
+        redis_url=redis,
+        history_url=history_redis,
+        uid=uid,
+        model_cache=model_cache or default_cache(),
+        cluster=cluster,
+        namespace=namespace,
+    )
+    console = Console()
+    sections = []
+    for section in examine(request):
+        sections.append(section)
+        if not as_document:
+            _show(section, console)
+    if as_document:
+        typer.echo(json.dumps(as_json(sections), indent=1, ensure_ascii=False))
+    else:
+        _show_summary(sections, console)
+    if has_errors(sections):
+        raise typer.Exit(_ERRORS_FOUND)
+
+
+def _manifest(file: Path) -> RolloutJob | ManifestError:
+    try:
+        return check_manifest(file)
+    except ManifestError as failure:
+        return failure
+
+
+def _show(section: Section, console: Console) -> None:
+    """Print a section: on a terminal with colors and wrapped lines, elsewhere each finding on one line."""
+    if not console.is_terminal:
+        for finding in section.findings:
+            advice = f" → {finding.advice}" if finding.advice else ""
+            line = f"{finding.severity}: {section.title}: {finding.check}: {finding.seen}{advice}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        return
+    console.print(f"[bold]{escape(section.title)}[/]")
+    for finding in section.findings:
+        style = _STYLES[finding.severity]
+        console.print(
+            f"  [{style}]{finding.severity:8}[/]{escape(finding.check):{_CHECK_WIDTH}} {escape(finding.seen)}",
+            highlight=False,
+        )
+        if finding.advice:
+            console.print(Padding(escape(finding.advice), (0, 0, 0, 10)), style="dim", highlight=False)
+
+
+def _show_summary(sections: list[Section], console: Console) -> None:
+    counts = {
+        severity: sum(finding.severity is severity for section in sections for finding in section.findings)
+        for severity in Severity
+    }
+    console.print(
+        f"{counts[Severity.OK]} ok, {counts[Severity.WARNING]} warnings, {counts[Severity.ERROR]} errors",
+        highlight=False,
+    )

@@ -75,8 +75,6 @@ def _model(model: ModelFacts) -> list[Finding]:
     if model.unusable:
         return [error("model", model.uri, model.unusable)]
     if model.directory is None:
-        if model.uri.startswith("das/"):
-            return [error("model", f"{model.uri} is not in the model cache", "create it with rollout tiny-model")]
         return [
             warning(
                 "model",

@@ -18,6 +18,7 @@ import redis
 from rollout_api.redis_client.address import Kind, RedisAddress, parse_address, without_password
 from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error
 from rollout_api.redis_client.connection import connect, connect_history
+from rollout_api.redis_client.retry import is_out_of_memory
 from rollout_worker.doctor.redis_server import RedisFacts
 
 _PINGS = 300
@@ -99,11 +100,17 @@ def _function_ms(client: Any, key: str) -> float | None:
     return (time.perf_counter() - started) * 1000
 
 
-def _clock_difference(client: Any, address: RedisAddress) -> float:
-    """Return by how many seconds the server's clock is ahead, as far as the duration of the round trip tells."""
+def _clock_difference(client: Any, address: RedisAddress) -> float | None:
+    """Return by how many seconds the server's clock is ahead, as far as the duration of the round trip tells.
+
+    None if the user may not read the server's clock.
+    """
     target = {"target_nodes": redis.RedisCluster.RANDOM} if address.kind is Kind.CLUSTER else {}
     before = time.time()
-    reply = client.execute_command("TIME", **target)
+    try:
+        reply = client.execute_command("TIME", **target)
+    except redis.exceptions.NoPermissionError:
+        return None
     after = time.time()
     seconds, microseconds = reply
     return int(seconds) + int(microseconds) / 1e6 - (before + after) / 2
@@ -135,6 +142,8 @@ def _denied(client: Any, key: str) -> Iterator[str]:
         except redis.exceptions.NoPermissionError as failure:
             denied.setdefault(str(failure), str(command[0]))
         except redis.ResponseError as failure:
+            if is_out_of_memory(failure) or isinstance(failure, redis.exceptions.ReadOnlyError):
+                break  # nobody may write; the memory and the role of the server are judged on their own
             # Without the permission to write, a stream and its group do not exist.
             if not denied:
                 raise

@@ -36,8 +36,8 @@ class RedisFacts:
     """Duration of each of some PINGs."""
     function_ms: float | None = None
     """Duration of a call of a Lua function; None if it failed."""
-    clock_difference_s: float = 0.0
-    """Seconds by which the server's clock is ahead of this machine's."""
+    clock_difference_s: float | None = None
+    """Seconds by which the server's clock is ahead of this machine's; None if the user may not read it."""
     denied: Sequence[str] = ()
     """Commands that the user may not run, each with the server's reason."""
     certificate_expiry: datetime | None = None
@@ -62,7 +62,7 @@ def judge_redis(facts: RedisFacts, *, holds_messages: bool, now: datetime) -> li
         _role(facts, holds_messages=holds_messages),
         _round_trips(facts.round_trips_ms),
         *([_function(facts.function_ms)] if facts.function_ms is not None else []),
-        _clock(facts.clock_difference_s),
+        *([_clock(facts.clock_difference_s)] if facts.clock_difference_s is not None else []),
         _permissions(facts.denied),
         *([_certificate(facts.certificate_expiry, now)] if facts.certificate_expiry is not None else []),
     ]

@@ -24,6 +24,9 @@ _SHAPE_KEYS = (
     "vocab_size",
 )
 """Settings of ``config.json`` in which a checkpoint must agree with the model."""
+_OWN_MODELS = "das/"
+"""Beginning of the names of models that are created on this machine, and which the hub does not have."""
+_HINT_FOR_OWN_MODELS = "; 'rollout tiny-model' creates the model of the examples"
 _FILES_WITHOUT_WEIGHTS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 
 
@@ -187,7 +190,7 @@ def _download(model: Model, cache: Path, *, weights: bool) -> Path:
     try:
         return Path(snapshot_download(model.uri, revision=model.revision, allow_patterns=wanted))
     except Exception as error:  # the hub raises its own errors, httpx's and OSError; all mean that it is unavailable
-        hint = "; 'rollout tiny-model' creates the model of the examples" if model.uri.startswith("das/") else ""
+        hint = _HINT_FOR_OWN_MODELS if model.uri.startswith(_OWN_MODELS) else ""
         reason = type(error).__name__
         if isinstance(error, OSError) and error.strerror:  # for example, the volume is full
             reason += f": {error.strerror}"
@@ -198,7 +201,13 @@ def _download(model: Model, cache: Path, *, weights: bool) -> Path:
 
 
 def _downloaded(model: Model) -> Path | None:
-    """Return the directory of a model that was downloaded before; None if it is missing or incomplete."""
+    """Return the directory of a model that was downloaded before; None if it is missing or incomplete.
+
+    Raises:
+        ModelError: if the hub has no such model.
+    """
+    if model.uri.startswith(_OWN_MODELS):
+        raise ModelError(f"model {model.uri!r} is not in the model cache{_HINT_FOR_OWN_MODELS}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

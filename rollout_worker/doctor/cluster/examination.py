@@ -73,9 +73,11 @@ def _judged(check: str, examine: Callable[[], Finding | Iterable[Finding]]) -> l
         found = examine()
         return [found] if isinstance(found, Finding) else list(found)
     except ApiError as failure:
-        return [
-            warning(check, f"not examined: {failure}", "run this as a user who may read it, such as an administrator")
-        ]
+        if failure.status == _FORBIDDEN:
+            advice = "run this as a user who may read it, such as an administrator"
+        else:
+            advice = "the API server cannot answer this; see its log"
+        return [warning(check, f"not examined: {failure}", advice)]
 
 
 def _optional(api: ClusterApi, path: str) -> dict[str, Any] | None:
@@ -101,7 +103,10 @@ def _installation(api: ClusterApi, own_version: str | None) -> list[Finding]:
         findings += _judged("leader", lambda deployment=deployment: _lease(api, deployment))
         findings += _judged("operator's permissions", lambda deployment=deployment: _account(api, deployment))
     policies = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
-    findings += _judged("pod templates", lambda: judge_admission_policy(api.items(policies)))
+    # Kubernetes has such policies since version 1.30.
+    findings += _judged(
+        "pod templates", lambda: judge_admission_policy((_optional(api, policies) or {}).get("items", ()))
+    )
     findings += _judged("monitoring", lambda: judge_monitoring(api.get("/apis")["groups"]))
     return findings
 

@@ -34,13 +34,13 @@ def schema_digest(crd: Mapping[str, Any]) -> str:
 
 
 def _normalized(value: Any) -> Any:
-    """Return a value as the API server stores it: it writes 1.0 as 1, and leaves out what has its zero value."""
+    """Return a value as the API server stores it: it writes 1.0 as 1, and leaves out empty ``properties``."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
         return [_normalized(item) for item in value]
     if isinstance(value, dict):
-        return {name: _normalized(item) for name, item in value.items()}
+        return {name: _normalized(item) for name, item in value.items() if name != "properties" or item}
     return value
 
 

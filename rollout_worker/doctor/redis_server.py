@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from rollout_api.redis_client.address import Kind
+from rollout_api.redis_client.checks import is_full
 from rollout_worker.doctor.findings import Finding, error, ok, warning
 from rollout_worker.doctor.units import size_text
 
@@ -97,7 +98,7 @@ def _memory(info: Mapping[str, Any]) -> Finding:
             + (f" to less than the machine's {size_text(total)}" if total else ""),
         )
     seen = f"{size_text(used)} of {size_text(limit)} in use"
-    if used >= limit:
+    if is_full(info):
         return error("memory", seen, "writes are refused until memory is free; raise maxmemory or reduce histories")
     if used > limit * _MAX_USED_SHARE:
         return warning("memory", seen, "jobs wait when it is full; raise maxmemory, or reduce history.maxBytes")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from rollout_api.ports import free_port
 from rollout_api.protocol.access_rules import access_rules
@@ -51,7 +52,6 @@ def test_a_safe_server_gives_no_advice_and_keeps_nothing(tmp_path: Path) -> None
         ({**SAFE, "appendonly": False}, "persistence", Severity.WARNING, "no snapshot"),
         ({**SAFE, "settings": {"appendfsync": "no"}}, "persistence", Severity.WARNING, "appendfsync no"),
         ({**SAFE, "maxmemory": "0"}, "memory", Severity.WARNING, "without a limit"),
-        ({**SAFE, "maxmemory": "1mb"}, "memory", Severity.ERROR, "of 1 MiB in use"),
         (
             {**SAFE, "maxmemory": "0", "settings": {"maxmemory-policy": "allkeys-lru"}},
             "eviction",
@@ -74,6 +74,17 @@ def test_a_dangerous_setting_is_reported(
     assert severity == finding.severity
     assert seen in finding.seen
     assert finding.advice
+
+
+def test_a_full_server_is_an_error(tmp_path: Path) -> None:
+    with Server(tmp_path, appendonly=True, maxmemory="4mb") as server:
+        client = server.client()
+        assert Severity.OK == examine(server.url)["memory"].severity
+        with pytest.raises(redis.exceptions.OutOfMemoryError):
+            for number in range(10_000):
+                client.set(f"key {number}", "x" * 4096)
+        findings = examine(server.url)
+    assert (Severity.ERROR, Severity.OK) == (findings["memory"].severity, findings["permissions"].severity)
 
 
 def test_a_snapshot_is_not_enough_for_messages(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def doctor(
     for section in examine(request):
         sections.append(section)
         if not as_document:
-            _show(section, console)
+            show(section, console)
     if as_document:
         typer.echo(json.dumps(as_json(sections), indent=1, ensure_ascii=False))
     else:
@@ -93,7 +93,7 @@ def _manifest(file: Path) -> RolloutJob | ManifestError:
         return failure
 
 
-def _show(section: Section, console: Console) -> None:
+def show(section: Section, console: Console) -> None:
     """Print a section: on a terminal with colors and wrapped lines, elsewhere each finding on one line."""
     if not console.is_terminal:
         for finding in section.findings:

@@ -33,6 +33,8 @@ def read_model(job: RolloutJob, cache: Path) -> ModelFacts:
         )
     except ModelError as failure:
         return ModelFacts(model.uri, None, unusable=str(failure), missing_roots=roots)
+    except ImportError:  # the package huggingface_hub is missing, and with it the models of the hub
+        return ModelFacts(model.uri, None, missing_roots=roots)
     return ModelFacts(
         model.uri,
         str(directory),

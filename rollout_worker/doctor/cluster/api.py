@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ class ClusterApi:
         configuration = client.Configuration()
         configuration.retries = 0
         try:
-            config.load_config(client_configuration=configuration)
+            if (file := _kubeconfig()) is not None:
+                config.load_kube_config(file, client_configuration=configuration)
+            else:
+                config.load_incluster_config(client_configuration=configuration)
         except (config.ConfigException, OSError, ValueError) as failure:
             raise ClusterUnreachableError(
                 f"there is no access to a cluster: {failure}; set KUBECONFIG, or run this in a pod"
@@ -102,16 +106,19 @@ class ClusterApi:
 
 
 def current_namespace() -> str:
-    """Return the namespace of this pod, or of the kubeconfig's current context."""
-    if _POD_NAMESPACE.is_file():
+    """Return the namespace of the kubeconfig's current context, or in a pod without one, that of the pod."""
+    if (file := _kubeconfig()) is None:
         return _POD_NAMESPACE.read_text().strip()
     from kubernetes import config
 
-    try:
-        _, context = config.list_kube_config_contexts()
-    except config.ConfigException:
-        return "default"
+    _, context = config.list_kube_config_contexts(file)
     return str(context["context"].get("namespace") or "default")
+
+
+def _kubeconfig() -> str | None:
+    """Return the files of the kubeconfig; None if none of them exists."""
+    files = os.environ.get("KUBECONFIG") or "~/.kube/config"
+    return files if any(Path(file).expanduser().is_file() for file in files.split(os.pathsep)) else None
 
 
 def _message(data: bytes) -> str:

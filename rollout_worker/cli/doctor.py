@@ -8,18 +8,18 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
 
 from rollout_api.manifest.rollout_job import ManifestError, RolloutJob
 from rollout_worker.cli.manifest_file import check_manifest
-from rollout_worker.doctor.examination import Request, examine
 from rollout_worker.doctor.findings import Section, Severity, as_json, has_errors
 from rollout_worker.engine.model_source import default_cache
 
 _ERRORS_FOUND = 1
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "bold red"}
-_CHECK_WIDTH = 24
+_WIDTHS = (7, 22)
+"""Width of the columns of severities and checks, so that they are aligned in all sections."""
 
 
 def doctor(
@@ -63,6 +63,9 @@ def doctor(
 
     The exit code is 0 if no error was found, and 1 otherwise.
     """
+    # The other commands start faster without these modules.
+    from rollout_worker.doctor.examination import Request, examine
+
     request = Request(
         manifest=_manifest(file) if file is not None else None,
         redis_url=redis,
@@ -94,22 +97,25 @@ def _manifest(file: Path) -> RolloutJob | ManifestError:
 
 
 def show(section: Section, console: Console) -> None:
-    """Print a section: on a terminal with colors and wrapped lines, elsewhere each finding on one line."""
+    """Print a section: on a terminal as a table, elsewhere each finding on one line."""
     if not console.is_terminal:
         for finding in section.findings:
             advice = f" → {finding.advice}" if finding.advice else ""
             line = f"{finding.severity}: {section.title}: {finding.check}: {finding.seen}{advice}"
             console.print(line, markup=False, highlight=False, soft_wrap=True)
         return
-    console.print(f"[bold]{escape(section.title)}[/]")
+    table = Table(
+        title=section.title, title_justify="left", title_style="bold", box=None, show_header=False, pad_edge=False
+    )
+    for width in _WIDTHS:
+        table.add_column(min_width=width)
+    table.add_column()
     for finding in section.findings:
-        style = _STYLES[finding.severity]
-        console.print(
-            f"  [{style}]{finding.severity:8}[/]{escape(finding.check):{_CHECK_WIDTH}} {escape(finding.seen)}",
-            highlight=False,
-        )
+        text = Text(finding.seen)
         if finding.advice:
-            console.print(Padding(escape(finding.advice), (0, 0, 0, 10)), style="dim", highlight=False)
+            text.append(f"\n{finding.advice}", style="dim")
+        table.add_row(Text(str(finding.severity), style=_STYLES[finding.severity]), Text(finding.check), text)
+    console.print(table)
 
 
 def _show_summary(sections: list[Section], console: Console) -> None:
@@ -117,7 +123,4 @@ def _show_summary(sections: list[Section], console: Console) -> None:
         severity: sum(finding.severity is severity for section in sections for finding in section.findings)
         for severity in Severity
     }
-    console.print(
-        f"{counts[Severity.OK]} ok, {counts[Severity.WARNING]} warnings, {counts[Severity.ERROR]} errors",
-        highlight=False,
-    )
+    console.print(", ".join(f"{severity}: {count}" for severity, count in counts.items()), highlight=False)

@@ -120,11 +120,15 @@ def _persistence(info: Mapping[str, Any], appendfsync: str | None, *, holds_mess
                 check, seen, "a crash of the machine loses what the kernel has not written; set appendfsync everysec"
             )
         return ok(check, seen)
-    lost = "unfinished rollouts of all jobs" if holds_messages else "the history"
+    what = "unfinished rollouts of all jobs" if holds_messages else "the history"
+    if int(info.get("rdb_saves", 0)):
+        return warning(
+            check,
+            "snapshots (RDB) only",
+            f"a crash of Redis loses what has changed in {what} since the last snapshot; set appendonly yes",
+        )
     return warning(
-        check,
-        "snapshots (RDB) only" if int(info.get("rdb_saves", 0)) else "no append-only file, and no snapshot was saved",
-        f"{lost} since the last snapshot, if there is one, are lost when Redis restarts; set appendonly yes",
+        check, "no append-only file, and no snapshot", f"a restart of Redis loses {what}; set appendonly yes"
     )
 
 
@@ -137,7 +141,9 @@ def _role(facts: RedisFacts, *, holds_messages: bool) -> Finding:
     if facts.info.get("redis_mode") == "cluster":
         what = "a job's messages must be on a single server" if holds_messages else "use redis+cluster://…"
         return error(check, "one node of a Redis Cluster", f"it has only some of the hash slots; {what}")
-    seen = f"primary with {replicas} replicas" + (", found by Sentinels" if facts.kind is Kind.SENTINEL else "")
+    seen = f"primary with {replicas} replica{'' if replicas == 1 else 's'}" + (
+        ", found by Sentinels" if facts.kind is Kind.SENTINEL else ""
+    )
     if facts.kind is Kind.SENTINEL and not replicas:
         return warning(check, seen, "no replica can take over if the primary fails; add one")
     return ok(check, seen)

@@ -121,13 +121,15 @@ def test_elsewhere_than_on_a_terminal_each_finding_is_a_line(capsys: pytest.Capt
     ] == [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_on_a_terminal_findings_are_indented_and_wrapped(capsys: pytest.CaptureFixture[str]) -> None:
-    command.show(SECTION, Console(width=60, force_terminal=True, no_color=True, highlight=False))
-    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-    assert max(map(len, lines)) < 100
-    text = "\n".join(lines)
-    assert "2 [cores]" in text
-    assert 20 == text.count("free some")
+def test_on_a_terminal_findings_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(width=60, force_terminal=True, color_system=None)
+    command.show(SECTION, console)
+    title, *lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert "machine" == title
+    assert "warning  CPU                     2 [cores]" in lines
+    (column,) = {line.index(text) for line in lines for text in ("3.12.1", "2 [cores]", "use more") if text in line}
+    assert {" " * column} == {line[:column] for line in lines if line.lstrip().startswith("free some")}
+    assert 20 == " ".join(lines).count("some")
 
 
 def test_it_runs_without_optional_packages(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_groups_of_version_1_are_read(tmp_path: Path) -> None:
 
 def test_a_group_without_limits_has_none(tmp_path: Path) -> None:
     own = tmp_path / "own"
-    own.write_text("2:cpu:/\n0::/\n")
+    own.write_text("4:memory:/\n2:cpu:/\n0::/\n")
     write(tmp_path / "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    write(tmp_path / "memory", memory__limit_in_bytes="9223372036854771712")
     assert (None, None) == (read_cpu_limit(tmp_path, own), read_memory_limit(tmp_path, own))

@@ -159,7 +159,7 @@ def test_a_replica_is_an_error_and_the_sentinels_find_the_primary(tmp_path: Path
         replica = next(server for server in sentinels.servers if server is not sentinels.primary)
         assert Severity.ERROR == examine(replica.url)["role"].severity
         found = examine(sentinels.url)["role"]
-    assert (Severity.OK, "primary with 1 replicas, found by Sentinels") == (found.severity, found.seen)
+    assert (Severity.OK, "primary with 1 replica, found by Sentinels") == (found.severity, found.seen)
 
 
 def test_a_cluster_is_for_histories_alone(tmp_path: Path) -> None:

@@ -92,12 +92,12 @@ def test_users_who_may_not_read_crds_learn_whether_jobs_are_served() -> None:
         assert "rolloutruntimes" in finding.seen
 
 
-def operator_deployment(**status: Any) -> dict[str, Any]:
-    """Return the chart's Deployment of the operator."""
+def operator_deployment(*namespaces: str, **status: Any) -> dict[str, Any]:
+    """Return the chart's Deployment of an operator that runs the jobs of some namespaces, or of all."""
     name, _, value = OPERATOR_SELECTOR.partition("=")
     (found,) = (
         one
-        for one in render_chart("das-system")
+        for one in render_chart("das-system", operator={"namespaces": list(namespaces)})
         if one["kind"] == "Deployment" and one["metadata"]["labels"][name] == value
     )
     return {**found, "status": status}
@@ -106,11 +106,19 @@ def operator_deployment(**status: Any) -> dict[str, Any]:
 def test_the_operator_must_be_ready_and_of_the_same_version() -> None:
     ready = operator_deployment(readyReplicas=2)
     version = ready["metadata"]["labels"]["app.kubernetes.io/version"]
-    (good,) = judge_operator([ready], version)
+    (good,) = judge_operator([ready], "team", version)
     assert (OK, f"das-system/das-operator, version {version}, 2 of 2 replicas ready") == (good.severity, good.seen)
-    assert [WARNING] == [one.severity for one in judge_operator([ready], "9.9.9")]
-    assert [ERROR] == [one.severity for one in judge_operator([operator_deployment()], version)]
-    assert [ERROR] == [one.severity for one in judge_operator([], version)]
+    assert [WARNING] == [one.severity for one in judge_operator([ready], "team", "9.9.9")]
+    assert [ERROR] == [one.severity for one in judge_operator([operator_deployment()], "team", version)]
+    assert [ERROR] == [one.severity for one in judge_operator([], "team", version)]
+
+
+def test_an_operator_may_be_limited_to_other_namespaces() -> None:
+    others, own = operator_deployment("a", "b", readyReplicas=2), operator_deployment("team", readyReplicas=2)
+    assert [OK] == [one.severity for one in judge_operator([others, own], "team", None)]
+    (finding,) = judge_operator([others], "team", None)
+    assert ERROR == finding.severity
+    assert "no jobs of the namespace team" in finding.seen
 
 
 def test_the_lease_is_that_of_the_charts_operator() -> None:

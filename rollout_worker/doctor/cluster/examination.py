@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from rollout_api.manifest.rollout_job import API_VERSION, PLURAL, RolloutJob
@@ -23,6 +24,7 @@ from rollout_worker.doctor.cluster.installation import (
     judge_served_api,
     judge_version,
     lease_of,
+    serves,
 )
 from rollout_worker.doctor.cluster.namespace import judge_namespace, judge_priority_class, judge_quotas, pod_needs
 from rollout_worker.doctor.cluster.network import judge_dns, judge_name, judge_network_policies, worker_labels
@@ -56,7 +58,7 @@ def examine_cluster(job: RolloutJob | None, namespace: str | None, own_version: 
         return [
             ok("API server", api.server),
             version,
-            *_installation(api, own_version),
+            *_installation(api, namespace, own_version),
             *_access(api, namespace),
             *_namespace(api, job, namespace),
             *_infrastructure(api, job),
@@ -73,11 +75,15 @@ def _judged(check: str, examine: Callable[[], Finding | Iterable[Finding]]) -> l
         found = examine()
         return [found] if isinstance(found, Finding) else list(found)
     except ApiError as failure:
-        if failure.status == _FORBIDDEN:
-            advice = "run this as a user who may read it, such as an administrator"
-        else:
-            advice = "the API server cannot answer this; see its log"
-        return [warning(check, f"not examined: {failure}", advice)]
+        return [_not_examined(check, failure)]
+
+
+def _not_examined(check: str, failure: ApiError) -> Finding:
+    if failure.status == _FORBIDDEN:
+        advice = "run this as a user who may read it, such as an administrator"
+    else:
+        advice = "the API server cannot answer this; see its log"
+    return warning(check, f"not examined: {failure}", advice)
 
 
 def _optional(api: ClusterApi, path: str) -> dict[str, Any] | None:
@@ -90,18 +96,18 @@ def _optional(api: ClusterApi, path: str) -> dict[str, Any] | None:
         raise
 
 
-def _installation(api: ClusterApi, own_version: str | None) -> list[Finding]:
-    findings = _crds(api)
-    deployments: list[dict[str, Any]] = []
-
-    def operator() -> list[Finding]:
-        deployments.extend(api.items("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR))
-        return judge_operator(deployments, own_version)
-
-    findings += _judged("operator", operator)
-    for deployment in deployments:
-        findings += _judged("leader", lambda deployment=deployment: _lease(api, deployment))
-        findings += _judged("operator's permissions", lambda deployment=deployment: _account(api, deployment))
+def _installation(api: ClusterApi, namespace: str, own_version: str | None) -> list[Finding]:
+    findings = _judged("CRDs", lambda: _crds(api))
+    try:
+        deployments = api.items("/apis/apps/v1/deployments", labelSelector=OPERATOR_SELECTOR)
+    except ApiError as failure:
+        findings.append(_not_examined("operator", failure))
+    else:
+        findings += judge_operator(deployments, namespace, own_version)
+        for deployment in deployments:
+            if serves(deployment, namespace):
+                findings += _judged("leader", partial(_lease, api, deployment))
+                findings += _judged("operator's permissions", partial(_account, api, deployment, namespace))
     policies = "/apis/admissionregistration.k8s.io/v1/validatingadmissionpolicies"
     # Kubernetes has such policies since version 1.30.
     findings += _judged(
@@ -129,24 +135,16 @@ def _lease(api: ClusterApi, deployment: Mapping[str, Any]) -> list[Finding]:
     return [judge_lease(f"{namespace}/{name}", lease, datetime.now(UTC))]
 
 
-def _account(api: ClusterApi, deployment: Mapping[str, Any]) -> Finding:
-    """Ask what the ServiceAccount of an operator may do in the namespace that it is responsible for."""
-    namespace = deployment["metadata"]["namespace"]
+def _account(api: ClusterApi, deployment: Mapping[str, Any], namespace: str) -> Finding:
+    """Ask what the ServiceAccount of an operator may do in the namespace of jobs."""
     account = deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
-    user = f"system:serviceaccount:{namespace}:{account}"
-    arguments = [
-        argument
-        for container in deployment["spec"]["template"]["spec"]["containers"]
-        for argument in container.get("args", ())
-    ]
-    namespaces = [one.removeprefix("--namespace=") for one in arguments if one.startswith("--namespace=")]
-    target = namespaces[0] if namespaces else "default"
+    user = f"system:serviceaccount:{deployment['metadata']['namespace']}:{account}"
 
     def is_denied(access: Access) -> bool:
-        spec = {"user": user, "resourceAttributes": access.attributes(target)}
+        spec = {"user": user, "resourceAttributes": access.attributes(namespace)}
         return not api.review("SubjectAccessReview", spec)
 
-    return judge_operator_account(user, [one for one in operator_accesses() if is_denied(one)], target)
+    return judge_operator_account(user, [one for one in operator_accesses() if is_denied(one)], namespace)
 
 
 def _access(api: ClusterApi, namespace: str) -> list[Finding]:
@@ -182,14 +180,15 @@ def _namespace(api: ClusterApi, job: RolloutJob | None, namespace: str) -> list[
             for name in (spec.model.cache.persistent_volume_claim, spec.weights.persistent_volume_claim)
             if name is not None
         ):
-            path = f"{core}/persistentvolumeclaims/{claim}"
-            findings += _judged(
-                f"claim {claim}", lambda claim=claim, path=path: judge_claim(claim, _optional(api, path))
-            )
+            findings += _judged(f"claim {claim}", partial(_claim, api, core, claim))
         if (name := spec.priority_class_name) is not None:
             path = f"/apis/scheduling.k8s.io/v1/priorityclasses/{name}"
             findings += _judged("PriorityClass", lambda: judge_priority_class(name, _optional(api, path)))
     return findings
+
+
+def _claim(api: ClusterApi, namespace_path: str, name: str) -> Finding:
+    return judge_claim(name, _optional(api, f"{namespace_path}/persistentvolumeclaims/{name}"))
 
 
 def _redis_port(job: RolloutJob | None) -> int | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from importlib import resources
 from typing import Any
@@ -89,48 +89,68 @@ def judge_served_api(resource_list: Mapping[str, Any] | None, names: Sequence[st
     return [warning("CRDs", "served, but this user may not read their schemas", "ask an administrator to compare them")]
 
 
-def judge_operator(deployments: Sequence[Mapping[str, Any]], own_version: str | None) -> list[Finding]:
+def judge_operator(deployments: Sequence[Mapping[str, Any]], namespace: str, own_version: str | None) -> list[Finding]:
     """Judge the Deployments of the operator.
 
     Args:
         deployments: Deployments with the operator's labels, of all namespaces.
+        namespace: namespace of jobs.
         own_version: version of this command; None if it is unknown.
     """
     if not deployments:
         return [
             error("operator", "not installed", "install the chart, charts/das-rollout; nothing runs jobs without it")
         ]
-    findings = []
-    for deployment in deployments:
-        name = f"{deployment['metadata']['namespace']}/{deployment['metadata']['name']}"
-        version = deployment["metadata"].get("labels", {}).get("app.kubernetes.io/version", "?")
-        ready = deployment.get("status", {}).get("readyReplicas", 0)
-        seen = f"{name}, version {version}, {ready} of {deployment['spec'].get('replicas', 1)} replicas ready"
-        if not ready:
-            findings.append(
-                error(
-                    "operator",
-                    seen,
-                    f"see kubectl logs -n {deployment['metadata']['namespace']} -l {OPERATOR_SELECTOR}",
-                )
-            )
-        elif own_version is not None and version not in ("?", own_version):
-            findings.append(
-                warning("operator", seen, f"this command is version {own_version}; upgrade the older of the two")
-            )
-        else:
-            findings.append(ok("operator", seen))
-    return findings
+    findings = [_judge_deployment(one, own_version) for one in deployments if serves(one, namespace)]
+    if findings:
+        return findings
+    names = ", ".join(_full_name(one) for one in deployments)
+    return [
+        error(
+            "operator",
+            f"{names} runs no jobs of the namespace {namespace}",
+            "add the namespace to operator.namespaces of the chart, or create jobs in another one",
+        )
+    ]
+
+
+def _judge_deployment(deployment: Mapping[str, Any], own_version: str | None) -> Finding:
+    version = (deployment["metadata"].get("labels") or {}).get("app.kubernetes.io/version", "?")
+    ready = deployment.get("status", {}).get("readyReplicas", 0)
+    replicas = deployment["spec"].get("replicas", 1)
+    seen = f"{_full_name(deployment)}, version {version}, {ready} of {replicas} replicas ready"
+    if not ready:
+        namespace = deployment["metadata"]["namespace"]
+        return error("operator", seen, f"see kubectl logs -n {namespace} -l {OPERATOR_SELECTOR}")
+    if own_version is not None and version not in ("?", own_version):
+        return warning("operator", seen, f"this command is version {own_version}; upgrade the older of the two")
+    return ok("operator", seen)
+
+
+def _full_name(deployment: Mapping[str, Any]) -> str:
+    return f"{deployment['metadata']['namespace']}/{deployment['metadata']['name']}"
+
+
+def serves(deployment: Mapping[str, Any], namespace: str) -> bool:
+    """Return whether an operator runs the jobs of a namespace, unless it selects namespaces by their labels."""
+    named = list(_values(deployment, "--namespace="))
+    return not named or namespace in named
 
 
 def lease_of(deployment: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the namespace and the name of the Lease for which the operator's replicas compete."""
+    for value in _values(deployment, "--lease="):
+        namespace, _, name = value.partition("/")
+        return namespace, name
+    return None
+
+
+def _values(deployment: Mapping[str, Any], option: str) -> Iterator[str]:
+    """Yield the values of an option in the arguments of the operator's container."""
     for container in deployment["spec"]["template"]["spec"]["containers"]:
         for argument in container.get("args", ()):
-            if argument.startswith("--lease="):
-                namespace, _, name = argument.removeprefix("--lease=").partition("/")
-                return namespace, name
-    return None
+            if argument.startswith(option):
+                yield argument.removeprefix(option)
 
 
 def judge_lease(name: str, lease: Mapping[str, Any] | None, now: datetime) -> Finding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tests.support.cluster.virtual_nodes import VirtualNodes
 from tests.support.waiting import wait_for
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
+VERSION = version("das-rollout")
 Examine = Callable[..., dict[str, Finding]]
 
 
@@ -34,7 +36,7 @@ def examine(cluster: ControlPlane, jobs: Jobs, monkeypatch: pytest.MonkeyPatch) 
     def findings(kubeconfig: Path = cluster.kubeconfig, **sections: Any) -> dict[str, Finding]:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
         job = parse_job(jobs.manifest("math", **sections))
-        return {one.check: one for one in examine_cluster(job, None, "0.1.0")}
+        return {one.check: one for one in examine_cluster(job, None, VERSION)}
 
     return findings
 
@@ -69,8 +71,8 @@ def other_crd(cluster: ControlPlane) -> Iterator[None]:
     """The CRD of jobs without one of its fields, as of another release."""
     file = CRDS / "rolloutjobs.das.rollout.dev.yaml"
     crd = yaml.safe_load(file.read_text())
-    for version in crd["spec"]["versions"]:
-        del version["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["failedPods"]
+    for one in crd["spec"]["versions"]:
+        del one["schema"]["openAPIV3Schema"]["properties"]["status"]["properties"]["failedPods"]
     path = cluster.directory / "other-crd.json"
     path.write_text(json.dumps(crd))
     cluster.kubectl("apply", "--server-side", "-f", str(path))
@@ -121,7 +123,7 @@ def test_the_operator_must_be_ready_and_leading(
     apply(cluster, lease)
     found = examine()
     assert (OK, OK) == (found["operator"].severity, found["leader"].severity)
-    assert "version 0.1.0, 2 of 2 replicas ready" in found["operator"].seen
+    assert f"version {VERSION}, 2 of 2 replicas ready" in found["operator"].seen
     assert "pod-1 has renewed the Lease" in found["leader"].seen
 
 

@@ -89,15 +89,16 @@ def test_a_crd_of_another_release_is_recognized(examine: Examine) -> None:
 
 @pytest.fixture
 def deployment(cluster: ControlPlane, jobs: Jobs) -> Iterator[dict[str, Any]]:
-    """The chart's Deployment of the operator, which no controller acts on."""
+    """The chart's Deployment of the operator, beside another Deployment."""
     (found,) = (
         one
         for one in render_chart(jobs.namespace, operator={"namespaces": [jobs.namespace]})
         if one["kind"] == "Deployment" and one["metadata"]["name"] == "das-operator"
     )
-    apply(cluster, found)
+    other = {**found, "metadata": {"name": "web", "namespace": jobs.namespace}}
+    apply(cluster, found, other)
     yield found
-    cluster.kubectl("delete", "deployment", "das-operator", "-n", jobs.namespace)
+    cluster.kubectl("delete", "deployments", "das-operator", "web", "-n", jobs.namespace)
 
 
 @pytest.mark.current_cluster
@@ -105,6 +106,7 @@ def test_the_operator_must_be_ready_and_leading(
     cluster: ControlPlane, jobs: Jobs, examine: Examine, deployment: dict[str, Any]
 ) -> None:
     found = examine()
+    assert "web" not in found["operator"].seen
     assert (ERROR, ERROR) == (found["operator"].severity, found["leader"].severity)
     assert f"nobody holds the Lease {jobs.namespace}/das-operator" == found["leader"].seen
 

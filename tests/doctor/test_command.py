@@ -19,7 +19,7 @@ from rollout_worker.cli.main import app
 from rollout_worker.doctor.findings import Section, error, ok, warning
 from tests.support.redis_servers import Server
 
-MANIFEST = {
+MANIFEST: dict[str, Any] = {
     "apiVersion": "das.rollout.dev/v1beta1",
     "kind": "RolloutJob",
     "metadata": {"name": "math"},
@@ -55,7 +55,7 @@ def test_a_machine_without_faults_gives_the_exit_code_0() -> None:
 
 def test_an_error_gives_the_exit_code_1(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "sampling": {"topP": 2}}}))  # type: ignore[dict-item]
+    file.write_text(yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "sampling": {"topP": 2}}}))
     code, found = examine("-f", str(file))
     assert (1, "error") == (code, found["manifest"]["spec.sampling.topP"]["severity"])
 
@@ -65,7 +65,7 @@ def test_the_servers_of_the_manifest_are_examined(tmp_path: Path) -> None:
         Server(tmp_path / "messages", appendonly=True, maxmemory="100mb") as messages,
         Server(tmp_path / "history", maxmemory="100mb") as history,
     ):
-        spec = {**MANIFEST["spec"], "redis": {"url": messages.url}, "history": {"redis": {"url": history.url}}}  # type: ignore[dict-item]
+        spec = {**MANIFEST["spec"], "redis": {"url": messages.url}, "history": {"redis": {"url": history.url}}}
         file = tmp_path / "job.yaml"
         file.write_text(yaml.safe_dump({**MANIFEST, "spec": spec}))
         code, found = examine("-f", str(file))

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import yaml
+from rollout_operator.job_context import JobContext
 from rollout_operator.names import labels as operator_labels
+from rollout_operator.pods import head_pod, server_pod, worker_pod
 
 from rollout_api import parse_job
+from rollout_api.manifest.quantity import parse_quantity
 from rollout_worker.doctor.cluster.installation import (
     MIN_KUBERNETES,
     OPERATOR_SELECTOR,
@@ -204,24 +207,43 @@ def test_a_missing_namespace_or_priority_class_is_an_error() -> None:
     assert (ERROR, OK) == (judge_priority_class("p", None).severity, judge_priority_class("p", {"value": 5}).severity)
 
 
-def test_the_pods_of_a_job_are_counted_with_their_resources() -> None:
+def amounts(pod: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the requests and limits of a pod's container. The API server completes requests from limits."""
+    resources = pod["spec"]["containers"][0]["resources"]
+    limits = {name: parse_quantity(amount) for name, amount in resources.get("limits", {}).items()}
+    requests = {name: parse_quantity(amount) for name, amount in resources.get("requests", {}).items()}
+    return limits | requests, limits
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {},
+        {"head": {"resources": {"cpu": "2", "memory": "4Gi"}}, "server": {"resources": {"memory": "3Gi"}}},
+        {"workers": {"resources": {"cpu": "8", "extended": {"rdma/hca": 2}}, "gpuResource": "amd.com/gpu"}},
+        {"workers": {"gpusPerWorker": 4, "podsPerWorker": 2}, "engine": {"tensorParallelSize": 4}, "server": {}},
+        {"workers": {"deviceClaimTemplate": "gpus"}},
+        {"source": {"dataset": {"environment": {"verifiers": "gsm8k"}}}},
+    ],
+)
+def test_the_pods_of_a_job_are_those_of_the_operator(sections: dict[str, Any]) -> None:
+    job = manifest(**sections)
+    context = JobContext(job, "uid", {}, "worker:1")
+    built = {"head": head_pod(context), "worker": worker_pod(context, 0, replacement=False)}
+    if job.spec.server is not None:
+        built["server"] = server_pod(context, job.spec.server)
+    expected = {component: amounts(pod) for component, pod in built.items()}
+    assert expected == {one.component: (dict(one.requests), dict(one.limits)) for one in pod_needs(job)}
+
+
+def test_all_pods_of_the_largest_job_are_counted() -> None:
+    scaled = {"replicas": 2, "minReplicas": 1, "maxReplicas": 3, "autoscale": True}
     job = manifest(
-        workers={
-            "replicas": 2,
-            "minReplicas": 1,
-            "maxReplicas": 3,
-            "autoscale": True,
-            "gpusPerWorker": 4,
-            "podsPerWorker": 2,
-            "resources": {"cpu": "8", "memory": "64Gi"},
-        },
+        workers={**scaled, "gpusPerWorker": 4, "podsPerWorker": 2},
         engine={"tensorParallelSize": 4},
         server={"replicas": 2},
     )
-    head, worker, server = pod_needs(job)
-    assert (1, 6, 2) == (head.count, worker.count, server.count)
-    assert {"cpu": 8, "memory": 64 * 2**30, "nvidia.com/gpu": 2} == worker.requests == worker.limits
-    assert ({"cpu", "memory"}, set()) == (set(head.requests), set(head.limits))
+    assert [("head", 1), ("worker", 6), ("server", 2)] == [(one.component, one.count) for one in pod_needs(job)]
 
 
 QUOTA_JOB = {"replicas": 2, "gpusPerWorker": 1, "resources": {"cpu": "8", "memory": "64Gi"}}

@@ -11,8 +11,13 @@ from rollout_api.manifest.pod_spec import DEFAULT_GPU_RESOURCE, Resources
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_worker.doctor.findings import Finding, error, ok, warning
+from rollout_worker.doctor.units import GIB
 
 _ENFORCE = "pod-security.kubernetes.io/enforce"
+_HEAD_REQUESTS = {"cpu": Decimal("0.5"), "memory": Decimal(GIB)}
+"""What the head requests if the manifest says nothing; it has no limits then."""
+_SERVER_REQUESTS = {"cpu": Decimal("0.5"), "memory": Decimal(2 * GIB)}
+"""The same for a pod of the HTTP server."""
 
 
 @dataclass(frozen=True)
@@ -26,27 +31,33 @@ class PodNeeds:
 
 
 def pod_needs(job: RolloutJob) -> list[PodNeeds]:
-    """Return the pods of a job with its largest number of workers, as far as the manifest determines them."""
-    workers, head, server = job.spec.workers, job.spec.head, job.spec.server
-    gpus: dict[str, Decimal] = {}
-    if workers.gpus_per_worker and workers.device_claim_template is None:
-        name = workers.gpu_resource or DEFAULT_GPU_RESOURCE
-        gpus[name] = Decimal(workers.gpus_per_worker // workers.pods_per_worker)
-    of_worker = {**_amounts(workers.resources), **gpus}
-    of_head = _amounts(head.resources)
+    """Return the pods of a job with its largest number of workers, without what podTemplate changes.
+
+    They are those that the operator creates; a test compares them.
+    """
+    workers, server = job.spec.workers, job.spec.server
+    of_worker = _amounts(workers.resources)
+    of_worker |= {name: Decimal(number) for name, number in workers.resources.extended.items()}
+    if (gpus := workers.gpus_per_worker // workers.pods_per_worker) and workers.device_claim_template is None:
+        of_worker[workers.gpu_resource or DEFAULT_GPU_RESOURCE] = Decimal(gpus)
+    of_head = _amounts(job.spec.head.resources)
     pods = [
-        # The head has default requests, but no limits.
-        PodNeeds("head", 1, of_head or {"cpu": Decimal("0.5"), "memory": Decimal(2**30)}, of_head),
+        PodNeeds("head", 1, of_head or _default_head_requests(job), of_head),
         PodNeeds("worker", workers.effective_max * workers.pods_per_worker, of_worker, of_worker),
     ]
     if server is not None:
         of_server = _amounts(server.resources)
-        pods.append(
-            PodNeeds(
-                "server", server.replicas, of_server or {"cpu": Decimal("0.5"), "memory": Decimal(2 * 2**30)}, of_server
-            )
-        )
+        pods.append(PodNeeds("server", server.replicas, of_server or _SERVER_REQUESTS, of_server))
     return pods
+
+
+def _default_head_requests(job: RolloutJob) -> dict[str, Decimal]:
+    dataset = job.spec.source.dataset
+    if dataset is None or dataset.environment is None:
+        return dict(_HEAD_REQUESTS)
+    environment = parse_quantity(dataset.environment.memory_limit)
+    memory = _HEAD_REQUESTS["memory"] + _SERVER_REQUESTS["memory"] + environment
+    return {**_HEAD_REQUESTS, "memory": memory}
 
 
 def _amounts(resources: Resources) -> dict[str, Decimal]:

@@ -48,7 +48,8 @@ def examine(request: Request) -> Iterator[Section]:
     yield Section("machine", judge_machine(machine))
     vllm = read_vllm()
     yield Section("vLLM", judge_vllm(vllm))
-    gpus, findings = _gpus(job, vllm.torch_cuda)
+    # The workers of a cluster run elsewhere.
+    gpus, findings = _gpus(job if not request.cluster else None, vllm.torch_cuda)
     yield Section("GPUs", findings)
     if request.manifest is not None:
         yield Section("manifest", _manifest(request, machine, gpus))
@@ -73,12 +74,14 @@ def _gpus(job: RolloutJob | None, torch_cuda: str | None) -> tuple[GpuFacts | No
 def _manifest(request: Request, machine: MachineFacts, gpus: GpuFacts | None) -> list[Finding]:
     if request.manifest is None or isinstance(request.manifest, ManifestError):
         return judge_invalid_manifest(request.manifest) if request.manifest is not None else []
-    memory = min(machine.memory_available, machine.memory_limit or machine.memory_available)
+    model = read_model(request.manifest, request.model_cache)
+    if request.cluster:
+        return judge_manifest(request.manifest, model, gpu_memory=None, memory=None)
     return judge_manifest(
         request.manifest,
-        read_model(request.manifest, request.model_cache),
+        model,
         gpu_memory=min((gpu.memory for gpu in gpus.gpus), default=None) if gpus is not None else None,
-        memory=memory,
+        memory=min(machine.memory_available, machine.memory_limit or machine.memory_available),
     )
 
 

@@ -39,14 +39,14 @@ def judge_invalid_manifest(failure: ManifestError) -> list[Finding]:
     return [error(one.path, one.message, "correct the manifest; see docs/manifest.md") for one in failure.errors]
 
 
-def judge_manifest(job: RolloutJob, model: ModelFacts, *, gpu_memory: int | None, memory: int) -> list[Finding]:
+def judge_manifest(job: RolloutJob, model: ModelFacts, *, gpu_memory: int | None, memory: int | None) -> list[Finding]:
     """Judge a valid manifest.
 
     Args:
         job: the manifest.
         model: its model.
         gpu_memory: memory of the smallest GPU of this machine, in bytes; None if it has none.
-        memory: memory of this machine that a job may use, in bytes.
+        memory: memory of this machine that a job may use, in bytes; None if jobs run on other machines.
     """
     findings = [ok("manifest", f"RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid")]
     if job.spec.runtime_ref is not None:
@@ -57,7 +57,7 @@ def judge_manifest(job: RolloutJob, model: ModelFacts, *, gpu_memory: int | None
                 "only the operator can read it, so that its settings are not examined",
             )
         )
-    findings += _model(model)
+    findings += _model(model, runs_here=memory is not None)
     if model.estimate is not None:
         findings.append(_fit(job, model.estimate, gpu_memory=gpu_memory, memory=memory))
     if model.missing_roots:
@@ -71,9 +71,13 @@ def judge_manifest(job: RolloutJob, model: ModelFacts, *, gpu_memory: int | None
     return findings
 
 
-def _model(model: ModelFacts) -> list[Finding]:
+def _model(model: ModelFacts, *, runs_here: bool) -> list[Finding]:
     if model.unusable:
-        return [error("model", model.uri, model.unusable)]
+        if runs_here:
+            return [error("model", model.uri, model.unusable)]
+        return [
+            warning("model", f"{model.uri} is not on this machine", f"make sure that pods have it: {model.unusable}")
+        ]
     if model.directory is None:
         return [
             warning(
@@ -90,7 +94,7 @@ def _model(model: ModelFacts) -> list[Finding]:
     return findings
 
 
-def _fit(job: RolloutJob, estimate: MemoryEstimate, *, gpu_memory: int | None, memory: int) -> Finding:
+def _fit(job: RolloutJob, estimate: MemoryEstimate, *, gpu_memory: int | None, memory: int | None) -> Finding:
     engine = job.spec.engine
     needed = (
         f"weights {size_text(estimate.weights)}, KV cache {size_text(estimate.kv_cache_of_longest)} for each rollout "
@@ -103,7 +107,8 @@ def _fit(job: RolloutJob, estimate: MemoryEstimate, *, gpu_memory: int | None, m
             return error(
                 "memory", needed, f"the KV cache has {size_text(cache)}; raise engine.kvCacheMemory, or {advice}"
             )
-        if (total := (estimate.weights + cache) * job.spec.engines_per_worker) > memory:
+        total = (estimate.weights + cache) * job.spec.engines_per_worker
+        if memory is not None and total > memory:
             return error(
                 "memory",
                 f"{needed}; {size_text(total)} with the whole KV cache",

@@ -99,6 +99,18 @@ def test_the_keys_of_a_job_are_examined_by_its_uid(tmp_path: Path) -> None:
     assert ["error", "ok", "error"] == severities
 
 
+@pytest.mark.parametrize(("cluster", "severity"), [((), "error"), (("--cluster",), "ok")])
+def test_a_machine_beside_the_cluster_needs_no_gpus(
+    cluster: tuple[str, ...], severity: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
+    monkeypatch.setenv("PATH", str(tmp_path))  # without nvidia-smi
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump({**MANIFEST, "spec": {**MANIFEST["spec"], "workers": {"gpusPerWorker": 1}}}))
+    _, found = examine("-f", str(file), *cluster)
+    assert severity == found["GPUs"]["GPUs"]["severity"]
+
+
 def test_without_a_kubeconfig_a_cluster_is_not_reachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     code, found = examine("--cluster")

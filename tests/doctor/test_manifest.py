@@ -40,7 +40,7 @@ def job(**sections: Any) -> RolloutJob:
 
 
 def judge(
-    manifest: RolloutJob, model: ModelFacts, *, gpu_memory: int | None = None, memory: int = 64 * GIB
+    manifest: RolloutJob, model: ModelFacts, *, gpu_memory: int | None = None, memory: int | None = 64 * GIB
 ) -> dict[str, Finding]:
     return {one.check: one for one in judge_manifest(manifest, model, gpu_memory=gpu_memory, memory=memory)}
 
@@ -124,6 +124,17 @@ def test_an_engine_must_fit_into_the_memory_of_the_machine(
     finding = judge(job(engine=engine), facts(estimate()), memory=memory)["memory"]
     assert severity == finding.severity
     assert text in finding.seen + finding.advice
+
+
+def test_what_pods_need_is_not_compared_with_this_machine(tmp_path: Path) -> None:
+    manifest = job(model={"uri": "/models/m"}, engine={"kvCacheMemory": "10Gi"})
+    assert Severity.ERROR == judge(manifest, facts(estimate()), memory=GIB)["memory"].severity
+    assert Severity.OK == judge(manifest, facts(estimate()), memory=None)["memory"].severity
+    missing = read_model(manifest, tmp_path)
+    assert Severity.ERROR == judge(manifest, missing)["model"].severity
+    finding = judge(manifest, missing, memory=None)["model"]
+    assert Severity.WARNING == finding.severity
+    assert "make sure that pods have it" in finding.advice
 
 
 def test_each_error_of_a_manifest_is_a_finding() -> None:

@@ -13,9 +13,9 @@ from rollout_api.manifest.rollout_job import API_VERSION, PLURAL, RolloutJob
 from rollout_api.manifest.runtime import RUNTIME_PLURALS
 from rollout_api.redis_client.address import parse_address
 from rollout_worker.doctor.cluster.api import ApiError, ClusterApi, ClusterUnreachableError, current_namespace
+from rollout_worker.doctor.cluster.crd_digests import CRD_DIGESTS
 from rollout_worker.doctor.cluster.installation import (
     OPERATOR_SELECTOR,
-    crd_digests,
     judge_admission_policy,
     judge_crd,
     judge_lease,
@@ -119,7 +119,7 @@ def _installation(api: ClusterApi, namespace: str, own_version: str | None) -> l
 
 def _crds(api: ClusterApi) -> list[Finding]:
     try:
-        return [judge_crd(name, _optional(api, f"{_CRDS}/{name}")) for name in crd_digests()]
+        return [judge_crd(name, _optional(api, f"{_CRDS}/{name}")) for name in CRD_DIGESTS]
     except ApiError as failure:
         if failure.status != _FORBIDDEN:
             raise

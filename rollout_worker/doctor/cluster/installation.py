@@ -7,10 +7,10 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
-from importlib import resources
 from typing import Any
 
 from rollout_api.manifest.rollout_job import VERSION
+from rollout_worker.doctor.cluster.crd_digests import CRD_DIGESTS
 from rollout_worker.doctor.findings import Finding, error, ok, warning
 
 MIN_KUBERNETES = (1, 29)
@@ -18,13 +18,6 @@ MIN_KUBERNETES = (1, 29)
 OPERATOR_SELECTOR = "app.kubernetes.io/name=das-rollout-operator"
 """Selects the objects of the operator that the chart creates."""
 _UPGRADE = "upgrade the chart's release with crds.install=true, or run kubectl apply --server-side -f crds/"
-
-
-def crd_digests() -> dict[str, str]:
-    """Return the digest of the schemas of each CRD of this version, by the CRD's name."""
-    text = (resources.files("rollout_worker.doctor.cluster") / "crd_digests.json").read_text()
-    digests: dict[str, str] = json.loads(text)
-    return digests
 
 
 def schema_digest(crd: Mapping[str, Any]) -> str:
@@ -66,7 +59,7 @@ def judge_crd(name: str, crd: Mapping[str, Any] | None) -> Finding:
     established = [one for one in crd.get("status", {}).get("conditions", ()) if one["type"] == "Established"]
     if not any(one["status"] == "True" for one in established):
         return error(check, f"{seen}, not established", "see its conditions with kubectl describe crd")
-    if schema_digest(crd) != crd_digests()[name]:
+    if schema_digest(crd) != CRD_DIGESTS[name]:
         return warning(
             check,
             f"{seen}, of another release than this command's",

@@ -32,6 +32,7 @@ from rollout_api.protocol.exit_codes import (
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.status_token import StatusToken
+from rollout_worker.cli.doctor import doctor
 from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_commands import app as job_app
 from rollout_worker.cli.manifest_file import check_manifest, read_manifest
@@ -412,6 +413,9 @@ def check(file: ManifestFile) -> None:
     with exit_with_message(file):
         job = check_manifest(file)
     console.print(f"{file}: RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid.")
+
+
+app.command()(doctor)
 
 
 @app.command("tiny-model")

@@ -3,7 +3,7 @@ VENV := .venv/bin
 NATIVE := $(wildcard rollout_worker/drafting/native/*.[ch]pp)
 CACHE := $(HOME)/.cache/das-rollout
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/packaging tests/project \
+FAST_TESTS := tests/api tests/doctor tests/policy tests/operator tests/drafting tests/packaging tests/project \
 	$(addprefix tests/history/,test_eviction.py test_records.py test_window.py)
 ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model
 # These depend on step times, or train a model: beside other engines they would fail or take many times as long.
@@ -68,10 +68,11 @@ format: env  ## Format the code and apply automatic fixes.
 	$(VENV)/ruff check --fix .
 	$(VENV)/clang-format -i $(NATIVE)
 
-generate: env  ## Generate the CRD, the chart's copy of it, the reference pages, and the images' requirements.
+generate: env  ## Generate the CRD, the chart's copy of it, the dashboards, the reference pages, and the images' requirements.
 	$(VENV)/python scripts/crd.py
 	$(VENV)/python scripts/manifest_docs.py
 	$(VENV)/python scripts/protocol_docs.py
+	$(VENV)/python scripts/dashboards.py
 	$(VENV)/python scripts/code_map.py
 	$(VENV)/python scripts/image_requirements.py
 

@@ -51,13 +51,13 @@ from rollout_api.protocol.messages import FinishReason, Partial, RolloutId, Roll
 from rollout_api.redis_client.connection import connect
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.metrics import EngineCounters
-from rollout_worker.engine.model_source import default_cache
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.history.blocks import START
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.services import Service
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.job.weight_transport import DirectoryTransport
+from rollout_worker.runtime.model_cache import default_cache
 from rollout_worker.tiny_model import ensure
 from tests.support.redis_servers import Server
 
@@ -157,7 +157,9 @@ class StubEngine:
             finish_reason=FinishReason.LENGTH,
             num_decoding_steps=self._workload.tokens,
             num_draft_tokens=0,
-            num_accepted_tokens=0,
+            draft_tokens_by_source={},
+            accepted_tokens_by_source={},
+            draft_sources=None,
             num_cached_tokens=0,
             started=started,
             finished=time.monotonic(),

@@ -19,6 +19,7 @@ from typing import Any
 import msgpack
 from pydantic.json_schema import models_json_schema
 
+from rollout_api.protocol.draft_sources import encode_draft_sources
 from rollout_api.protocol.messages import (
     MESSAGES,
     SCHEMA_VERSION,
@@ -79,6 +80,7 @@ WIRE_FORMATS = {
     "prompt_logprobs": LOGPROBS,
     "prompt_ranks": INTEGERS,
     "top_prompt_logprobs": TOP_LOGPROBS,
+    "draft_sources": BYTES,
 }
 TYPE_NAMES = {
     TOKENS: "packed token ids",
@@ -216,6 +218,18 @@ def messages() -> dict[str, Message]:
             finish_reason=FinishReason.LENGTH,
             routed_experts=RoutedExperts(shape=[3, 1, 2], dtype="uint16", data=bytes(range(244, 256))),
         ),
+        "rollout: draft tokens from two sources": Rollout(
+            rollout_id="6f1c2e9a/demo-1/0/0",
+            problem_id=problem_id_of([1, 2, 3]),
+            **_response([9, 8, 2, 7]),
+            finish_reason=FinishReason.LENGTH,
+            num_decoding_steps=1,
+            num_draft_tokens=4,
+            num_accepted_tokens=3,
+            draft_tokens_by_source={"history": 2, "siblings": 2},
+            accepted_tokens_by_source={"history": 2, "siblings": 1},
+            draft_sources=encode_draft_sources(bytes([1, 1, 3, 0])),
+        ),
         "rollout: cancelled before it started": Rollout(
             rollout_id="6f1c2e9a/demo-1/1/0",
             problem_id=problem_id_of([1, 2, 3]),
@@ -330,6 +344,19 @@ def invalid() -> dict[str, tuple[str, bytes]]:
                     "problem_id": "p",
                     "finish_reason": "stop",
                     "routed_experts": {"shape": [2, 1, 2], "dtype": "uint8", "data": b"\0"},
+                }
+            ),
+        ),
+        "draft sources of another number of tokens": (
+            "field",
+            packed(
+                {
+                    **partial,
+                    "kind": "rollout",
+                    "rollout_id": "6f1c2e9a/demo-1/0/0",
+                    "problem_id": "p",
+                    "finish_reason": "stop",
+                    "draft_sources": encode_draft_sources(bytes(9)),
                 }
             ),
         ),

@@ -178,6 +178,26 @@ class MessageKeys:
         return self._key("totals")
 
     @property
+    def timeline(self) -> str:
+        """Stream, written when rollouts finish: when each ran where (see ``timeline``); the oldest are trimmed."""
+        return self._key("timeline")
+
+    @property
+    def measurements(self) -> str:
+        """Stream, written by the coordinator: measurements of the job over time (see ``timeline``)."""
+        return self._key("measurements")
+
+    @property
+    def observed(self) -> str:
+        """String with expiry, written by whoever watches the running rollouts, which engines report while it exists."""
+        return self._key("observed")
+
+    @property
+    def running(self) -> str:
+        """Hash with expiry, written by engines while they are observed: engine id → its running rollouts."""
+        return self._key("running")
+
+    @property
     def weights(self) -> str:
         """Hash, written by the coordinator: ``full`` → last update of full weights, ``lora`` → that of a later adapter,
         ``group`` → the last transfer group."""

@@ -22,6 +22,7 @@ from typing_extensions import Self
 
 from rollout_api.manifest.spec import Sampling
 from rollout_api.manifest.validation_errors import first_error
+from rollout_api.protocol.draft_sources import decode_draft_sources, num_encoded_tokens, source_names
 from rollout_api.str_enum import StrEnum
 
 SCHEMA_VERSION = 1
@@ -428,6 +429,11 @@ def _encode_base64(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
+_Bytes = Annotated[
+    bytes, BeforeValidator(_decode_base64), PlainSerializer(_encode_base64, return_type=str, when_used="json")
+]
+
+
 class RoutedExperts(_Message):
     """The experts to which tokens were routed: an array of three dimensions."""
 
@@ -435,9 +441,7 @@ class RoutedExperts(_Message):
         min_length=3, max_length=3, description="Numbers of tokens, of layers, and of experts per token and layer."
     )
     dtype: Literal["uint8", "uint16"] = Field(description="Type of the numbers of experts.")
-    data: Annotated[
-        bytes, BeforeValidator(_decode_base64), PlainSerializer(_encode_base64, return_type=str, when_used="json")
-    ] = Field(description="Numbers of the experts, little-endian, in the order of the dimensions.")
+    data: _Bytes = Field(description="Numbers of the experts, little-endian, in the order of the dimensions.")
 
     @model_validator(mode="after")
     def _check_size(self) -> Self:
@@ -469,11 +473,47 @@ class Rollout(_Response):
         "and one more token. Tokens of a prefix or of an earlier engine are not included.",
     )
     num_draft_tokens: int = Field(default=0, ge=0, description="Draft tokens that were verified in these steps.")
-    num_accepted_tokens: int = Field(default=0, ge=0, description="Draft tokens that were accepted in these steps.")
+    num_accepted_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="Tokens of the response that are accepted draft tokens of these steps. If the last token is one, "
+        "the token that the last step has sampled after it was cut off.",
+    )
+    draft_tokens_by_source: dict[str, int] = Field(
+        default_factory=dict,
+        description="Source → number of its draft tokens among num_draft_tokens. Sources are history, self (the "
+        "rollout's own text), siblings and cross_problem; those without draft tokens are left out.",
+    )
+    accepted_tokens_by_source: dict[str, int] = Field(
+        default_factory=dict, description="Source → number of its draft tokens among num_accepted_tokens."
+    )
+    draft_sources: _Bytes | None = Field(
+        default=None,
+        description="Which tokens of the response are accepted draft tokens, and of which source; absent if no draft "
+        "was verified. Each byte is a run of successive tokens: its lower 3 bits are their code, and its upper 5 bits "
+        "are their number minus 1. The runs cover all tokens. Code 0 is a token that the model sampled without an "
+        "accepted draft token, or whose source is unknown, such as those of a prefix or of an earlier engine; 1 is a "
+        "draft token from the history, 2 from the rollout's own text, 3 from siblings, and 4 from the cross-problem "
+        "pool.",
+    )
     engine: str = Field(default="", description="Id of the engine that sampled the last token.")
     num_cached_tokens: int = Field(default=0, ge=0, description="Context tokens whose keys and values were cached.")
     started_at: float = Field(default=0.0, ge=0, description="Unix time at which an engine started the rollout.")
     finished_at: float = Field(default=0.0, ge=0, description="Unix time at which the rollout finished.")
+
+    @model_validator(mode="after")
+    def _check_draft_sources(self) -> Self:
+        if self.draft_sources is not None and num_encoded_tokens(self.draft_sources) != self.num_tokens:
+            count = num_encoded_tokens(self.draft_sources)
+            raise ValueError(f"draft sources of {count} tokens for {self.num_tokens} tokens")
+        return self
+
+    @property
+    def token_sources(self) -> list[str | None]:
+        """Source of each token that is an accepted draft token (see ``draft_sources``); None for the others."""
+        if self.draft_sources is None:
+            return [None] * self.num_tokens
+        return source_names(decode_draft_sources(self.draft_sources))
 
     @classmethod
     def from_request(
@@ -751,6 +791,10 @@ def _unpack_token_lists(packed: Any) -> list[list[int]]:
     return lists
 
 
+_BYTES_FIELDS = {"draft_sources", "routed_experts"}
+"""Fields of a rollout that contain bytes, which JSON represents as text."""
+
+
 def encode(message: Message, *, half_logprobs: bool = False) -> bytes:
     """Return a message as bytes.
 
@@ -761,10 +805,10 @@ def encode(message: Message, *, half_logprobs: bool = False) -> bytes:
         message: the message.
         half_logprobs: whether to round log-probabilities to float16.
     """
-    body: dict[str, Any] = message.model_dump(mode="json", exclude_unset=True, exclude={"routed_experts"})
+    body: dict[str, Any] = message.model_dump(mode="json", exclude_unset=True, exclude=_BYTES_FIELDS)
     body = {"v": SCHEMA_VERSION, "kind": message.kind, **body}
-    if isinstance(message, Rollout) and message.routed_experts is not None:
-        body["routed_experts"] = message.routed_experts.model_dump()  # in which bytes stay bytes
+    if isinstance(message, Rollout):
+        body |= message.model_dump(include=_BYTES_FIELDS, exclude_none=True)  # in which bytes stay bytes
     _pack(body, half_logprobs)
     packed: bytes = msgpack.packb(body, use_bin_type=True)
     return packed

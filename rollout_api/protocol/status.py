@@ -22,11 +22,16 @@ class EngineEntry(TypedDict):
     max_running: int
     assigned: int
     """Number of assigned rollouts."""
+    tokens_per_second: float
+    """Tokens that it has sampled per second, over the last seconds."""
     idle_seconds: float
     """Seconds since it last had a rollout."""
     failed: dict[str, str]
     """Weight versions that it could not load, with the reasons."""
     counters: dict[str, float]
+    """Its statistics by name, those of ``rollout_engine_*`` metrics."""
+    labeled_counters: dict[str, dict[str, int]]
+    """Its numbers of draft tokens by name and label, those of ``rollout_engine_*`` metrics with a further label."""
 
 
 class EnvironmentErrors(TypedDict):

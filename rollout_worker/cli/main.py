@@ -10,20 +10,16 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Coroutine
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 import uvloop
-from redis.exceptions import RedisError
 from rich.console import Console
-from rich.markup import escape
 
 from rollout_api.asyncio_tasks import cancel_and_wait
-from rollout_api.errors import RolloutClientError
 from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
 from rollout_api.protocol.exit_codes import (
     EXIT_DEADLINE,
@@ -35,20 +31,20 @@ from rollout_api.protocol.exit_codes import (
     EXIT_STATE,
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_api.redis_client.checks import RedisUnusableError, explain_error
-from rollout_api.status_token import StatusToken, StatusTokenError
+from rollout_api.status_token import StatusToken
+from rollout_worker.cli.doctor import doctor
+from rollout_worker.cli.exit_errors import exit_with_message
+from rollout_worker.cli.job_commands import app as job_app
 from rollout_worker.cli.manifest_file import check_manifest, read_manifest
-from rollout_worker.engine.errors import AdmissionError, EngineError
+from rollout_worker.cli.top.command import app as top_app
 from rollout_worker.engine.model_source import (
-    ModelError,
-    default_cache,
     load_tokenizer,
     resolve_model,
     tokenizer_fingerprint,
 )
-from rollout_worker.history.metadata import HistoryMismatchError
 from rollout_worker.job.dataset.report import EpochMode
 from rollout_worker.runtime.exit_message import exit_with_error
+from rollout_worker.runtime.model_cache import default_cache
 
 _EXIT_CODES = (
     f"Exit codes: 0 success; {EXIT_MANIFEST} invalid manifest; {EXIT_REDIS} Redis cannot be used; "
@@ -66,8 +62,9 @@ app = typer.Typer(
     pretty_exceptions_enable=sys.stderr.isatty(),
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.add_typer(job_app)
+app.add_typer(top_app)
 console = Console()
-error_console = Console(stderr=True)
 
 _Result = TypeVar("_Result")
 
@@ -418,6 +415,9 @@ def check(file: ManifestFile) -> None:
     console.print(f"{file}: RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid.")
 
 
+app.command()(doctor)
+
+
 @app.command("tiny-model")
 def tiny_model(
     output: Annotated[
@@ -437,46 +437,6 @@ def tiny_model(
         train_tiny_model(directory, seed, console)
     except OSError as error:
         exit_with_error(EXIT_STATE, f"cannot write {directory}: {error}")
-
-
-@contextmanager
-def exit_with_message(
-    file: Path | None = None,
-    redis: str = "",
-    *,
-    interrupted: str = "finished rollouts are kept, and the same command continues from there",
-) -> Iterator[None]:
-    """Turn expected errors into a message and an exit code; unexpected errors keep their traceback.
-
-    Args:
-        file: the manifest that messages name.
-        redis: URL of the Redis from which errors may come.
-        interrupted: what an interruption by the user means.
-    """
-    from rollout_worker.launch.job_state import StateError
-    from rollout_worker.launch.local import DeadlineError
-
-    prefix = f"{file}: " if file is not None else ""
-    try:
-        yield
-    except ManifestError as error:
-        _fail_manifest(file, error)
-    except ModelError as error:
-        exit_with_error(EXIT_MODEL, f"{prefix}{error}")
-    except (RedisUnusableError, HistoryMismatchError) as error:
-        exit_with_error(EXIT_REDIS, str(error))
-    except RedisError as error:
-        if not redis:
-            raise
-        exit_with_error(EXIT_REDIS, str(explain_error(error, redis)))
-    except (EngineError, AdmissionError, RolloutClientError) as error:
-        exit_with_error(EXIT_ENGINE, str(error))
-    except (StateError, StatusTokenError) as error:
-        exit_with_error(EXIT_STATE, str(error))
-    except DeadlineError as error:
-        exit_with_error(EXIT_DEADLINE, str(error))
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        exit_with_error(EXIT_INTERRUPTED, f"interrupted; {interrupted}")
 
 
 async def run_until_terminated(work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -536,16 +496,6 @@ def _check_certificate(certificate: Path | None, key: Path | None) -> None:
             f"the TLS certificate {certificate} with the key {key} cannot be used: {error}; pass two PEM files that "
             "belong together",
         )
-
-
-def _fail_manifest(file: Path | None, error: ManifestError) -> NoReturn:
-    count = len(error.errors)
-    error_console.print(
-        f"[bold red]error:[/] {escape(str(file))} has {count} error{'s' if count > 1 else ''}:", highlight=False
-    )
-    for field in error.errors:
-        error_console.print(f"  {field.path}: {field.message}", markup=False, soft_wrap=True, highlight=False)
-    sys.exit(EXIT_MANIFEST)
 
 
 @app.command(

@@ -79,13 +79,19 @@ __all__ = [
     "SourceCounts",
     "SuffixIndex",
     "TokenArray",
+    "TokenCodes",
     "TokenIds",
+    "VerificationCounts",
+    "VerifiedTokens",
 ]
 
 Source: TypeAlias = Literal["history", "self", "siblings", "cross_problem"]
 
 LearnedState: TypeAlias = bytes
 """The serialized parameters of an index, which another index of the same version can load."""
+
+TokenCodes: TypeAlias = bytes
+"""One byte for each token: 0 for one that was sampled, or 1 + index of its source in `SOURCES` for a draft token."""
 
 SOURCES: tuple[Source, ...] = ("history", "self", "siblings", "cross_problem")
 
@@ -159,6 +165,26 @@ class DraftCounts(NamedTuple):
     """Draft tokens that were accepted."""
     generated: int
     """Response tokens."""
+    token_sources: TokenCodes = b""
+    """Codes of the response tokens up to the last accepted draft token; tokens that `extend` has appended have 0."""
+    drafted_by_source: tuple[int, ...] = (0,) * len(SOURCES)
+    """The part of `drafted` that each of the `SOURCES` has proposed."""
+
+
+class VerifiedTokens(NamedTuple):
+    """Draft tokens of `Batch.step` that were passed to verification."""
+
+    verified: int
+    accepted: int
+
+
+class VerificationCounts(NamedTuple):
+    """Draft tokens of all requests that were passed to verification, since the index was created."""
+
+    by_source: dict[Source, VerifiedTokens]
+    """By the source that gave a token the most probability."""
+    by_position: list[VerifiedTokens]
+    """By position of the draft, first position first; the last entry also counts all later positions."""
 
 
 class LookUps(NamedTuple):
@@ -386,6 +412,23 @@ class SuffixIndex:
         """
         return DraftCounts(*self._native.close(handle))
 
+    def count_step(self, handle: int, verified: int, accepted: int) -> TokenCodes:
+        """Count a step that has verified a request's last draft, but whose tokens are reported by a later step.
+
+        Args:
+            handle: handle of the request.
+            verified: how many tokens of the draft were verified, at most its length (larger numbers count as that).
+            accepted: how many of them were accepted.
+
+        Returns:
+            The codes of the accepted tokens. `DraftCounts.token_sources` will lack them.
+
+        Raises:
+            KeyError: for a handle that is not open.
+            ValueError: for a negative number.
+        """
+        return self._native.count_step(handle, verified, accepted)
+
     def num_tokens(self, handle: int) -> int:
         """Return the number of tokens of a request's prompt and response.
 
@@ -488,6 +531,19 @@ class SuffixIndex:
     def verified(self) -> int:
         """Return how many draft tokens of all sources were verified."""
         return sum(counts.verified for counts in self.counters().values())
+
+    def verification_counts(self) -> VerificationCounts:
+        """Return how many draft tokens of `Batch.step` were verified and accepted, by source and by position.
+
+        A step counts when the next tokens of the request are reported, or when the request is closed. Other than
+        `counters`, this counts a token that follows a rejected one as verified, and no token that was not passed to
+        verification.
+        """
+        sources, positions = self._native.verification_counts()
+        return VerificationCounts(
+            {source: VerifiedTokens(*row) for source, row in zip(SOURCES, sources, strict=True)},
+            [VerifiedTokens(*row) for row in positions],
+        )
 
     def accepted_by_age(self) -> dict[int, tuple[float, float]]:
         """Return the numbers of (verified, accepted) draft tokens from the history, by the age of their rollouts.

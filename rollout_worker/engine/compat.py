@@ -159,6 +159,16 @@ def streaming_params(interval: int) -> dict[str, Any]:
     return delta | {"stream_interval": interval} if hasattr(SamplingParams(), "stream_interval") else delta
 
 
+def num_output_tokens(llm: Any, request_id: str) -> int:
+    """Return how many tokens of a response vLLM's frontend process has received, whether or not it has returned them.
+
+    The result is 0 for a request that it does not have.
+    """
+    processor = llm.output_processor
+    states = [processor.request_states.get(internal) for internal in processor.external_req_ids.get(request_id, ())]
+    return sum(state.detokenizer.num_output_tokens() for state in states if state is not None)
+
+
 # Patches of vLLM, to be applied in the worker process
 
 

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import NamedTuple
 
+from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED
 from rollout_worker.engine.vllm_client import VllmClient, ignore_failure
 
 
 class ResponseDraftCounts(NamedTuple):
-    """The drafter's counts of one response, in tokens."""
+    """What the drafter knows about the draft tokens of one response."""
 
-    drafted: int = 0
-    accepted: int = 0
-    """Accepted draft tokens, including those beyond the end of the response, which vLLM cuts off."""
-    generated: int = 0
-    """Response tokens, including those beyond its end."""
+    drafted_by_source: Sequence[int] = (0,) * len(DRAFT_SOURCES)
+    """Number of verified draft tokens of each of the :data:`~rollout_api.protocol.draft_sources.DRAFT_SOURCES`."""
+    token_sources: bytes = b""
+    """Code of each response token up to the last accepted draft token; see
+    :mod:`rollout_api.protocol.draft_sources`.
+
+    It includes the prefix, and accepted draft tokens beyond the end of the response, which vLLM cuts off."""
+
+    @property
+    def drafted(self) -> int:
+        """Number of verified draft tokens."""
+        return sum(self.drafted_by_source)
+
+    def sources_of(self, num_tokens: int) -> bytes:
+        """Return the code of each of the response's *num_tokens* tokens."""
+        return self.token_sources[:num_tokens].ljust(num_tokens, bytes([SAMPLED]))
 
 
 class DraftCountReader:
@@ -45,5 +58,5 @@ class DraftCountReader:
         ended, self._ended, self._reading = self._ended, [], None
         counts: dict[str, ResponseDraftCounts] = {}
         for rank in await self._client.collective_rpc("das_take_counts", ended, action="reading draft counts"):
-            counts |= {call_id: ResponseDraftCounts(*numbers) for call_id, numbers in rank.items()}
+            counts |= {call_id: ResponseDraftCounts(*fields) for call_id, fields in rank.items()}
         return counts

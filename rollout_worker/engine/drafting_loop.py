@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
@@ -137,7 +139,7 @@ class DraftingLoop:
         """Whether there may be requests without a budget."""
         self._finished: dict[str, DraftCounts] = {}
         self._earlier: dict[str, DraftCounts] = {}
-        """Counts of requests that were forgotten after a failure or reset, by key."""
+        """Counts of requests that were forgotten after a failure or reset, by key, and those that the index lacks."""
         self._unobserved: _Unobserved | None = None
         self._trial: Trial | None = None
         """The trial among the last drafts."""
@@ -184,6 +186,11 @@ class DraftingLoop:
         row = self._rows.get(request_id)
         if row is not None and self._index.num_tokens(int(self._tracked["handle"][row])) > num_tokens:
             self._suspend(request_id)
+        request = self._settings[request_id]
+        earlier = self._earlier.get(request.settings.key)
+        if earlier is not None:
+            kept = earlier.token_sources[: max(0, num_tokens - request.first_token)]
+            self._earlier[request.settings.key] = earlier._replace(token_sources=kept)
 
     def count_steps(self, request_id: str, steps: Iterable[tuple[int, int]]) -> None:
         """Count the draft tokens of steps that are not drafted for, because the engine preempts the request.
@@ -199,15 +206,13 @@ class DraftingLoop:
         row = self._rows.get(request_id)
         if row is None:
             return
-        known = self._index.num_tokens(int(self._tracked["handle"][row]))
-        drafted = accepted = 0
+        handle, request = int(self._tracked["handle"][row]), self._settings[request_id]
+        known, key = self._index.num_tokens(handle), request.settings.key
         for num_tokens, verified in steps:
-            drafted += verified
-            accepted += max(0, min(verified, num_tokens - known - 1))
+            codes = self._index.count_step(handle, verified, max(0, min(verified, num_tokens - known - 1)))
+            sources = bytes(known - request.first_token) + codes
+            self._earlier[key] = _sum(DraftCounts(0, 0, 0, sources), self._earlier.pop(key, None))
             known = num_tokens
-        key = self._settings[request_id].settings.key
-        # The tokens are counted as generated when they are indexed.
-        self._earlier[key] = _sum(DraftCounts(drafted, accepted, generated=0), self._earlier.pop(key, None))
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Stop following requests that have ended; others are ignored."""
@@ -500,8 +505,22 @@ class _Request(NamedTuple):
     """Number of tokens of the engine's prompt, that is, with the prefix."""
     end_tokens: list[int]
 
+    @property
+    def first_token(self) -> int:
+        """Index of the first token of the response in prompt and response."""
+        return self.prompt_tokens - self.settings.prefix_tokens
+
 
 def _sum(first: DraftCounts, second: DraftCounts | None) -> DraftCounts:
     if second is None:
         return first
-    return DraftCounts(*(a + b for a, b in zip(first, second, strict=True)))
+    by_source = tuple(map(operator.add, first.drafted_by_source, second.drafted_by_source))
+    # A token that one of them does not know has the code 0 there.
+    sources = bytes(map(max, zip_longest(first.token_sources, second.token_sources, fillvalue=0)))
+    return DraftCounts(
+        first.drafted + second.drafted,
+        first.accepted + second.accepted,
+        first.generated + second.generated,
+        sources,
+        by_source,
+    )

@@ -114,6 +114,10 @@ class Engine:
         """Whether new responses wait until a weight update has finished."""
         return self._generator.admission_paused
 
+    def running_tokens(self) -> dict[str, int]:
+        """Return how many tokens the responses that vLLM is generating have, by rollout id."""
+        return self._generator.running_tokens()
+
     async def generate(
         self,
         request: RolloutRequest,

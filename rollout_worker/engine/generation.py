@@ -14,7 +14,7 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, RolloutRequest, RoutedExperts
 from rollout_worker.engine.adapters import Adapter, Adapters
 from rollout_worker.engine.admission import check_admission
-from rollout_worker.engine.compat import model_end_tokens
+from rollout_worker.engine.compat import model_end_tokens, num_output_tokens
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_counts import DraftCountReader, ResponseDraftCounts
 from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
@@ -40,6 +40,8 @@ TokensCallback = Callable[[TokensSoFar], None]
 """Receives a reference to the tokens of a response after each decoding step."""
 VersionStarts = list[tuple[int, int]]
 """(weight version, index of its first token), in order."""
+_CALL_SEPARATOR = "#"
+"""Separates the rollout id from the number of the call in the id of a call."""
 
 
 class ResponseGenerator:
@@ -57,7 +59,8 @@ class ResponseGenerator:
         self._vocabulary: int = client.llm.model_config.get_vocab_size()
         self._call_numbers = itertools.count()
         self._cache_salt = 0
-        self._running: set[str] = set()
+        self._running: dict[str, int] = {}
+        """Id of each call that vLLM has → number of tokens of its prefix."""
         self._idle = asyncio.Event()
         self._idle.set()
         self._admitting = asyncio.Event()
@@ -91,6 +94,14 @@ class ResponseGenerator:
         self._cache_salt += 1
 
     # Generation
+
+    def running_tokens(self) -> dict[str, int]:
+        """See :meth:`Engine.running_tokens`."""
+        llm = self._client.llm
+        return {
+            call_id.rpartition(_CALL_SEPARATOR)[0]: prefix_tokens + num_output_tokens(llm, call_id)
+            for call_id, prefix_tokens in self._running.items()
+        }
 
     async def generate(
         self,
@@ -130,7 +141,7 @@ class ResponseGenerator:
         if reason is not None or (stop_event is not None and stop_event.is_set()):
             return response.finish(reason, [], started=started, finished=started)
         # The id of the call is unique, because the same rollout may be requested again.
-        call_id = f"{request.rollout_id(sample)}#{next(self._call_numbers)}"
+        call_id = f"{request.rollout_id(sample)}{_CALL_SEPARATOR}{next(self._call_numbers)}"
         interval = self._streaming_interval(partial_interval)
         # vLLM does not know the stop strings of a continued response. It returns its tokens after each step, so that it
         # can be aborted after the one that completes a stop string.
@@ -143,7 +154,11 @@ class ResponseGenerator:
             "prompt_token_ids": request.prompt_token_ids + response.token_ids,
             "cache_salt": str(self._cache_salt),
         }
-        with self._adapters.use() as adapter, self._track(call_id, stop_event), translate_errors("generating"):
+        with (
+            self._adapters.use() as adapter,
+            self._track(call_id, response.prefix_tokens, stop_event),
+            translate_errors("generating"),
+        ):
             output, starts = await self._stream(
                 prompt,
                 params,
@@ -167,9 +182,7 @@ class ResponseGenerator:
                 starts,
                 started=started,
                 finished=finished,
-                num_draft_tokens=counts.drafted,
-                # Tokens that a step has accepted beyond the end of the response are cut off.
-                num_accepted_tokens=max(0, counts.accepted - max(0, counts.generated - len(response.token_ids))),
+                draft_counts=counts,
                 num_cached_tokens=output.num_cached_tokens or 0,
                 routed_experts=self._routed_experts(request, response, output),
             )
@@ -312,9 +325,9 @@ class ResponseGenerator:
                 raise AdmissionError(f"vLLM rejects the request: {error}") from error
 
     @contextmanager
-    def _track(self, call_id: str, stop_event: asyncio.Event | None) -> Iterator[None]:
+    def _track(self, call_id: str, prefix_tokens: int, stop_event: asyncio.Event | None) -> Iterator[None]:
         """Record that vLLM has a call, and abort it once *stop_event* is set."""
-        self._running.add(call_id)
+        self._running[call_id] = prefix_tokens
         self._idle.clear()
         self._weight_versions.open(call_id)
         aborting = None if stop_event is None else asyncio.ensure_future(self._abort_when_set(stop_event, call_id))
@@ -325,7 +338,7 @@ class ResponseGenerator:
                 self._draft_counts.discard(call_id)
             raise
         finally:
-            self._running.discard(call_id)
+            del self._running[call_id]
             if not self._running:
                 self._idle.set()
             self._weight_versions.close(call_id)

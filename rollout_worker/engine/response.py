@@ -8,11 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
+from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED, encode_draft_sources
 from rollout_api.protocol.messages import FinishReason, Partial, RoutedExperts, WeightSpan, spans_since
+from rollout_worker.engine.draft_counts import ResponseDraftCounts
 from rollout_worker.engine.stop_strings import StopStrings
 
 _MIN_LOGPROB = -9999.0
 """What stands for the log-probability −∞ of a prompt token, as in vLLM's servers."""
+_NO_DRAFTS = ResponseDraftCounts()
+_SOURCE_CODES = range(SAMPLED + 1, SAMPLED + 1 + len(DRAFT_SOURCES))
 
 
 @dataclass(frozen=True)
@@ -83,8 +87,12 @@ class GenerationResult:
     """STOP or LENGTH; None if the caller stopped the response."""
     num_decoding_steps: int
     """Number of decoding steps on this engine; the prefix took none."""
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    draft_tokens_by_source: dict[str, int]
+    """Number of verified draft tokens, by source; sources without any are left out."""
+    accepted_tokens_by_source: dict[str, int]
+    """The same of accepted draft tokens up to the end of the response."""
+    draft_sources: bytes | None
+    """Which tokens are accepted draft tokens of which source, as in a rollout; None if no draft was verified."""
     num_cached_tokens: int
     """Number of tokens of prompt and prefix whose keys and values were cached."""
     started: float
@@ -95,6 +103,16 @@ class GenerationResult:
     """Those of the prompt; None if they were not requested, or if the response was stopped before."""
     routed_experts: RoutedExperts | None = None
     """Those of prompt and response; None if they were not requested or the response was interrupted."""
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Number of verified draft tokens."""
+        return sum(self.draft_tokens_by_source.values())
+
+    @property
+    def num_accepted_tokens(self) -> int:
+        """Number of tokens that are accepted draft tokens."""
+        return sum(self.accepted_tokens_by_source.values())
 
     @property
     def tokens(self) -> Partial:
@@ -248,13 +266,15 @@ class ResponseBuilder:
         *,
         started: float,
         finished: float,
-        num_draft_tokens: int = 0,
-        num_accepted_tokens: int = 0,
+        draft_counts: ResponseDraftCounts = _NO_DRAFTS,
         num_cached_tokens: int = 0,
         routed_experts: RoutedExperts | None = None,
     ) -> GenerationResult:
         """Return the whole response; see :class:`GenerationResult`, and :meth:`weight_spans` for *starts*."""
-        num_sampled = len(self.token_ids) - self.prefix_tokens
+        sources = draft_counts.sources_of(len(self.token_ids))
+        # A step samples one token that was not drafted. That of the last step is cut off if the response ends with a
+        # draft token.
+        num_decoding_steps = sources.count(SAMPLED, self.prefix_tokens) + any(sources[-1:])
         return GenerationResult(
             token_ids=self.token_ids,
             logprobs=self.logprobs,
@@ -263,15 +283,20 @@ class ResponseBuilder:
             kept_token_ids=self.kept_token_ids,
             weight_spans=self.weight_spans(starts),
             finish_reason=reason,
-            num_decoding_steps=num_sampled - num_accepted_tokens,  # a step samples one token that was not drafted
-            num_draft_tokens=num_draft_tokens,
-            num_accepted_tokens=num_accepted_tokens,
+            num_decoding_steps=num_decoding_steps,
+            draft_tokens_by_source=_by_source(draft_counts.drafted_by_source),
+            accepted_tokens_by_source=_by_source([sources.count(code) for code in _SOURCE_CODES]),
+            draft_sources=encode_draft_sources(sources) if draft_counts.drafted else None,
             num_cached_tokens=num_cached_tokens,
             started=started,
             finished=finished,
             prompt_logprobs=self.prompt_logprobs,
             routed_experts=routed_experts,
         )
+
+
+def _by_source(counts: Sequence[int]) -> dict[str, int]:
+    return {source: count for source, count in zip(DRAFT_SOURCES, counts, strict=True) if count}
 
 
 def routed_experts_of(rows: Any, num_tokens: int) -> RoutedExperts | None:

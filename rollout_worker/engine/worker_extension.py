@@ -473,12 +473,12 @@ class DraftingExtension(EngineExtension):
         if self._das_loop is not None:
             self._das_loop.interrupt_timing()
 
-    def das_take_counts(self, keys: list[str]) -> dict[str, tuple[int, int, int]]:
-        """Return the numbers of drafted, accepted and generated tokens of responses that have ended, by key."""
+    def das_take_counts(self, keys: list[str]) -> dict[str, tuple[tuple[int, ...], bytes]]:
+        """Return the fields of ``ResponseDraftCounts`` of responses that have ended, by key."""
         if self._das_loop is None:
             return {}
         return {
-            key: (counts.drafted, counts.accepted, counts.generated)
+            key: (counts.drafted_by_source, counts.token_sources)
             for key, counts in self._das_loop.take_counts(keys).items()
         }
 
@@ -486,6 +486,8 @@ class DraftingExtension(EngineExtension):
         """Return statistics of the drafter, its index and the cost model; empty on ranks that do not draft."""
         if self._das_sync is None or self._das_loop is None:
             return {}
+        from rollout_worker.engine.labeled_counters import labeled_counters
+
         loop, controller = self._das_loop, self._das_controller
         cost = controller.linear_cost(loop.num_requests)
         scheduling = self._das_scheduling
@@ -509,5 +511,6 @@ class DraftingExtension(EngineExtension):
             "drafting_disabled": float(controller.governor.drafting_disabled),
             "drafting_stops": controller.governor.num_stops,
             "trial_tokens": controller.governor.trial_tokens,
+            "labeled_counters": labeled_counters(self._das_index),
             "history": asdict(self._das_sync.counters),
         }

@@ -23,6 +23,7 @@ import redis
 import zstandard
 from numpy.typing import NDArray
 
+from rollout_api.protocol.draft_sources import decode_draft_sources, encode_draft_sources
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.server_functions import Redis
@@ -293,6 +294,8 @@ def _rollout_line(problem_id: str, record: HistoryRecord, reward: float | None) 
     }
     if len(record.context):
         line["context"] = record.context.tolist()
+    if record.draft_sources:
+        line["draft_sources"] = encode_draft_sources(record.draft_sources).hex()
     return line
 
 
@@ -314,6 +317,7 @@ def _read_rollouts(file: Path) -> Iterator[tuple[str, HistoryRecord, float | Non
                 finish_reason=str(fields["finish_reason"]),
                 context=_token_ids(fields.get("context", [])),
                 step=int(fields["step"]),
+                draft_sources=decode_draft_sources(bytes.fromhex(fields.get("draft_sources", ""))),
             )
             reward = fields["reward"]
             yield str(fields["problem"]), record, None if reward is None else float(reward)

@@ -13,8 +13,12 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-RECORD_VERSION = 3
-"""Version of the encoding; versions 1 (no context) and 2 (not compressed) can still be read."""
+from rollout_api.protocol.draft_sources import decode_draft_sources, encode_draft_sources
+
+RECORD_VERSION = 4
+"""Version of the encoding; versions 1 (no context), 2 (not compressed) and 3 (no draft sources) can still be read."""
+_WITHOUT_DRAFT_SOURCES = 3
+"""The version that is written if no rollout was drafted for, so that earlier releases can read it."""
 CONTEXT_TOKENS = 64
 """Number of tokens in front of a response that the suffix index compares."""
 BLOCK_COMPRESSION_LEVEL = 9
@@ -60,6 +64,10 @@ class HistoryRecord:
     """
     step: int = -1
     """The training step, or the epoch of a dataset source; -1 if unknown."""
+    draft_sources: bytes = b""
+    """Code of each token, one byte for a token: which ones are accepted draft tokens, and of which source.
+
+    See :mod:`rollout_api.protocol.draft_sources`. Empty if no draft was verified, or if it is unknown."""
 
     @property
     def cut_off(self) -> bool:
@@ -73,11 +81,12 @@ def encode_record(record: HistoryRecord) -> bytes:
 
 
 def encode_records(records: Sequence[HistoryRecord], *, level: int = BLOCK_COMPRESSION_LEVEL) -> bytes:
-    """Encode records of one problem together: a header, then columns in msgpack and token ids, compressed with zstd.
+    """Encode records of one problem together: a header, then what is compressed with zstd.
 
+    That is columns in msgpack, the token ids, and the draft sources.
     Columns of similar values compress well: siblings share much of their text, and their ids differ little. Token ids
     are stored as uint16 if all of them fit, otherwise as uint32. ``benchmarks.history`` measures why this is zstd at
-    this level and not bit packing.
+    this level and not bit packing. Draft sources are stored as runs, as in messages.
 
     Args:
         records: one or more records.
@@ -97,19 +106,23 @@ def encode_records(records: Sequence[HistoryRecord], *, level: int = BLOCK_COMPR
         token_bytes,
         context_bytes,
     ]
+    sources = [encode_draft_sources(record.draft_sources) for record in records]
+    version = RECORD_VERSION if any(sources) else _WITHOUT_DRAFT_SOURCES
+    if version == RECORD_VERSION:
+        columns.append([len(encoded) for encoded in sources])
     packed_columns = msgpack.packb(columns)
-    body = struct.pack("<I", len(packed_columns)) + packed_columns + tokens + contexts
+    body = struct.pack("<I", len(packed_columns)) + packed_columns + tokens + contexts + b"".join(sources)
     compressed = zstandard.ZstdCompressor(level=level).compress(body)
-    return _HEADER.pack(RECORD_VERSION, zlib.crc32(compressed)) + compressed
+    return _HEADER.pack(version, zlib.crc32(compressed)) + compressed
 
 
 def decode_record(data: bytes) -> HistoryRecord:
-    """Reverse :func:`encode_record`, also for records of versions 1 and 2.
+    """Reverse :func:`encode_record`, also for records of earlier versions.
 
     Raises:
         RecordError: *data* is not a record of a known version.
     """
-    if data[:1] != bytes([RECORD_VERSION]):
+    if not data or data[0] not in (_WITHOUT_DRAFT_SOURCES, RECORD_VERSION):
         return _decode_uncompressed(data)
     records = decode_records(data)
     if len(records) != 1:
@@ -129,14 +142,22 @@ def decode_records(data: bytes) -> list[HistoryRecord]:
             pass
         case _:
             raise RecordError("a column is missing or of the wrong type")
+    if data[0] == _WITHOUT_DRAFT_SOURCES:
+        rest.append([0] * len(ids))
     match rest:
-        case [list(lengths), list(context_lengths), (2 | 4) as token_bytes, (2 | 4) as context_bytes]:
+        case [
+            list(lengths),
+            list(context_lengths),
+            (2 | 4) as token_bytes,
+            (2 | 4) as context_bytes,
+            list(source_bytes),
+        ]:
             pass
         case _:
             raise RecordError("a column of lengths is missing or of the wrong type")
     count = len(ids)
     runs, reasons = _decode_runs(runs, count), _decode_runs(reasons, count)
-    numbers = (versions, generations, steps, lengths, context_lengths)
+    numbers = (versions, generations, steps, lengths, context_lengths, source_bytes)
     if {len(column) for column in numbers} != {count}:
         raise RecordError("columns have different lengths")
     if not all(isinstance(name, str) for name in ids):
@@ -145,23 +166,25 @@ def decode_records(data: bytes) -> list[HistoryRecord]:
         raise RecordError("a number is not an integer")
     if any(not 0 <= generation < _GENERATION_LIMIT for generation in generations):
         raise RecordError("a generation is out of range")
-    if any(length < 0 for column in (lengths, context_lengths) for length in column):
+    if any(length < 0 for column in (lengths, context_lengths, source_bytes) for length in column):
         raise RecordError("a length is negative")
     end_of_tokens = sum(lengths) * token_bytes
-    if len(body) != end_of_tokens + sum(context_lengths) * context_bytes:
+    end_of_contexts = end_of_tokens + sum(context_lengths) * context_bytes
+    if len(body) != end_of_contexts + sum(source_bytes):
         raise RecordError("the lengths do not match the number of token ids")
     tokens = _split(_token_ids(body[:end_of_tokens], token_bytes), lengths)
-    contexts = _split(_token_ids(body[end_of_tokens:], context_bytes), context_lengths)
+    contexts = _split(_token_ids(body[end_of_tokens:end_of_contexts], context_bytes), context_lengths)
+    sources = _split_sources(body[end_of_contexts:], source_bytes, lengths)
     return [
         HistoryRecord(*values)
-        for values in zip(ids, runs, versions, generations, tokens, reasons, contexts, steps, strict=True)
+        for values in zip(ids, runs, versions, generations, tokens, reasons, contexts, steps, sources, strict=True)
     ]
 
 
 def _decompress(data: bytes) -> tuple[Any, bytes]:
-    """Return the columns and the bytes of the token ids."""
-    if len(data) < _HEADER.size or data[0] != RECORD_VERSION:
-        raise RecordError(f"it is not of version {RECORD_VERSION}")
+    """Return the columns and the bytes of the token ids and the draft sources."""
+    if len(data) < _HEADER.size or data[0] not in (_WITHOUT_DRAFT_SOURCES, RECORD_VERSION):
+        raise RecordError(f"it is not of version {_WITHOUT_DRAFT_SOURCES} or {RECORD_VERSION}")
     _, checksum = _HEADER.unpack_from(data)
     compressed = data[_HEADER.size :]
     if zlib.crc32(compressed) != checksum:
@@ -221,6 +244,19 @@ def _token_ids(packed: bytes, size: int = 4) -> TokenArray:
 def _split(ids: TokenArray, lengths: Sequence[int]) -> list[TokenArray]:
     ends = np.cumsum(lengths, dtype=np.int64)
     return [ids[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _split_sources(encoded: bytes, sizes: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
+    """Return the draft sources of each record, given their encoded sizes and the numbers of tokens."""
+    split: list[bytes] = []
+    start = 0
+    for size, length in zip(sizes, lengths, strict=True):
+        sources = decode_draft_sources(encoded[start : start + size])
+        if sources and len(sources) != length:
+            raise RecordError("the draft sources do not match the number of token ids")
+        split.append(sources)
+        start += size
+    return split
 
 
 def _decode_uncompressed(data: bytes) -> HistoryRecord:

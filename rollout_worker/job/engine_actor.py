@@ -43,6 +43,7 @@ class EngineActor:
 
     def __init__(self, setup: JobSetup, name: str, speculative: bool) -> None:
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", force=True)
+        self._name = name
         self.started = False
         """Whether the engine serves, or is known not to be able to start."""
         self.error = ""
@@ -51,6 +52,10 @@ class EngineActor:
         self._process_id = secrets.token_hex(8)
         self._work = _EventLoopThread("engine").start(_serve(self, setup, name, speculative=speculative))
         self._work.add_done_callback(_exit_on_failure)
+
+    def __repr__(self) -> str:
+        """Return the engine's name, which Ray puts before each line of its output."""
+        return self._name
 
     def state(self) -> EngineState:
         """Return the state of this process and its engine."""

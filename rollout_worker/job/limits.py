@@ -36,6 +36,12 @@ GROUP_EXPIRY_S = 10
 """Seconds after which the offer of an engine on several machines, and an answer to it, expire without renewal."""
 MAX_EVENTS = 4096
 """Number of latest entries to which the event stream is trimmed."""
+MAX_TIMELINE_ENTRIES = 100_000
+"""Number of latest rollouts to which the timeline is trimmed. They take about 20 MB."""
+MAX_MEASUREMENTS_BYTES = 16 * 2**20
+"""Bytes of all measurements of a job, approximately; the larger they are, the fewer are kept."""
+RUNNING_EXPIRY_S = 5
+"""Seconds after which the running rollouts expire that observed engines report with each heartbeat."""
 MAX_BLOCKING_READ_S = 1.0
 """Maximum seconds for which a read of a stream waits in Redis for new entries."""
 ENTRIES_PER_PAGE = 500
@@ -74,7 +80,10 @@ class CoordinatorLimits:
     """Time between further log messages about such rollouts."""
 
 
-# The coordinator's status
+# The coordinator's status and the timeline
+
+MEASUREMENT_INTERVAL_S = 1.0
+"""Shortest time between two measurements in the timeline."""
 
 THROUGHPUT_WINDOW_S = 10.0
 """Seconds over which the speed of sampling is averaged."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 import numpy as np
 import redis
 
+from rollout_api.protocol.draft_sources import decode_draft_sources
 from rollout_api.protocol.keys import CONTEXT_FIELD, MessageKeys
 from rollout_api.protocol.messages import CodecError, Rewards, Rollout, RolloutId, decode, unpack_tokens
 from rollout_api.redis_client.retry import concerns_server, retry
@@ -156,6 +157,7 @@ class Relay:
             finish_reason=str(rollout.finish_reason),
             context=np.asarray(context, dtype=np.uint32),
             step=-1 if rollout.step is None else rollout.step,
+            draft_sources=decode_draft_sources(rollout.draft_sources or b""),
         )
 
     def _append(self, rollouts: list[tuple[str, HistoryRecord]]) -> list[redis.ResponseError | None]:

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from enum import StrEnum
+from pathlib import Path
 
 import uvloop
 
@@ -24,6 +25,9 @@ from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.job_store import StaleCoordinatorError
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import JobSetup
+from rollout_worker.runtime.log_files import logging_to_file
+
+logger = logging.getLogger(__name__)
 
 _STATUS_SERVER_DELAY_S = 2.0
 """Seconds after which the status server starts although there is no status."""
@@ -95,9 +99,13 @@ def relay(setup: JobSetup) -> int:
 
 def main() -> int:
     """Run the service that the command line names."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     service, setup = Service(sys.argv[1]), JobSetup.from_json(sys.stdin.read())
-    return uvloop.run(coordinate(setup)) if service is Service.COORDINATOR else relay(setup)
+    with logging_to_file(Path(setup.log_directory) if setup.log_directory else None, service):
+        try:
+            return uvloop.run(coordinate(setup)) if service is Service.COORDINATOR else relay(setup)
+        except Exception:
+            logger.exception("The %s ends with an unexpected error.", service)
+            return 1
 
 
 if __name__ == "__main__":

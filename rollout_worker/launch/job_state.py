@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import redis
 
@@ -20,11 +20,8 @@ from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.ending import drain_outbox
 from rollout_worker.job.job_store.launcher import LauncherStore
+from rollout_worker.launch.errors import StateError
 from rollout_worker.launch.limits import STATE_LOCK_POLL_INTERVAL_S, STATE_LOCK_TIMEOUT_S
-
-
-class StateError(RuntimeError):
-    """The state directory cannot be used. The text says why, and what to do."""
 
 
 @contextmanager
@@ -60,6 +57,34 @@ def lock_state_directory(directory: Path) -> Iterator[int]:
         yield lock
     finally:
         os.close(lock)
+
+
+def log_directory(directory: Path) -> Path:
+    """Return the directory of the log files of the job whose state is in *directory*."""
+    return directory / "logs"
+
+
+class RecordedJob(NamedTuple):
+    """What a state file says about the last job."""
+
+    uid: str
+    finished: bool
+
+
+def recorded_job(directory: Path) -> RecordedJob | None:
+    """Return the last job whose state is in *directory*; None if there was none.
+
+    Raises:
+        StateError: if the state file cannot be read.
+    """
+    path = directory / "job.json"
+    try:
+        content = json.loads(path.read_text())
+        return RecordedJob(content["uid"], content["finished"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        raise StateError(f"cannot read {path}; remove it to start a new job (the history is kept)") from None
 
 
 class JobState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import redis
 
 from rollout_api.asyncio_tasks import cancel_and_wait, run_in_daemon_thread
+from rollout_api.errors import JobEndedError
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
 from rollout_api.ports import free_port
@@ -22,32 +24,35 @@ from rollout_api.redis_client.checks import check, explain_error
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_api.redis_client.retry import retry
 from rollout_worker.engine.errors import EngineError
-from rollout_worker.engine.model_source import default_cache, load_tokenizer, resolve_model, tokenizer_fingerprint
+from rollout_worker.engine.model_source import load_tokenizer, resolve_model, tokenizer_fingerprint
 from rollout_worker.job.dataset.report import EpochMode, JobReport
 from rollout_worker.job.dataset.source import Dataset, count_finished, load_dataset, run_dataset
 from rollout_worker.job.dataset.trainer import DatasetTrainer
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
+from rollout_worker.launch.engine_logs import engine_logs
 from rollout_worker.launch.engines import check_ray, running_engines
-from rollout_worker.launch.job_state import JobState, lock_state_directory
+from rollout_worker.launch.errors import DeadlineError
+from rollout_worker.launch.job_state import JobState, lock_state_directory, log_directory
 from rollout_worker.launch.limits import (
     END_POLL_INTERVAL_S,
     ENGINES_READY_POLL_INTERVAL_S,
     REDIS_CHECK_INTERVAL_S,
     SHARED_GPU_MEMORY_UTILIZATION,
 )
+from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
 from rollout_worker.launch.services import JobServices
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
+from rollout_worker.runtime.log_files import logging_to_file
+from rollout_worker.runtime.model_cache import default_cache
 
 if TYPE_CHECKING:
     from rollout_worker.job.fleet import Fleet
 
+logger = logging.getLogger(__name__)
+
 _Result = TypeVar("_Result")
-
-
-class DeadlineError(RuntimeError):
-    """The job has exceeded ``lifecycle.activeDeadlineSeconds``."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +90,21 @@ async def run_local(
         The report of a dataset job; None for a job that served trainers.
 
     Raises:
-        ManifestError, ModelError, StateError, RedisUnusableError, HistoryMismatchError, EngineError, DeadlineError:
+        ManifestError, ModelError, StateError, RedisUnusableError, HistoryMismatchError, EngineError, DeadlineError,
+        JobEndedError:
             each with a text that tells the user what to do.
     """
     _check_machine(job, options)
     directory = options.state / job.metadata.namespace / job.metadata.name
+    logs = log_directory(directory)
     cache = options.model_cache or default_cache()
-    with lock_state_directory(directory) as lock, ExitStack() as exit_stack:
+    with (
+        lock_state_directory(directory) as lock,
+        logging_to_file(logs, "run"),
+        _logged_end(),
+        ExitStack() as exit_stack,
+    ):
+        notify = partial(_notify_and_log, notify)
         model = resolve_model(job.spec.model, cache)
         with _redis_url(job, options, directory, lock, notify) as url:
             # Redis is checked before anything that takes long.
@@ -120,6 +133,7 @@ async def run_local(
                 non_speculative_engines=int(dataset is not None and EpochMode.NON_SPECULATIVE in options.baselines),
                 overrides=_engine_overrides(job, options),
                 http_port=free_port(),
+                log_directory=str(logs.absolute()),
             )
             try:
                 state.clean_up_previous_jobs(server, history, job)
@@ -131,6 +145,12 @@ async def run_local(
                 work = _run_on_ray(setup, dataset, options, server, finished, notify, watch)
                 report = await _while_checked(work, _check_redis(LauncherStore(server, setup.keys), url, notify))
                 state.mark_finished()
+            except JobEndedError as error:
+                state.mark_finished()
+                raise JobEndedError(
+                    f"{error}. It was closed before its dataset was finished, as `rollout cancel` does; its finished "
+                    "rollouts are in its history, and the next run starts a new job"
+                ) from None
             except redis.RedisError as error:
                 raise explain_error(error, url) from error
     return report
@@ -151,7 +171,7 @@ async def _run_on_ray(
     services = JobServices(setup)
     services.start()
     try:
-        with running_engines(setup) as fleet:
+        with engine_logs(Path(setup.log_directory)), running_engines(setup) as fleet:
             try:
                 await _wait_engines_ready(setup.job_store(), fleet, setup.num_engines)
                 work: Coroutine[Any, Any, JobReport | None] = (
@@ -289,17 +309,40 @@ def _check_machine(job: RolloutJob, options: RunOptions) -> None:
 
 
 @contextmanager
+def _logged_end() -> Iterator[None]:
+    """Log how the run has ended."""
+    try:
+        yield
+    except Exception as error:
+        logger.info("The run has ended with an error: %s", error)
+        raise
+    except BaseException:
+        logger.info("The run was interrupted.")
+        raise
+    logger.info("The run has ended.")
+
+
+def _notify_and_log(notify: Callable[[str], None], text: str) -> None:
+    """Tell the user something, and keep it in the job's log."""
+    notify(text)
+    logger.info(text)
+
+
+@contextmanager
 def _redis_url(
     job: RolloutJob, options: RunOptions, directory: Path, lock: int, notify: Callable[[str], None]
 ) -> Iterator[str]:
     """Provide the URL of the job's Redis; start an embedded server if neither options nor manifest name one."""
     url = options.redis_url or job.spec.redis.url
     if url:
+        record_redis(directory, RecordedRedis(url, embedded=False))
         yield url
         return
     server = EmbeddedRedis(directory / "redis", keep_open=lock)
     notify(f"Starting redis-server on a free port. Its data is kept in {directory / 'redis'}.")
     try:
-        yield server.start()
+        url = server.start()
+        record_redis(directory, RecordedRedis(url, embedded=True))
+        yield url
     finally:
         server.stop()

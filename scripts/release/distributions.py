@@ -89,11 +89,11 @@ def _project(folder: Path) -> dict[str, Any]:
     return tomllib.loads((folder / "pyproject.toml").read_text())
 
 
-def _metadata_files(distribution: Path, *, scripts: bool) -> set[str]:
+def _metadata_files(wheel: Path) -> set[str]:
     """Return the names of a wheel's files that describe it."""
-    name, version, *_ = distribution.name.split("-")
-    names = {"METADATA", "RECORD", "WHEEL", "licenses/LICENSE"} | ({"entry_points.txt"} if scripts else set())
-    return {f"{name}-{version}.dist-info/{file}" for file in names}
+    name, version, *_ = wheel.name.split("-")
+    files = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
+    return {f"{name}-{version}.dist-info/{file}" for file in files}
 
 
 def check_client_files(distributions: Distributions) -> None:
@@ -101,7 +101,7 @@ def check_client_files(distributions: Distributions) -> None:
     package = set(tracked_files("rollout_api/*"))
     _expect(
         distributions.client,
-        package | _metadata_files(distributions.client, scripts=False),
+        package | _metadata_files(distributions.client),
         _names(distributions.client),
     )
     others = {"LICENSE", "README.md", "PKG-INFO", "pyproject.toml"}
@@ -120,7 +120,7 @@ def check_package_files(distributions: Distributions) -> None:
         tag = f"cp{python.replace('.', '')}"
         if f"-{tag}-{tag}-" not in wheel.name:
             raise CheckError(f"{wheel.name} is not a wheel for Python {python}")
-        expected = _metadata_files(wheel, scripts=True)
+        expected = _metadata_files(wheel)
         for folder in map(Path, settings["wheel"]["packages"]):
             files = tracked_files(f"{folder}/*")
             expected |= {

@@ -30,7 +30,7 @@ def _expect_report(python: Path, report: dict[str, Any], expected: dict[str, Any
 
 
 def check_client(python: Path, redis_url: str, directory: Path) -> None:
-    """Run a trainer's session with a job in an environment that has the client.
+    """Run a trainer's session with a job, and kubectl's plugin, in an environment that has the client.
 
     Args:
         python: Python of the environment.
@@ -54,6 +54,8 @@ def check_client(python: Path, redis_url: str, directory: Path) -> None:
     }
     if received != (wanted := {"updates": [(1, str(directory))], "rewards": [0.5, 0.5]}):
         raise CheckError(f"the job received {received} instead of {wanted}")
+    if "drain" not in run(python.with_name("kubectl-rollouts"), "--help", cwd=directory):
+        raise CheckError("kubectl-rollouts --help does not name the command drain")
 
 
 def check_package(python: Path, directory: Path) -> None:

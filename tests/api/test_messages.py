@@ -36,6 +36,7 @@ from rollout_api import (
     encode,
     problem_id_of,
 )
+from rollout_api.protocol.draft_sources import DRAFT_SOURCES, encode_draft_sources
 from rollout_api.protocol.messages import MESSAGES, DeltaFile, JoinGroup, Message
 
 token_ids = st.lists(st.integers(0, 2**32 - 2), max_size=50)
@@ -129,11 +130,17 @@ def requests(draw: st.DrawFn) -> RolloutRequest:
 @st.composite
 def rollouts(draw: st.DrawFn) -> Rollout:
     rollout_id = RolloutId("job", draw(identifiers), draw(st.integers(0, 9)), draw(st.integers(0, 9)))
+    response = draw(responses())
+    count = len(response["token_ids"])
+    codes = draw(st.none() | st.lists(st.integers(0, len(DRAFT_SOURCES)), min_size=count, max_size=count))
     return Rollout(
         rollout_id=str(rollout_id),
         problem_id=draw(identifiers),
         purpose=draw(st.sampled_from(Purpose)),
-        **draw(responses()),
+        **response,
+        draft_sources=None if codes is None else encode_draft_sources(bytes(codes)),
+        draft_tokens_by_source=draw(st.dictionaries(st.sampled_from(DRAFT_SOURCES), st.integers(0, 1000))),
+        accepted_tokens_by_source=draw(st.dictionaries(st.sampled_from(DRAFT_SOURCES), st.integers(0, 1000))),
         finish_reason=draw(st.sampled_from(FinishReason)),
         detail=draw(st.text(max_size=40)),
         num_decoding_steps=draw(st.integers(0, 1000)),

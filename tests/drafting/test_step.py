@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_api.protocol.draft_sources import DRAFT_SOURCES
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.batch import NO_HANDLE, NO_ROW
+from rollout_worker.drafting.index import SOURCES
 
 WIDTH = 8
 PROMPT = [1, 2, 3]
@@ -166,7 +169,7 @@ def test_only_the_tokens_of_shortened_drafts_are_counted(ahead: bool) -> None:
         [draft] = stepper.step(recorded[position : position + 3], costs=costs, shortens=True)
         position += 3
         assert recorded[position : position + 2] == draft
-    assert (10, 10, 19) == index.close(handle)
+    assert (10, 10, 19) == index.close(handle)[:3]
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -201,7 +204,7 @@ def test_a_request_without_new_tokens_gets_no_draft(draft_ahead: bool) -> None:
     assert [[], [4, 5]] == stepper.step([], [1, 2, 3], budget=2)
     index.wait_idle()
     assert [[5, 6], []] == stepper.step([1, 2, 3, 4], [], budget=2)
-    assert [(2, 2, 5), (2, 2, 4)] == [index.close(handle) for handle in stepper.handles]
+    assert [(2, 2, 5), (2, 2, 4)] == [index.close(handle)[:3] for handle in stepper.handles]
 
 
 def test_drafts_for_which_a_step_has_no_time_are_computed_before_the_next_step() -> None:
@@ -220,7 +223,7 @@ def test_drafts_for_which_a_step_has_no_time_are_computed_before_the_next_step()
     index.wait_idle()
     assert [[22, 23], [32, 33]] == stepper.step([21], [31], time_limit_s=0.0, budget=2)
     assert (4, 2, 2) == index.look_ups()
-    assert [(6, 1, 5), (2, 1, 5)] == [index.close(handle) for handle in stepper.handles]
+    assert [(6, 1, 5), (2, 1, 5)] == [index.close(handle)[:3] for handle in stepper.handles]
 
 
 def test_requests_without_a_budget_need_no_time() -> None:
@@ -358,8 +361,8 @@ def test_close_returns_the_counts_of_verified_drafts() -> None:
     assert [[1, 2, 3, 4]] * 2 == stepper.step([0], [0], budget=4)
     # The engine verified all of the first draft and two tokens of the second one.
     stepper.step([1, 2, 9], [1, 2, 3], verified=[4, 2])
-    assert (4, 2, 4) == index.close(handles[0])
-    assert (2, 2, 4) == index.close(handles[1])
+    assert (4, 2, 4) == index.close(handles[0])[:3]
+    assert (2, 2, 4) == index.close(handles[1])[:3]
 
 
 def test_stop_tokens_end_a_draft() -> None:
@@ -434,7 +437,7 @@ def test_negative_token_ids_are_rejected() -> None:
     handle = index.open("p", PROMPT)
     with pytest.raises(ValueError, match="place 0 has the token id -1; token ids must not be negative"):
         Stepper(index, [handle]).step([3, -1])
-    assert (0, 0, 0) == index.close(handle)
+    assert (0, 0, 0) == index.close(handle)[:3]
 
 
 @pytest.mark.parametrize(
@@ -476,3 +479,107 @@ def test_closing_requests_frees_their_prepared_drafts() -> None:
     stepper.batch.clear()
     index.wait_idle()
     assert before == index.bytes()
+
+
+def test_the_sources_have_the_codes_of_messages() -> None:
+    assert DRAFT_SOURCES == SOURCES
+
+
+def code_of(source: str) -> int:
+    return 1 + SOURCES.index(source)
+
+
+@given(data=st.data(), seed=st.integers(0, 50))
+def test_the_source_of_each_accepted_token_is_known(data: st.DataObject, seed: int) -> None:
+    index, other = filled_index(), filled_index()
+    recorded = [text(seed), text(100 + seed), text(seed)]
+    handles = [index.open(problem, PROMPT) for problem in ("p", "q", "new")]
+    others = [other.open(problem, PROMPT) for problem in ("p", "q", "new")]
+    stepper = Stepper(index, handles)
+    codes: list[list[int]] = [[], [], []]
+    drafted: list[Counter[str]] = [Counter(), Counter(), Counter()]
+    verified, sources = [0, 0, 0], [[], [], []]
+    drafts: list[list[int]] = [[], [], []]
+    for _ in range(12):
+        sampled = []
+        for number, whole in enumerate(recorded):
+            position = len(codes[number])
+            count = min(verified[number], accepted(drafts[number], whole[position:]))
+            codes[number] += [code_of(source) for source in sources[number][:count]] + [0]
+            drafted[number].update(sources[number][: verified[number]])
+            sampled.append(whole[position : position + count + 1])
+        drafts = stepper.step(*sampled, verified=verified)
+        other.extend_batch(others, sampled)
+        sources = [draft.sources for draft in other.draft_batch(others, [WIDTH + 1] * 3)]
+        verified = [data.draw(st.integers(0, len(draft))) for draft in drafts]
+    total = Counter[str]()
+    for number, handle in enumerate(handles):
+        counts = index.close(handle)
+        assert bytes(codes[number]).rstrip(b"\0") == counts.token_sources
+        assert [drafted[number][source] for source in SOURCES] == list(counts.drafted_by_source)
+        total += drafted[number]
+    by_source, by_position = index.verification_counts()
+    assert total == Counter({source: counts.verified for source, counts in by_source.items() if counts.verified})
+    expected = Counter(code for each in codes for code in each if code)
+    assert expected == Counter(
+        {code_of(name): counts.accepted for name, counts in by_source.items() if counts.accepted}
+    )
+    assert sum(expected.values()) == sum(counts.accepted for counts in by_position)
+    assert total.total() == sum(counts.verified for counts in by_position)
+
+
+def test_verified_and_accepted_tokens_are_counted_by_position() -> None:
+    index = SuffixIndex()
+    index.add("p", [("a", 0, list(range(100, 200)))])
+    token_ids = np.zeros((1, 1000), np.int32)
+    drafts, lengths = np.zeros((1, 20), np.int64), np.zeros(1, np.int32)
+    batch = index.new_batch(token_ids, drafts, lengths)
+    handle = index.open("p", PROMPT)
+    batch.plan(*(np.array([value]) for value in (handle, 20, 0.0, TOKEN_GAIN)), TOKEN_COSTS)
+    sampled: list[int] = []
+    # 18 tokens are verified and all accepted, and then 3, of which the first one is accepted.
+    for verified, tokens in [(0, [100]), (18, list(range(101, 120))), (3, [120, 7])]:
+        sampled += tokens
+        token_ids[0, len(PROMPT) : len(PROMPT) + len(sampled)] = sampled
+        num_tokens = np.array([len(PROMPT) + len(sampled)], np.int32)
+        batch.step(num_tokens, np.zeros(1, int), np.zeros(1, int), np.array([verified]))
+        assert 20 == lengths[0] or tokens[-1] == 7
+    assert bytes([0] + [1] * 18 + [0, 1]) == index.close(handle).token_sources
+    by_source, by_position = index.verification_counts()
+    assert [(2, 2), (2, 1), (2, 1), *[(1, 1)] * 12, (3, 3)] == by_position
+    assert (21, 19) == by_source["history"]
+
+
+def test_a_step_whose_tokens_are_reported_later_is_counted() -> None:
+    index = filled_index()
+    handle = index.open("p", PROMPT)
+    stepper = Stepper(index, [handle])
+    recorded = text(1)
+    [draft] = stepper.step(recorded[:4])
+    assert 3 < len(draft)
+    assert bytes([code_of("history")] * 2) == index.count_step(handle, 3, 2)
+    stepper.step(recorded[4:7], verified=[0])
+    assert (3, 2, 7, b"", (3, 0, 0, 0)) == index.close(handle)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_sources_of_prepared_drafts_are_known(threads: int) -> None:
+    index = filled_index(draft_ahead=True, threads=threads)
+    recorded = [text(1), text(100), text(5)]
+    stepper = Stepper(index, [index.open(problem, PROMPT) for problem in ("p", "p", "q")])
+    positions, lengths = [0] * 3, [0] * 3
+    drafts: list[list[int]] = [[], [], []]
+    places: list[bytes] = [b""] * 3
+    for _ in range(30):
+        sampled = [text[at : at + length + 1] for text, at, length in zip(recorded, positions, lengths, strict=True)]
+        places = [was + b"\1" * length + b"\0" for was, length in zip(places, lengths, strict=True)]
+        drafts = stepper.step(*sampled, min_survival=0.1)
+        index.wait_idle()
+        positions = [at + len(tokens) for at, tokens in zip(positions, sampled, strict=True)]
+        lengths = [accepted(draft, text[at:]) for draft, text, at in zip(drafts, recorded, positions, strict=True)]
+    for handle, expected in zip(stepper.handles, places, strict=True):
+        counts = index.close(handle)
+        assert expected.rstrip(b"\0") == bytes(map(bool, counts.token_sources))
+        assert counts.accepted == sum(map(bool, counts.token_sources))
+        assert counts.drafted == sum(counts.drafted_by_source)
+    assert any(counts.accepted for counts in index.verification_counts().by_source.values())

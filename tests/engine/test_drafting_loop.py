@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.batch import Batch
+from rollout_worker.drafting.index import DraftCounts
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.drafting_config import DraftingConfig
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
@@ -26,6 +28,7 @@ from tests.support.reference_model import LoopThread
 from tests.support.responses import WITHOUT_EOS, tokens_of
 
 MAX_DRAFT_TOKENS = 4
+OWN_TEXT = 1 + DRAFT_SOURCES.index("self")
 PROMPT = [5, 6]
 REPOSITORY = Path(__file__).parents[2]
 
@@ -68,7 +71,8 @@ class RepeatingEngine:
         self.loop = DraftingLoop(FailingIndex(failing), controller, self.arrays)
         self.tokens[0, : len(PROMPT)] = PROMPT
         self.length = len(PROMPT)
-        self.verified = 0
+        self.codes = bytearray()
+        """The expected source of each response token; drafts are found in the response itself."""
         self.loop.add("request", DraftSettings("key", "problem", max_tokens=19_000), PROMPT, [])
         self._draft: list[int] = []
 
@@ -80,15 +84,26 @@ class RepeatingEngine:
             accepted += 1
         self.tokens[0, self.length : self.length + accepted + 1] = response[: accepted + 1]
         self.length += accepted + 1
-        verified, self._draft = len(self._draft), []
+        self.codes += bytes([OWN_TEXT] * accepted + [SAMPLED])
+        verified, self._draft, failures = len(self._draft), [], self.loop.failures
         if self.loop.skip_step():
             return None
         num_tokens = np.array([self.length], np.int32)
         self.loop.draft(["request"], num_tokens, np.zeros(1, int), np.array([verified]))
+        if self.loop.failures > failures:
+            self.codes[len(self.codes) - accepted - 1 :] = bytes(accepted + 1)  # what was verified is unknown
         length = int(self.arrays.lengths[0])
         self._draft = self.arrays.drafts[0, :length].tolist()
         self.loop.plan()
         return length
+
+    def take_counts(self, key: str = "key") -> DraftCounts:
+        """Return the counts of the response, which must agree with its expected sources."""
+        counts = self.loop.take_counts([key])[key]
+        assert self.length - len(PROMPT) == counts.generated
+        assert self.codes.rstrip(b"\0") == counts.token_sources
+        assert (0, counts.drafted, 0, 0) == counts.drafted_by_source
+        return counts
 
 
 def test_a_failure_costs_the_drafts_of_one_step() -> None:
@@ -104,9 +119,9 @@ def test_no_token_is_missing_in_the_counts_after_failures() -> None:
     engine = RepeatingEngine(failing={5, 9, 10})
     for _ in range(30):
         engine.step()
-    counts = engine.loop.take_counts(["key"])["key"]
-    assert engine.length - len(PROMPT) == counts.generated
+    counts = engine.take_counts()
     assert 0 < counts.accepted <= counts.drafted
+    assert counts.accepted == len(counts.token_sources) - counts.token_sources.count(SAMPLED)
     assert {} == engine.loop.take_counts(["key"])
     assert 0 == engine.loop.num_tracked
 
@@ -142,9 +157,10 @@ def test_tokens_of_skipped_steps_are_drafted_from() -> None:
     engine.tokens[0, engine.length : engine.length + 200] = generated
     engine.length += 200
     engine._draft = []
+    engine.codes += bytes(200)
     assert MAX_DRAFT_TOKENS == engine.step()
-    counts = engine.loop.take_counts(["key"])["key"]
-    assert engine.length - len(PROMPT) == counts.generated
+    engine.step()
+    engine.take_counts()
 
 
 def test_tokens_that_the_engine_discards_are_forgotten() -> None:
@@ -152,11 +168,24 @@ def test_tokens_that_the_engine_discards_are_forgotten() -> None:
     for _ in range(10):
         engine.step()
     engine.length, engine._draft = engine.length - 3, []
+    del engine.codes[-3:]
     engine.loop.rewind("request", engine.length)
     for _ in range(10):
         engine.step()
-    counts = engine.loop.take_counts(["key"])["key"]
-    assert engine.length - len(PROMPT) == counts.generated
+    engine.take_counts()
+
+
+def test_tokens_that_the_engine_discards_after_a_failure_are_forgotten() -> None:
+    engine = RepeatingEngine(failing={10})
+    for _ in range(10):
+        engine.step()
+    discarded = 2 * MAX_DRAFT_TOKENS
+    engine.length -= discarded
+    del engine.codes[-discarded:]
+    engine.loop.rewind("request", engine.length)
+    for _ in range(10):
+        engine.step()
+    engine.take_counts()
 
 
 def test_drafts_of_a_step_before_a_preemption_are_counted() -> None:
@@ -167,10 +196,10 @@ def test_drafts_of_a_step_before_a_preemption_are_counted() -> None:
     engine.loop.count_steps("request", [(engine.length + MAX_DRAFT_TOKENS + 1, MAX_DRAFT_TOKENS)])
     engine.length, engine._draft = engine.length + MAX_DRAFT_TOKENS + 1, []
     engine.tokens[0, len(PROMPT) : engine.length] = np.arange(engine.length - len(PROMPT)) % 5 + 1
+    engine.codes += bytes([OWN_TEXT] * MAX_DRAFT_TOKENS + [SAMPLED])
     for _ in range(3):
         engine.step()
-    counts = engine.loop.take_counts(["key"])["key"]
-    assert engine.length - len(PROMPT) == counts.generated
+    counts = engine.take_counts()
     expected = RepeatingEngine(failing=set())
     for _ in range(14):
         expected.step()
@@ -178,6 +207,18 @@ def test_drafts_of_a_step_before_a_preemption_are_counted() -> None:
     assert 0 < counts.accepted
     assert expected_counts.accepted - MAX_DRAFT_TOKENS == counts.accepted  # one step after the preemption has no draft
     assert expected_counts.drafted - MAX_DRAFT_TOKENS == counts.drafted
+
+
+def test_tokens_of_a_step_before_a_preemption_may_be_discarded() -> None:
+    engine = RepeatingEngine(failing=set())
+    for _ in range(10):
+        engine.step()
+    engine.loop.count_steps("request", [(engine.length + MAX_DRAFT_TOKENS + 1, MAX_DRAFT_TOKENS)])
+    engine.loop.rewind("request", engine.length)
+    engine._draft = []
+    for _ in range(3):
+        engine.step()
+    engine.take_counts()
 
 
 def test_a_request_that_cannot_be_followed_does_not_affect_others() -> None:
@@ -199,10 +240,12 @@ def test_a_prefix_belongs_to_the_response() -> None:
     prefix = (np.arange(20) % 5 + 1).tolist()
     engine.tokens[0, len(PROMPT) : len(PROMPT) + 20] = prefix
     engine.length += 20
+    engine.codes += bytes(20)
     engine.loop.add("request", settings, [*PROMPT, *prefix], [])
     assert MAX_DRAFT_TOKENS == engine.step()
-    counts = engine.loop.take_counts(["continued"])["continued"]
-    assert (21, 0) == (counts.generated, counts.accepted)
+    engine.step()
+    counts = engine.take_counts("continued")
+    assert (21 + MAX_DRAFT_TOKENS + 1, MAX_DRAFT_TOKENS) == (counts.generated, counts.accepted)
 
 
 def test_a_running_engine_generates_the_same_tokens_while_drafting_fails(

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.draft_sources import decode_draft_sources
 from rollout_api.protocol.messages import FinishReason, Partial, WeightSpan
 from rollout_worker.engine.response import GenerationResult, ResponseBuilder
 from rollout_worker.engine.stop_strings import StopStrings, token_decoder
@@ -176,7 +177,10 @@ def test_the_first_stop_string_ends_a_response(engine: EngineHarness, min_tokens
         assert result.logprobs is not None
         assert kept == len(result.logprobs)
         assert [WeightSpan(start=0, weight_version=0)] == result.weight_spans
-        assert kept == result.num_decoding_steps + result.num_accepted_tokens
+        # A last token that was drafted belongs to a step of which the sampled token is cut off.
+        assert result.draft_sources is None or kept == len(decode_draft_sources(result.draft_sources))
+        ends_in_draft = any(decode_draft_sources(result.draft_sources or b"")[-1:])
+        assert kept + ends_in_draft == result.num_decoding_steps + result.num_accepted_tokens
         assert 0 <= result.num_accepted_tokens <= result.num_draft_tokens
     if engine.history is not None:
         assert accepted_share(results) > 0.2

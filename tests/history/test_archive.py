@@ -47,6 +47,7 @@ def record(rollout_id: str, generation: int, tokens: int = 5, finish_reason: str
         finish_reason,
         np.arange(3, dtype=np.uint32),
         step=generation,
+        draft_sources=bytes(number % 5 for number in range(tokens)) if generation % 2 else b"",
     )
 
 
@@ -96,6 +97,7 @@ def content(client: Redis, keys: HistoryKeys) -> dict[str, Any]:
                     r.tokens.tolist(),
                     r.finish_reason,
                     len(r.context),
+                    r.draft_sources,
                 )
                 for r in found.records
                 if info and r.generation >= info.oldest_kept(known.generation for known in found.records)

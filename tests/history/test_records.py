@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from dataclasses import replace
 
 import msgpack
 import numpy as np
@@ -12,6 +13,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_api.protocol.draft_sources import DRAFT_SOURCES, encode_draft_sources
 from rollout_worker.history.records import (
     BLOCK_COMPRESSION_LEVEL,
     RECORD_VERSION,
@@ -35,6 +37,17 @@ records = st.builds(
     context=token_ids,
     step=st.integers(-1, 2**31),
 )
+codes = st.integers(0, len(DRAFT_SOURCES))
+
+
+@st.composite
+def records_with_sources(draw: st.DrawFn) -> HistoryRecord:
+    record = draw(records)
+    count = len(record.tokens)
+    return replace(record, draft_sources=bytes(draw(st.lists(codes, min_size=count, max_size=count))))
+
+
+any_records = st.one_of(records, records_with_sources())
 
 
 def as_dict(record: HistoryRecord) -> dict[str, object]:
@@ -52,14 +65,14 @@ def as_version_2(record: HistoryRecord) -> list[object]:
     return [2, *as_version_1(record)[1:], record.context.astype("<u4").tobytes()]
 
 
-@given(records)
+@given(any_records)
 def test_record_is_decoded_unchanged(record: HistoryRecord) -> None:
     read = decode_record(encode_record(record))
     assert as_dict(record) == as_dict(read)
     assert (np.uint32, np.uint32) == (read.tokens.dtype, read.context.dtype)
 
 
-@given(st.lists(records, min_size=1, max_size=8), st.sampled_from([1, BLOCK_COMPRESSION_LEVEL]))
+@given(st.lists(any_records, min_size=1, max_size=8), st.sampled_from([1, BLOCK_COMPRESSION_LEVEL]))
 def test_records_of_a_block_are_decoded_in_order(together: list[HistoryRecord], level: int) -> None:
     read = decode_records(encode_records(together, level=level))
     assert [as_dict(record) for record in together] == [as_dict(record) for record in read]
@@ -86,6 +99,28 @@ def test_stored_record_of_version_1_can_be_decoded() -> None:
     assert ([7, 65535, 2**32 - 2], []) == (read.tokens.tolist(), read.context.tolist())
 
 
+def test_stored_record_of_version_3_can_be_decoded() -> None:
+    read = decode_record(
+        bytes.fromhex(
+            "0373b1dfc828b52ffd2039c90100250000009a91a96a6f622f722f302f3092a36a6f62019103910692a473746f7001910291039102040207000000ffff0000feffffff04000500"
+        )
+    )
+    assert ("job/r/0/0", "job", 3, 6, "stop", 2) == (
+        read.rollout_id,
+        read.run,
+        read.weight_version,
+        read.generation,
+        read.finish_reason,
+        read.step,
+    )
+    assert ([7, 65535, 2**32 - 2], [4, 5], b"") == (read.tokens.tolist(), read.context.tolist(), read.draft_sources)
+
+
+@given(records)
+def test_records_without_draft_sources_can_be_read_by_earlier_releases(record: HistoryRecord) -> None:
+    assert 3 == encode_record(record)[0]
+
+
 @given(records)
 def test_fields_of_another_version_are_rejected(record: HistoryRecord) -> None:
     first, second = as_version_1(record), as_version_2(record)
@@ -94,7 +129,7 @@ def test_fields_of_another_version_are_rejected(record: HistoryRecord) -> None:
             decode_record(msgpack.packb(body))
 
 
-@given(st.lists(records, min_size=1, max_size=4), st.data())
+@given(st.lists(any_records, min_size=1, max_size=4), st.data())
 def test_every_changed_or_missing_byte_is_detected(together: list[HistoryRecord], data: st.DataObject) -> None:
     whole = encode_records(together)
     at = data.draw(st.integers(0, len(whole) - 1))
@@ -111,7 +146,8 @@ def encode_columns(columns: object, body: bytes) -> bytes:
     return struct.pack("<BI", RECORD_VERSION, zlib.crc32(content)) + content
 
 
-COLUMNS: list[object] = [["r"], ["run", 1], [1], [1], ["stop", 1], [-1], [2], [0], 2, 2]
+COLUMNS: list[object] = [["r"], ["run", 1], [1], [1], ["stop", 1], [-1], [2], [0], 2, 2, [1]]
+SOURCES_OF_TWO = encode_draft_sources(b"\2\2")
 
 
 @pytest.mark.parametrize(
@@ -130,18 +166,29 @@ COLUMNS: list[object] = [["r"], ["run", 1], [1], [1], ["stop", 1], [-1], [2], [0
         (7, [1], "do not match"),
         (8, 3, "column"),
         (8, 4, "do not match"),
+        (10, [0], "do not match"),
+        (10, [-1], "negative"),
+        (10, None, "column"),
     ],
 )
 def test_inconsistent_columns_are_rejected(at: int, other: object, expected_error: str) -> None:
-    ids = np.array([1, 2], dtype="<u2").tobytes()
-    assert [1, 2] == decode_record(encode_columns(COLUMNS, ids)).tokens.tolist()
+    body = np.array([1, 2], dtype="<u2").tobytes() + SOURCES_OF_TWO
+    read = decode_record(encode_columns(COLUMNS, body))
+    assert ([1, 2], b"\2\2") == (read.tokens.tolist(), read.draft_sources)
     with pytest.raises(RecordError, match=expected_error):
-        decode_record(encode_columns([*COLUMNS[:at], other, *COLUMNS[at + 1 :]], ids))
+        decode_record(encode_columns([*COLUMNS[:at], other, *COLUMNS[at + 1 :]], body))
+
+
+def test_draft_sources_of_another_number_of_tokens_are_rejected() -> None:
+    body = np.array([1, 2], dtype="<u2").tobytes() + encode_draft_sources(b"\2\2\0\0")[:1]
+    assert b"\2\2" == decode_record(encode_columns(COLUMNS, body)).draft_sources
+    with pytest.raises(RecordError, match="draft sources do not match"):
+        decode_record(encode_columns(COLUMNS, body[:-1] + encode_draft_sources(b"\2\2\2")))
 
 
 def test_reserved_token_id_is_rejected() -> None:
     with pytest.raises(RecordError, match="token id 4294967295"):
-        decode_record(encode_columns([*COLUMNS[:6], [1], [0], 4, 2], b"\xff\xff\xff\xff"))
+        decode_record(encode_columns([*COLUMNS[:6], [1], [0], 4, 2, [0]], b"\xff\xff\xff\xff"))
 
 
 @given(st.binary(max_size=100))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -682,7 +683,12 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         await starting.stop()
 
         timed = {"timed_seconds": 6.0, "timed_seconds_without_drafts": 8.0}
-        async with job.coordinator() as coordinator, job.engine("a", max_running=4, counters=timed) as engine:
+        labeled = {
+            "source_accepted_tokens": {"history": 3, "self": 2},
+            "position_accepted_tokens": {"1": 4, "16+": 1},
+        }
+        reported = {"max_running": 4, "counters": timed, "labeled_counters": labeled}
+        async with job.coordinator() as coordinator, job.engine("a", **reported) as engine:
             server = StatusServer(coordinator.board)
             url = f"http://127.0.0.1:{await server.start('127.0.0.1', 0)}"
             asked = request("r", n=7)
@@ -696,6 +702,7 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
                 num_decoding_steps=4,
                 num_draft_tokens=8,
                 num_accepted_tokens=5,
+                started_at=time.time(),
             )
             await job.job_store.rollouts.finish(asked, done, engine=engine, order=first.order_id)
 
@@ -704,8 +711,12 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
                 status: dict[str, Any] = json.loads(body)
                 return status if status.get("done") == 1 and status["assigned"] == 4 else {}
 
+            async def counted() -> str:
+                _, body = await get(f"{url}/metrics")
+                return body if 'rollout_latency_seconds_count{job="default/live"} 1.0' in body else ""
+
             status = await wait_for_async(finished)
-            _, body = await get(f"{url}/metrics")
+            body = await wait_for_async(counted)
             assert (200, "ok\n") == await get(f"{url}/healthz") == await get(f"{url}/readyz")
             await server.stop()
         assert ("default/live", 1, 1) == tuple(status[name] for name in ("job", "requests", "dead_letters"))
@@ -719,7 +730,8 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         assert (None, None, None, {}) == tuple(
             status[name] for name in ("total", "epoch", "redis_error", "engine_errors")
         )
-        metrics = [sample for family in text_string_to_metric_families(body) for sample in family.samples]
+        families = list(text_string_to_metric_families(body))
+        metrics = [sample for family in families for sample in family.samples]
         assert {"default/live"} == {sample.labels["job"] for sample in metrics}
         values = {sample.name: sample.value for sample in metrics if sample.labels.keys() == {"job"}}
         for metric, name in (
@@ -738,7 +750,18 @@ def test_status_and_metrics_are_served_and_agree(run: Run) -> None:
         ):
             assert status[name] == values[metric], metric
         assert 1 == values["rollout_engines"]
+        by_source = {sample.labels["source"]: sample for sample in metrics if "source" in sample.labels}
+        assert {"rollout_engine_source_accepted_tokens_total"} == {sample.name for sample in by_source.values()}
+        assert {"history": 3, "self": 2} == {source: sample.value for source, sample in by_source.items()}
+        by_position = {sample.labels["position"]: sample for sample in metrics if "position" in sample.labels}
+        assert {"rollout_engine_position_accepted_tokens_total"} == {sample.name for sample in by_position.values()}
+        assert {"1": 4, "16+": 1} == {position: sample.value for position, sample in by_position.items()}
+        histograms = {sample.name: sample.value for sample in metrics if sample.labels.get("le") in (None, "16")}
+        assert (1, 1, 9) == tuple(histograms[f"rollout_response_tokens_{name}"] for name in ("bucket", "count", "sum"))
+        measured = [one async for one in job.job_store.timeline.measurements()]
+        assert measured and measured[-1].done <= 1
         page = (Path(__file__).parents[2] / "docs" / "several-machines.md").read_text()
-        assert [] == [sample.name for sample in metrics if f"`{sample.name}`" not in page]
+        documented = {family.name + "_total" * (family.type == "counter") for family in families}
+        assert set() == {name for name in documented if f"`{name}`" not in page}
 
     run(scenario)

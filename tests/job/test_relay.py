@@ -73,6 +73,7 @@ def test_training_rollouts_and_their_rewards_reach_the_history_once(harness: Rel
     for _ in range(2):
         harness.relay.drain()
         assert ["uid/r/0/0", "uid/r/1/0"] == harness.stored()
+        assert [bytes([0, 1, 1, 1, 0])] * 2 == [record.draft_sources for record in harness.records()]
         assert {rollout_key("uid/r/1/0"): 0.25} == harness.history.statistics.rewards("p")
         assert 0 == harness.redis.xlen(JOB.outbox) == harness.redis.xlen(JOB.rewards)
         # As if the relay had been killed between storing the entries and deleting them.

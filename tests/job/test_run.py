@@ -89,6 +89,12 @@ class CommandHarness:
     def run(self, *options: str) -> Result:
         return self.end(self.start(*options))
 
+    def call(self, command: str, *options: str) -> Result:
+        """Run another command for the only job of the state directory."""
+        line = [sys.executable, "-m", "rollout_worker.cli", command, *options]
+        done = subprocess.run([*line, "--state-dir", str(self._directory / "state")], capture_output=True, text=True)
+        return Result(done.returncode, done.stdout + done.stderr)
+
     def seconds_until(self, process: subprocess.Popen[str], text: str) -> float:
         """Return the seconds until the command prints *text*."""
         started = time.monotonic()
@@ -275,6 +281,13 @@ def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: C
     assert EXIT_STATE == concurrent.code, concurrent.output
     assert "another run of this job holds" in concurrent.output
     harness.wait_for(lambda: len(harness.ledger()) >= 5, process)
+    shown = harness.call("status")
+    assert 0 == shown.code, shown.output
+    assert f"Job default/story (uid {harness.uid}) is running" in shown.output
+    assert "served by 1 of 1 engines" in shown.output
+    harness.wait_for(
+        lambda: json.loads(harness.call("status", "--json").output)["engines"][0]["tokens_per_second"] > 0, process
+    )
     harness.client.config_set("maxmemory", 1)
     assert harness.seconds_until(process, "out of memory") < 10
     result = harness.end(process)
@@ -322,6 +335,18 @@ def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: C
     assert harness.expected(2) == len(harness.ledger())
     assert set(harness.ledger()) == set(harness.in_history())
     assert {1} == set(harness.in_history().values())
+
+    # The logs of all runs are in one place.
+    logs = harness.call("logs")
+    assert 0 == logs.code, logs.output
+    lines = [line.split(maxsplit=2) for line in logs.output.splitlines()]
+    assert [line[0] for line in lines] == sorted(line[0] for line in lines)
+    assert {"run", "coordinator", "engine-0"} <= {line[1] for line in lines}
+    assert "has joined" in logs.output
+    assert logs.output.count("Starting vLLM with") >= 4
+    assert {"coordinator"} == {
+        line.split()[1] for line in harness.call("logs", "--process", "coordinator").output.splitlines()
+    }
 
 
 def test_an_unreachable_redis_and_a_wrong_password_are_reported_within_ten_seconds(harness: CommandHarness) -> None:

@@ -13,7 +13,8 @@ from rollout_api import AsyncRolloutClient, FinishReason, Prompt, Rollout, Rollo
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import Refusal, RolloutRequest, WeightUpdate, decode
 from rollout_worker.engine.engine import Engine
-from rollout_worker.job.coordinator.metrics import ENGINE_METRICS
+from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS
+from rollout_worker.job.job_store import JobStore, RolloutProgress
 from tests.support.in_process_job import LiveJob, manifest
 from tests.support.live_job_harness import (
     ENDLESS,
@@ -25,6 +26,7 @@ from tests.support.live_job_harness import (
     wait_for_status,
 )
 from tests.support.reference_model import EOS, VOCABULARY, ReferenceDistribution
+from tests.support.waiting import wait_for_async
 
 
 def test_both_engines_answer_a_step_and_its_rollouts_reach_the_history(job_harness: JobHarness) -> None:
@@ -61,10 +63,14 @@ def test_reported_rewards_are_read_back_as_pass_rates(job_harness: JobHarness) -
 
 def test_every_counter_of_an_engine_has_a_metric(job_harness: JobHarness) -> None:
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
-        counters = [worker.report.counters for worker in running.workers.values()]
+        reports = [worker.report for worker in running.workers.values()]
+        counters = [report.counters for report in reports]
         await running.until(lambda: all("measured_timestamp_seconds" in each for each in counters))
         # The other counters are set by a weight update.
-        assert [ENGINE_METRICS.keys() - {"weights_gap_seconds"}] * 2 == [each.keys() for each in counters]
+        assert [ENGINE_METRICS.keys() - {"weights_gap_seconds", "weights_update_seconds"}] * 2 == [
+            each.keys() for each in counters
+        ]
+        assert [LABELED_ENGINE_METRICS.keys()] * 2 == [report.labeled_counters.keys() for report in reports]
 
     job_harness.run(scenario)
 
@@ -75,6 +81,29 @@ def test_engines_on_one_machine_may_run_on_all_cores(engines: dict[str, Engine])
     for process in cores:
         # All threads of a process inherit the affinity of its main thread.
         assert os.sched_getaffinity(0) == set(process.cpu_affinity())
+
+
+def test_engines_report_how_far_observed_rollouts_are(job_harness: JobHarness) -> None:
+    async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
+        store = JobStore.connect(job_harness.url, running.keys)
+        sampling = Sampling(n=8, max_tokens=480, allowed_token_ids=ENDLESS)
+        async with client.step(1, prompts(20, sampling=sampling)) as step:
+
+            async def progressing() -> list[RolloutProgress]:
+                await store.timeline.observe()
+                reported = [one for each in (await store.timeline.running()).values() for one in each]
+                return reported if any(one.tokens for one in reported) else []
+
+            progress = await wait_for_async(progressing)
+            assert len(progress) == len({(one.request_id, one.sample) for one in progress})
+            assert {one.problem_id for one in progress} <= {f"p{index}" for index in range(20)}
+            assert {480} == {one.max_tokens for one in progress}
+            assert all(0 <= one.tokens <= 480 and 0 < one.running_seconds < 60 for one in progress)
+            await step.cancel()
+            [_ async for _ in step]
+        await store.close()
+
+    job_harness.run(scenario)
 
 
 def test_cancelled_and_overdue_rollouts_return_their_partial_output(job_harness: JobHarness) -> None:

@@ -35,8 +35,9 @@ from rollout_api.manifest.status import State
 from rollout_api.ports import free_port
 from rollout_worker.history_service.http import HistoryCollector
 from rollout_worker.history_service.service import ServiceState
-from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, StatusMetrics
+from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
 from rollout_worker.job.job_store import EngineReport
+from scripts.dashboards import dashboards
 from tests.support.cluster.chart import CHART, HELM, VALUE_SETS, render_chart
 from tests.support.status_boards import status_board
 from tests.support.waiting import wait_for
@@ -696,7 +697,9 @@ def operator_metrics() -> set[str]:
 def job_metrics() -> set[str]:
     """Return the metrics of a job whose engine reports all counters."""
     counters = dict.fromkeys(ENGINE_METRICS, 0.0)
-    board = status_board({"engine-0": EngineReport("engine-0", counters=counters)})
+    labeled_counters = {name: {"label": 0} for name in LABELED_ENGINE_METRICS}
+    report = EngineReport("engine-0", counters=counters, labeled_counters=labeled_counters)
+    board = status_board({"engine-0": report})
     return exported_names(StatusMetrics(board))
 
 
@@ -727,11 +730,24 @@ def metrics_in(expressions: Iterable[str]) -> set[str]:
     return {name for expression in expressions for name in re.findall(r"\brollout_[a-z_]+", expression)}
 
 
-def test_the_dashboard_queries_only_existing_metrics() -> None:
-    dashboard = json.loads((CHART / "files" / "dashboard.json").read_text())
-    queried = metrics_in(target["expr"] for panel in dashboard["panels"] for target in panel["targets"])
-    assert queried
-    assert set() == queried - all_metrics()
+def rendered_dashboards() -> dict[str, Any]:
+    """Return the dashboards of the rendered ConfigMap by title."""
+    (configmap,) = [
+        found
+        for found in render(monitoring={"dashboard": True})
+        if found["kind"] == "ConfigMap" and found["metadata"]["labels"].get("grafana_dashboard") == "1"
+    ]
+    parsed = map(json.loads, configmap["data"].values())
+    return {dashboard["title"]: dashboard for dashboard in parsed}
+
+
+def test_the_dashboards_query_only_existing_metrics() -> None:
+    found = rendered_dashboards()
+    assert {dashboard["title"]: dashboard for dashboard in dashboards().values()} == found
+    for dashboard in found.values():
+        queried = metrics_in(target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", []))
+        assert queried
+        assert set() == {re.sub("_bucket$", "", name) for name in queried} - all_metrics()
 
 
 def alerts() -> list[dict[str, Any]]:
@@ -763,8 +779,10 @@ def test_alerts_name_only_labels_that_their_expressions_have() -> None:
         elif "absent(" in alert["expr"]:
             assert not named_labels
         else:
-            is_job = metrics_in([alert["expr"]]) <= job_metrics()
-            assert named_labels <= of_targets | ({"job"} if is_job else set())
+            named_metrics = metrics_in([alert["expr"]])
+            is_job = named_metrics <= job_metrics()
+            is_engine = any(name.startswith("rollout_engine_") for name in named_metrics)
+            assert named_labels <= of_targets | ({"job"} if is_job else set()) | ({"engine"} if is_engine else set())
 
 
 def test_a_failed_job_is_counted_under_the_state_that_its_alert_looks_for() -> None:

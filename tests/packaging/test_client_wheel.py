@@ -61,7 +61,9 @@ def test_the_wheel_has_the_package_and_nothing_else(distributions: tuple[Path, P
     expected = set(tracked_files("rollout_api/*"))
     assert expected == {name for name in names(wheel) if not name.startswith(metadata)}
     assert f"{metadata}/licenses/LICENSE" in names(wheel)
-    assert f"{metadata}/entry_points.txt" not in names(wheel)  # no console scripts
+    with zipfile.ZipFile(wheel) as archive:
+        scripts = archive.read(f"{metadata}/entry_points.txt").decode().split("\n")
+    assert ["[console_scripts]", "kubectl-rollouts = rollout_api.kubectl_plugin.cli:main", ""] == scripts
 
 
 def test_the_source_distribution_builds_the_same_wheel(distributions: tuple[Path, Path], tmp_path: Path) -> None:

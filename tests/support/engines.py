@@ -15,6 +15,7 @@ import pytest
 
 from rollout_api.manifest.spec import Engine as EngineSpec
 from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.draft_sources import DRAFT_SOURCES, decode_draft_sources
 from rollout_api.protocol.keys import HistoryKeys
 from rollout_api.protocol.messages import Partial, RolloutRequest
 from rollout_worker.engine.config import EngineConfig
@@ -82,6 +83,12 @@ class EngineHarness:
 
     def check_counts(self, results: Sequence[GenerationResult], before: tuple[int | None, int]) -> None:
         """Compare the counts of responses with vLLM's since *before*."""
+        for result in results:
+            codes = decode_draft_sources(result.draft_sources or b"").ljust(len(result.token_ids), b"\0")
+            assert len(result.token_ids) == len(codes)
+            assert result.num_accepted_tokens == sum(map(bool, codes))
+            by_source = {source: codes.count(code) for code, source in enumerate(DRAFT_SOURCES, start=1)}
+            assert {name: count for name, count in by_source.items() if count} == result.accepted_tokens_by_source
         drafted, accepted = self.vllm_counts()
         assert sum(result.num_accepted_tokens for result in results) == accepted - before[1]
         if drafted is not None and before[0] is not None:

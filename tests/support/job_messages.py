@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rollout_api.manifest.spec import Sampling
+from rollout_api.protocol.draft_sources import encode_draft_sources
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import FinishReason, Rollout, RolloutRequest, WeightSpan
 
@@ -31,4 +32,5 @@ def rollout(for_request: RolloutRequest, sample: int, length: int = 5) -> Rollou
         num_decoding_steps=2,
         num_draft_tokens=4,
         num_accepted_tokens=3,
+        draft_sources=encode_draft_sources(bytes([0, *[1] * 3, *[0] * length])[:length]),
     )

@@ -282,10 +282,13 @@ bool BatchStepper::report(Request& request, const Step& step, std::size_t i) {
   request.min_survival = step.limits(i).min_survival;
   const auto verified = static_cast<std::uint64_t>(std::min<std::int64_t>(step.verified[i], request.last.length));
   request.counts.drafted += verified;
-  request.counts.accepted += std::min(verified, static_cast<std::uint64_t>(count - 1));
+  const auto accepted = std::min(verified, static_cast<std::uint64_t>(count - 1));
+  request.counts.accepted += accepted;
   request.counts.generated += static_cast<std::uint64_t>(count);
   request.pending.assign(sampled.begin(), sampled.end());
   request.pending_draft = request.last;
+  request.pending_verified = static_cast<std::uint32_t>(verified);
+  request.pending_accepted = static_cast<std::uint32_t>(accepted);
   request.is_own_pending = true;
   step.generated[i] = count;
   return true;

@@ -345,6 +345,40 @@ nb::list counters(const das::SuffixIndex& index) {
   return rows;
 }
 
+nb::bytes bytes_of(const std::vector<das::TokenSources::Code>& codes) { return nb::bytes(codes.data(), codes.size()); }
+
+nb::tuple close_request(das::SuffixIndex& index, std::int64_t handle) {
+  das::ClosedRequest closed;
+  {
+    const nb::gil_scoped_release released;
+    closed = index.close(handle);
+  }
+  const auto& [counts, codes, verified] = closed;
+  return nb::make_tuple(counts.drafted, counts.accepted, counts.generated, bytes_of(codes),
+                        nb::tuple(nb::cast(verified)));
+}
+
+nb::bytes count_step(das::SuffixIndex& index, std::int64_t handle, std::int64_t verified, std::int64_t accepted) {
+  const std::size_t verified_tokens = check_budget(verified);
+  const std::size_t accepted_tokens = check_budget(accepted);
+  std::vector<das::TokenSources::Code> codes;
+  {
+    const nb::gil_scoped_release released;
+    codes = index.count_step(handle, verified_tokens, accepted_tokens);
+  }
+  return bytes_of(codes);
+}
+
+nb::tuple verification_counts(const das::SuffixIndex& index) {
+  const das::VerificationCounts& counts = index.verification_counts();
+  const auto row = [](das::VerificationCounts::Counts one) { return nb::make_tuple(one.verified, one.accepted); };
+  nb::list sources;
+  nb::list positions;
+  for (std::size_t i = 0; i < das::kSources; ++i) sources.append(row(counts.of(static_cast<das::Source>(i))));
+  for (std::size_t i = 0; i < das::VerificationCounts::kPositions; ++i) positions.append(row(counts.at(i)));
+  return nb::make_tuple(sources, positions);
+}
+
 nb::dict accepted_by_age(const das::SuffixIndex& index) {
   nb::dict ages;
   for (std::size_t age = 0; age < das::AgeCounts::kAges; ++age) {
@@ -422,17 +456,8 @@ NB_MODULE(_native, m) {
           nb::arg("stop_tokens"), nb::arg("limits"))
       .def("extend", &extend, nb::arg("handle"), nb::arg("tokens").none())
       .def("extend_batch", &extend_batch, nb::arg("handles"), nb::arg("tokens"))
-      .def(
-          "close",
-          [](das::SuffixIndex& index, std::int64_t handle) {
-            das::RequestCounts counts;
-            {
-              const nb::gil_scoped_release released;
-              counts = index.close(handle);
-            }
-            return nb::make_tuple(counts.drafted, counts.accepted, counts.generated);
-          },
-          nb::arg("handle"))
+      .def("close", &close_request, nb::arg("handle"))
+      .def("count_step", &count_step, nb::arg("handle"), nb::arg("verified"), nb::arg("accepted"))
       .def("num_tokens", &das::SuffixIndex::num_tokens, nb::arg("handle"), released())
       .def("look_ups",
            [](das::SuffixIndex& index) {
@@ -450,6 +475,7 @@ NB_MODULE(_native, m) {
       .def("state_dict", &state_dict)
       .def("load_state_dict", &load_state_dict, nb::arg("state"))
       .def("counters", &counters)
+      .def("verification_counts", &verification_counts)
       .def("accepted_by_age", &accepted_by_age);
 
   das::bind_batch(m);

@@ -26,7 +26,8 @@ Request::Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, con
       stop_tokens(options.stop_tokens.begin(), options.stop_tokens.end(), charge.counter().get()),
       response(depth, charge.counter().get()),
       own_text(depth, charge.counter().get()),
-      anchors(charge.counter().get()) {
+      anchors(charge.counter().get()),
+      token_sources(charge.counter().get()) {
   const auto all = options.prompt;
   const auto context = all.last(std::min({options.context_length, depth, all.size()}));
   if (context.empty()) response.push(kBoundary);
@@ -63,8 +64,7 @@ void Request::append_live(std::span<const Token> tokens) {
   }
 }
 
-RequestCounts Request::close() {
-  const std::lock_guard lock(mutex);
+void Request::close() {
   is_closed = true;
   if (sources.siblings) {
     const std::lock_guard writing(problem->live);
@@ -72,7 +72,6 @@ RequestCounts Request::close() {
     // If only the problem still holds the texts, no open request searches them any more.
     if (problem->live_texts.use_count() == 1) problem->live_texts.reset();
   }
-  return counts;
 }
 
 }  // namespace das

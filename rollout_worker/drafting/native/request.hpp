@@ -18,6 +18,7 @@
 #include "memory.hpp"
 #include "mixture.hpp"
 #include "problem_registry.hpp"
+#include "token_sources.hpp"
 
 namespace das {
 
@@ -63,6 +64,13 @@ struct RequestCounts {
   std::uint64_t generated = 0;
 };
 
+// What is known about a request when it is closed.
+struct ClosedRequest {
+  RequestCounts counts;
+  std::vector<TokenSources::Code> codes;           // see TokenSources
+  std::array<std::uint64_t, kSources> verified{};  // draft tokens that were verified, by source
+};
+
 // The last tokens of a growing text, as many as are compared.
 class RecentTokens {
  public:
@@ -88,14 +96,14 @@ class RecentTokens {
 struct Request {
   Request(const IndexBytes& bytes, ProblemPin pin, std::size_t depth, const RequestOptions& options);
 
-  // The next two require the lock.
+  // The next three require the lock.
   // Appends sampled tokens to the texts that only this request reads. The anchors of the draft before them replace the
   // current ones, unless there are none, since there may have been no match for some time.
   void append_own(std::span<const Token> tokens, std::span<const Anchor> new_anchors);
   // Appends sampled tokens to the live texts.
   void append_live(std::span<const Token> tokens);
-  // Releases what the request shares with its siblings, and returns the counts. Takes the lock.
-  RequestCounts close();
+  // Releases what the request shares with its siblings.
+  void close();
 
   // A draft that the caller has received.
   struct Drafted {
@@ -118,9 +126,11 @@ struct Request {
   double min_survival = 0.0;
   RequestCounts counts;  // `generated` is the length of the response
   Drafted last;
-  Drafted pending_draft;        // the draft that `pending` verifies
-  bool is_own_pending = false;  // whether append_own() is missing for `pending`
-  bool is_prepared = false;     // whether the other set has drafts for outcomes of the last one
+  Drafted pending_draft;               // the draft that `pending` verifies
+  std::uint32_t pending_verified = 0;  // number of its tokens that the engine has verified, until they are counted
+  std::uint32_t pending_accepted = 0;  // and that it has accepted
+  bool is_own_pending = false;         // whether append_own() is missing for `pending`
+  bool is_prepared = false;            // whether the other set has drafts for outcomes of the last one
   bool is_closed = false;
   const DraftLimits limits;
   // Sampled tokens that have been reported, but from which nothing was learned yet and which the live texts lack.
@@ -141,6 +151,7 @@ struct Request {
   std::shared_ptr<SharedLiveTexts> live_texts;
   LiveTexts::TextId text_id = LiveTexts::kNoText;
   std::pmr::vector<Anchor> anchors;
+  TokenSources token_sources;
 };
 
 // The requests of a batch.

@@ -290,9 +290,45 @@ void RequestDrafter::settle(Request& request) {
   if (request.pending.empty() || request.is_closed) return;
   append_pending(request);
   count_drafted(request, request.pending_draft);
+  count_verified(request);
   observe(request, request.pending_draft, request.pending);
   request.append_live(request.pending);
   request.pending.clear();
+}
+
+void RequestDrafter::count_verified(Request& request) {
+  const std::size_t count = std::exchange(request.pending_verified, 0);
+  if (count == 0) return;
+  const Request::Drafted& drafted = request.pending_draft;
+  const auto verified = request.sets[drafted.set].positions(drafted.number).first(count);
+  verification_counts_.add(verified, request.pending_accepted);
+  request.token_sources.add_verified(verified);
+  request.token_sources.add_accepted(verified.first(request.pending_accepted),
+                                     request.counts.generated - request.pending.size());
+}
+
+std::vector<TokenSources::Code> RequestDrafter::count_step(Request& request, std::size_t verified,
+                                                           std::size_t accepted) {
+  const std::lock_guard lock(request.mutex);
+  std::vector<TokenSources::Code> codes;
+  verified = std::min<std::size_t>(verified, request.last.length);
+  if (verified == 0 || request.is_closed) return codes;
+  accepted = std::min(accepted, verified);
+  const auto positions = request.sets[request.last.set].positions(request.last.number).first(verified);
+  request.counts.drafted += verified;
+  request.counts.accepted += accepted;
+  verification_counts_.add(positions, accepted);
+  request.token_sources.add_verified(positions);
+  for (const DraftPosition& position : positions.first(accepted)) codes.push_back(TokenSources::code_of(position));
+  return codes;
+}
+
+ClosedRequest RequestDrafter::close(Request& request) {
+  const std::lock_guard lock(request.mutex);
+  count_verified(request);
+  request.close();
+  const auto codes = request.token_sources.codes();
+  return {request.counts, {codes.begin(), codes.end()}, request.token_sources.verified()};
 }
 
 void RequestDrafter::count_drafted(const Request& request, Request::Drafted& drafted) {

@@ -13,6 +13,7 @@
 #include "mixture.hpp"
 #include "problem_registry.hpp"
 #include "request.hpp"
+#include "verification_counts.hpp"
 
 namespace das {
 
@@ -60,12 +61,17 @@ class RequestDrafter {
   RequestDrafter(std::size_t depth, const ProblemRegistry& problems, const CrossProblemPool& pool)
       : depth_(depth), problems_(problems), pool_(pool) {}
 
-  // The next four take the request's lock.
+  // The next six take the request's lock.
   Draft draft(Request& request, std::size_t budget, double min_survival);
   // Compares sampled tokens with the request's last draft, learns from them and appends them to the response.
   void extend(Request& request, std::span<const Token> tokens);
   // Returns the occurrences that a draft would use, with up to `length` tokens of each.
   std::vector<OccurrenceText> occurrences(Request& request, std::size_t length);
+  // Counts a step that has verified the first tokens of the request's last draft, but whose tokens are reported later.
+  // Returns the codes of the accepted tokens.
+  std::vector<TokenSources::Code> count_step(Request& request, std::size_t verified, std::size_t accepted);
+  // Closes a request.
+  ClosedRequest close(Request& request);
   // Returns the tokens among which the request's last draft has chosen, by position of the draft.
   std::vector<std::vector<Alternative>> alternatives(Request& request) const;
 
@@ -92,6 +98,7 @@ class RequestDrafter {
   Mixture& mixture() { return mixture_; }
   const Mixture& mixture() const { return mixture_; }
   SourceCounts counts(Source source) const;
+  const VerificationCounts& verification_counts() const { return verification_counts_; }
   AgeCounts::Counts counts_of_age(std::size_t age) const { return age_counts_.of(age); }
 
  private:
@@ -122,6 +129,8 @@ class RequestDrafter {
                           Outcome outcome, bool is_urgent, DraftSet& set) const;
   // Counts the tokens of a draft that the caller of the index has received, once.
   void count_drafted(const Request& request, Request::Drafted& drafted);
+  // Counts the tokens of the pending draft that the engine has verified, once.
+  void count_verified(Request& request);
   // Compares sampled tokens with the positions of a draft, and learns from them.
   void observe(const Request& request, Request::Drafted& drafted, std::span<const Token> tokens);
 
@@ -136,6 +145,7 @@ class RequestDrafter {
   };
   std::array<Counters, kSources> counters_;
   AgeCounts age_counts_;
+  VerificationCounts verification_counts_;
 };
 
 }  // namespace das

@@ -44,7 +44,7 @@ SuffixIndex::Handle SuffixIndex::open(std::string_view problem, const RequestOpt
   return requests_.insert(std::make_shared<Request>(bytes_, problems_.use(problem), depth_, options));
 }
 
-RequestCounts SuffixIndex::close(Handle handle) { return requests_.remove(handle)->close(); }
+ClosedRequest SuffixIndex::close(Handle handle) { return drafter_.close(*requests_.remove(handle)); }
 
 void SuffixIndex::extend(std::span<const Handle> handles, std::span<const std::span<const Token>> tokens) {
   const auto requests = requests_.find(handles);

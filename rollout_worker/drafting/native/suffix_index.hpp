@@ -66,11 +66,14 @@ class SuffixIndex {
 
   Handle open(std::string_view problem, const RequestOptions& options);
   void extend(std::span<const Handle> handles, std::span<const std::span<const Token>> tokens);
-  RequestCounts close(Handle handle);
+  ClosedRequest close(Handle handle);
   std::shared_ptr<const RequestList> find_requests(std::span<const Handle> handles) {
     return stepper_.find_requests(handles);
   }
   std::int64_t num_tokens(Handle handle);  // of prompt and response
+  std::vector<TokenSources::Code> count_step(Handle handle, std::size_t verified, std::size_t accepted) {
+    return drafter_.count_step(*requests_.find(handle), verified, accepted);
+  }
   StepTotals step(const Step& step);
   LookUpCounts look_ups() { return stepper_.counts(); }
   std::vector<Draft> draft(std::span<const Handle> handles, std::span<const std::size_t> budgets,
@@ -83,6 +86,7 @@ class SuffixIndex {
   bool load_state(std::span<const ParameterState> states) { return drafter_.mixture().load_state(states); }
 
   SourceCounts counts(Source source) const { return drafter_.counts(source); }
+  const VerificationCounts& verification_counts() const { return drafter_.verification_counts(); }
   AgeCounts::Counts counts_of_age(std::size_t age) const { return drafter_.counts_of_age(age); }
 
  private:

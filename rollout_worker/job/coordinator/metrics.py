@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from rollout_api.protocol.status import CoordinatorStatus
+from rollout_worker.job.coordinator.distributions import Distribution
 from rollout_worker.job.coordinator.status import StatusBoard
 
 _Kind = type[GaugeMetricFamily | CounterMetricFamily]
@@ -24,6 +25,7 @@ ENGINE_METRICS: dict[str, tuple[_Kind, str]] = {
     "accepted_tokens": (_COUNTER, "Draft tokens that were accepted."),
     "proposed_tokens": (_COUNTER, "Draft tokens that the drafter proposed."),
     "weights_gap_seconds": (_GAUGE, "Pause of decoding during the last weight update."),
+    "weights_update_seconds": (_GAUGE, "Duration of the last weight update, from its order to its end."),
     "decoding_steps": (_COUNTER, "Decoding steps."),
     "drafting_seconds": (_COUNTER, "Time that the drafter has taken."),
     "drafting_failures": (_COUNTER, "How often drafting failed; each failure costs the drafts of one step."),
@@ -48,6 +50,43 @@ ENGINE_METRICS: dict[str, tuple[_Kind, str]] = {
 }
 """Counter in an engine's report → kind and description of its metric, the name of which begins ``rollout_engine_``."""
 
+LABELED_ENGINE_METRICS = {
+    "source_proposed_tokens": ("source", "Draft tokens that were proposed, including those not worth verifying."),
+    "source_draft_tokens": ("source", "Draft tokens that were verified, by source."),
+    "source_accepted_tokens": ("source", "Draft tokens that were accepted, by source."),
+    "position_draft_tokens": ("position", "Draft tokens that were verified, by position of the draft, from 1."),
+    "position_accepted_tokens": ("position", "Draft tokens that were accepted, by position of the draft, from 1."),
+}
+"""Labeled counter in an engine's report → label and description of its metric, as in :data:`ENGINE_METRICS`."""
+
+
+HISTOGRAMS: dict[str, tuple[str, str]] = {
+    "rollout_queue_seconds": (
+        "queue_seconds",
+        "Time from the arrival of a request in Redis until an engine starts the rollout.",
+    ),
+    "rollout_sampling_seconds": (
+        "sampling_seconds",
+        "Time from the start of a rollout, on the engine that has ended it, to its end.",
+    ),
+    "rollout_latency_seconds": ("latency_seconds", "Time from the arrival of a request in Redis to the rollout's end."),
+    "rollout_response_tokens": ("response_tokens", "Response tokens of a rollout that was not interrupted."),
+    "rollout_accepted_tokens_per_step": (
+        "accepted_per_step",
+        "Accepted draft tokens per decoding step of a rollout.",
+    ),
+    "rollout_staleness_versions": (
+        "staleness_versions",
+        "Weight versions by which the oldest token of a rollout is behind the newest version at the rollout's end.",
+    ),
+    "rollout_weight_update_seconds": (
+        "weight_update_seconds",
+        "Duration of an engine's weight update, from its order to its end.",
+    ),
+    "rollout_weight_gap_seconds": ("weight_gap_seconds", "Pause of an engine's decoding during a weight update."),
+}
+"""Name of a histogram → the distribution that it shows, and its description."""
+
 
 class StatusMetrics:
     """A ``prometheus_client`` collector of the last status. Labels name the job, engine or client, never a prompt."""
@@ -70,6 +109,14 @@ class StatusMetrics:
         errors = [([*job, kind], errors["count"]) for kind, errors in status["environment_errors"].items()]
         text = "Rollouts of a dataset source that got no reward from its environment."
         yield _family(_GAUGE, "environment_errors", text, ["job", "type"], errors)
+        for name, (distribution, text) in HISTOGRAMS.items():
+            histogram = HistogramMetricFamily(name, text, labels=["job"])
+            shown: Distribution = getattr(self._board.distributions, distribution)
+            histogram.add_metric(job, shown.cumulative(), shown.total)
+            yield histogram
+        versions = [([*job, engine["name"]], engine["version"]) for engine in status["engines"]]
+        text = "Weight version that the engine serves."
+        yield _family(_GAUGE, "engine_weight_version", text, ["job", "engine"], versions)
         for name, (kind, text) in ENGINE_METRICS.items():
             rows = [
                 ([*job, engine["name"]], engine["counters"][name])
@@ -78,6 +125,15 @@ class StatusMetrics:
             ]
             if rows:
                 yield _family(kind, f"engine_{name}", text, ["job", "engine"], rows)
+
+        for name, (label, text) in LABELED_ENGINE_METRICS.items():
+            rows = [
+                ([*job, engine["name"], value], count)
+                for engine in status["engines"]
+                for value, count in engine["labeled_counters"].get(name, {}).items()
+            ]
+            if rows:
+                yield _family(_COUNTER, f"engine_{name}", text, ["job", "engine", label], rows)
 
     def _gauges(self, status: CoordinatorStatus) -> dict[str, tuple[str, float]]:
         gauges: dict[str, tuple[str, float]] = {

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry, EnvironmentErrors
+from rollout_worker.job.coordinator.distributions import RolloutDistributions
 from rollout_worker.job.job_store import EngineReport
 from rollout_worker.job.limits import MIN_VERIFIED_TOKENS, THROUGHPUT_WINDOW_S
 from rollout_worker.policy.canary import DriftTest
@@ -62,6 +63,8 @@ class StatusBoard:
         """
         self.last: CoordinatorStatus | None = None
         """The last status; None before the first one."""
+        self.distributions = RolloutDistributions()
+        """Distributions of what rollouts and weight updates have taken."""
         self._job = f"{job.metadata.namespace}/{job.metadata.name}"
         self._total_rollouts = total_rollouts
         self._throughput, self._savings = _Throughput(), _TimeSavings()
@@ -89,6 +92,7 @@ class StatusBoard:
         self._updated_at = now = time.monotonic()
         self._throughput.update(current.engines)
         self._savings.update(current.engines)
+        self.distributions.observe_engines(current.engines)
         self._busy_at = {
             engine: now if current.assigned.get(engine) else self._busy_at.get(engine, now)
             for engine in current.engines
@@ -156,34 +160,45 @@ class StatusBoard:
             "draining": report.draining,
             "max_running": report.max_running,
             "assigned": current.assigned.get(engine, 0),
+            "tokens_per_second": self._throughput.of_engine(engine),
             "idle_seconds": now - self._busy_at[engine],
             "failed": {str(version): reason for version, reason in report.failed.items()},
             "counters": report.counters,
+            "labeled_counters": report.labeled_counters,
         }
 
 
 class _Throughput:
-    """Measures how many tokens per second all engines sample, averaged over the last seconds."""
+    """Measures how many tokens per second the engines sample, averaged over the last seconds."""
 
     def __init__(self) -> None:
         self.tokens_per_second = 0.0
+        """Speed of all engines together."""
         self._sampled: dict[str, float] = {}
         """Engine → tokens that it had sampled at its last report."""
         self._total = 0.0
-        self._marks: deque[tuple[float, float]] = deque()
-        """Time and total of each update within the window."""
+        self._marks: deque[tuple[float, float, Mapping[str, float]]] = deque()
+        """Time, total, and tokens of each live engine at each update within the window."""
 
     def update(self, engines: Mapping[str, EngineReport]) -> None:
         now = time.monotonic()
-        for engine, report in engines.items():
-            sampled = report.counters.get("tokens", 0.0)
+        current = {engine: report.counters.get("tokens", 0.0) for engine, report in engines.items()}
+        for engine, sampled in current.items():
             self._total += max(0.0, sampled - self._sampled.get(engine, sampled))
             self._sampled[engine] = sampled
-        self._marks.append((now, self._total))
+        self._marks.append((now, self._total, current))
         while len(self._marks) > 2 and now - self._marks[0][0] > THROUGHPUT_WINDOW_S:
             self._marks.popleft()
         seconds = now - self._marks[0][0]
         self.tokens_per_second = (self._total - self._marks[0][1]) / seconds if seconds else 0.0
+
+    def of_engine(self, engine: str) -> float:
+        """Return the tokens per second of one engine since its first report within the window."""
+        marks = [(at, sampled[engine]) for at, _, sampled in self._marks if engine in sampled]
+        if len(marks) < 2:
+            return 0.0
+        (started, before), (ended, after) = marks[0], marks[-1]
+        return max(0.0, after - before) / (ended - started) if ended > started else 0.0
 
 
 class _TimeSavings:

@@ -1,4 +1,4 @@
-"""Publishes the coordinator's status."""
+"""Publishes the coordinator's status, and records it in the timeline."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
 from rollout_worker.job.coordinator.slow_clients import SlowClients
 from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
+from rollout_worker.job.coordinator.timeline_recorder import TimelineRecorder
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.policy.remaining_length import RemainingWork, SimilarRollouts, estimate_remaining_work
@@ -31,7 +32,7 @@ _MAX_ESTIMATING_SHARE = 0.05
 
 
 class StatusPublisher:
-    """Publishes the status for clients, and the canary test for later coordinators."""
+    """Publishes the status for clients, the canary test for later coordinators, and the timeline for reports."""
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class StatusPublisher:
         self._pause = pause
         self._placer, self._slow_clients, self._control = placer, slow_clients, control
         self._dead_letters, self._canaries = dead_letters, canaries
+        self._recorder = TimelineRecorder(job_store, board.distributions)
         self._stored_canaries = 0
         """Number of canaries in the state that was last stored."""
         self._remaining = RemainingWork(0.0, 0.0)
@@ -88,6 +90,7 @@ class StatusPublisher:
         environment_errors = await retry_async(self._job_store.job.environment_errors)
         status = self._board.update(self._input(totals, engine_errors, environment_errors))
         await self._write(status)
+        await self._recorder.record(status)
 
     def _input(
         self, totals: dict[str, int], engine_errors: dict[str, str], environment_errors: dict[str, EnvironmentErrors]

@@ -87,7 +87,6 @@ class RolloutExecutor:
 
     async def _execute(self, running: RunningRollout, engine_id: str) -> None:
         assignment = running.assignment
-        started_at = time.time()
         if running.order.request:
             self._requests.add(assignment.entry_id, running.order.request)
         if assignment.is_first:
@@ -101,6 +100,7 @@ class RolloutExecutor:
         if request is None:  # it was answered in the meantime
             await self._acknowledge(running, engine_id)
             return
+        running.request = request
         if self._lease.report.draining:
             await self._return(running, engine_id, "draining")
             return
@@ -119,7 +119,7 @@ class RolloutExecutor:
         if not await self._prepare(running, request):
             await self._return(running, engine_id, "no weight version that may sample it is served")
             return
-        await self._produce(running, request, resumed, engine_id, started_at)
+        await self._produce(running, request, resumed, engine_id)
 
     def _start_deadline(self, running: RunningRollout, request: RolloutRequest) -> None:
         if request.deadline_seconds is None:
@@ -151,7 +151,6 @@ class RolloutExecutor:
         request: RolloutRequest,
         resumed: Partial | None,
         engine_id: str,
-        started_at: float,
     ) -> None:
         """Sample the rollout, then record it, or checkpoint it if another engine continues it.
 
@@ -160,7 +159,6 @@ class RolloutExecutor:
             request: its request.
             resumed: what another engine has sampled of it.
             engine_id: id of this engine.
-            started_at: Unix time at which it started.
         """
         prefix = resumed or request.prefix
         sample, order_id = running.assignment.sample, running.order.order_id
@@ -197,10 +195,13 @@ class RolloutExecutor:
             num_decoding_steps=generated.num_decoding_steps if generated else 0,
             num_draft_tokens=generated.num_draft_tokens if generated else 0,
             num_accepted_tokens=generated.num_accepted_tokens if generated else 0,
+            draft_tokens_by_source=generated.draft_tokens_by_source if generated else {},
+            accepted_tokens_by_source=generated.accepted_tokens_by_source if generated else {},
+            draft_sources=generated.draft_sources if generated else None,
             engine=engine_id,
             routed_experts=generated.routed_experts if generated else None,
             num_cached_tokens=generated.num_cached_tokens if generated else 0,
-            started_at=started_at,
+            started_at=running.started_at,
             finished_at=time.time(),
         )
         await retry_async(lambda: self._job_store.rollouts.finish(request, rollout, engine=engine_id, order=order_id))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
+from contextlib import suppress
 from dataclasses import asdict
 
 import redis
@@ -13,7 +15,7 @@ from rollout_api.redis_client.retry import retry_async
 from rollout_worker.engine.engine import Engine
 from rollout_worker.job.engine_worker.checkpoints import CheckpointWriter
 from rollout_worker.job.engine_worker.running import RunningRollouts
-from rollout_worker.job.job_store import EngineReport, JobStore
+from rollout_worker.job.job_store import EngineReport, JobStore, LeaseState, RolloutProgress
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ class EngineLease:
             return
         async with self._renewing:  # two concurrent renewals must not both register again
             self._update_report()
-            known, run_id = await asyncio.gather(  # in one round trip
+            state, run_id = await asyncio.gather(  # in one round trip
                 retry_async(self._job_store.engines.heartbeat, self.engine_id, self.report),
                 retry_async(self._job_store.server_run_id),
             )
@@ -64,9 +66,11 @@ class EngineLease:
                 # Redis may have lost its last writes, and with them assignments or finished rollouts.
                 self._redis_run_id, reason = run_id, "Redis was restarted"
                 await retry_async(self._job_store.engines.release, self.engine_id)
-            elif not known:
+            elif state is LeaseState.LOST:
                 reason = "its lease had expired"
             else:
+                if state is LeaseState.OBSERVED:
+                    await self._report_running()
                 return
             logger.warning(
                 "Engine %s registers again because %s; its rollouts continue from their last checkpoints.",
@@ -93,6 +97,24 @@ class EngineLease:
         self.engine_id = f"{self.report.name}-{secrets.token_hex(4)}"
         self._update_report()
         await retry_async(lambda: self._job_store.engines.heartbeat(self.engine_id, self.report, register=True))
+
+    async def _report_running(self) -> None:
+        """Publish how far the running rollouts are; a failed write is not repeated, because a later one follows."""
+        now, tokens = time.time(), self._engine.running_tokens()
+        progress = [
+            RolloutProgress(
+                request.request_id,
+                sample := running.assignment.sample,
+                request.problem,
+                tokens.get(str(request.rollout_id(sample)), 0),
+                request.sampling.max_tokens,
+                now - running.started_at,
+            )
+            for running in self._running
+            if (request := running.request) is not None
+        ]
+        with suppress(redis.RedisError):
+            await self._job_store.timeline.report_running(self.engine_id, progress)
 
     def _update_report(self) -> None:
         self.report.counters |= asdict(self._engine.counters)

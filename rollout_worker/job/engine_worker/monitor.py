@@ -67,6 +67,7 @@ class EngineMonitor:
             history: dict[str, Any] = stats.get("history", {})
             counters |= {f"history_{name}": history[name] for name in _HISTORY_STATS if name in history}
             self._report.counters |= counters
+            self._report.labeled_counters = stats.get("labeled_counters", {})
             self._report.counters["measured_timestamp_seconds"] = time.time()
             if "timed_seconds" in stats and not self._report.draining:
                 self._check_cutoff(stats["timed_seconds"], bool(stats["drafting_disabled"]))

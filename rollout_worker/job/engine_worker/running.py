@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rollout_api.protocol.messages import FinishReason
+from rollout_api.protocol.messages import FinishReason, RolloutRequest
 from rollout_worker.job.job_store import Assignment, Order
 from rollout_worker.job.job_store.assignments import RolloutKey
 
@@ -17,6 +18,10 @@ class RunningRollout:
 
     order: Order
     assignment: Assignment
+    started_at: float = field(default_factory=time.time)
+    """Unix time at which the engine received the assignment."""
+    request: RolloutRequest | None = None
+    """The request; None until the engine has read it."""
     task: asyncio.Task[None] | None = None
     stopped: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to end the rollout with the tokens that it has."""

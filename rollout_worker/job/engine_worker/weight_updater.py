@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from contextlib import suppress
 
 from rollout_api.protocol.messages import WeightsKind, WeightUpdate
@@ -170,6 +171,7 @@ class WeightUpdater:
 
     async def _try_update(self, update: WeightUpdate, served: int, offer: WeightOffer | None) -> None:
         version, report = update.weight_version, self._lease.report
+        started = time.monotonic()
         report.loading = version
         await self._lease.renew()
         try:
@@ -177,6 +179,7 @@ class WeightUpdater:
             report.weights, report.full_version = update.identity, self._engine.full_weight_version
             logger.info("Serving weight version %d; decoding was paused for %.3f s.", version, gap)
             report.counters["weights_gap_seconds"] = gap
+            report.counters["weights_update_seconds"] = time.monotonic() - started
             if version == report.missed:
                 report.missed, self._passing_attempts = None, 0
                 report.failed.clear()  # an adapter may have failed because it needs these weights

@@ -5,11 +5,12 @@ it can be repeated when a reply was lost, and raises :class:`redis.RedisError` i
 """
 
 from rollout_worker.job.job_store.assignments import Assignment, Order, OrderKind, StaleCoordinatorError
-from rollout_worker.job.job_store.engines import EngineReport
+from rollout_worker.job.job_store.engines import EngineReport, LeaseState
 from rollout_worker.job.job_store.events import RolloutEvent
 from rollout_worker.job.job_store.incoming import Entry, Stream, arrival_time
 from rollout_worker.job.job_store.requests import Admission
 from rollout_worker.job.job_store.store import JobStore
+from rollout_worker.job.job_store.timeline import RolloutProgress
 from rollout_worker.job.job_store.weight_offers import WeightOffer
 
 __all__ = [
@@ -18,9 +19,11 @@ __all__ = [
     "EngineReport",
     "Entry",
     "JobStore",
+    "LeaseState",
     "Order",
     "OrderKind",
     "RolloutEvent",
+    "RolloutProgress",
     "StaleCoordinatorError",
     "Stream",
     "WeightOffer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, fields
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import msgpack
@@ -63,6 +64,8 @@ class EngineReport:
     """How the engine is paused (a :class:`~rollout_api.PauseMode`); '' if it is not."""
     counters: dict[str, float] = field(default_factory=dict)
     """Statistics of the engine and its drafter by name."""
+    labeled_counters: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Numbers of draft tokens by name and label; see :mod:`rollout_worker.engine.labeled_counters`."""
 
     @classmethod
     def read(cls, data: Any) -> EngineReport:
@@ -94,6 +97,16 @@ class RegisteredEngine(NamedTuple):
     """Whether its lease is valid."""
 
 
+class LeaseState(IntEnum):
+    """The state of an engine's lease after a heartbeat."""
+
+    LOST = 0
+    """It had expired, so that the engine's rollouts are reassigned."""
+    VALID = 1
+    OBSERVED = 2
+    """It is valid, and someone observes the running rollouts."""
+
+
 class EngineRegistry:
     """Renews and reads the leases and reports of engines."""
 
@@ -101,13 +114,13 @@ class EngineRegistry:
         self._client, self._keys = client, keys
         self._heartbeat = async_function(client, __package__, "heartbeat")
 
-    async def heartbeat(self, engine: str, report: EngineReport, *, register: bool = False) -> bool:
-        """Publish a report and renew the engine's lease, or create it; return False if the lease had expired."""
-        renewed = await self._heartbeat(
-            keys=[self._keys.lease(engine), self._keys.engines],
+    async def heartbeat(self, engine: str, report: EngineReport, *, register: bool = False) -> LeaseState:
+        """Publish a report and renew the engine's lease, or create it."""
+        state = await self._heartbeat(
+            keys=[self._keys.lease(engine), self._keys.engines, self._keys.observed],
             args=[engine, report.pack(), int(ENGINE_LEASE_S * 1000), 1 if register else 0],
         )
-        return bool(renewed)
+        return LeaseState(state)
 
     async def release(self, engine: str) -> None:
         """End an engine's lease, so that the coordinator reassigns its rollouts at once."""

@@ -19,12 +19,13 @@ from rollout_api.protocol.messages import (
     encode,
     pack_tokens,
 )
+from rollout_api.protocol.timeline import EndedRollout
 from rollout_api.redis_client.server_functions import async_function
 from rollout_worker.history.records import CONTEXT_TOKENS
 from rollout_worker.job.canaries import measure
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.ledger import LedgerEntry
-from rollout_worker.job.limits import LEDGER_RETENTION_S, MAX_EVENTS, TRAJECTORY_RETENTION_S
+from rollout_worker.job.limits import LEDGER_RETENTION_S, MAX_EVENTS, MAX_TIMELINE_ENTRIES, TRAJECTORY_RETENTION_S
 
 
 class StartState(NamedTuple):
@@ -95,6 +96,7 @@ class RolloutStore:
                 keys.totals,
                 keys.kept_updates,
                 keys.tokens(request.request_id, rollout_id.sample),
+                keys.timeline,
             ],
             args=[
                 rollout.rollout_id,
@@ -116,6 +118,8 @@ class RolloutStore:
                 measure(request, rollout, rollout_id.sample),
                 request.keep_seconds or 0,
                 int(request.stream),
+                EndedRollout.of(request, rollout, rollout_id.sample).pack(),
+                MAX_TIMELINE_ENTRIES,
             ],
         )
 

@@ -13,6 +13,7 @@ from rollout_worker.job.job_store.job_record import JobRecord
 from rollout_worker.job.job_store.requests import RequestStore
 from rollout_worker.job.job_store.results import ResultStore
 from rollout_worker.job.job_store.rollouts import RolloutStore
+from rollout_worker.job.job_store.timeline import TimelineStore
 from rollout_worker.job.job_store.weight_checksums import WeightChecksumStore
 from rollout_worker.job.job_store.weight_offers import WeightOfferStore
 from rollout_worker.job.limits import MAX_BLOCKING_READ_S
@@ -28,6 +29,7 @@ class JobStore:
         self.requests = RequestStore(client, keys)
         self.rollouts = RolloutStore(client, keys)
         self.results = ResultStore(client, keys)
+        self.timeline = TimelineStore(client, keys)
         self.assignments = AssignmentStore(client, keys)
         self.engines = EngineRegistry(client, keys)
         self.weight_checksums = WeightChecksumStore(client, keys)

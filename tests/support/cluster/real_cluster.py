@@ -85,7 +85,7 @@ class RealCluster:
             values: values for the chart.
         """
         self.kubeconfig = kubeconfig
-        self._kubectl, self._values = kubectl, values
+        self.kubectl_program, self._values = kubectl, values
         self._installed_crd = False
         self._api: RawApi | None = None
 
@@ -145,7 +145,7 @@ class RealCluster:
         return process.stdout
 
     def _command(self, *arguments: str) -> list[str]:
-        return [str(self._kubectl), "--kubeconfig", str(self.kubeconfig), "--namespace", NAMESPACE, *arguments]
+        return [str(self.kubectl_program), "--kubeconfig", str(self.kubeconfig), "--namespace", NAMESPACE, *arguments]
 
     def helm(self, *arguments: str) -> str:
         """Run helm in the namespace of the tests, and return its output."""

@@ -1,15 +1,16 @@
 #!lua
--- Record once that a rollout has ended: in the ledger, the client's results, the outbox and the totals. The last
--- rollout of a request also ends the request.
+-- Record once that a rollout has ended: in the ledger, the client's results, the outbox, the totals and the timeline.
+-- The last rollout of a request also ends the request.
 -- KEYS: ledger of the request, requests, results of the client or kept results of the request, outbox, partials,
---   attempts, events, inbox of the engine, trajectory, totals, updates of kept results, tokens of the rollout (one hash
---   slot).
+--   attempts, events, inbox of the engine, trajectory, totals, updates of kept results, tokens of the rollout,
+--   timeline (one hash slot).
 -- ARGV: rollout id, sample, ledger entry, result, the rollout for the history (empty: it is not stored there),
 --   id of the order (empty: there is none), engine, request id, seconds that the ledger is kept after the end of the
 --   request, seconds that the trajectory's engine is remembered (0: there is no trajectory), maximum number of events,
 --   tokens, decoding steps, draft tokens, accepted draft tokens, last tokens of the prompt for the history (empty:
 --   none), measurement for the canary test (empty: none), seconds for which the result is kept under the request (0: it
---   is sent to the client's stream), 1 if the rollout is streamed and 0 otherwise.
+--   is sent to the client's stream), 1 if the rollout is streamed and 0 otherwise, entry of the timeline, maximum
+--   number of its entries.
 -- Returns 1 if the rollout is recorded, 0 if it was recorded before or is streamed by another engine now, -1 if its
 -- request is unknown.
 local ledger, rollout, sample, engine = KEYS[1], ARGV[1], ARGV[2], ARGV[7]
@@ -43,6 +44,7 @@ redis.call('HINCRBY', KEYS[10], 'tokens', ARGV[12])
 redis.call('HINCRBY', KEYS[10], 'decoding_steps', ARGV[13])
 redis.call('HINCRBY', KEYS[10], 'draft_tokens', ARGV[14])
 redis.call('HINCRBY', KEYS[10], 'accepted_tokens', ARGV[15])
+redis.call('XADD', KEYS[13], 'MAXLEN', '~', ARGV[21], '*', 'd', ARGV[20], 'a', request[1])
 redis.call('HDEL', KEYS[5], rollout)
 redis.call('HDEL', KEYS[6], rollout)
 if ARGV[19] == '1' then

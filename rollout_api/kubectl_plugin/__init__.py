@@ -1,0 +1,1 @@
+"""The kubectl plugin ``kubectl rollouts``. It needs nothing but the program ``kubectl``."""

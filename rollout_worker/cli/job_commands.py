@@ -1,0 +1,173 @@
+"""The commands for a job that runs: ``rollout status``, ``logs`` and ``cancel``."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rollout_api.protocol.exit_codes import EXIT_ENGINE, EXIT_INTERRUPTED, EXIT_STATE
+from rollout_worker.cli.exit_errors import exit_with_message
+from rollout_worker.cli.job_address import (
+    JobArgument,
+    JobManifest,
+    JobRedis,
+    JobUid,
+    StateDirectory,
+    find_job,
+    find_job_directory,
+)
+from rollout_worker.runtime.exit_message import exit_with_error
+
+app = typer.Typer()
+console = Console()
+
+_CANCELLATION_TIMEOUT_S = 10.0
+"""Seconds for which ``rollout cancel`` waits until the job has done what it is told."""
+_PROCESS_COLORS = ("cyan", "green", "yellow", "blue", "magenta")
+
+
+@app.command()
+def status(
+    job: JobArgument = None,
+    file: JobManifest = None,
+    redis: JobRedis = None,
+    uid: JobUid = None,
+    state_dir: StateDirectory = Path(".rollout"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the coordinator's status as JSON.")] = False,
+) -> None:
+    """Show the state, the progress and the engines of a job, and what to do if something is wrong.
+
+    The exit code is 4 if the job has failed, or if its coordinator does not run.
+    """
+    from rollout_worker.cli.job_status import print_snapshot, read_snapshot
+
+    with exit_with_message():
+        found = find_job(job, file=file, redis_url=redis, uid=uid, state=state_dir)
+        with found.connected() as server:
+            snapshot = read_snapshot(server, found)
+    if as_json:
+        typer.echo(snapshot.as_json())
+    else:
+        print_snapshot(snapshot, console)
+    if not snapshot.is_healthy:
+        raise typer.Exit(EXIT_ENGINE)
+
+
+@app.command()
+def logs(
+    job: JobArgument = None,
+    file: JobManifest = None,
+    state_dir: StateDirectory = Path(".rollout"),
+    follow: Annotated[bool, typer.Option("--follow", help="Continue with new lines until Ctrl-C.")] = False,
+    process: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Show only this process: run, coordinator, relay, redis, engine-0, …, or engine for all engines. The "
+            "option can be repeated.",
+            show_default="all processes",
+        ),
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option(min=0, help="Begin with this number of last lines.", show_default="all lines")
+    ] = None,
+) -> None:
+    """Show the logs of all processes of a job that `rollout run` runs, in the order of their times (UTC).
+
+    The files are in STATE_DIR/NAMESPACE/NAME/logs. Each process keeps its last 24 MiB.
+    """
+    from rollout_worker.cli.merged_logs import JobLogs, LogLine
+
+    with exit_with_message(interrupted="the job continues"):
+        directory = find_job_directory(job, file=file, state=state_dir)
+        found = JobLogs(directory, process or ())
+        known = found.processes()
+        for name in process or ():
+            if not any(one.startswith(name) for one in known):
+                listed = ", ".join(known) or "none"
+                exit_with_error(EXIT_STATE, f"{directory} has no log of process {name}; processes with a log: {listed}")
+        width = max(map(len, known), default=0)
+        colors = {name: _PROCESS_COLORS[number % len(_PROCESS_COLORS)] for number, name in enumerate(known)}
+
+        def show(lines: Iterable[LogLine]) -> None:
+            for line in lines:
+                prefix = typer.style(f"{line.time} {line.process:<{width}}", fg=colors.get(line.process))
+                typer.echo(f"{prefix}  {line.text}")
+
+        show(found.written() if tail is None else deque(found.written(), maxlen=tail))
+        if follow:
+            sys.stdout.flush()
+            show(found.follow())
+
+
+@app.command()
+def cancel(
+    job: JobArgument = None,
+    requests: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="REQUEST…", help="Ids of the requests to cancel.", show_default="the whole job"),
+    ] = None,
+    file: JobManifest = None,
+    redis: JobRedis = None,
+    uid: JobUid = None,
+    state_dir: StateDirectory = Path(".rollout"),
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for a confirmation.")] = False,
+) -> None:
+    """End a job now, or cancel some of its requests.
+
+    Running rollouts end with the tokens that they have, and rollouts that have not started end without any; trainers
+    receive both with the reason "cancelled". If no requests are named, the job is also closed, and ends. Finished
+    rollouts stay in the history.
+    """
+    from rollout_worker.cli.job_cancellation import cancel_requests, end_job, open_requests, wait_until_answered
+
+    with exit_with_message(interrupted="what was sent before is still carried out"):
+        found = find_job(job, file=file, redis_url=redis, uid=uid, state=state_dir)
+        with found.connected() as server:
+            state: Any = server.hget(found.keys.job, "state")
+            if state in (b"closed", b"failed"):
+                exit_with_error(EXIT_STATE, f"job {found.name} (uid {found.uid}) is {state.decode()} already")
+            open_now = open_requests(server, found.keys)
+            chosen = list(dict.fromkeys(requests)) if requests else list(open_now)
+            if unknown := [name for name in chosen if name not in open_now]:
+                exit_with_error(
+                    EXIT_STATE,
+                    f"job {found.name} has no open request {', '.join(unknown)}: it is answered already, or was never "
+                    f"sent; {_listed(list(open_now))}",
+                )
+            rollouts = sum(open_now[name] for name in chosen)
+            what = f"{_count(len(chosen), 'open request')} with {_count(rollouts, 'rollout')}"
+            question = f"Cancel {what} of job {found.name}" + ("?" if requests else ", and end it?")
+            if not yes and not typer.confirm(question):
+                raise typer.Exit(EXIT_INTERRUPTED)
+            if requests:
+                cancel_requests(server, found.keys, chosen)
+                done = wait_until_answered(server, found.keys, chosen, _CANCELLATION_TIMEOUT_S)
+            else:
+                done = end_job(server, found.keys, _CANCELLATION_TIMEOUT_S)
+    target = _count(len(chosen), "request") if requests else f"job {found.name}"
+    if done:
+        console.print(f"{'Cancelled' if requests else 'Ended'} {target}.", markup=False, soft_wrap=True)
+        return
+    exit_with_error(
+        EXIT_ENGINE,
+        f"{target} did not end within {_CANCELLATION_TIMEOUT_S:.0f} s. The command is kept in Redis and is carried out "
+        "as soon as the coordinator runs; see `rollout status`. If all processes of the job are gone for good, use "
+        "`rollout end`",
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _listed(requests: list[str]) -> str:
+    if not requests:
+        return "no request is open"
+    more = f" and {len(requests) - 10:,} more" if len(requests) > 10 else ""
+    return f"open requests: {', '.join(requests[:10])}{more}"

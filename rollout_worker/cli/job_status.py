@@ -1,0 +1,177 @@
+"""What ``rollout status`` shows of a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import redis
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rollout_api.client.job_info import parse_status
+from rollout_api.protocol.keys import MessageKeys
+from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
+from rollout_worker.cli.job_address import FoundJob
+from rollout_worker.cli.job_problems import Problem, missing_coordinator, problems, problems_of_ended_job
+
+ENDED_STATES = ("closed", "failed")
+NO_COORDINATOR = "no coordinator"
+"""State of a job whose coordinator does not publish a status."""
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """What Redis says about a job at one moment."""
+
+    job: FoundJob
+    state: str
+    """State by the job's status, ``closed``, ``failed``, or :data:`NO_COORDINATOR`."""
+    reason: str | None
+    """Why the job has failed."""
+    done: int
+    """Rollouts that have ended."""
+    status: CoordinatorStatus | None
+    """The coordinator's status; None if no coordinator runs."""
+
+    def as_json(self) -> str:
+        """Return the coordinator's status, or the few fields of it that are known without a coordinator."""
+        if self.status is not None:
+            return json.dumps(self.status)
+        known = {"job": self.job.name, "uid": self.job.uid, "state": self.state, "done": self.done}
+        return json.dumps(known | ({"reason": self.reason} if self.reason else {}))
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the job runs or was closed, as opposed to one that has failed or has no coordinator."""
+        return self.state not in ("failed", NO_COORDINATOR)
+
+    @property
+    def problems(self) -> list[Problem]:
+        """What is wrong, and what to do."""
+        if self.status is not None:
+            return problems(self.status)
+        if self.state == NO_COORDINATOR:
+            return [missing_coordinator(is_local=self.job.directory is not None)]
+        return problems_of_ended_job(self.state, self.reason)
+
+
+def read_snapshot(server: redis.Redis, job: FoundJob) -> JobSnapshot:
+    """Read what Redis says about a job.
+
+    Raises:
+        redis.RedisError: if Redis cannot be used.
+    """
+    keys = MessageKeys(job.uid)
+    pipeline = server.pipeline(transaction=False)
+    pipeline.hmget(keys.job, ["state", "reason"])
+    pipeline.get(keys.status)
+    pipeline.hget(keys.totals, "rollouts")
+    (state, reason), published, done = pipeline.execute()
+    recorded, why = (None if value is None else value.decode() for value in (state, reason))
+    if recorded in ENDED_STATES:  # the last status lives on for some seconds
+        return JobSnapshot(job, recorded, why, int(done or 0), None)
+    status = parse_status(published)
+    return JobSnapshot(job, status["state"] if status else NO_COORDINATOR, None, int(done or 0), status)
+
+
+def print_snapshot(snapshot: JobSnapshot, console: Console) -> None:
+    """Show a job on one screen."""
+    job, status = snapshot.job, snapshot.status
+    of_uid = f" (uid {job.uid})" if job.uid != job.name else ""
+    done = snapshot.done if status is None else status["done"]
+    console.print(
+        Text(f"Job {job.name}{of_uid} is {_state_text(snapshot)}; {_progress(done, status)}."), soft_wrap=True
+    )
+    if status is not None:
+        console.print(Padding(_facts(status), (0, 0, 0, 2)))
+        if status["engines"]:
+            console.print(Padding(_engines(status["engines"]), (1, 0, 0, 2)))
+    if snapshot.problems:
+        console.print()
+    for problem in snapshot.problems:
+        console.print(Text("! ", "bold yellow").append(_sentence(problem.what), "default"), soft_wrap=True)
+        console.print(Text(f"  {problem.remedy}"), soft_wrap=True)
+
+
+def _state_text(snapshot: JobSnapshot) -> str:
+    if snapshot.state == NO_COORDINATOR:
+        return "without a coordinator"
+    return {"closing": "closing: it ends when all requests are answered"}.get(snapshot.state, snapshot.state)
+
+
+def _progress(done: int, status: CoordinatorStatus | None) -> str:
+    if status is None or status["total"] is None:
+        return f"{done:,} rollouts are done"
+    return f"{done:,} of {status['total']:,} rollouts are done, in epoch {status['epoch']}"
+
+
+def _facts(status: CoordinatorStatus) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    left = status["remaining_seconds"]
+    remaining = f"; about {duration(left)} left" if left else ""
+    table.add_row("requests", f"{status['requests']:,} open{remaining}")
+    migrated = f", {status['migrated']:,} migrated" if status["migrated"] else ""
+    table.add_row("rollouts", f"{status['assigned']:,} running, {status['waiting']:,} waiting{migrated}")
+    table.add_row("speed", f"{status['tokens_per_second']:,.0f} tokens/s")
+    accepted = f"{status['accepted_per_step']:.2f} tokens accepted per decoding step"
+    table.add_row("drafts", accepted + _saving(status["saved"]))
+    current = sum(engine["version"] == status["weight_version"] for engine in status["engines"])
+    table.add_row(
+        "weights", f"version {status['weight_version']}, served by {current} of {len(status['engines'])} engines"
+    )
+    if unread := {client: count for client, count in status["unread"].items() if count}:
+        table.add_row("unread", ", ".join(f"{count:,} results of {client}" for client, count in unread.items()))
+    table.add_row("dead letters", f"{status['dead_letters']:,}")
+    return table
+
+
+def _engines(engines: Sequence[EngineEntry]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ("engine", "worker"):
+        table.add_column(name, overflow="fold")
+    for name in ("version", "rollouts", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state")
+    for engine in sorted(engines, key=lambda engine: engine["name"]):
+        table.add_row(
+            engine["name"],
+            engine["worker"] or "–",
+            str(engine["version"]),
+            f"{engine['assigned']}/{engine['max_running']}",
+            f"{engine['tokens_per_second']:,.0f}",
+            engine_state(engine),
+        )
+    return table
+
+
+def engine_state(engine: EngineEntry) -> str:
+    """Return what an engine is doing, in a few words."""
+    if engine["draining"]:
+        return "leaving the job"
+    if engine["non_speculative"] or engine["speculation_disabled"]:
+        return "without speculation"
+    return "idle" if not engine["assigned"] else "running"
+
+
+def duration(seconds: float) -> str:
+    """Return a time in the unit that suits it."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def _saving(saved: float | None) -> str:
+    """Return what drafting has saved, as the end of a sentence; *saved* is a share of the decoding time."""
+    if saved is None:
+        return ""
+    return f"; {saved:.0%} of the decoding time saved" if saved >= 0 else f"; decoding takes {-saved:.0%} longer"
+
+
+def _sentence(text: str) -> str:
+    return text if text.endswith((".", "!", "?")) else f"{text}."

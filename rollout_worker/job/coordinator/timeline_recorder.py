@@ -1,0 +1,93 @@
+"""Keeps the job's measurements over time, and counts what has ended in distributions."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rollout_api.protocol.messages import CodecError
+from rollout_api.protocol.status import CoordinatorStatus
+from rollout_api.protocol.timeline import EngineMeasurement, Measurement
+from rollout_api.redis_client.retry import retry_async
+from rollout_worker.job.coordinator.distributions import RolloutDistributions
+from rollout_worker.job.job_store import JobStore
+from rollout_worker.job.job_store.timeline import resolution
+from rollout_worker.job.limits import ENTRIES_PER_PAGE, MEASUREMENT_INTERVAL_S
+
+logger = logging.getLogger(__name__)
+
+
+class TimelineRecorder:
+    """Appends measurements to the timeline, at intervals that grow with the job's age, and reads what has ended.
+
+    A job of any age then has a limited number of measurements, and each part of it is resolved in proportion to the age
+    that the job had.
+    """
+
+    def __init__(self, job_store: JobStore, distributions: RolloutDistributions) -> None:
+        self._job_store, self._distributions = job_store, distributions
+        self._began = 0.0
+        """``time.monotonic()`` of the job's first measurement."""
+        self._measured = 0.0
+        """``time.monotonic()`` of the last measurement."""
+        self._num_bytes = 0
+        """Bytes of the last measurement."""
+        self._last_ended: str | None = None
+        """Id of the last entry of the timeline that was counted."""
+
+    async def record(self, status: CoordinatorStatus) -> None:
+        """Record a status if it is time for a measurement, and count what has ended since the last call."""
+        await self._add_measurement(status)
+        await self._count_ended(status["weight_version"])
+
+    async def _add_measurement(self, status: CoordinatorStatus) -> None:
+        now = time.monotonic()
+        if not self._began:
+            store = self._job_store
+            first = await retry_async(store.timeline.first_measured_at)
+            self._began = now if first is None else now - max(0.0, await retry_async(store.clock) - first)
+        interval = max(MEASUREMENT_INTERVAL_S, (now - self._began) / resolution(self._num_bytes))
+        if now - self._measured < interval:
+            return
+        self._measured = now
+        self._num_bytes = await retry_async(self._job_store.timeline.add_measurement, measurement_of(status))
+
+    async def _count_ended(self, newest_version: int) -> None:
+        timeline = self._job_store.timeline
+        if self._last_ended is None:
+            # An earlier coordinator has counted the others. Its counters end with it, as those of any process.
+            self._last_ended = await retry_async(timeline.last_ended_id)
+            return
+        while True:
+            try:
+                ended = await retry_async(timeline.ended, self._last_ended)
+            except CodecError as error:
+                logger.warning("Cannot read the timeline from the entry %s on: %s", self._last_ended, error)
+                self._last_ended = await retry_async(timeline.last_ended_id)
+                return
+            for entry in ended:
+                self._distributions.observe_rollout(entry.rollout, newest_version)
+                self._last_ended = entry.entry_id
+            if len(ended) < ENTRIES_PER_PAGE:
+                return
+
+
+def measurement_of(status: CoordinatorStatus) -> Measurement:
+    """Return what the timeline keeps of a status."""
+    return Measurement(
+        time=0.0,
+        state=status["state"],
+        weight_version=status["weight_version"],
+        requests=status["requests"],
+        waiting=status["waiting"],
+        assigned=status["assigned"],
+        done=status["done"],
+        tokens_per_second=status["tokens_per_second"],
+        saved=status["saved"],
+        remaining_seconds=status["remaining_seconds"],
+        unread=sum(status["unread"].values()),
+        engines=[
+            EngineMeasurement.of(engine["name"], engine["version"], engine["assigned"], engine["counters"])
+            for engine in status["engines"]
+        ],
+    )

@@ -1,0 +1,76 @@
+"""Log files of a job's processes: bounded, rotated, and with a time in each line, by which they can be merged."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MAX_FILE_BYTES = 8 << 20
+"""Size at which a log file is rotated, in bytes."""
+NUM_OLD_FILES = 2
+"""Number of rotated files that are kept of each process."""
+_CONSOLE_FORMAT = "%(levelname)s %(name)s: %(message)s"
+
+
+class TimestampFormatter(logging.Formatter):
+    """Begins each record with its time in UTC, as ``2026-11-27T22:31:18.123Z``."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+
+def rotating_handler(
+    directory: Path, process: str, message: str = _CONSOLE_FORMAT, *, max_bytes: int = MAX_FILE_BYTES
+) -> logging.Handler:
+    """Return a handler that appends to the log file of a process, which is created with the first record.
+
+    Args:
+        directory: directory of the job's log files.
+        process: name of the process.
+        message: format of what follows the time.
+        max_bytes: size at which the file is rotated.
+
+    Raises:
+        OSError: if the directory cannot be created.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    handler = logging.handlers.RotatingFileHandler(
+        directory / f"{process}.log",
+        maxBytes=max_bytes,
+        backupCount=NUM_OLD_FILES,
+        encoding="utf-8",
+        errors="backslashreplace",
+        delay=True,
+    )
+    handler.setFormatter(TimestampFormatter(f"%(asctime)s {message}"))
+    return handler
+
+
+@contextmanager
+def logging_to_file(directory: Path | None, process: str) -> Iterator[None]:
+    """Log within the context: warnings to standard error, and further messages to a log file if there is a directory.
+
+    Raises:
+        OSError: if the directory cannot be created.
+    """
+    console = logging.StreamHandler()
+    console.setFormatter(logging.Formatter(_CONSOLE_FORMAT))
+    console.setLevel(logging.WARNING)
+    handlers = [console] if directory is None else [console, rotating_handler(directory, process)]
+    root, own = logging.getLogger(), logging.getLogger(__name__.partition(".")[0])
+    level = own.level
+    own.setLevel(logging.INFO)
+    for handler in handlers:
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        own.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,125 @@
+"""How commands find a job: in a Redis or a state directory, by name, manifest or uid."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import yaml
+
+from rollout_api.ports import free_port
+from rollout_api.protocol.keys import MessageKeys, job_uid_key
+from rollout_api.redis_client.checks import RedisUnusableError
+from rollout_worker.cli.job_address import FoundJob, JobAddressError, find_job
+from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
+
+
+def publish(redis_url: str, name: str, uid: str) -> None:
+    """Publish a job as its coordinator does."""
+    client = redis.Redis.from_url(redis_url)
+    client.hset(MessageKeys(uid).job, "state", "running")
+    client.set(job_uid_key(name), uid)
+
+
+def run_locally(state: Path, name: str, uid: str, server: RecordedRedis, *, finished: bool = False) -> Path:
+    """Leave in a state directory what `rollout run` leaves there."""
+    directory = state / name
+    directory.mkdir(parents=True)
+    (directory / "job.json").write_text(json.dumps({"uid": uid, "finished": finished}))
+    record_redis(directory, server)
+    return directory
+
+
+def manifest_file(directory: Path, redis_url: str | None = None) -> Path:
+    manifest: dict[str, Any] = {
+        "apiVersion": "das.rollout.dev/v1beta1",
+        "kind": "RolloutJob",
+        "metadata": {"name": "math"},
+        "spec": {"model": {"uri": "policy"}, "source": {"trainer": {}}},
+    }
+    if redis_url:
+        manifest["spec"]["redis"] = {"url": redis_url}
+    file = directory / "job.yaml"
+    file.write_text(yaml.safe_dump(manifest))
+    return file
+
+
+def test_a_job_is_found_by_its_name_in_a_given_redis(tmp_path: Path, redis_url: str) -> None:
+    publish(redis_url, "default/math", "u1")
+    publish(redis_url, "team/math", "u2")
+    assert FoundJob("default/math", "u1", redis_url, None) == find_job("math", redis_url=redis_url, state=tmp_path)
+    assert FoundJob("team/math", "u2", redis_url, None) == find_job("team/math", redis_url=redis_url, state=tmp_path)
+
+
+def test_a_uid_names_an_earlier_job(tmp_path: Path, redis_url: str) -> None:
+    publish(redis_url, "default/math", "u1")
+    publish(redis_url, "default/math", "u2")
+    assert "u2" == find_job("math", redis_url=redis_url, state=tmp_path).uid
+    assert "u1" == find_job("math", uid="u1", redis_url=redis_url, state=tmp_path).uid
+    assert "u1" == find_job(None, uid="u1", redis_url=redis_url, state=tmp_path).name
+
+
+def test_a_manifest_names_the_job_and_its_redis(tmp_path: Path, redis_url: str) -> None:
+    publish(redis_url, "default/math", "u1")
+    file = manifest_file(tmp_path)
+    assert FoundJob("default/math", "u1", redis_url, None) == find_job(None, file=file, redis_url=redis_url)
+    with pytest.raises(JobAddressError, match="not both"):
+        find_job("math", file=file, redis_url=redis_url)
+    nobody = f"127.0.0.1:{free_port()}"
+    with pytest.raises(RedisUnusableError, match=nobody):
+        find_job(None, file=manifest_file(tmp_path, f"redis://{nobody}/0"), state=tmp_path)
+
+
+def test_the_only_job_of_a_state_directory_needs_no_name(tmp_path: Path, redis_url: str) -> None:
+    publish(redis_url, "default/math", "u1")
+    directory = run_locally(tmp_path, "default/math", "u1", RecordedRedis(redis_url, embedded=False))
+    assert FoundJob("default/math", "u1", redis_url, directory) == find_job(None, state=tmp_path)
+    assert 0o600 == (directory / "redis-server.json").stat().st_mode & 0o777
+
+    run_locally(tmp_path, "default/code", "u2", RecordedRedis(redis_url, embedded=False))
+    with pytest.raises(JobAddressError, match="default/code, default/math; name one"):
+        find_job(None, state=tmp_path)
+
+
+def test_a_given_redis_takes_precedence_over_a_local_job_of_the_same_name(tmp_path: Path, redis_url: str) -> None:
+    publish(redis_url, "default/math", "u1")
+    run_locally(tmp_path, "default/math", "u2", RecordedRedis("redis://127.0.0.1:1/0", embedded=True))
+    assert FoundJob("default/math", "u1", redis_url, None) == find_job("math", redis_url=redis_url, state=tmp_path)
+
+
+def test_the_only_job_of_a_redis_needs_no_name(tmp_path: Path, redis_url: str) -> None:
+    with pytest.raises(JobAddressError, match="there is no job in this Redis"):
+        find_job(None, redis_url=redis_url, state=tmp_path)
+    publish(redis_url, "team/math", "u1")
+    assert "team/math" == find_job(None, redis_url=redis_url, state=tmp_path).name
+
+
+def test_an_unknown_name_is_answered_with_those_that_exist(tmp_path: Path, redis_url: str) -> None:
+    publish(redis_url, "team/math", "u1")
+    with pytest.raises(JobAddressError, match=r"no job default/maths in this Redis .*team/math"):
+        find_job("maths", redis_url=redis_url, state=tmp_path)
+    run_locally(tmp_path, "default/code", "u2", RecordedRedis(redis_url, embedded=False))
+    with pytest.raises(JobAddressError, match=r"default/maths has not run in .*default/code"):
+        find_job("maths", state=tmp_path)
+
+
+def test_a_job_whose_messages_were_deleted_is_said_to_have_ended(tmp_path: Path, redis_url: str) -> None:
+    run_locally(tmp_path, "default/math", "u1", RecordedRedis(redis_url, embedded=False))
+    with pytest.raises(JobAddressError, match="deleted a day after its end"):
+        find_job("math", state=tmp_path)
+
+
+def test_an_embedded_server_that_has_ended_means_that_the_job_does_not_run(tmp_path: Path) -> None:
+    nobody = f"redis://:secret@127.0.0.1:{free_port()}/0"
+    run_locally(tmp_path, "default/math", "u1", RecordedRedis(nobody, embedded=True))
+    with pytest.raises(JobAddressError, match="does not run at the moment") as ended:
+        find_job("math", state=tmp_path)
+    assert "secret" not in str(ended.value)
+    run_locally(tmp_path, "default/done", "u2", RecordedRedis(nobody, embedded=True), finished=True)
+    with pytest.raises(JobAddressError, match="has ended, and with it the Redis server"):
+        find_job("done", state=tmp_path)
+    with pytest.raises(RedisUnusableError, match="cannot be reached"):
+        find_job("math", redis_url=nobody, state=tmp_path)

@@ -24,6 +24,7 @@ from tests.support.job_messages import request, rollout
 NOW = 1000.0
 LENGTHS = {"long": LengthStats.from_lengths([(0, length, False) for length in (100, 200, 300, 400)])}
 COUNTERS = {
+    "tokens": 250.0,
     "decoding_steps": 100.0,
     "draft_tokens": 200.0,
     "accepted_tokens": 150.0,
@@ -176,6 +177,7 @@ def test_the_whole_view_names_what_is_shown() -> None:
         "4 running, 1 waiting",
         "about 30 s, of which the longest rollout needs 12 s",
         "25% of the decoding time (4 s)",
+        "1.50",
         "version 3, on 1 of 2 engines",
         "7 results of trainer",
         "1 (−2)",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -34,25 +35,20 @@ def header(job: LiveJob, now: float) -> RenderableType:
         now: Unix time.
     """
     status = job.status
-    table = Table.grid(padding=(0, 3))
-    for _ in range(4):
-        table.add_column()
-    table.add_row(
+    facts = [
         _fact("rollouts", f"{status['assigned']:,} running, {status['waiting']:,} waiting"),
         _fact("speed", f"{status['tokens_per_second']:,.0f} tokens/s"),
         _fact("left", _left(status)),
         _fact("requests", f"{status['requests']:,} open"),
-    )
-    table.add_row(
         _fact("drafts", f"{status['accepted_per_step']:.2f} accepted per step"),
         _fact("saved", _saved(job)),
         _fact("weights", f"version {status['weight_version']}, {_served(status)}"),
         _fact("staleness", _staleness(job, now)),
-    )
+    ]
     parts: list[RenderableType] = [_title(status)]
     if status["total"]:
         parts.append(ProgressBar(total=status["total"], completed=status["done"], width=80))
-    parts.append(table)
+    parts.append(Columns(facts, padding=(0, 3)))
     unread = {client: count for client, count in status["unread"].items() if count}
     if unread:
         parts.append(_fact("unread", ", ".join(f"{count:,} results of {client}" for client, count in unread.items())))
@@ -70,8 +66,9 @@ def engines_table(job: LiveJob) -> Table:
     for engine in sorted(job.status["engines"], key=lambda one: one["name"]):
         counters = engine["counters"]
         behind = newest - engine["version"]
-        steps, drafted = counters.get("decoding_steps", 0.0), counters.get("draft_tokens", 0.0)
-        accepted = counters.get("accepted_tokens", 0.0)
+        drafted, accepted = counters.get("draft_tokens", 0.0), counters.get("accepted_tokens", 0.0)
+        # Each decoding step of a rollout samples one token that was not drafted.
+        steps = counters.get("tokens", 0.0) - accepted
         without = counters.get("timed_seconds_without_drafts", 0.0)
         table.add_row(
             engine["name"],
@@ -79,7 +76,7 @@ def engines_table(job: LiveJob) -> Table:
             f"{engine['assigned']}/{engine['max_running']}",
             f"{engine['tokens_per_second']:,.0f}",
             f"{counters.get('kv_cache_usage', 0.0):.0%}",
-            f"{accepted / steps:.2f}" if steps else "–",
+            f"{accepted / steps:.2f}" if steps > 0 else "–",
             f"{accepted / drafted:.0%}" if drafted else "–",
             f"{1 - counters['timed_seconds'] / without:.0%}" if without else "–",
             _drafting(engine),
@@ -222,7 +219,10 @@ def _saved(job: LiveJob) -> str:
     saved = job.status["saved"]
     if saved is None:
         return "unknown yet"
-    return f"{saved:.0%} of the decoding time ({duration(abs(job.seconds_saved))}{'' if saved >= 0 else ' lost'})"
+    seconds = duration(abs(job.seconds_saved))
+    if saved < 0:
+        return f"nothing; decoding takes {-saved:.0%} longer ({seconds})"
+    return f"{saved:.0%} of the decoding time ({seconds})"
 
 
 def _served(status: CoordinatorStatus) -> str:

@@ -135,7 +135,7 @@ def test_acceptance_is_summed_over_engines() -> None:
     job = live_job(engine("a", labeled_counters=counters), engine("b", labeled_counters=counters))
     assert [("history", 20, 14, 0.7), ("self", 8, 0, 0.0)] == [(*row, row.rate) for row in job.acceptance("source")]
     assert [] == job.acceptance("position")
-    assert "own text" in text(view.acceptance_table("source", job.acceptance("source")))
+    assert "own text" in text(view.acceptance(job))
 
 
 def test_staleness_is_that_of_rollouts_that_have_ended_lately() -> None:
@@ -184,7 +184,7 @@ def test_the_whole_view_names_what_is_shown() -> None:
         "disabled: it did not pay",
         "█▅▃",
         "2 of 2 running rollouts are longer than half of the earlier ones",
-        "80%",
+        "position 1 80% ▇▅ 50% position 2",
     ):
         assert part in shown, shown
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from rich.columns import Columns
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
 from rollout_worker.cli.job_problems import problems
 from rollout_worker.cli.job_status import duration, engine_state
-from rollout_worker.cli.top.live_job import Acceptance, LiveJob, RunningRollout
+from rollout_worker.cli.top.live_job import LiveJob, RunningRollout
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 30
 _SPARK_WIDTH = 60
+_RATE_WIDTH = 20
 SOURCE_NAMES = {
     "history": "history",
     "self": "own text",
@@ -47,7 +48,8 @@ def header(job: LiveJob, now: float) -> RenderableType:
     ]
     parts: list[RenderableType] = [_title(status)]
     if status["total"]:
-        parts.append(ProgressBar(total=status["total"], completed=status["done"], width=80))
+        filled = round(_SPARK_WIDTH * min(1.0, status["done"] / status["total"]))
+        parts.append(Text.assemble(("━" * filled, "green"), ("━" * (_SPARK_WIDTH - filled), "dim")))
     parts.append(Columns(facts, padding=(0, 3)))
     unread = {client: count for client, count in status["unread"].items() if count}
     if unread:
@@ -133,42 +135,47 @@ def running_table(job: LiveJob, limit: int) -> Table:
     return table
 
 
-def acceptance_table(title: str, rows: Iterable[Acceptance]) -> Table:
-    """Return a table of acceptance rates.
-
-    Args:
-        title: what the rows stand for.
-        rows: the draft tokens of each row.
-    """
-    table = _table(title, right=("drafted", "accepted", ""))
+def acceptance(job: LiveJob) -> RenderableType:
+    """Return which share of the draft tokens was accepted, by source and by position of the draft."""
+    sources, positions = job.acceptance("source"), job.acceptance("position")
+    table = _table("drafts from", right=("verified", "accepted", ""))
     table.add_column("", no_wrap=True)
-    for row in rows:
-        filled = round(row.rate * 20)
+    for row in sources:
+        filled = round(row.rate * _RATE_WIDTH)
         table.add_row(
             SOURCE_NAMES.get(row.label, row.label),
             f"{row.drafted:,}",
             f"{row.accepted:,}",
             f"{row.rate:.0%}",
-            Text("█" * filled, "green") + Text("░" * (20 - filled), "dim"),
+            Text("█" * filled, "green") + Text("·" * (_RATE_WIDTH - filled), "dim"),
         )
-    return table
+    parts: list[RenderableType] = [table] if sources else []
+    if positions:
+        first, last = positions[0], positions[-1]
+        line = sparkline([row.rate for row in positions], highest=1.0)
+        ends = f"position {first.label} {first.rate:.0%} ", f" {last.rate:.0%} position {last.label}"
+        parts.append(Text.assemble(("accepted by position of the draft: ", "dim"), ends[0], line, ends[1]))
+    return Group(*parts)
 
 
 def whole_view(job: LiveJob, now: float, *, rows: int = 15) -> RenderableType:
     """Return everything, one part below the other."""
-    parts: list[RenderableType] = [header(job, now), Text(), engines_table(job), Text(), tail(job)]
+    parts: list[RenderableType] = [header(job, now), engines_table(job), tail(job), acceptance(job)]
     if job.running:
-        parts += [Text(), running_table(job, rows)]
-    for title, kind in (("source", "source"), ("position", "position")):
-        if acceptance := job.acceptance(kind):
-            parts += [Text(), acceptance_table(title, acceptance)]
-    return Group(*parts)
+        parts.append(running_table(job, rows))
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
 
-def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> Text:
-    """Return the last *width* values as blocks whose height is proportional to the value."""
+def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH, *, highest: float | None = None) -> Text:
+    """Return the last values as blocks whose height is proportional to the value.
+
+    Args:
+        values: the values, not negative.
+        width: maximum number of values that are shown.
+        highest: value of the highest block; None for the highest value that is shown.
+    """
     shown = values[-width:]
-    highest = max(shown, default=0.0)
+    highest = max(shown, default=0.0) if highest is None else highest
     if highest <= 0:
         return Text(_BLOCKS[0] * len(shown), "cyan")
     top = len(_BLOCKS) - 1
@@ -241,7 +248,7 @@ def _drafting(engine: EngineEntry) -> Text:
         return Text(state, "yellow" if engine["speculation_disabled"] else "dim")
     if engine["counters"].get("drafting_disabled"):
         return Text("disabled: it did not pay", "yellow")
-    return Text(state, "dim" if state == "idle" else "green")
+    return Text("enabled", "green") if state == "running" else Text(state, "dim")
 
 
 def _scale(one: RunningRollout) -> float:

@@ -3,7 +3,7 @@ VENV := .venv/bin
 NATIVE := $(wildcard rollout_worker/drafting/native/*.[ch]pp)
 CACHE := $(HOME)/.cache/das-rollout
 VERSION = $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
-FAST_TESTS := tests/api tests/policy tests/operator tests/drafting tests/packaging tests/project \
+FAST_TESTS := tests/api tests/doctor tests/policy tests/operator tests/drafting tests/packaging tests/project \
 	$(addprefix tests/history/,test_eviction.py test_records.py test_window.py)
 ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model
 # These depend on step times, or train a model: beside other engines they would fail or take many times as long.
@@ -79,16 +79,20 @@ generate: env  ## Generate the CRD, the chart's copy of it, the dashboards, the 
 wheels: env  ## Build the wheels of the client and of everything else into dist/.
 	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist ./client .
 
-chart: env  ## Lint and package the Helm chart into dist/.
-	$(VENV)/helm lint charts/das-rollout
-	$(VENV)/helm package charts/das-rollout --destination dist
+chart: env  ## Lint and package the Helm chart into dist/ (REGISTRY: of the images that it names).
+	$(VENV)/python -m scripts.release.chart $(REGISTRY)
 
-docker-images:  ## Build the operator's image and the GPU worker's image with Docker.
-	docker build -f operator/Dockerfile -t das-rollout-operator:$(VERSION) .
-	docker build -f rollout_worker/Dockerfile -t das-rollout-worker:$(VERSION) .
+docker-images:  ## Build all images with Docker (REGISTRY: what their names begin with).
+	VERSION=$(VERSION) REGISTRY=$(REGISTRY) docker buildx bake --load
+
+release-check: tiny-model  ## Check a release except for pushing it (STRICT=1: what cannot run here fails; TAG, REGISTRY).
+	$(VENV)/python -m scripts.release $(if $(STRICT),--strict) $(if $(TAG),--tag $(TAG)) $(if $(REGISTRY),--registry $(REGISTRY))
+
+set-version: env  ## Write VERSION=X.Y.Z to all files that state the version.
+	$(VENV)/python -m scripts.release.versions $(VERSION)
 
 clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist .rollout
 
 .PHONY: help env tiny-model demo test test-fast test-chaos kubernetes images test-cluster test-native lint format generate wheels \
-	chart docker-images clean
+	chart docker-images release-check set-version clean

@@ -51,13 +51,13 @@ from rollout_api.protocol.messages import FinishReason, Partial, RolloutId, Roll
 from rollout_api.redis_client.connection import connect
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.metrics import EngineCounters
-from rollout_worker.engine.model_source import default_cache
 from rollout_worker.engine.response import GenerationResult
 from rollout_worker.history.blocks import START
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.services import Service
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.job.weight_transport import DirectoryTransport
+from rollout_worker.runtime.model_cache import default_cache
 from rollout_worker.tiny_model import ensure
 from tests.support.redis_servers import Server
 

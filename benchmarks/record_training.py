@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.serving import run_job
 from rollout_api import Rollout, RolloutClient, Sampling
-from rollout_worker.engine.model_source import default_cache
+from rollout_worker.runtime.model_cache import default_cache
 from rollout_worker.tiny_model import default_tasks, ensure
 
 ROOT = Path(__file__).parents[1]

@@ -37,7 +37,7 @@ from scipy import stats
 
 from benchmarks.figures import Figure, report, save_svg, write_figures
 from benchmarks.serving import run_job
-from rollout_worker.engine.model_source import default_cache
+from rollout_worker.runtime.model_cache import default_cache
 from rollout_worker.tiny_model import ensure
 
 ROOT = Path(__file__).parents[1]

@@ -39,12 +39,12 @@ from rollout_api.redis_client.connection import connect
 from rollout_api.weights.delta_codec import encode
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.engine import Engine
-from rollout_worker.engine.model_source import default_cache
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.job.engine_worker import EngineWorker
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.shared_checksums import SharedChecksums
 from rollout_worker.job.weight_transport import BroadcastTransport, CombinedTransport, DirectoryTransport
+from rollout_worker.runtime.model_cache import default_cache
 from rollout_worker.tiny_model import ensure
 
 Tensors = dict[str, torch.Tensor]

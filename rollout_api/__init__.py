@@ -31,6 +31,8 @@ from rollout_api.errors import (
     VersionMismatchError,
     WeightsError,
 )
+from rollout_api.figures.rollout_summary import RolloutSummary
+from rollout_api.figures.step_figures import StepFigures
 from rollout_api.length_stats import LengthClass, LengthStats
 from rollout_api.manifest.rollout_job import (
     FieldError,
@@ -120,10 +122,12 @@ __all__ = [
     "RolloutJob",
     "RolloutJobSpec",
     "RolloutRequest",
+    "RolloutSummary",
     "RolloutsFailedError",
     "RoutedExperts",
     "Sampling",
     "Step",
+    "StepFigures",
     "StepProgress",
     "TensorsInMemory",
     "Trajectory",

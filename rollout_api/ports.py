@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import socket
 
-_CANDIDATES = range(20_000, 30_000)
+SERVER_PORTS = range(20_000, 30_000)
 """Ports below those that Linux gives to outgoing connections by default, one of which could take a port before it is
 used. Ray's workers use ports below these, and Kubernetes' node ports are above them."""
 _MAX_ATTEMPTS = 100
@@ -19,7 +19,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     Args:
         host: address of this machine on which the port must be free; empty for all.
     """
-    for port in _random.sample(_CANDIDATES, _MAX_ATTEMPTS):
+    for port in _random.sample(SERVER_PORTS, _MAX_ATTEMPTS):
         with socket.socket() as probe:
             try:
                 probe.bind((host, port))

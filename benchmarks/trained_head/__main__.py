@@ -25,7 +25,7 @@ from benchmarks.trained_head.drafter import ArbitratedDrafter, without_end
 from benchmarks.trained_head.head import STEPS, Chains, Head, Policy, Trainer, draft_all, pretraining_texts
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.index import POOL_TOKENS, LearnedState
-from rollout_worker.engine.model_source import default_cache
+from rollout_worker.runtime.model_cache import default_cache
 from rollout_worker.tiny_model import ensure
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7)

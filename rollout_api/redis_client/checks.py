@@ -41,7 +41,7 @@ def check(client: redis.Redis | redis.RedisCluster, url: str) -> dict[str, Any]:
         raise explain_error(error, url) from error
     for info in infos:
         _check_server(info, url)
-    return max(infos, key=_is_full)
+    return max(infos, key=is_full)
 
 
 def wait_until_usable(client: redis.Redis | redis.RedisCluster, url: str) -> None:
@@ -57,7 +57,7 @@ def wait_until_usable(client: redis.Redis | redis.RedisCluster, url: str) -> Non
     while True:
         try:
             info = check(client, url)
-            if not _is_full(info):
+            if not is_full(info):
                 return
             full = redis.exceptions.OutOfMemoryError(f"{info['used_memory']} bytes of {info['maxmemory']} are used")
             raise explain_error(full, url) from full
@@ -151,7 +151,7 @@ def _check_server(info: Mapping[str, Any], url: str) -> None:
         )
 
 
-def _is_full(info: Mapping[str, Any]) -> bool:
+def is_full(info: Mapping[str, Any]) -> bool:
     """Return whether a server refuses writes for lack of memory, computed like Redis' ``getMaxmemoryState``."""
     counted = int(info.get("used_memory", 0)) - int(info.get("mem_not_counted_for_evict", 0))
     return 0 < int(info.get("maxmemory", 0)) < counted

@@ -32,6 +32,7 @@ from rollout_api.protocol.exit_codes import (
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.status_token import StatusToken
+from rollout_worker.cli.doctor import doctor
 from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_address import job_directory
 from rollout_worker.cli.job_commands import app as job_app
@@ -40,13 +41,13 @@ from rollout_worker.cli.report_command import app as report_app
 from rollout_worker.cli.report_command import check_writable, write_page_of_run
 from rollout_worker.cli.top.command import app as top_app
 from rollout_worker.engine.model_source import (
-    default_cache,
     load_tokenizer,
     resolve_model,
     tokenizer_fingerprint,
 )
 from rollout_worker.job.dataset.report import EpochMode
 from rollout_worker.runtime.exit_message import exit_with_error
+from rollout_worker.runtime.model_cache import default_cache
 
 _EXIT_CODES = (
     f"Exit codes: 0 success; {EXIT_MANIFEST} invalid manifest; {EXIT_REDIS} Redis cannot be used; "
@@ -421,6 +422,9 @@ def check(file: ManifestFile) -> None:
     with exit_with_message(file):
         job = check_manifest(file)
     console.print(f"{file}: RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid.")
+
+
+app.command()(doctor)
 
 
 @app.command("tiny-model")

@@ -24,18 +24,14 @@ _SHAPE_KEYS = (
     "vocab_size",
 )
 """Settings of ``config.json`` in which a checkpoint must agree with the model."""
+_OWN_MODELS = "das/"
+"""Beginning of the names of models that are created on this machine, and which the hub does not have."""
+_HINT_FOR_OWN_MODELS = "; 'rollout tiny-model' creates the model of the examples"
 _FILES_WITHOUT_WEIGHTS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
 
 
 class ModelError(ValueError):
     """A model cannot be found or must not be loaded. The message says where it was looked for."""
-
-
-def default_cache() -> Path:
-    """Return the directory of the model cache: ``ROLLOUT_MODEL_CACHE``, or one in the user's cache."""
-    if named := os.environ.get("ROLLOUT_MODEL_CACHE"):
-        return Path(named)
-    return Path("~/.cache/das-rollout/models").expanduser()
 
 
 def _caches(cache: Path) -> list[Path]:
@@ -61,6 +57,16 @@ def resolve_model(model: Model, cache: Path, *, weights: bool = True) -> Path:
     return _checked(directory, model.uri)
 
 
+def find_model(model: Model, cache: Path) -> Path | None:
+    """Return the local directory of a manifest's model; None if it is not there and would be downloaded.
+
+    Raises:
+        ModelError: if it is neither there nor can be downloaded, or is not a model directory with safetensors.
+    """
+    directory = _local_directory(model.uri, cache)
+    return _checked(directory, model.uri) if directory is not None else _downloaded(model)
+
+
 def resolve_checkpoint(uri: str, cache: Path, model_directory: Path, allowed_roots: Sequence[str]) -> Path:
     """Return the local directory of weights that replace those of *model_directory* in a running engine.
 
@@ -68,7 +74,7 @@ def resolve_checkpoint(uri: str, cache: Path, model_directory: Path, allowed_roo
         ModelError: if it does not exist, lies outside the allowed roots, or has another shape.
     """
     directory = _checked(allowed_directory(uri, cache, model_directory, allowed_roots), uri)
-    config, model_config = _config(directory), _config(model_directory)
+    config, model_config = read_config(directory), read_config(model_directory)
     for key in _SHAPE_KEYS:
         if config.get(key) != model_config.get(key):
             raise ModelError(
@@ -112,9 +118,24 @@ def allowed_directory(uri: str, cache: Path, model_directory: Path, allowed_root
     return directory
 
 
+def read_config(directory: Path) -> dict[str, Any]:
+    """Return the contents of a model's ``config.json``.
+
+    Raises:
+        ModelError: if it cannot be read, or is not a JSON object.
+    """
+    try:
+        config = json.loads((directory / "config.json").read_text())
+    except (ValueError, OSError) as error:
+        raise ModelError(f"{directory}/config.json cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{directory}/config.json is not a JSON object")
+    return config
+
+
 def max_positions(directory: Path) -> int | None:
     """Return the maximum sequence length of a model; None if its configuration does not contain it."""
-    positions = _config(directory).get("max_position_embeddings")
+    positions = read_config(directory).get("max_position_embeddings")
     return int(positions) if positions is not None else None
 
 
@@ -180,7 +201,7 @@ def _download(model: Model, cache: Path, *, weights: bool) -> Path:
     try:
         return Path(snapshot_download(model.uri, revision=model.revision, allow_patterns=wanted))
     except Exception as error:  # the hub raises its own errors, httpx's and OSError; all mean that it is unavailable
-        hint = "; 'rollout tiny-model' creates the model of the examples" if model.uri.startswith("das/") else ""
+        hint = _HINT_FOR_OWN_MODELS if model.uri.startswith(_OWN_MODELS) else ""
         reason = type(error).__name__
         if isinstance(error, OSError) and error.strerror:  # for example, the volume is full
             reason += f": {error.strerror}"
@@ -190,19 +211,31 @@ def _download(model: Model, cache: Path, *, weights: bool) -> Path:
         ) from None
 
 
+def _downloaded(model: Model) -> Path | None:
+    """Return the directory of a model that was downloaded before; None if it is missing or incomplete.
+
+    Raises:
+        ModelError: if the hub has no such model.
+    """
+    if model.uri.startswith(_OWN_MODELS):
+        raise ModelError(f"model {model.uri!r} is not in the model cache{_HINT_FOR_OWN_MODELS}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        directory = Path(snapshot_download(model.uri, revision=model.revision, local_files_only=True))
+        return _checked(directory, model.uri)
+    except HFValidationError as error:
+        raise ModelError(
+            f"model {model.uri!r} is neither in the model cache nor the id of a Hugging Face model: {error}"
+        ) from None
+    except (LocalEntryNotFoundError, ModelError):
+        return None
+
+
 def _checked(directory: Path, uri: str, *, weights: bool = True) -> Path:
     if not (directory / "config.json").is_file():
         raise ModelError(f"model {uri!r}: {directory} has no config.json, so it is not a model directory")
     if weights and not any(directory.glob("*.safetensors")):
         raise ModelError(f"model {uri!r}: {directory} has no *.safetensors; other weight formats are not loaded")
     return directory
-
-
-def _config(directory: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((directory / "config.json").read_text())
-    except (ValueError, OSError) as error:
-        raise ModelError(f"{directory}/config.json cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{directory}/config.json is not a JSON object")
-    return config

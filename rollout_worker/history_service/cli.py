@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,6 @@ from rich.text import Text
 
 from rollout_api.protocol.exit_codes import EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys
-from rollout_api.protocol.length_entries import rollout_key
 from rollout_api.redis_client.checks import RedisUnusableError, explain_error
 from rollout_api.redis_client.connection import connect_history
 from rollout_api.redis_client.server_functions import Redis
@@ -34,9 +34,12 @@ from rollout_worker.history.maintenance.maintainer import HistoryMaintainer
 from rollout_worker.history.maintenance.operations import MaintenanceOperations
 from rollout_worker.history.maintenance.planner import MaintenancePlan
 from rollout_worker.history.maintenance.run import MaintenanceCounts
-from rollout_worker.history.metadata import HistoryInfo, HistoryMismatchError, list_histories
-from rollout_worker.history.records import HistoryRecord, encode_record
+from rollout_worker.history.metadata import HistoryMismatchError, list_histories
+from rollout_worker.history.problem_contents import ProblemContents, read_problem
+from rollout_worker.history.records import encode_record
 from rollout_worker.history.store import HistoryStore, UnknownHistoryError
+from rollout_worker.history.table import TableError, export_dataset, export_parquet
+from rollout_worker.history.token_texts import Decoder, TokenizerError, load_decoder, show_ids
 from rollout_worker.history.window import describe_age_limit
 from rollout_worker.history_service.formatting import (
     console,
@@ -53,8 +56,10 @@ from rollout_worker.history_service.histograms import (
     share_histogram,
 )
 from rollout_worker.history_service.http import HistoryServer
+from rollout_worker.history_service.rollout_view import compare_rollouts, legend, num_drafted, show_rollout
 from rollout_worker.history_service.service import HistoryService
 from rollout_worker.runtime.exit_message import exit_with_error
+from rollout_worker.runtime.model_cache import default_cache
 
 app = typer.Typer(
     name="rollout-history",
@@ -74,6 +79,14 @@ _MAX_LISTED_PROBLEMS = 5
 """Maximum number of problem ids in an error message."""
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
 _UNIT_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class ExportFormat(StrEnum):
+    """What a history is exported as."""
+
+    ARCHIVE = "archive"
+    PARQUET = "parquet"
+    DATASET = "dataset"
 
 
 def _parse_duration(duration: str | float) -> float:
@@ -104,6 +117,13 @@ Retention = Annotated[
         metavar="DURATION",
         show_default=f"{RETENTION_S / 86400:g}d",
         help="Delete histories that were unused for this long, for example 90m, 12h or 30d.",
+    ),
+]
+TokenizerSource = Annotated[
+    str | None,
+    typer.Option(
+        help="Directory with tokenizer.json, or name of a model on the Hugging Face hub, for the texts of rollouts.",
+        show_default="the history's model, if it is in the model cache",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -161,9 +181,15 @@ def show(
     history: HistoryName,
     problem: Annotated[str, typer.Argument(metavar="PROBLEM", help="Id of a problem.")],
     redis: RedisUrl,
+    texts: Annotated[int, typer.Option(min=0, help="Show the texts of this number of newest rollouts.")] = 0,
+    compare: Annotated[
+        tuple[int, int] | None,
+        typer.Option(help="Show two rollouts, by their numbers in the table, side by side.", show_default=False),
+    ] = None,
+    tokenizer: TokenizerSource = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one problem's rollouts and their lengths."""
+    """Show one problem's rollouts and their lengths, and on request their texts, with the drafted tokens in color."""
     with _connected(redis) as client:
         keys = _parse_history_name(history)
         store, info = HistoryStore.open_existing(client, keys)
@@ -171,8 +197,10 @@ def show(
         stored_problem = next((stored for stored in problems if stored.problem_id == problem), None)
         if stored_problem is None:
             raise UnknownHistoryError(_unknown_problem(keys, problem, problems))
-        records, rewards, num_corrupt = _read_problem(store, problem, info)
+        contents = read_problem(store, problem, info)
+        decode = (_decoder(tokenizer, info.model) if texts or compare else None) or show_ids
         problem_lengths, all_lengths = store.statistics.length_stats(problem), store.statistics.length_stats(None)
+    records = contents.records
     rows = [
         {
             "rollout": record.rollout_id,
@@ -180,23 +208,31 @@ def show(
             "length": len(record.tokens),
             "finish_reason": record.finish_reason,
             "cut_off": record.cut_off,
-            "reward": rewards.get(rollout_key(record.rollout_id)),
+            "reward": contents.reward(record),
+            "accepted_draft_tokens": num_drafted(record),
             "bytes": len(encode_record(record)),
         }
         for record in records
     ]
     length_class = str(problem_lengths.length_class(all_lengths))
     if as_json:
-        summary = {"history": keys.full_name, "problem": problem, "bytes": stored_problem.bytes, "corrupt": num_corrupt}
+        summary = {
+            "history": keys.full_name,
+            "problem": problem,
+            "bytes": stored_problem.bytes,
+            "corrupt": contents.num_corrupt,
+        }
         print_json({**summary, "length_class": length_class, "rollouts": rows})
         return
     output = console()
-    table = new_table("rollout", ">generation", ">tokens", "finish", ">reward", ">bytes")
-    for row in rows:
+    table = new_table(">#", "rollout", ">generation", ">tokens", ">drafted", "finish", ">reward", ">bytes")
+    for number, (row, record) in enumerate(zip(rows, records, strict=True), start=1):
         table.add_row(
+            str(number),
             str(row["rollout"]),
             f"{row['generation']:,}",
             f"{row['length']:,}",
+            f"{num_drafted(record) / max(len(record.tokens), 1):.0%}",
             Text(str(row["finish_reason"]), style="yellow" if row["cut_off"] else ""),
             "–" if row["reward"] is None else f"{row['reward']:.3g}",
             f"{row['bytes']:,}",
@@ -207,10 +243,12 @@ def show(
         f"stored alone), {length_class} compared with other problems.",
         highlight=False,
     )
-    if num_corrupt:
-        output.print(f"[yellow]{num_corrupt} entries cannot be read.[/]")
+    if contents.num_corrupt:
+        output.print(f"[yellow]{contents.num_corrupt} entries cannot be read.[/]")
     if rows:
         output.print(count_histogram([(len(record.tokens), record.cut_off) for record in records]))
+    if texts or compare is not None:
+        _show_texts(output, contents, texts, compare, decode)
 
 
 @app.command()
@@ -262,10 +300,27 @@ def stats(history: HistoryName, redis: RedisUrl, as_json: AsJson = False) -> Non
 @app.command("export")
 def export_to(
     history: HistoryName,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Archive to write, for example math.jsonl.zst.")],
+    file: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="File to write, such as math.jsonl.zst or math.parquet."),
+    ],
     redis: RedisUrl,
+    form: Annotated[
+        ExportFormat | None,
+        typer.Option(
+            "--format",
+            help="archive: JSON lines, compressed with zstd, for `import`. parquet: a table. dataset: a directory for "
+            "datasets.load_dataset and the Hugging Face hub.",
+            show_default="parquet for a name that ends with .parquet, otherwise archive",
+        ),
+    ] = None,
+    tokenizer: TokenizerSource = None,
 ) -> None:
-    """Write a history to a file of JSON lines, compressed with zstd."""
+    """Write a history to a file: an archive that can be imported again, or a table for analyses."""
+    form = form or (ExportFormat.PARQUET if file.suffix == ".parquet" else ExportFormat.ARCHIVE)
+    if form is not ExportFormat.ARCHIVE:
+        _export_table(history, file, redis, form, tokenizer)
+        return
     with _connected(redis) as client:
         result = export_history(client, _parse_history_name(history), file)
     output = console()
@@ -402,19 +457,51 @@ def _unknown_problem(keys: HistoryKeys, problem_id: str, known: Sequence[StoredP
     return f"{message}, most recently used: {latest}"
 
 
-def _read_problem(
-    store: HistoryStore, problem_id: str, info: HistoryInfo
-) -> tuple[list[HistoryRecord], dict[bytes, float], int]:
-    """Return a problem's rollouts in the window, their rewards, and the number of entries that cannot be read."""
-    records: dict[str, HistoryRecord] = {}
-    corrupt: set[str] = set()
-    rewards: dict[bytes, float] = {}
-    for log_slice in store.read_all(problem_id):
-        records |= {record.rollout_id: record for record in log_slice.records}
-        corrupt.update(entry.entry_id for entry in log_slice.corrupt)
-        rewards |= log_slice.rewards or {}
-    oldest = info.oldest_kept(record.generation for record in records.values())
-    return [record for record in records.values() if record.generation >= oldest], rewards, len(corrupt)
+def _show_texts(
+    output: Console, contents: ProblemContents, newest: int, compare: tuple[int, int] | None, decode: Decoder
+) -> None:
+    """Show the texts of the newest rollouts, and of two side by side."""
+    records = contents.records
+    output.print()
+    output.print(legend())
+    for number in range(max(1, len(records) - newest + 1), len(records) + 1) if newest else ():
+        output.print()
+        output.print(show_rollout(number, records[number - 1], contents, decode))
+    if compare is not None:
+        if unknown := [number for number in compare if not 1 <= number <= len(records)]:
+            exit_with_error(
+                _EXIT_FAILED,
+                f"--compare: there is no rollout {unknown[0]}; the table numbers them from 1 to {len(records)}",
+            )
+        first, second = (records[number - 1] for number in compare)
+        output.print()
+        output.print(compare_rollouts(compare, (first, second), contents, decode))
+
+
+def _decoder(tokenizer: str | None, model: str) -> Decoder | None:
+    """Return a decoder of the named tokenizer, or else of the history's model if it is on this machine."""
+    if tokenizer is not None:
+        return load_decoder(tokenizer)
+    directory = default_cache() / model
+    return load_decoder(str(directory)) if model and (directory / "tokenizer.json").is_file() else None
+
+
+def _export_table(history: str, file: Path, redis: str, form: ExportFormat, tokenizer: str | None) -> None:
+    with _connected(redis) as client:
+        keys = _parse_history_name(history)
+        _, info = HistoryStore.open_existing(client, keys)
+        export = export_parquet if form is ExportFormat.PARQUET else export_dataset
+        decode = _decoder(tokenizer, info.model)
+        result = export(client, keys, file, decode)
+    output = console()
+    output.print(
+        f"{result.file}: {result.rollouts:,} rollouts of {result.problems:,} problems"
+        + ("." if decode else ", without their texts; name a tokenizer with --tokenizer for these."),
+        highlight=False,
+        soft_wrap=True,
+    )
+    if result.corrupt:
+        output.print(f"[yellow]{result.corrupt} entries of the history cannot be read and are not in the file.[/]")
 
 
 def _maintain(maintainer: HistoryMaintainer) -> str:
@@ -477,7 +564,7 @@ def _exit_with_message(url: str) -> Iterator[None]:
         exit_with_error(EXIT_REDIS, str(explain_error(error, url)))
     except UnknownHistoryError as error:
         exit_with_error(_EXIT_FAILED, str(error))
-    except (ArchiveError, StatusTokenError) as error:
+    except (ArchiveError, StatusTokenError, TableError, TokenizerError) as error:
         exit_with_error(EXIT_STATE, str(error))
     except OSError as error:
         exit_with_error(EXIT_STATE, f"{error.filename}: {error.strerror}" if error.filename else str(error))

@@ -24,7 +24,7 @@ from rollout_api.redis_client.checks import check, explain_error
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_api.redis_client.retry import retry
 from rollout_worker.engine.errors import EngineError
-from rollout_worker.engine.model_source import default_cache, load_tokenizer, resolve_model, tokenizer_fingerprint
+from rollout_worker.engine.model_source import load_tokenizer, resolve_model, tokenizer_fingerprint
 from rollout_worker.job.dataset.report import EpochMode, JobReport
 from rollout_worker.job.dataset.source import Dataset, count_finished, load_dataset, run_dataset
 from rollout_worker.job.dataset.trainer import DatasetTrainer
@@ -46,6 +46,7 @@ from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
 from rollout_worker.launch.services import JobServices
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from rollout_worker.runtime.log_files import logging_to_file
+from rollout_worker.runtime.model_cache import default_cache
 
 if TYPE_CHECKING:
     from rollout_worker.job.fleet import Fleet

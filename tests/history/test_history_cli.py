@@ -122,9 +122,9 @@ def test_ls_on_an_empty_server(redis_url: str) -> None:
 @pytest.mark.parametrize("history", ["math", "default/math"])
 def test_show_lists_rollouts_and_a_histogram(redis_url: str, store: HistoryStore, history: str) -> None:
     lines = run(redis_url, "show", history, "p").splitlines()
-    assert ["rollout", "generation", "tokens", "finish", "reward", "bytes"] == lines[0].split()
-    assert ["r1", "2", "100", "stop", "0.25"] == lines[1].split()[:5]
-    assert ["r10", "2", "1,000", "length", "–"] == lines[10].split()[:5]
+    assert ["#", "rollout", "generation", "tokens", "drafted", "finish", "reward", "bytes"] == lines[0].split()
+    assert ["1", "r1", "2", "100", "0%", "stop", "0.25"] == lines[1].split()[:7]
+    assert ["10", "r10", "2", "1,000", "0%", "length", "–"] == lines[10].split()[:7]
     assert lines[11].startswith("10 rollouts, ")
     assert "long compared with other problems" in lines[11]
     assert ["tokens", "rollouts", "cut", "off", "(░)"] == lines[12].split()
@@ -151,6 +151,7 @@ def test_show_prints_json(redis_url: str, store: HistoryStore) -> None:
         "finish_reason": "stop",
         "cut_off": False,
         "reward": 0.25,
+        "accepted_draft_tokens": 0,
     } == first
     assert ("r10", 1000, True, None) == tuple(last[name] for name in ("rollout", "length", "cut_off", "reward"))
 

@@ -19,6 +19,7 @@ from rollout_api import (
     RolloutClient,
     RolloutClientError,
     RolloutRequest,
+    StepFigures,
     Trajectory,
     WeightsError,
 )
@@ -213,7 +214,7 @@ def test_tokens_of_the_environment_are_masked(job: UpdatingJob, client: RolloutC
     assert {1} == {request.weight_version for request in job.received}
 
 
-def test_rewards_are_reported_and_statistics_logged(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
+def test_rewards_are_reported_and_figures_logged(job: UpdatingJob, client: RolloutClient, tmp_path: Path) -> None:
     rollouts = JobRollouts(client, tmp_path)
     sampled: list[Rollout] = rollouts(["a", "b", "c"], trainer())["rollout"]
     logged: dict[str, float] = {}
@@ -226,7 +227,10 @@ def test_rewards_are_reported_and_statistics_logged(job: UpdatingJob, client: Ro
     rewards = reporting(completions=["", "", ""], rollout=sampled, log_metric=logged.__setitem__)
     assert [1.0, None, 0.25] == rewards
     assert {sampled[0].rollout_id: 1.0, sampled[2].rollout_id: 0.25} == job.rewards()
-    assert {"rollouts/tokens_per_step": 1.0, "rollouts/weight_version": 1.0} == logged
+    assert StepFigures.from_rollouts(sampled, newest_version=1).metrics() == logged
+    # The fake job samples with version 0 although version 1 is published.
+    assert (3, 0, 1) == tuple(logged[f"rollout/{name}"] for name in ("num_rollouts", "weight_version", "staleness_max"))
+    assert "rollout/reward_mean" not in logged  # TRL logs the reward itself
 
 
 def test_one_failed_rollout_is_masked_out_and_has_no_reward(redis_url: str, tmp_path: Path) -> None:

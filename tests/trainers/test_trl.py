@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from rollout_worker.engine.model_source import default_cache
+from rollout_worker.runtime.model_cache import default_cache
 from rollout_worker.tiny_model import ensure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo"
@@ -111,8 +111,19 @@ def test_trl_corrects_for_the_numerics_of_the_engines(training: Training) -> Non
         assert 0.9 < line["sampling/importance_sampling_ratio/mean"] <= 1.1
 
 
-def test_drafts_are_accepted(training: Training) -> None:
-    assert training.log[-1]["rollouts/tokens_per_step"] > 1.0
+def test_the_figures_of_both_processes_are_logged_beside_the_reward(training: Training) -> None:
+    for step, line in enumerate(training.log):
+        rollouts = [rollout for rollout in training.rollouts if rollout["step"] == step]
+        assert len(rollouts) == line["rollout/num_rollouts"]
+        assert sum(rollout["tokens"] for rollout in rollouts) == line["rollout/num_tokens"]
+        assert (
+            max(rollout["tokens"] for rollout in rollouts)
+            == line["rollout/length_max"]
+            == line["completions/max_length"]
+        )
+        assert (step + 1, 0) == (line["rollout/weight_version"], line["rollout/staleness_max"])
+        assert 0 <= line["rollout/tail_s"] < line["rollout/makespan_s"] < line["step_time"]
+    assert training.log[-1]["rollout/accepted_per_step"] > 0.0
 
 
 def test_closing_the_job_ends_it(training: Training) -> None:

@@ -1,0 +1,174 @@
+"""Judges whether a machine can run jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rollout_api.ports import SERVER_PORTS
+from rollout_worker.doctor.findings import Finding, error, ok, warning
+from rollout_worker.doctor.units import GIB, size_text
+
+MIN_PYTHON = (3, 11)
+_MIN_CORES = 3
+"""An engine drafts ahead in a thread of its own if it has at least this many cores."""
+_MIN_MEMORY = 4 * GIB
+"""The processes of a job with one engine for a tiny model take about 2.7 GiB together."""
+_MIN_CACHE_SPACE = 20 * GIB
+"""A model of 8 billion parameters in 16 bits takes 16 GiB."""
+_MIN_SHARED_MEMORY = GIB
+_MIN_OPEN_FILES = 8192
+"""Ray, which raises its own soft limit to the hard limit, warns below this."""
+_MAX_LOAD_PER_CORE = 0.5
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """What a machine offers. Sizes are in bytes, and None means that a value is unknown or that there is no limit."""
+
+    python: tuple[int, int, int]
+    cores: int
+    """Number of cores on which this process may run."""
+    cpu_limit: float | None
+    """Number of cores to whose time the control group is limited."""
+    memory_available: int
+    memory_limit: int | None
+    """Memory limit of the control group."""
+    load: float
+    """Average number of runnable processes in the last minute."""
+    cache: str
+    """Directory of the model cache, or its closest existing parent."""
+    cache_space: int
+    """Free space of its file system."""
+    shared_memory: int | None
+    """Free space of /dev/shm; None if there is none."""
+    open_files: int
+    """Hard limit of the number of open files."""
+    outgoing_ports: tuple[int, int] | None
+    """First and last port that the system gives to outgoing connections."""
+    versions: Mapping[str, str | None]
+    """Versions of the distributions das-rollout and das-rollout-client; None if one is not installed."""
+
+
+def judge_machine(facts: MachineFacts) -> list[Finding]:
+    """Judge the facts about a machine."""
+    return [
+        _python(facts.python),
+        _versions(facts.versions),
+        _cores(facts.cores, facts.cpu_limit),
+        _load(facts.load, facts.cores),
+        _memory(facts.memory_available, facts.memory_limit),
+        _shared_memory(facts.shared_memory),
+        _cache_space(facts.cache, facts.cache_space),
+        _open_files(facts.open_files),
+        _ports(facts.outgoing_ports),
+    ]
+
+
+def _python(version: tuple[int, int, int]) -> Finding:
+    seen = ".".join(map(str, version))
+    if version[:2] < MIN_PYTHON:
+        return error("Python", seen, "das-rollout needs Python 3.11 or newer; install it in such an environment")
+    return ok("Python", seen)
+
+
+def _versions(versions: Mapping[str, str | None]) -> Finding:
+    seen = ", ".join(f"{name} {version or 'not installed'}" for name, version in versions.items())
+    if len(set(versions.values())) > 1:
+        return error(
+            "das-rollout",
+            seen,
+            "the distributions must have the same version, because one contains the protocol of the other; install "
+            "both from the same release",
+        )
+    return ok("das-rollout", seen)
+
+
+def _cores(cores: int, limit: float | None) -> Finding:
+    usable = cores if limit is None else min(float(cores), limit)
+    seen = f"{cores} cores" + (f", of which the control group may use {limit:g}" if limit is not None else "")
+    if usable < _MIN_CORES:
+        return warning(
+            "CPU",
+            seen,
+            f"engines with fewer than {_MIN_CORES} cores do not draft ahead, and the coordinator, Redis and vLLM share "
+            "these cores; use more if rollouts are slow",
+        )
+    return ok("CPU", seen)
+
+
+def _load(load: float, cores: int) -> Finding:
+    seen = f"{load:.1f} runnable processes on average in the last minute"
+    if load > cores * _MAX_LOAD_PER_CORE:
+        return warning(
+            "load",
+            seen,
+            "other processes use a large part of the CPU, which delays every decoding step; end them, or use another "
+            "machine for measurements",
+        )
+    return ok("load", seen)
+
+
+def _memory(available: int, limit: int | None) -> Finding:
+    usable = available if limit is None else min(available, limit)
+    seen = f"{size_text(available)} available" + (f", limited to {size_text(limit)}" if limit is not None else "")
+    if usable < _MIN_MEMORY:
+        return warning(
+            "memory",
+            seen,
+            f"a job needs about {size_text(_MIN_MEMORY)} in addition to the model; free memory, or raise the limit of "
+            "the container",
+        )
+    return ok("memory", seen)
+
+
+def _shared_memory(free: int | None) -> Finding:
+    if free is None:
+        return error("shared memory", "there is no /dev/shm", "vLLM and Ray need it; mount a tmpfs at /dev/shm")
+    seen = f"{size_text(free)} free in /dev/shm"
+    if free < _MIN_SHARED_MEMORY:
+        return warning(
+            "shared memory",
+            seen,
+            "Ray's objects, vLLM's message queues and NCCL use it, and fail or fall back to slower disks when it is "
+            "full; start the container with --shm-size=8g",
+        )
+    return ok("shared memory", seen)
+
+
+def _cache_space(directory: str, free: int) -> Finding:
+    seen = f"{size_text(free)} free in {directory}"
+    if free < _MIN_CACHE_SPACE:
+        return warning(
+            "model cache",
+            seen,
+            "a model of 8 billion parameters takes 16 GiB; free some space, or set ROLLOUT_MODEL_CACHE to a directory "
+            "on a larger volume",
+        )
+    return ok("model cache", seen)
+
+
+def _open_files(limit: int) -> Finding:
+    seen = f"at most {limit} open files"
+    if limit < _MIN_OPEN_FILES:
+        return warning(
+            "open files",
+            seen,
+            f"Ray needs {_MIN_OPEN_FILES} or more with many engines; raise the hard limit (ulimit -Hn, LimitNOFILE)",
+        )
+    return ok("open files", seen)
+
+
+def _ports(outgoing: tuple[int, int] | None) -> Finding:
+    check = "ports"
+    if outgoing is None:
+        return ok(check, "the range of outgoing connections is unknown")
+    seen = f"outgoing connections use {outgoing[0]} to {outgoing[1]}"
+    if outgoing[0] < SERVER_PORTS.stop and outgoing[1] >= SERVER_PORTS.start:
+        return warning(
+            check,
+            seen,
+            f"servers of a job choose their ports between {SERVER_PORTS.start} and {SERVER_PORTS.stop - 1}, and an "
+            "outgoing connection may take one before it is used; set net.ipv4.ip_local_port_range to 32768 60999",
+        )
+    return ok(check, seen)

@@ -1,0 +1,207 @@
+"""Judges a Redis server, the primary of Sentinels, or a Redis Cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from rollout_api.redis_client.address import Kind
+from rollout_api.redis_client.checks import is_full
+from rollout_worker.doctor.findings import Finding, error, ok, warning
+from rollout_worker.doctor.units import size_text
+
+_MAX_MEDIAN_MS = 2.0
+"""Milliseconds of a round trip above which it is noticeable beside a decoding step."""
+_MAX_TAIL_MS = 50.0
+_MAX_CLOCK_DIFFERENCE_S = 1.0
+_MAX_USED_SHARE = 0.8
+_MIN_CERTIFICATE_DAYS = 14
+
+
+@dataclass(frozen=True)
+class RedisFacts:
+    """What a server has answered."""
+
+    where: str
+    """URL without passwords."""
+    kind: Kind
+    unusable: str = ""
+    """Why it cannot be used, and what to do; the other fields are empty then."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Its ``INFO``; for a cluster, that of one primary."""
+    appendfsync: str | None = None
+    """When the append-only file is written to the disk; None if the user may not read the setting."""
+    round_trips_ms: Sequence[float] = ()
+    """Duration of each of some PINGs."""
+    function_ms: float | None = None
+    """Duration of a call of a Lua function; None if it failed."""
+    clock_difference_s: float | None = None
+    """Seconds by which the server's clock is ahead of this machine's; None if the user may not read it."""
+    denied: Sequence[str] = ()
+    """Commands that the user may not run, each with the server's reason."""
+    certificate_expiry: datetime | None = None
+    """When the server's certificate expires; None without TLS."""
+
+
+def judge_redis(facts: RedisFacts, *, holds_messages: bool, now: datetime) -> list[Finding]:
+    """Judge a server.
+
+    Args:
+        facts: what it has answered.
+        holds_messages: whether it holds a job's messages; otherwise it holds a history only.
+        now: the present time, with a time zone.
+    """
+    if facts.unusable:
+        return [error("connection", facts.where, facts.unusable)]
+    return [
+        _connection(facts),
+        _policy(facts.info),
+        _memory(facts.info),
+        _persistence(facts.info, facts.appendfsync, holds_messages=holds_messages),
+        _role(facts, holds_messages=holds_messages),
+        _round_trips(facts.round_trips_ms),
+        *([_function(facts.function_ms)] if facts.function_ms is not None else []),
+        *([_clock(facts.clock_difference_s)] if facts.clock_difference_s is not None else []),
+        _permissions(facts.denied),
+        *([_certificate(facts.certificate_expiry, now)] if facts.certificate_expiry is not None else []),
+    ]
+
+
+def _connection(facts: RedisFacts) -> Finding:
+    server = "Valkey" if facts.info.get("server_name") == "valkey" else "Redis"
+    version = facts.info.get("valkey_version") or facts.info.get("redis_version", "?")
+    return ok("connection", f"{server} {version} at {facts.where}")
+
+
+def _policy(info: Mapping[str, Any]) -> Finding:
+    policy = info.get("maxmemory_policy", "noeviction")
+    seen = f"maxmemory-policy {policy}"
+    if policy != "noeviction":
+        return warning(
+            "eviction",
+            seen,
+            "keys will be evicted, and rollouts lost, as soon as maxmemory is set; set maxmemory-policy noeviction",
+        )
+    return ok("eviction", seen)
+
+
+def _memory(info: Mapping[str, Any]) -> Finding:
+    used, limit = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+    if not limit:
+        total = int(info.get("total_system_memory", 0))
+        return warning(
+            "memory",
+            f"{size_text(used)} in use without a limit",
+            "the kernel kills Redis when the machine is full, instead of jobs waiting for memory; set maxmemory"
+            + (f" to less than the machine's {size_text(total)}" if total else ""),
+        )
+    seen = f"{size_text(used)} of {size_text(limit)} in use"
+    if is_full(info):
+        return error("memory", seen, "writes are refused until memory is free; raise maxmemory or reduce histories")
+    if used > limit * _MAX_USED_SHARE:
+        return warning("memory", seen, "jobs wait when it is full; raise maxmemory, or reduce history.maxBytes")
+    return ok("memory", seen)
+
+
+def _persistence(info: Mapping[str, Any], appendfsync: str | None, *, holds_messages: bool) -> Finding:
+    check = "persistence"
+    if info.get("aof_last_write_status", "ok") != "ok" or info.get("rdb_last_bgsave_status", "ok") != "ok":
+        return error(
+            check,
+            "the last write to the disk has failed",
+            "Redis refuses writes when it cannot save; see its log, and free disk space",
+        )
+    if int(info.get("aof_enabled", 0)):
+        seen = "append-only file" + (f", appendfsync {appendfsync}" if appendfsync is not None else "")
+        if appendfsync == "no":
+            return warning(
+                check, seen, "a crash of the machine loses what the kernel has not written; set appendfsync everysec"
+            )
+        return ok(check, seen)
+    what = "unfinished rollouts of all jobs" if holds_messages else "the history"
+    if int(info.get("rdb_saves", 0)):
+        return warning(
+            check,
+            "snapshots (RDB) only",
+            f"a crash of Redis loses what has changed in {what} since the last snapshot; set appendonly yes",
+        )
+    return warning(
+        check, "no append-only file, and no snapshot", f"a restart of Redis loses {what}; set appendonly yes"
+    )
+
+
+def _role(facts: RedisFacts, *, holds_messages: bool) -> Finding:
+    check, role, replicas = "role", facts.info.get("role", "?"), int(facts.info.get("connected_slaves", 0))
+    if facts.kind is Kind.CLUSTER:
+        return ok(check, "Redis Cluster, whose primaries serve all hash slots")
+    if role != "master":
+        return error(check, "a read-only replica", "jobs must write; use the URL of the primary, or of its Sentinels")
+    if facts.info.get("redis_mode") == "cluster":
+        what = "a job's messages must be on a single server" if holds_messages else "use redis+cluster://…"
+        return error(check, "one node of a Redis Cluster", f"it has only some of the hash slots; {what}")
+    seen = f"primary with {replicas} replica{'' if replicas == 1 else 's'}" + (
+        ", found by Sentinels" if facts.kind is Kind.SENTINEL else ""
+    )
+    if facts.kind is Kind.SENTINEL and not replicas:
+        return warning(check, seen, "no replica can take over if the primary fails; add one")
+    return ok(check, seen)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that at least *share* of the values do not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def _round_trips(durations: Sequence[float]) -> Finding:
+    median, tail = percentile(durations, 0.5), percentile(durations, 0.99)
+    seen = f"p50 {median:.2f} ms, p99 {tail:.2f} ms over {len(durations)} PINGs"
+    if median > _MAX_MEDIAN_MS or tail > _MAX_TAIL_MS:
+        return warning(
+            "round trips",
+            seen,
+            "decoding does not wait for Redis, but the start of each rollout and its result do; use a server in the "
+            "same zone, and see SLOWLOG and LATENCY DOCTOR",
+        )
+    return ok("round trips", seen)
+
+
+def _function(duration: float) -> Finding:
+    seen = f"{duration:.2f} ms for a call of a Lua function"
+    if duration > _MAX_TAIL_MS:
+        return warning("functions", seen, "other commands may block the server; see SLOWLOG")
+    return ok("functions", seen)
+
+
+def _clock(difference: float) -> Finding:
+    seen = f"the clock of Redis is {abs(difference):.3f} s {'ahead' if difference >= 0 else 'behind'}"
+    if abs(difference) > _MAX_CLOCK_DIFFERENCE_S:
+        return warning(
+            "clock",
+            seen,
+            "leases and deadlines follow the clock of Redis, and logs that of this machine; synchronize both with NTP",
+        )
+    return ok("clock", seen)
+
+
+def _permissions(denied: Sequence[str]) -> Finding:
+    if denied:
+        return error(
+            "permissions",
+            "; ".join(denied),
+            "give the user the rules that python -m rollout_api.protocol.access_rules prints; if it is the user of one "
+            "job alone, examine that job's keys with --uid, and its history with the job's manifest",
+        )
+    return ok("permissions", "the user may run the commands of a job on its keys")
+
+
+def _certificate(expiry: datetime, now: datetime) -> Finding:
+    seen = f"valid until {expiry:%Y-%m-%d %H:%M} UTC"
+    days = (expiry - now).total_seconds() / 86_400
+    if days < _MIN_CERTIFICATE_DAYS:
+        return warning(
+            "TLS certificate", seen, f"it expires in {days:.0f} days, and connections fail from then on; renew it"
+        )
+    return ok("TLS certificate", seen)

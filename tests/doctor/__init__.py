@@ -1,0 +1,1 @@
+"""What ``rollout doctor`` finds."""

@@ -1,0 +1,119 @@
+"""The facts about a machine, and how they are judged."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout_worker.doctor.cgroup_facts import read_cpu_limit, read_memory_limit
+from rollout_worker.doctor.findings import Severity
+from rollout_worker.doctor.machine import MachineFacts, judge_machine
+from rollout_worker.doctor.machine_facts import read_machine
+from rollout_worker.doctor.units import GIB, MIB
+
+GOOD = MachineFacts(
+    python=(3, 12, 1),
+    cores=16,
+    cpu_limit=None,
+    memory_available=64 * GIB,
+    memory_limit=None,
+    load=1.0,
+    cache="/models",
+    cache_space=500 * GIB,
+    shared_memory=8 * GIB,
+    open_files=1_048_576,
+    outgoing_ports=(32768, 60999),
+    versions={"das-rollout": "1.0", "das-rollout-client": "1.0"},
+)
+
+
+def test_a_good_machine_gives_no_advice() -> None:
+    findings = judge_machine(GOOD)
+    assert {Severity.OK} == {finding.severity for finding in findings}
+    assert {""} == {finding.advice for finding in findings}
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "severity", "seen"),
+    [
+        ({"python": (3, 10, 4)}, "Python", Severity.ERROR, "3.10.4"),
+        ({"versions": {"das-rollout": "1.0", "das-rollout-client": "0.9"}}, "das-rollout", Severity.ERROR, "0.9"),
+        (
+            {"versions": {"das-rollout": "1.0", "das-rollout-client": None}},
+            "das-rollout",
+            Severity.ERROR,
+            "not installed",
+        ),
+        ({"cores": 2}, "CPU", Severity.WARNING, "2 cores"),
+        ({"cpu_limit": 1.5}, "CPU", Severity.WARNING, "16 cores, of which the control group may use 1.5"),
+        ({"load": 8.5}, "load", Severity.WARNING, "8.5"),
+        ({"memory_available": 3 * GIB}, "memory", Severity.WARNING, "3.0 GiB available"),
+        ({"memory_limit": 2 * GIB}, "memory", Severity.WARNING, "limited to 2.0 GiB"),
+        ({"shared_memory": None}, "shared memory", Severity.ERROR, "no /dev/shm"),
+        ({"shared_memory": 64 * MIB}, "shared memory", Severity.WARNING, "64 MiB free"),
+        ({"cache_space": 5 * GIB}, "model cache", Severity.WARNING, "5.0 GiB free in /models"),
+        ({"open_files": 1024}, "open files", Severity.WARNING, "at most 1024"),
+        ({"outgoing_ports": (10_000, 60_999)}, "ports", Severity.WARNING, "10000 to 60999"),
+    ],
+)
+def test_a_deficiency_is_reported_once_and_with_advice(
+    changes: dict[str, Any], check: str, severity: Severity, seen: str
+) -> None:
+    bad = [one for one in judge_machine(dataclasses.replace(GOOD, **changes)) if one.severity is not Severity.OK]
+    assert [(check, severity)] == [(one.check, one.severity) for one in bad]
+    assert seen in bad[0].seen
+    assert bad[0].advice
+
+
+def test_ports_beside_those_of_servers_are_no_deficiency() -> None:
+    facts = dataclasses.replace(GOOD, outgoing_ports=(1024, 19_999))
+    assert {Severity.OK} == {finding.severity for finding in judge_machine(facts)}
+
+
+def test_the_facts_are_those_of_this_machine(tmp_path: Path) -> None:
+    facts = read_machine(tmp_path / "not" / "yet" / "there")
+    assert sys.version_info[:3] == facts.python
+    assert len(os.sched_getaffinity(0)) == facts.cores
+    assert str(tmp_path) == facts.cache
+    assert abs(shutil.disk_usage(tmp_path).free - facts.cache_space) < GIB
+    assert facts.versions["das-rollout"] == facts.versions["das-rollout-client"]
+
+
+def write(directory: Path, **files: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (directory / name.replace("__", ".")).write_text(text)
+
+
+def test_the_smallest_limit_of_a_group_and_its_ancestors_applies(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/kubepods/pod/container\n")
+    write(tmp_path, cpu__max="max 100000\n", memory__max="max\n")
+    write(tmp_path / "kubepods/pod", cpu__max="150000 100000\n", memory__max="2147483648\n")
+    write(tmp_path / "kubepods/pod/container", cpu__max="400000 100000\n", memory__max="max\n")
+    assert 1.5 == read_cpu_limit(tmp_path, own)
+    assert 2 * GIB == read_memory_limit(tmp_path, own)
+
+
+def test_groups_of_version_1_are_read(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/docker/x\n2:cpu,cpuacct:/docker/x\n1:name=systemd:/\n")
+    write(tmp_path / "cpu,cpuacct/docker/x", cpu__cfs_quota_us="50000", cpu__cfs_period_us="100000")
+    write(tmp_path / "memory/docker/x", memory__limit_in_bytes="1073741824")
+    write(tmp_path / "memory", memory__limit_in_bytes="9223372036854771712")
+    assert 0.5 == read_cpu_limit(tmp_path, own)
+    assert GIB == read_memory_limit(tmp_path, own)
+
+
+def test_a_group_without_limits_has_none(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("4:memory:/\n2:cpu:/\n0::/\n")
+    write(tmp_path / "cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    write(tmp_path / "memory", memory__limit_in_bytes="9223372036854771712")
+    assert (None, None) == (read_cpu_limit(tmp_path, own), read_memory_limit(tmp_path, own))

@@ -30,13 +30,14 @@ def render_page(recording: JobRecording) -> str:
     # The filter tojson also escapes what could end the script element around it.
     environment.policies["json.dumps_function"] = partial(json.dumps, cls=PlotlyJSONEncoder)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    summary = summarize(recording)
     sections = ReportSections(recording).build()
     sources = [{"name": SOURCE_NAMES[source], "code": code} for code, source in enumerate(DRAFT_SOURCES, 1)]
     return environment.get_template("page.html").render(
         recording=recording,
         recorded_at=datetime.fromtimestamp(recording.recorded_at, UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        tiles=_tiles(recording, summarize(recording)),
-        findings=findings(recording),
+        tiles=_tiles(recording, summary),
+        findings=findings(recording, summary),
         sections=sections,
         sources=sources,
         figures=_figures(sections),

@@ -21,7 +21,7 @@ from rollout_worker.report.plots.acceptance import (
     accepted_by_step,
 )
 from rollout_worker.report.plots.engines import cost_over_time, saved_over_time, time_by_engine, trials_over_time
-from rollout_worker.report.plots.gantt import drawn_note, gantt
+from rollout_worker.report.plots.gantt import MAX_BARS, drawn_note, gantt
 from rollout_worker.report.plots.lengths import calibration_plot, lengths_by_step, lengths_of_problem
 from rollout_worker.report.plots.makespan import makespans
 from rollout_worker.report.plots.rewards import rewards_by_step, staleness_by_step
@@ -34,6 +34,8 @@ _Item = TypeVar("_Item")
 
 _MAX_STEPS = 24
 """Number of steps of which plots of single steps can be shown; of more steps, these are spread evenly."""
+_MAX_ALL_BARS = 16_000
+"""Number of rollouts in the Gantt charts of all steps together."""
 _MAX_PROBLEMS = 24
 """Number of problems whose lengths can be shown."""
 
@@ -99,7 +101,8 @@ class ReportSections:
         )
 
     def _gantt(self) -> Plot:
-        steps = _spread(self._steps)
+        largest = max(min(len(step.sampled), MAX_BARS) for step in self._steps)
+        steps = _spread(self._steps, max(2, min(_MAX_STEPS, _MAX_ALL_BARS // max(1, largest))))
         return Plot(
             "gantt",
             "Rollouts on the engines",
@@ -251,8 +254,8 @@ class ReportSections:
         return Plot(name, title, explanation, [Variant("", build())], wide=wide) if shown else None
 
 
-def _spread(items: Sequence[_Item]) -> list[_Item]:
-    """Return at most a limited number of items, among them the first and the last one."""
-    if len(items) <= _MAX_STEPS:
+def _spread(items: Sequence[_Item], most: int = _MAX_STEPS) -> list[_Item]:
+    """Return at most *most* items, spread evenly, among them the first and the last one."""
+    if len(items) <= most:
         return list(items)
-    return [items[round(index * (len(items) - 1) / (_MAX_STEPS - 1))] for index in range(_MAX_STEPS)]
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]

@@ -17,9 +17,10 @@ from rollout_worker.report.analysis.governor import disabled_spans, engine_histo
 from rollout_worker.report.analysis.lanes import arrange
 from rollout_worker.report.analysis.lengths import calibration, predictions, stats_before
 from rollout_worker.report.analysis.rewards import rewards_of
-from rollout_worker.report.analysis.running import RunningCount, running_counts, tail_fraction, tail_start, thinned
+from rollout_worker.report.analysis.running import RunningCount, running_counts, thinned
 from rollout_worker.report.analysis.staleness import PublishedVersions, staleness_of
 from rollout_worker.report.analysis.steps import Step, compare, steps_of, training_steps
+from rollout_worker.report.analysis.tail import tail_fraction, tail_start
 from rollout_worker.report.analysis.without_drafts import (
     Slowdown,
     intervals_without_drafts,

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rollout_worker.report.analysis.summary import findings, summarize
+from rollout_worker.report.analysis.summary import findings as findings_of
+from rollout_worker.report.analysis.summary import summarize
+from rollout_worker.report.recording import JobRecording
 from tests.support.recordings import START, ended, engine, measurement, recording, small_job
+
+
+def findings(job: JobRecording) -> list[str]:
+    return findings_of(job, summarize(job))
 
 
 def test_the_summary_counts_the_training_steps_alone() -> None:

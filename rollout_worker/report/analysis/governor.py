@@ -29,9 +29,14 @@ class EngineHistory(NamedTuple):
     """Share of the decoding time that drafting has saved up to each of these times since the one before."""
 
 
+_MAX_POINTS = 600
+"""Number of measurements of which the decisions are returned, so that plots of many engines stay small."""
+
+
 def engine_histories(measurements: Sequence[Measurement]) -> dict[str, EngineHistory]:
-    """Return the decisions on each engine, by its name."""
+    """Return the decisions on each engine, by its name, at a limited number of times."""
     histories: dict[str, EngineHistory] = {}
+    measurements = measurements[:: -(-len(measurements) // _MAX_POINTS) or 1]
     for measurement in measurements:
         for engine in measurement.engines:
             history = histories.setdefault(engine.name, EngineHistory([], [], [], [], [], [], [], []))

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from rollout_api.protocol.messages import DraftMode, FinishReason, Purpose
 from rollout_api.protocol.timeline import EndedRollout
+from rollout_worker.report.analysis.running import RunningCount, running_counts
 from rollout_worker.report.recording import JobRecording
 
 
@@ -68,6 +69,16 @@ class Step:
     def sampled(self) -> list[Scored]:
         """The rollouts that an engine has sampled."""
         return [one for one in self.scored if one.sampled]
+
+    @property
+    def intervals(self) -> list[tuple[float, float]]:
+        """Unix times of the start and the end of each sampled rollout."""
+        return [(one.started, one.rollout.finished_at) for one in self.sampled]
+
+    @cached_property
+    def running(self) -> list[RunningCount]:
+        """Number of running rollouts over time."""
+        return running_counts(self.intervals)
 
     @cached_property
     def tokens(self) -> int:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from rollout_api.protocol.messages import DraftMode
 from rollout_worker.report.analysis.engine_time import EngineTime, engine_times, interruptions
 from rollout_worker.report.analysis.rewards import rewards_of
-from rollout_worker.report.analysis.running import tail_fraction
 from rollout_worker.report.analysis.steps import Comparison, Step, compare, steps_of, training_steps
+from rollout_worker.report.analysis.tail import tail_fraction
 from rollout_worker.report.analysis.without_drafts import makespan_without_drafts, slowdowns
 from rollout_worker.report.recording import JobRecording
 
@@ -46,8 +46,9 @@ class Summary:
 
 def summarize(recording: JobRecording) -> Summary:
     """Return the figures of a job. If it has no training steps, its evaluation counts instead."""
-    comparisons = compare(steps_of(recording))
-    steps = training_steps(steps_of(recording)) or steps_of(recording)
+    all_steps = steps_of(recording)
+    comparisons = compare(all_steps)
+    steps = training_steps(all_steps) or all_steps
     seconds = sum(step.makespan for step in steps)
     decoding_steps = sum(step.decoding_steps for step in steps)
     accepted = sum(step.accepted_per_step * step.decoding_steps for step in steps)
@@ -83,11 +84,12 @@ def _measured_saving(comparisons: Sequence[Comparison]) -> float | None:
     return 1 - sum(step.makespan for step, _ in pairs) / without if without else None
 
 
-def findings(recording: JobRecording) -> list[str]:
-    """Return what stands out, as sentences."""
-    steps = training_steps(steps_of(recording)) or steps_of(recording)
+def findings(recording: JobRecording, summary: Summary) -> list[str]:
+    """Return what stands out in a recording with this summary, as sentences."""
+    all_steps = steps_of(recording)
+    steps = training_steps(all_steps) or all_steps
     unit = "epoch" if recording.is_dataset else "step"
-    sentences = [*_saving(summarize(recording)), *_growth(steps, unit)]
+    sentences = [*_saving(summary), *_growth(steps, unit)]
     for engine, time in engine_times(recording.measurements, recording.ended).items():
         sentences += _engine_sentences(engine, time)
     sentences += _rollout_sentences(steps)

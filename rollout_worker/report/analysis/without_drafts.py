@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from rollout_api.protocol.timeline import EngineMeasurement, Measurement
 from rollout_worker.report.analysis.steps import Step
@@ -20,19 +20,28 @@ class Slowdown:
     """
 
     def __init__(self, times: Sequence[float], ratios: Sequence[float]) -> None:
+        """Prepare the sums of the stretched times.
+
+        Args:
+            times: time at which each ratio ends to apply; the last one applies forever.
+            ratios: the slowdown until each of these times.
+        """
         self._times, self._ratios = list(times), list(ratios)
-        """Time at which each ratio ends to apply; the last one applies forever."""
+        parts = [
+            (end - begin) * ratio for (begin, end), ratio in zip(pairwise(self._times), self._ratios[1:], strict=True)
+        ]
+        self._sums = list(accumulate(parts, initial=0.0))
 
     def stretched(self, start: float, end: float) -> float:
         """Return the seconds that what took from *start* to *end* would have taken without drafts."""
-        if not self._ratios:
-            return end - start
-        first, last = bisect_right(self._times[:-1], start), bisect_right(self._times[:-1], end)
-        bounds = [start, *self._times[first:last], end]
-        return sum(
-            (stop - begin) * ratio
-            for (begin, stop), ratio in zip(pairwise(bounds), self._ratios[first : last + 1], strict=True)
-        )
+        return self._since_first(end) - self._since_first(start) if self._ratios else end - start
+
+    def _since_first(self, time: float) -> float:
+        """Return the stretched time since the end of the first ratio; negative before it."""
+        index = min(bisect_right(self._times, time), len(self._times) - 1)
+        if index == 0:
+            return (time - self._times[0]) * self._ratios[0]
+        return self._sums[index - 1] + (time - self._times[index - 1]) * self._ratios[index]
 
     def series(self) -> list[tuple[float, float]]:
         """Return (end of the time, ratio)."""

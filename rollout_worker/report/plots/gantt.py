@@ -8,8 +8,8 @@ from typing import Any
 import plotly.graph_objects as go
 
 from rollout_worker.report.analysis.lanes import Bar, arrange
-from rollout_worker.report.analysis.running import tail_start
 from rollout_worker.report.analysis.steps import Step
+from rollout_worker.report.analysis.tail import tail_start
 from rollout_worker.report.plots.style import BLUE, GRAY, ORANGE, RED, escaped, figure, time_unit
 
 MAX_BARS = 2000

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import plotly.graph_objects as go
 
-from rollout_worker.report.analysis.running import tail_fraction
 from rollout_worker.report.analysis.steps import Comparison, mode_name
+from rollout_worker.report.analysis.tail import tail_fraction
 from rollout_worker.report.analysis.without_drafts import Slowdown, makespan_without_drafts
 from rollout_worker.report.plots.style import BLUE, GRAY, MODE_COLORS, ORANGE, RED, figure, numbers_axis
 

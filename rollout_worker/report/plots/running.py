@@ -9,8 +9,9 @@ from typing import Any
 import plotly.graph_objects as go
 
 from rollout_api.protocol.timeline import Measurement
-from rollout_worker.report.analysis.running import RunningCount, intervals_of, running_counts, tail_start, thinned
+from rollout_worker.report.analysis.running import RunningCount, running_counts, thinned
 from rollout_worker.report.analysis.steps import Comparison, Step, mode_name
+from rollout_worker.report.analysis.tail import tail_start
 from rollout_worker.report.analysis.without_drafts import Slowdown, intervals_without_drafts
 from rollout_worker.report.plots.style import BLUE, GRAY, MODE_COLORS, ORANGE, RED, figure, time_unit
 
@@ -64,7 +65,7 @@ def running_in_job(steps: Sequence[Step], measurements: Sequence[Measurement]) -
     scale, unit = time_unit(end - start)
     traces = []
     for mode in sorted({step.draft_mode for step in steps}):
-        intervals = [one for step in steps if step.draft_mode == mode for one in intervals_of(step)]
+        intervals = [one for step in steps if step.draft_mode == mode for one in step.intervals]
         counts = thinned(running_counts(intervals))
         traces.append(
             go.Scatter(
@@ -91,4 +92,4 @@ def running_in_job(steps: Sequence[Step], measurements: Sequence[Measurement]) -
 
 
 def _since_start(step: Step) -> list[RunningCount]:
-    return [replace(one, time=one.time - step.start) for one in running_counts(intervals_of(step))]
+    return [replace(one, time=one.time - step.start) for one in step.running]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -77,8 +76,10 @@ def report(
     for target, option in ((html, "--html"), (save, "--save")):
         check_writable(target, option)
     with exit_with_message(redis=redis or "", interrupted="no report was written"):
-        read = partial(_read_job, job, file, redis, history_redis, uid, state_dir, model_cache or default_cache())
-        recording = _load(Path(job)) if job is not None and Path(job).is_file() else read()
+        if job is not None and Path(job).is_file():
+            recording = _load(Path(job))
+        else:
+            recording = _read_job(job, file, redis, history_redis, uid, state_dir, model_cache or default_cache())
     if save is not None:
         _write_recording(recording, save)
     if html is not None:

@@ -17,6 +17,8 @@ _NOTABLE_SHARE = 0.05
 """Share of the time or of the rollouts from which something is mentioned."""
 _EQUAL = 0.01
 """Relative difference of makespans below which they are called the same."""
+_NOTABLE_CHANGE = 0.1
+"""Relative change of the accepted tokens per step from which it is mentioned."""
 _LARGE_TAIL = 0.3
 """Share of the makespan from which a tail is mentioned."""
 _INTERRUPTION_S = 60.0
@@ -115,6 +117,8 @@ def _growth(steps: Sequence[Step], unit: str) -> list[str]:
     if len(drafted) < 2:
         return []
     first, last = drafted[0], drafted[-1]
+    if abs(last.accepted_per_step - first.accepted_per_step) < _NOTABLE_CHANGE * first.accepted_per_step:
+        return []
     return [
         f"Accepted draft tokens per decoding step went from {first.accepted_per_step:.2f} in {unit} {first.number} to "
         f"{last.accepted_per_step:.2f} in {unit} {last.number}."

@@ -22,6 +22,9 @@ from rollout_worker.report.plots.style import (
     time_unit,
 )
 
+_MAX_LEGEND = 4
+"""Number of engines up to which plots of two lines per engine have a legend; of more, hovering shows the names."""
+
 
 def time_by_engine(times: Mapping[str, EngineTime]) -> go.Figure:
     """Stacked bars of the time of each engine."""
@@ -68,7 +71,7 @@ def saved_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.
             y=history.saved,
             mode="lines",
             line={"color": _color(index), "width": 1.5, "shape": "vh"},
-            hovertemplate="%{y:.0%} saved<extra></extra>",
+            hovertemplate="%{y:.0%} saved on %{fullData.name}<extra></extra>",
         )
         for index, (engine, history) in enumerate(histories.items())
         if history.saved
@@ -130,6 +133,7 @@ def trials_over_time(histories: Mapping[str, EngineHistory], start: float) -> go
         traces,
         x=f"{unit} since the first request",
         y="stops so far",
+        showlegend=len(histories) <= _MAX_LEGEND,
         yaxis2=second_axis("trial tokens so far", overlaying="y"),
         margin={"l": 60, "r": 60, "t": 8, "b": 48},
     )
@@ -162,6 +166,7 @@ def cost_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.F
         traces,
         x=f"{unit} since the first request",
         y="ms per step",
+        showlegend=len(histories) <= _MAX_LEGEND,
         yaxis2=second_axis("ms per token", overlaying="y"),
         margin={"l": 60, "r": 60, "t": 8, "b": 48},
     )

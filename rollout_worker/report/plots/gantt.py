@@ -59,12 +59,17 @@ def gantt(step: Step) -> go.Figure:
     }
     return figure(
         traces,
-        x=f"{unit} since the first request",
+        x="",
         y="",
         height=min(900, max(280, 110 + 11 * rows)),
         barmode="overlay",
         hovermode="closest",
         shapes=[shade, *lines],
+        xaxis={
+            "title": {"text": f"{unit} since the first request"},
+            "range": [0, 1.01 * step.makespan / scale],
+            "automargin": True,
+        },
         yaxis={
             "tickmode": "array",
             "tickvals": [engine.first + (engine.count - 1) / 2 for engine in engines],

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from rollout_api.protocol.exit_codes import EXIT_STATE
 from rollout_api.protocol.messages import CodecError
+from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_address import (
     JobAddressError,
@@ -134,8 +135,8 @@ def _read_job(
 
     try:
         found = find_job(job, file=file, redis_url=redis_url, uid=uid, state=state)
-    except JobAddressError:
-        # The Redis server of a local job ends with it.
+    except (JobAddressError, RedisUnusableError):
+        # The Redis server of a local job may have ended.
         if redis_url is None and uid is None and (saved := _saved_recording(job, file, state)) is not None:
             return _load(saved)
         raise

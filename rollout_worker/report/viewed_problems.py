@@ -19,12 +19,16 @@ MAX_ROLLOUT_TOKENS = 8_192
 
 
 def choose_problems(lengths: Mapping[str, Sequence[PastLength]], count: int = MAX_PROBLEMS) -> list[str]:
-    """Return the problems that are most worth reading, by turns: longest rollout, and highest variance of rewards."""
+    """Return the problems that are most worth reading.
+
+    Those with the highest variance of rewards and those with the longest rollouts take turns. Problems of a single
+    generation come last, because there is nothing to compare.
+    """
     known = {problem: entries for problem, entries in lengths.items() if entries}
     by_length = sorted(known, key=lambda problem: (-max(entry.length for entry in known[problem]), problem))
     by_variance = sorted(known, key=lambda problem: (-_variance(known[problem]), problem))
-    turns = [problem for pair in zip(by_variance, by_length, strict=True) for problem in pair]
-    return list(dict.fromkeys(turns))[:count]
+    turns = dict.fromkeys(problem for pair in zip(by_variance, by_length, strict=True) for problem in pair)
+    return sorted(turns, key=lambda problem: len({entry.generation for entry in known[problem]}) == 1)[:count]
 
 
 def read_problem(

@@ -128,7 +128,7 @@ def test_stretched_times_add_up(parts: list[tuple[float, float]], moments: list[
 
 
 def test_the_slowdown_is_the_ratio_of_increases_and_begins_anew_with_an_engine() -> None:
-    counters = [(1, 0.0, 0.0), (2, 4.0, 8.0), (3, 4.0, 8.0), (4, 6.0, 9.0), (5, 1.0, 3.0)]
+    counters = [(1, 0.0, 0.0), (2, 4.0, 8.0), (3, 4.5, 18.0), (4, 6.0, 9.0), (5, 1.0, 3.0), (6, 1.5, 3.0)]
     measured = [
         measurement(time, [engine(timed_seconds=timed, timed_seconds_without_drafts=without)])
         for time, timed, without in counters

@@ -159,6 +159,8 @@ def test_problems_with_different_rewards_and_with_long_rollouts_are_chosen_by_tu
     }
     assert ["mixed", "long", "dull"] == choose_problems(lengths)
     assert ["mixed", "long"] == choose_problems(lengths, 2)
+    lengths["repeated"] = [PastLength(1, 10, False, 1.0), PastLength(2, 10, False, 1.0)]
+    assert ["repeated", "mixed"] == choose_problems(lengths, 2)
 
 
 def test_the_newest_rollouts_of_a_problem_are_read_up_to_a_limit(redis_url: str) -> None:

@@ -10,13 +10,16 @@ from itertools import accumulate, pairwise
 from rollout_api.protocol.timeline import EngineMeasurement, Measurement
 from rollout_worker.report.analysis.steps import Step
 
+_MIN_TIMED_S = 1.0
+"""Seconds of decoding steps of which a slowdown is computed, because single steps differ much from the cost model."""
+
 
 class Slowdown:
     """How many times as long the decoding steps of an engine would have taken without drafts, over time.
 
     An engine counts the duration of its steps, and what its cost model predicts for the same tokens without drafts.
-    Between two measurements in which these counters differ, the slowdown is the ratio of their increases. Before the
-    first and after the last one it is that of the nearest.
+    The slowdown is the ratio of the increases of these counters in times of at least a second of decoding steps. Before
+    the first and after the last of these times it is that of the nearest.
     """
 
     def __init__(self, times: Sequence[float], ratios: Sequence[float]) -> None:
@@ -49,14 +52,14 @@ class Slowdown:
 
 
 def slowdowns(measurements: Iterable[Measurement]) -> dict[str, Slowdown]:
-    """Return the slowdown of each engine, by its name."""
+    """Return the slowdown of each engine, by its name. An engine that has measured less than a moment has none."""
     times: defaultdict[str, list[float]] = defaultdict(list)
     ratios: defaultdict[str, list[float]] = defaultdict(list)
     known: dict[str, EngineMeasurement] = {}
     for measurement in measurements:
         for engine in measurement.engines:
             timed, predicted = increase(known.get(engine.name), engine)
-            if timed > 0:
+            if timed >= _MIN_TIMED_S:
                 times[engine.name].append(measurement.time)
                 ratios[engine.name].append(predicted / timed)
                 known[engine.name] = engine

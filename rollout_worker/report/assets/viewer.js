@@ -66,7 +66,7 @@
     columns.replaceChildren(...all.slice(first, first + MAX_COLUMNS).map((generation) => {
       const rollouts = problem.rollouts.filter((one) => one.generation === generation);
       const title = `weight version ${rollouts[0].version}` + (rollouts[0].version === generation ? "" : `, generation ${generation}`);
-      return element("div", { className: "column" }, element("h4", {}, title), ...rollouts.map(card));
+      return element("div", { className: "column" }, element("h4", {}, title), element("div", { className: "cards" }, ...rollouts.map(card)));
     }));
   }
 
@@ -99,7 +99,8 @@
     generationSelect.replaceChildren(...starts.map((start) => {
       const last = Math.min(all.length, start + MAX_COLUMNS) - 1;
       const version = (generation) => problem.rollouts.find((one) => one.generation === generation).version;
-      return element("option", { value: start }, `${version(all[start])} to ${version(all[last])}`);
+      const [oldest, newest] = [version(all[start]), version(all[last])];
+      return element("option", { value: start }, oldest === newest ? `${newest}` : `${oldest} to ${newest}`);
     }));
     prompt.hidden = problem.prompt === null;
     prompt.querySelector("pre").textContent = problem.prompt ?? "";

@@ -79,7 +79,8 @@ def lengths_of_problem(entries: Sequence[PastLength]) -> go.Figure:
         traces,
         x="generation",
         y="tokens",
-        xaxis=numbers_axis("generation", generations),
+        xaxis={**numbers_axis("generation", generations), "range": [generations[0] - 0.5, generations[-1] + 0.5]},
+        showlegend=True,
     )
 
 

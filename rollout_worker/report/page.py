@@ -94,7 +94,7 @@ def _tiles(recording: JobRecording, summary: Summary) -> list[dict[str, str]]:
         {
             "value": f"{summary.accepted_per_step:.2f}",
             "label": "accepted per step",
-            "text": f"so a rollout takes {1 / (1 + summary.accepted_per_step):.0%} of the decoding steps",
+            "text": f"so rollouts take {1 / (1 + summary.accepted_per_step):.0%} of the decoding steps",
         },
     ]
     if summary.measured_saving is not None:

@@ -106,7 +106,7 @@ class ReportSections:
         return Plot(
             "gantt",
             "Rollouts on the engines",
-            "Each bar is a rollout, in rows per engine. White space is idle capacity; the shaded time is the tail."
+            "Each bar is a rollout, in rows per engine. Gaps are idle capacity; the shaded time is the tail."
             + drawn_note(steps),
             [Variant(str(step.number), gantt(step)) for step in steps],
             choice=self._unit,

@@ -11,7 +11,7 @@ import redis
 from typer.testing import CliRunner, Result
 
 from rollout_api.ports import free_port
-from rollout_api.protocol.exit_codes import EXIT_STATE
+from rollout_api.protocol.exit_codes import EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_worker.cli.main import app
 from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
@@ -36,14 +36,17 @@ def test_a_page_is_written_from_a_saved_recording(report: Report, tmp_path: Path
     assert small_job() == load_recording(copy)
 
 
-def test_a_local_job_whose_redis_has_ended_is_reported_from_its_last_recording(report: Report, tmp_path: Path) -> None:
+@pytest.mark.parametrize("embedded", [True, False])
+def test_a_local_job_whose_redis_has_ended_is_reported_from_its_last_recording(
+    report: Report, tmp_path: Path, embedded: bool
+) -> None:
     directory = tmp_path / "state" / "default" / "job"
     directory.mkdir(parents=True)
     (directory / "job.json").write_text(json.dumps({"uid": "uid", "finished": True}))
-    record_redis(directory, RecordedRedis(f"redis://127.0.0.1:{free_port()}/0", embedded=True))
+    record_redis(directory, RecordedRedis(f"redis://127.0.0.1:{free_port()}/0", embedded=embedded))
     arguments = ("job", "--state-dir", tmp_path / "state", "--html", tmp_path / "page.html")
     result = report(*arguments)
-    assert EXIT_STATE == result.exit_code
+    assert (EXIT_STATE if embedded else EXIT_REDIS) == result.exit_code
     save_recording(small_job(), directory / "recording.json.gz")
     assert 0 == report(*arguments).exit_code
     assert 0 == report(*arguments[1:]).exit_code  # it is the only job there

@@ -82,10 +82,10 @@
     }));
   }
 
-  // The start of the prompt says more than an id that is a hash.
+  // The end of the prompt, which usually is the question, says more than an id that is a hash.
   function label(problem) {
     const text = (problem.prompt ?? "").replace(/<\|[^|>]*\|>(user|system|assistant)?/g, " ").replace(/\s+/g, " ").trim();
-    return text ? `${problem.id.slice(0, 12)} · ${text.length > 50 ? `${text.slice(0, 50)}…` : text}` : problem.id;
+    return text ? `${problem.id.slice(0, 12)} · ${text.length > 50 ? `…${text.slice(-50)}` : text}` : problem.id;
   }
 
   function showProblem() {

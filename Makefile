@@ -21,13 +21,14 @@ help:  ## Show this help.
 env:  ## Create or update .venv; install missing system packages if permitted.
 	@scripts/setup-env
 
-tiny-model: env  ## Train the tiny policy that examples and tests use, once.
-	$(VENV)/rollout tiny-model
+tiny-model:  ## Train the tiny policy that examples and tests use, once.
+	@scripts/setup-env worker
+	@$(VENV)/rollout tiny-model
 
-demo: tiny-model  ## Train the tiny policy (once) and run the quickstart job.
-	$(VENV)/rollout run -f examples/quickstart.yaml --json .rollout/quickstart.json
+demo:  ## Train the tiny policy (once) and run the quickstart job.
+	@scripts/demo
 
-test: tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
+test: env tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
 	$(VENV)/pytest $(PARALLEL) 4 $(OTHER_TESTS)
 	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERIAL_TESTS))
 	$(VENV)/pytest $(SERIAL_TESTS)
@@ -36,7 +37,7 @@ test: tiny-model lint  ## Run lint, type checks, import contracts and the test s
 test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
 	$(VENV)/pytest $(PARALLEL) 4 $(FAST_TESTS)
 
-test-v2: tiny-model  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
+test-v2: env tiny-model  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
 	$(V2) $(VENV)/pytest $(PARALLEL) 2 $(V2_TESTS)
 
 test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_SECONDS).
@@ -45,7 +46,7 @@ test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_
 kubernetes:  ## Build the Kubernetes that test-cluster uses, if it is not cached.
 	tests/support/cluster/build-kubernetes $(CACHE)/kubernetes
 
-images: tiny-model kubernetes  ## Build the images that test-cluster runs, if they are outdated.
+images: env tiny-model kubernetes  ## Build the images that test-cluster runs, if they are outdated.
 	[ -n "$(KUBECONFIG)" ] || tests/support/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
 
 test-cluster: env images  ## Test the operator on its own Kubernetes, or on the cluster of KUBECONFIG.

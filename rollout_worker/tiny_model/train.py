@@ -5,8 +5,8 @@ short ones. Hidden matrices are updated with Muon (Jordan et al. 2024; update sc
 embeddings and norms with AdamW. The learning rate warms up, stays constant, and decays at the end, so that the policy
 still changes between the earlier checkpoints.
 
-Two threads of Python compute a half of each step. PyTorch itself computes with one thread: its own threads wait for each
-other in every operation, which makes a step many times slower if other processes are busy.
+Two Python threads compute one half of each step each. Within an operation, PyTorch uses a single thread, because its
+OpenMP threads wait for each other in every operation, which makes a step many times slower beside busy processes.
 """
 
 from __future__ import annotations

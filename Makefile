@@ -16,16 +16,16 @@ V2_TESTS := $(addprefix tests/engine/test_,adapters.py continuation.py cpu_kerne
 PARALLEL := --no-loadscope-reorder --numprocesses
 
 help:  ## Show this help.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"
+	@sed -nE 's/^([a-z0-9-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-14s %s\n", $$1, $$2 }'
 
-env:  ## Create or update .venv; install missing system packages if permitted.
+env:  ## Create or update .venv for development; install missing system packages if permitted.
 	@scripts/setup-env
 
 tiny-model:  ## Train the tiny policy that examples and tests use, once.
 	@scripts/setup-env worker
 	@$(VENV)/rollout tiny-model
 
-demo:  ## Train the tiny policy (once) and run the quickstart job.
+demo:  ## Create .venv, train the tiny policy (both once), and run the quickstart job; begin here.
 	@scripts/demo
 
 test: env tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
@@ -90,5 +90,5 @@ docker-images:  ## Build the operator's image and the GPU worker's image with Do
 clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist .rollout
 
-.PHONY: help env tiny-model demo test test-fast test-chaos kubernetes images test-cluster test-native lint format generate wheels \
+.PHONY: help env tiny-model demo test test-fast test-v2 test-chaos kubernetes images test-cluster test-native lint format generate wheels \
 	chart docker-images clean

@@ -16,18 +16,19 @@ V2_TESTS := $(addprefix tests/engine/test_,adapters.py continuation.py cpu_kerne
 PARALLEL := --no-loadscope-reorder --numprocesses
 
 help:  ## Show this help.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"
+	@sed -nE 's/^([a-z0-9-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-14s %s\n", $$1, $$2 }'
 
-env:  ## Create or update .venv; install missing system packages if permitted.
+env:  ## Create or update .venv for development; install missing system packages if permitted.
 	@scripts/setup-env
 
-tiny-model: env  ## Train the tiny policy that examples and tests use, once.
-	$(VENV)/rollout tiny-model
+tiny-model:  ## Train the tiny policy that examples and tests use, once.
+	@scripts/setup-env worker
+	@$(VENV)/rollout tiny-model
 
-demo: tiny-model  ## Train the tiny policy (once) and run the quickstart job.
-	$(VENV)/rollout run -f examples/quickstart.yaml --json .rollout/quickstart.json
+demo:  ## Create .venv, train the tiny policy (both once), and run the quickstart job; begin here.
+	@scripts/demo
 
-test: tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
+test: env tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
 	$(VENV)/pytest $(PARALLEL) 4 $(OTHER_TESTS)
 	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERIAL_TESTS))
 	$(VENV)/pytest $(SERIAL_TESTS)
@@ -36,7 +37,7 @@ test: tiny-model lint  ## Run lint, type checks, import contracts and the test s
 test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
 	$(VENV)/pytest $(PARALLEL) 4 $(FAST_TESTS)
 
-test-v2: tiny-model  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
+test-v2: env tiny-model  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
 	$(V2) $(VENV)/pytest $(PARALLEL) 2 $(V2_TESTS)
 
 test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_SECONDS).
@@ -45,7 +46,7 @@ test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_
 kubernetes:  ## Build the Kubernetes that test-cluster uses, if it is not cached.
 	tests/support/cluster/build-kubernetes $(CACHE)/kubernetes
 
-images: tiny-model kubernetes  ## Build the images that test-cluster runs, if they are outdated.
+images: env tiny-model kubernetes  ## Build the images that test-cluster runs, if they are outdated.
 	[ -n "$(KUBECONFIG)" ] || tests/support/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
 
 test-cluster: env images  ## Test the operator on its own Kubernetes, or on the cluster of KUBECONFIG.
@@ -94,5 +95,5 @@ set-version: env  ## Write VERSION=X.Y.Z to all files that state the version.
 clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist .rollout
 
-.PHONY: help env tiny-model demo test test-fast test-chaos kubernetes images test-cluster test-native lint format generate wheels \
-	chart docker-images release-check set-version clean
+.PHONY: help env tiny-model demo test test-fast test-v2 test-chaos kubernetes images test-cluster test-native lint format \
+	generate wheels chart docker-images release-check set-version clean

@@ -92,7 +92,7 @@ def test_decoding_continues_while_redis_does_not_reply(drafting_engine: EngineHa
 
 
 def test_accepted_tokens_are_attributed_to_their_sources(drafting_engine: EngineHarness) -> None:
-    sampling = Sampling(max_tokens=100, allowed_token_ids=[1, 2], temperature=0)  # one sample, so that it is no canary
+    sampling = Sampling(n=1, max_tokens=100, allowed_token_ids=[1, 2], temperature=0)  # a single sample is no canary
     own_text = drafting_engine.request(PROMPT, sampling, "own-text", draft_mode=DraftMode.OWN_TEXT)
     without = drafting_engine.request(PROMPT, sampling, "own-text", draft_mode=DraftMode.OFF)
     before = drafting_engine.vllm_counts()

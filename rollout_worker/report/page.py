@@ -68,7 +68,6 @@ def _rollout(rollout: ViewedRollout) -> dict[str, Any]:
         "id": rollout.rollout_id,
         "version": rollout.weight_version,
         "generation": rollout.generation,
-        "step": rollout.step,
         "reason": rollout.finish_reason,
         "reward": rollout.reward,
         "length": rollout.num_tokens,

@@ -75,7 +75,10 @@ async def read_recording(
         history = HistoryStore.for_all_generations(
             connect_history(history_url or redis_url), HistoryKeys.from_full_name(description.get("history", ""))
         )
-        read = await asyncio.to_thread(_read_history, history, uid, ended, TokenTexts(tokenizer), prompts or {})
+        try:
+            read = await asyncio.to_thread(_read_history, history, uid, ended, TokenTexts(tokenizer), prompts or {})
+        finally:
+            history.client.close()
         engines = {engine.report.name: engine.report for engine in (await store.engines.engines()).values()}
         return JobRecording(
             name=name,
@@ -85,7 +88,7 @@ async def read_recording(
             state=description.get("state", "running"),
             model=description.get("model", ""),
             history=description.get("history", ""),
-            is_dataset=ended[0].request_id.startswith(f"{CLIENT_NAME}:"),
+            is_dataset=any(rollout.request_id.startswith(f"{CLIENT_NAME}:") for rollout in ended),
             decoded=tokenizer is not None,
             ended=ended,
             measurements=[measurement async for measurement in store.timeline.measurements()],
@@ -100,7 +103,6 @@ class _FromHistory(NamedTuple):
     """The fields of a recording that are read from the history."""
 
     rewards: list[float | None]
-    generations: dict[int, int]
     lengths: dict[str, list[PastLength]]
     acceptance_by_age: dict[int, tuple[float, float]]
     problems: list[ViewedProblem]
@@ -122,11 +124,6 @@ def _read_history(
     chosen = choose_problems(lengths)
     return _FromHistory(
         rewards=_rewards(uid, ended, entries),
-        generations={
-            int(published.removeprefix(f"{uid}:")): generation
-            for published, generation in store.metadata.published_versions().items()
-            if published.startswith(f"{uid}:")
-        },
         lengths=lengths,
         acceptance_by_age=store.statistics.acceptance_by_age(),
         problems=[

@@ -43,8 +43,6 @@ class ViewedRollout:
     weight_version: int
     """Weight version that sampled the last token."""
     generation: int
-    step: int
-    """Training step, or epoch of a dataset source; -1 if unknown."""
     finish_reason: str
     reward: float | None
     num_tokens: int
@@ -96,8 +94,6 @@ class JobRecording:
     """Reward of each of these rollouts; None if the history has none."""
     measurements: list[Measurement] = field(default_factory=list)
     """Measurements in the order of their times."""
-    generations: dict[int, int] = field(default_factory=dict)
-    """Weight version of this job → its generation in the history."""
     lengths: dict[str, list[PastLength]] = field(default_factory=dict)
     """Problem of this job → lengths of its rollouts in the history, oldest generation first."""
     acceptance_by_age: dict[int, tuple[float, float]] = field(default_factory=dict)

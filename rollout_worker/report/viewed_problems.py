@@ -58,7 +58,6 @@ def _viewed(record: HistoryRecord, tokens: list[str], reward: float | None) -> V
         rollout_id=record.rollout_id,
         weight_version=record.weight_version,
         generation=record.generation,
-        step=record.step,
         finish_reason=record.finish_reason,
         reward=reward,
         num_tokens=len(record.tokens),

@@ -255,8 +255,12 @@ def test_the_time_of_an_engine_is_divided() -> None:
 
 
 def test_an_interruption_is_a_time_without_measurements() -> None:
-    measured = [measurement(time, []) for time in (0, 1, 2, 100)]
-    assert [(START + 2, START + 100)] == interruptions(measured, 60)
+    measured = [measurement(time, []) for time in (0, 1, 2, 100, 101)]
+    assert [(START + 2, START + 100)] == interruptions(measured)
+
+
+def test_the_growing_distance_of_measurements_is_no_interruption() -> None:
+    assert [] == interruptions([measurement(100 * 1.3**index, []) for index in range(30)])
 
 
 def test_the_governors_decisions_over_time() -> None:

@@ -116,6 +116,7 @@ def test_rollouts_are_shown_with_their_sources_and_compared(browser: Browser, tm
     different = page.locator("#comparison .different").all_inner_texts()
     assert ["(1.0)", "(3.1)"] == [text.strip() for text in different]
     assert "weight version 1" in page.inner_text("#comparison")
+    assert "Older rollouts that are not in the report: 5." == page.inner_text("#omitted")
     page.uncheck("#show-sources")
     assert "rgba(0, 0, 0, 0)" == spans.first.evaluate("(span) => getComputedStyle(span).backgroundColor")
     page.close()

@@ -99,7 +99,6 @@ def test_everything_about_a_job_is_read(job: str) -> None:
     rewards = {(one.request_id, one.sample): reward for one, reward in zip(found.ended, found.rewards, strict=True)}
     assert {("dataset:1:0", 0): None, ("dataset:1:0", 1): 0.5, ("compare:1:0", 0): None} == rewards
     assert {"self": 4} == found.ended[0].draft_tokens_by_source
-    assert {5: 1} == found.generations
     assert {"sums/1": [PastLength(1, 5, False, None), PastLength(1, 5, False, 0.5)]} == found.lengths
     assert {1: (4.0, 3.0)} == found.acceptance_by_age
     assert [("engine-0", "2", 9, 6), ("engine-0", "16+", 4, 0)] == found.positions

@@ -153,7 +153,6 @@ def small_job(problem_id: str = "sums/3", text: str = " 4") -> JobRecording:
             rollout_id=f"uid/dataset:{epoch}:history:0/{sample}/0",
             weight_version=epoch,
             generation=epoch,
-            step=epoch,
             finish_reason="stop",
             reward=float(sample),
             num_tokens=7,
@@ -168,12 +167,11 @@ def small_job(problem_id: str = "sums/3", text: str = " 4") -> JobRecording:
         rewards=rewards,
         is_dataset=True,
         measurements=measurements,
-        generations={1: 1, 2: 2, 3: 3},
         lengths=lengths,
         acceptance_by_age={1: (100.0, 60.0), 2: (40.0, 20.0)},
         positions=[
             DraftCounts("engine-0", "16+" if position == 16 else str(position), 200 - 10 * position, 120 - 7 * position)
             for position in range(1, 17)
         ],
-        problems=[ViewedProblem(problem_id, f"What is 2+2?{text}", viewed, 0)],
+        problems=[ViewedProblem(problem_id, f"What is 2+2?{text}", viewed, 5)],
     )

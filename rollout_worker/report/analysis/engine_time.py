@@ -11,6 +11,11 @@ from itertools import pairwise
 from rollout_api.protocol.timeline import EndedRollout, EngineMeasurement, Measurement
 from rollout_worker.report.analysis.running import running_counts
 
+_INTERRUPTION_S = 60.0
+"""Shortest interruption, in seconds."""
+_INTERRUPTION_FACTOR = 5.0
+"""How many times as long as the distance of the measurements before an interruption is at least."""
+
 
 @dataclass
 class EngineTime:
@@ -72,9 +77,17 @@ def engine_times(measurements: Sequence[Measurement], ended: Sequence[EndedRollo
     return dict(sorted(times.items()))
 
 
-def interruptions(measurements: Iterable[Measurement], seconds: float) -> list[tuple[float, float]]:
-    """Return the times of more than *seconds* without measurements, in which nothing coordinated the job."""
-    return [(before.time, after.time) for before, after in pairwise(measurements) if after.time - before.time > seconds]
+def interruptions(measurements: Sequence[Measurement]) -> list[tuple[float, float]]:
+    """Return the times without measurements, in which nothing coordinated the job.
+
+    The distance of measurements grows slowly with the age of a job, so a much larger distance is an interruption.
+    """
+    found = []
+    for first, before, after in zip(measurements, measurements[1:], measurements[2:], strict=False):
+        gap = after.time - before.time
+        if gap > max(_INTERRUPTION_S, _INTERRUPTION_FACTOR * (before.time - first.time)):
+            found.append((before.time, after.time))
+    return found
 
 
 def _add_measured(time: EngineTime, before: EngineMeasurement, after: EngineMeasurement, seconds: float) -> float:

@@ -21,8 +21,6 @@ _NOTABLE_CHANGE = 0.1
 """Relative change of the accepted tokens per step from which it is mentioned."""
 _LARGE_TAIL = 0.3
 """Share of the makespan from which a tail is mentioned."""
-_INTERRUPTION_S = 60.0
-"""Seconds without measurements from which an interruption is mentioned."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def findings(recording: JobRecording, summary: Summary) -> list[str]:
         sentences += _engine_sentences(engine, time)
     sentences += _rollout_sentences(steps)
     sentences += _tail_sentences(steps, unit)
-    for start, end in interruptions(recording.measurements, _INTERRUPTION_S):
+    for start, end in interruptions(recording.measurements):
         sentences.append(f"The job was interrupted for {_duration(end - start)}, in which no coordinator ran.")
     return sentences
 

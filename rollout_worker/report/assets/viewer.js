@@ -104,6 +104,9 @@
     }));
     prompt.hidden = problem.prompt === null;
     prompt.querySelector("pre").textContent = problem.prompt ?? "";
+    const omitted = document.getElementById("omitted");
+    omitted.hidden = !problem.omitted;
+    omitted.textContent = `Older rollouts that are not in the report: ${problem.omitted}.`;
     const last = problem.rollouts.at(-1);
     compared = { A: problem.rollouts.find((one) => one.generation === all[Math.max(0, all.length - 2)]), B: last };
     showColumns();

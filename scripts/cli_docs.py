@@ -86,7 +86,9 @@ def command_section(command: Any, name: str) -> Iterator[str]:
 
 
 def _metavar(match: re.Match[str]) -> str:
-    return {"int range": "N", "int": "N", "str": "TEXT", "path": "PATH", "float": "NUMBER"}.get(match[1], match[1].upper())
+    return {"int range": "N", "int": "N", "str": "TEXT", "path": "PATH", "float": "NUMBER"}.get(
+        match[1], match[1].upper()
+    )
 
 
 def group_sections(app: typer.Typer, name: str) -> Iterator[str]:

@@ -75,6 +75,7 @@ generate: env  ## Generate the CRD, the chart's copy of it, the reference pages,
 	$(VENV)/python scripts/cli_docs.py
 	$(VENV)/python scripts/metrics_docs.py
 	$(VENV)/python scripts/sizing_docs.py
+	$(VENV)/python scripts/performance_docs.py
 	$(VENV)/python scripts/code_map.py
 	$(VENV)/python scripts/image_requirements.py
 

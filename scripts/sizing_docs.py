@@ -182,8 +182,8 @@ def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "duration of a training step's rollouts, without tail", f"{step / 60:,.0f} min"
     yield "Redis: history", gigabytes(history_bytes(plan))
     yield "Redis: messages of a training step", gigabytes(message_bytes(plan))
-    yield "CPU: coordinator and relay", f"{100 * head_cores(plan):.1f} % of a core"
-    yield "CPU: Redis", f"{100 * redis_cores(plan):.1f} % of a core"
+    yield "CPU: coordinator and relay", f"{100 * head_cores(plan):.2f} % of a core"
+    yield "CPU: Redis", f"{100 * redis_cores(plan):.2f} % of a core"
     yield "weights over a link of 50 GB/s (400 Gbit/s), once", f"{transfer_seconds(plan, 50e9):.1f} s"
     yield "weights over a link of 3 GB/s (25 Gbit/s), once", f"{transfer_seconds(plan, 3e9):.0f} s"
 

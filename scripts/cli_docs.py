@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rollout_operator.__main__ import argument_parser
 from typer.main import get_command
 
 from rollout_api.protocol import exit_codes
-from rollout_operator.__main__ import argument_parser
 from rollout_worker.cli.main import app as rollout_app
 from rollout_worker.history_service.cli import app as history_app
 
@@ -23,11 +23,11 @@ HEAD = """# Command line
 This page lists all commands and options. It is generated from the code by `python scripts/cli_docs.py`. `--help` shows
 the same after each command.
 
-| Command | Installed with | For |
-|---|---|---|
-| [`rollout`](#rollout) | the worker (`make env`, or the `worker` extra) | running jobs on one or several machines |
-| [`rollout history`](#rollout-history) | the worker; as `rollout-history` also with the `history` extra and in the operator's image | looking at histories, moving and maintaining them |
-| [`rollout-operator`](#rollout-operator) | the `operator` extra and the operator's image; the Helm chart runs it | running RolloutJobs on Kubernetes |
+- [`rollout`](#rollout) runs jobs on one or several machines. It is part of the worker (`make env`, or the extra `worker`).
+- [`rollout history`](#rollout-history) shows, moves and maintains histories. As `rollout-history`, it is also in the
+  operator's image and in the extra `history`.
+- [`rollout-operator`](#rollout-operator) runs RolloutJobs on Kubernetes. The Helm chart starts it; it is in the operator's
+  image and in the extra `operator`.
 
 An option with an environment variable takes its value from there if it is not given. This keeps passwords in URLs out
 of the list of processes."""

@@ -9,12 +9,12 @@ from typing import cast
 from kubernetes.client import ApiClient
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
-
-from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
 from rollout_operator.http_server import MetricsCollector
 from rollout_operator.kubernetes_api import KubernetesApi
 from rollout_operator.object_cache import ObjectCache
 from rollout_operator.reconciler import Reconciler
+
+from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
 from rollout_worker.history_service.http import HistoryCollector
 from rollout_worker.history_service.service import ServiceState
 from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, StatusMetrics
@@ -46,13 +46,14 @@ JOB = """## Job
 
 The head exports these metrics. `job` is `NAMESPACE/NAME`.
 
-- Counters of rollouts and tokens are those of the whole job: a new coordinator continues them. `rollout_engines_lost_total`,
-  `rollout_rollouts_migrated_total` and `rollout_dead_letters_total` begin at 0 with each coordinator.
-- `rollout_saved_ratio`, `rollout_remaining_seconds` and `rollout_tail_seconds` are absent while they cannot be estimated.
-  The first one uses each engine's fitted cost model ([budgets.md](budgets.md#the-cost-model)); it is `status.timeSaved`
-  of the RolloutJob. More engines shorten the remaining time, but not the tail.
-- The reasons behind `rollout_engines_failed` are in `/status`, and those behind `rollout_dead_letters_total` in the stream
-  `rollout:{<uid>}:dead-letters`.
+- Counters of rollouts and tokens are those of the whole job: a new coordinator continues them.
+  `rollout_engines_lost_total`, `rollout_rollouts_migrated_total` and `rollout_dead_letters_total` begin at 0 with each
+  coordinator.
+- `rollout_saved_ratio`, `rollout_remaining_seconds` and `rollout_tail_seconds` are absent while they are unknown. The
+  first one uses each engine's fitted cost model ([budgets.md](budgets.md#the-cost-model)); it is `status.timeSaved` of
+  the RolloutJob. More engines shorten the remaining time, but not the tail.
+- The reasons behind `rollout_engines_failed` are in `/status`, and those behind `rollout_dead_letters_total` in the
+  stream `rollout:{<uid>}:dead-letters`.
 - `rollout_drift_e_value` is explained in [lossless.md](lossless.md#monitoring-while-it-runs)."""
 
 ENGINES = """## Engines

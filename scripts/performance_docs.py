@@ -1,4 +1,4 @@
-"""Write the tables of docs/performance.md from the results of the benchmarks: ``python scripts/performance_docs.py``."""
+"""Write the tables of docs/performance.md from the benchmarks' results: ``python scripts/performance_docs.py``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SETTINGS = [(trace, engines) for trace in ("rg", "taubench", "humaneval") for en
 TRACES = {"rg": "math", "taubench": "agents", "humaneval": "programs"}
 
 
-def figures(name: str) -> dict[str, float]:
-    """Return the figures of a result by their names."""
+def figures(name: str, peer: str | None = None) -> dict[str, float]:
+    """Return the figures of a result by their names; with *peer*, only those that are relative to it."""
     found: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["figures"]
-    return {figure["name"]: figure["value"] for figure in found}
+    return {figure["name"]: figure["value"] for figure in found if peer is None or figure["peer"] == peer}
 
 
 def speeds(name: str, model: str, batches: tuple[int, ...]) -> list[str]:
@@ -60,7 +60,7 @@ def measured() -> str:
 
 def simulated() -> str:
     """Return the table of simulated makespans."""
-    values = figures("rollout-bench")
+    values = figures("rollout-bench", peer="none")
     head = "| | " + " | ".join(f"{TRACES[trace]}, {engines}" for trace, engines in SETTINGS) + " |"
     lines = [head, "|---|" + "---|" * len(SETTINGS)]
     for method, name in SIMULATED.items():

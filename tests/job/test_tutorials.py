@@ -43,7 +43,7 @@ def test_a_tutorial_can_be_followed(name: str, tmp_path: Path) -> None:
     assert files
     for file, content in files.items():
         (tmp_path / file).write_text(with_ports(content))
-    blocks = [block for block in console_blocks(text)]
+    blocks = console_blocks(text)
     commands = [command.text for block in blocks for command in block if command.text not in SKIPPED]
     assert commands
     script = "\n".join(["set -eo pipefail", "set -m", *commands]).replace("--dir /tmp", f"--dir {tmp_path}")

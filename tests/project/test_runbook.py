@@ -62,9 +62,7 @@ def reasons_in(module: str) -> set[str]:
                 expressions = node.args[:1]
             elif name == "Event":
                 expressions = node.args[1:2]
-        elif isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple | ast.BoolOp | ast.IfExp):
-            expressions = [node.value]
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple | ast.IfExp | ast.BoolOp | ast.Constant):
+        elif isinstance(node, ast.Return | ast.Assign) and node.value is not None:
             expressions = [node.value]
         for expression in expressions:
             found.update(text for text in constants(expression) if REASON.fullmatch(text))

@@ -23,11 +23,11 @@ HEAD = """# Command line
 This page lists all commands and options. It is generated from the code by `python scripts/cli_docs.py`. `--help` shows
 the same after each command.
 
-- [`rollout`](#rollout) runs jobs on one or several machines. It is part of the worker (`make env`, or the extra `worker`).
+- [`rollout`](#rollout) runs jobs on one or several machines. `make env` and the extra `worker` install it.
 - [`rollout history`](#rollout-history) shows, moves and maintains histories. As `rollout-history`, it is also in the
   operator's image and in the extra `history`.
-- [`rollout-operator`](#rollout-operator) runs RolloutJobs on Kubernetes. The Helm chart starts it; it is in the operator's
-  image and in the extra `operator`.
+- [`rollout-operator`](#rollout-operator) runs RolloutJobs on Kubernetes. The Helm chart starts it. It is in the
+  operator's image and in the extra `operator`.
 
 An option with an environment variable takes its value from there if it is not given. This keeps passwords in URLs out
 of the list of processes."""

@@ -126,6 +126,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
+    if page.is_homepage:
+        page.meta["hide"] = ["navigation"]  # it would have one entry
     markdown = rewrite_links(markdown, repository_path(uri), uri)
 
     def show(match: re.Match[str]) -> str:

@@ -1,7 +1,8 @@
 """Hooks of MkDocs: add pages and files of other folders to the site, and draw pictures in the colors of the page.
 
 Pages link to files of the repository relatively, as GitHub shows them. On the site, a page of another folder is one of
-``PAGES``; another linked file becomes a page with its text, and data is copied. SVGs that follow the reader's preferred
+``PAGES``; another linked file becomes a page with its text, and data is copied. A link that is named after the file of a
+page, such as ``[history.md](history.md)``, is named after the title of the page. SVGs that follow the reader's preferred
 color scheme are divided into a light and a dark one, because the site has a switch of its own.
 """
 
@@ -35,6 +36,8 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".lua": "lua", ".toml": "toml", "
 
 _FENCE = re.compile(r"(^ *(?:```|~~~).*?^ *(?:```|~~~) *$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+_NAMED_LINK = re.compile(r"\[(?:[\w./-]+/)?[\w-]+\.md\]\(([^)\s]+\.md)(#[^)\s]*)?\)")
+_TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 _SVG = re.compile(r"!\[([^\]]*)\]\(([^)\s]+\.svg)\)")
 _DARK_RULES = re.compile(r"@media \(prefers-color-scheme: dark\) \{((?:[^{}]*\{[^{}]*\})*)\s*\}")
 
@@ -122,7 +125,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite the links of a page, and show the variants of its pictures."""
+    """Rewrite the links of a page, name pages by their titles, and show the variants of pictures."""
     uri = page.file.src_uri
     if uri.startswith("source/"):
         return markdown
@@ -137,7 +140,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         shown = (f"![{match[1]}]({_variant(match[2], name)}#only-{name})" for name in ("light", "dark"))
         return " ".join(shown)
 
-    return outside_code(markdown, lambda text: _SVG.sub(show, text))
+    def name(match: re.Match[str]) -> str:
+        target = files.get_file_from_path(posixpath.normpath(posixpath.join(posixpath.dirname(uri), match[1])))
+        title = None if target is None else _TITLE.search(target.content_string)
+        return match[0] if title is None else f"[{title[1]}]({match[1]}{match[2] or ''})"
+
+    return outside_code(markdown, lambda text: _NAMED_LINK.sub(name, _SVG.sub(show, text)))
 
 
 def _variant(uri: str, name: str) -> str:

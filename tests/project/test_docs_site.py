@@ -139,3 +139,9 @@ def test_links_lead_from_pages_of_other_folders_to_the_site() -> None:
 def test_links_within_code_are_left_alone() -> None:
     text = "```python\nvalues[0](../x.md)\n```\n"
     assert text == docs_hooks.rewrite_links(text, "README.md", "project/readme.md")
+
+
+def test_links_are_named_after_the_titles_of_pages(site: Path) -> None:
+    page = html(site, "drafting.md").read_text()
+    assert '<a href="../lossless/">Lossless drafting and how it is tested</a>' in page
+    assert "lossless.md" not in page

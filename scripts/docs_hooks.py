@@ -1,9 +1,9 @@
 """Hooks of MkDocs: add pages and files of other folders to the site, and draw pictures in the colors of the page.
 
 Pages link to files of the repository relatively, as GitHub shows them. On the site, a page of another folder is one of
-``PAGES``; another linked file becomes a page with its text, and data is copied. A link that is named after the file of a
-page, such as ``[history.md](history.md)``, is named after the title of the page. SVGs that follow the reader's preferred
-color scheme are divided into a light and a dark one, because the site has a switch of its own.
+``PAGES``; another linked file becomes a page with its text, and data is copied. A link that is named after the file of
+a page, such as ``[history.md](history.md)``, is named after the title of the page. SVGs that follow the reader's
+preferred color scheme are divided into a light and a dark one, because the site has a switch of its own.
 """
 
 from __future__ import annotations

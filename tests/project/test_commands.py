@@ -243,6 +243,24 @@ KINDS = {
 NAMED_WORKLOADS = re.compile(r"(?:deploy|deployment)/(\S+)")
 
 
+KUBECTL = shutil.which("kubectl") or shutil.which(
+    "kubectl", path=str(Path.home() / ".cache/das-rollout/kubernetes/bin")
+)
+"""The kubectl of this machine or of ``make kubernetes``; None if there is none."""
+
+
+@cache
+def real_kubectl_options(verb: str) -> set[str] | None:
+    """Return the options that kubectl lists for a verb; None without kubectl."""
+    if KUBECTL is None:
+        return None
+    texts = [
+        subprocess.run([KUBECTL, *arguments], capture_output=True, text=True, check=True).stdout
+        for arguments in ([verb, "--help"], ["options"])
+    ]
+    return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", "".join(texts)))
+
+
 def check_kubectl(call: Call, page: Page) -> None:
     verb, *rest = call.arguments
     assert verb in KUBECTL_OPTIONS, f"kubectl {verb} is not known to this test"
@@ -252,6 +270,8 @@ def check_kubectl(call: Call, page: Page) -> None:
     rest = rest[:inner]
     options = {word.partition("=")[0] for word in rest if re.match(r"--?[a-z]", word)}
     assert options <= KUBECTL_OPTIONS[verb] | {"--namespace"}, f"kubectl {verb} with {options}"
+    real = real_kubectl_options(verb)
+    assert real is None or options <= real, f"kubectl {verb} has no {options}"
     for option, value in pairwise(rest):
         if option == "-f" and value != "-":
             page.file(value)

@@ -236,6 +236,8 @@ KUBECTL_OPTIONS = {
     "wait": {"--for", "--timeout"},
 }
 """Verbs of kubectl, and the options that the pages use with them in addition to the namespace."""
+SUBCOMMANDS = {"create": ("secret", "generic"), "rollout": ("restart",)}
+"""Verbs whose options depend on a further word, and the words that the pages use."""
 KINDS = {
     *("crd", "deployment", "job", "lease", "namespace", "node", "pod", "pods", "replicaset", "secret", "workload"),
     *("rj", "rolloutjob", "rolloutjobs"),
@@ -256,7 +258,7 @@ def real_kubectl_options(verb: str) -> set[str] | None:
         return None
     texts = [
         subprocess.run([KUBECTL, *arguments], capture_output=True, text=True, check=True).stdout
-        for arguments in ([verb, "--help"], ["options"])
+        for arguments in ([verb, *SUBCOMMANDS.get(verb, ()), "--help"], ["options"])
     ]
     return set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", "".join(texts)))
 

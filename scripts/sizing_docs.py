@@ -175,7 +175,7 @@ def rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "weights", gigabytes(weight_bytes(plan.model))
     yield "weights per GPU", gigabytes(weight_bytes(plan.model) / plan.gpus_per_engine)
     yield "KV cache per token", f"{kv_bytes_per_token(plan.model) / 1024:,.0f} KiB"
-    yield "KV cache per engine", f"{kv_cache_tokens(plan):,.0f} tokens"
+    yield "KV cache per engine", f"{round(kv_cache_tokens(plan), -3):,.0f} tokens"
     yield "rollouts that fit into it at once", f"{running_rollouts(plan):,.0f}"
     yield "rollouts per second, all engines", f"{rollouts_per_second(plan):,.1f}"
     step = plan.problems * plan.rollouts_per_problem / rollouts_per_second(plan)

@@ -17,7 +17,7 @@ from rollout_operator.reconciler import Reconciler
 from rollout_api.manifest.rollout_job import API_VERSION, KIND, parse_job
 from rollout_worker.history_service.http import HistoryCollector
 from rollout_worker.history_service.service import ServiceState
-from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, StatusMetrics
+from rollout_worker.job.coordinator.metrics import ENGINE_METRICS, LABELED_ENGINE_METRICS, StatusMetrics
 from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
 from rollout_worker.job.job_store import EngineReport
 from rollout_worker.policy.canary import DriftTest
@@ -36,7 +36,7 @@ the code that exports them by `python scripts/metrics_docs.py`.
 | history service | `--port`, 8080 by default | `rollout_history_` |
 | operator | `--port`, 8081 by default | `rollout_operator_` |
 
-The chart creates what Prometheus needs to scrape them, alerts and a Grafana dashboard
+The chart creates what Prometheus needs to scrape them, alerts and Grafana dashboards
 ([The Helm chart](../charts/das-rollout/README.md#values)). A
 [token](../charts/das-rollout/README.md#a-token-for-status-and-metrics) can protect them. No metric has a label with a
 prompt, a problem or a text. The history service and the operator also export the usual metrics of a process
@@ -52,6 +52,7 @@ The head exports these metrics. `job` is `NAMESPACE/NAME`.
 - `rollout_saved_ratio`, `rollout_remaining_seconds` and `rollout_tail_seconds` are absent while they are unknown. The
   first one uses each engine's fitted cost model ([budgets.md](budgets.md#the-cost-model)); it is `status.timeSaved` of
   the RolloutJob. More engines shorten the remaining time, but not the tail.
+- The histograms count what has ended since the coordinator began: a new coordinator begins at 0.
 - The reasons behind `rollout_engines_failed` are in `/status`, and those behind `rollout_dead_letters_total` in the
   stream `rollout:{<uid>}:dead-letters`.
 - `rollout_drift_e_value` is explained in [lossless.md](lossless.md#monitoring-while-it-runs)."""
@@ -84,6 +85,11 @@ def job_metrics() -> list[Metric]:
     spec = {"model": {"uri": "policy"}, "source": {"trainer": {}}}
     job = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "job"}, "spec": spec}
     board = StatusBoard(parse_job(job))
+    report = EngineReport(
+        "engine",
+        counters=dict.fromkeys(ENGINE_METRICS, 0.0),
+        labeled_counters={name: {"": 0} for name in LABELED_ENGINE_METRICS},
+    )
     status = board.update(
         StatusInput(
             uid="",
@@ -92,7 +98,7 @@ def job_metrics() -> list[Metric]:
             waiting=0,
             assigned={},
             totals={},
-            engines={"engine": EngineReport("engine", counters=dict.fromkeys(ENGINE_METRICS, 0.0))},
+            engines={"engine": report},
             engine_errors={},
             environment_errors={},
             engines_lost=0,

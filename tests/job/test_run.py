@@ -230,7 +230,7 @@ def test_the_page_about_a_run_shows_every_plot(compared_run: ComparedRun) -> Non
     with chromium() as browser:
         page = browser.open(compared_run.page)
         marks = drawn_marks(page)
-        assert {"makespans", "running", "gantt", "accepted-by-source", "acceptance-by-position", "saved"} <= set(marks)
+        assert {"makespans", "running", "gantt", "accepted-by-source", "acceptance-by-position"} <= set(marks)
         assert [] == [name for name, count in marks.items() if not count]
         assert [] == browser.messages
         assert page.locator("#columns .rollout pre span").count()  # draft tokens are marked

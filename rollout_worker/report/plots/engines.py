@@ -67,8 +67,9 @@ def saved_over_time(histories: Mapping[str, EngineHistory], start: float) -> go.
     traces = [
         go.Scatter(
             name=escaped(engine),
-            x=[(time - start) / scale for time in history.saved_times],
-            y=history.saved,
+            # A value belongs to the time before its point, so the first one begins with the measurements.
+            x=[(time - start) / scale for time in (history.times[0], *history.saved_times)],
+            y=[history.saved[0], *history.saved],
             mode="lines",
             line={"color": _color(index), "width": 1.5, "shape": "vh"},
             hovertemplate="%{y:.0%} saved on %{fullData.name}<extra></extra>",

@@ -79,8 +79,9 @@ class ReportSections:
         return Plot(
             "makespans",
             f"Makespan of each {self._unit}",
-            "Shorter is better. The red part of a bar is the tail, in which at most a quarter of the rollouts were "
-            "still running. Hatched bars are estimates by the engines' cost models; all other bars were measured.",
+            "Shorter is better. The red part of a bar is the tail, in which fewer than half as many rollouts were "
+            "running as at the peak. Hatched bars are estimates by the engines' cost models; all other bars were "
+            "measured.",
             [Variant("", makespans(self._comparisons, self._slowdowns, self._unit))],
         )
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_api.figures.timeline import Timeline
 from rollout_api.length_stats import LengthStats
 from rollout_worker.report.analysis.acceptance import Acceptance, by_age, by_position, by_source
 from rollout_worker.report.analysis.engine_time import engine_times, interruptions
@@ -97,10 +98,18 @@ def test_thinned_counts_keep_the_largest_and_the_last_one(values: list[int], mos
     assert sorted(kept, key=lambda one: one.time) == kept
 
 
-def test_the_tail_begins_when_at_most_a_quarter_of_the_rollouts_still_run() -> None:
+def test_the_tail_begins_when_fewer_than_half_of_the_rollouts_still_run() -> None:
     step = step_of((0, 1), (0, 2), (0, 3), (0, 11))
     assert START + 3 == tail_start(step)
     assert pytest.approx(8 / 11) == tail_fraction(step)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20)), min_size=1, max_size=12))
+def test_the_tail_is_that_of_the_figures_that_trainers_log(runs: list[tuple[int, int]]) -> None:
+    intervals = [(start, start + length) for start, length in runs]
+    step, timeline = step_of(*intervals), Timeline.from_intervals(intervals)
+    assert timeline is not None
+    assert timeline.tail == pytest.approx(step.end - tail_start(step))
 
 
 def test_a_step_that_ends_at_once_has_no_tail() -> None:

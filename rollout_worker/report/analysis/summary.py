@@ -172,7 +172,8 @@ def _tail_sentences(steps: Sequence[Step], unit: str) -> list[str]:
         return []
     return [
         f"The longest tail took {tail_fraction(longest):.0%} of {unit} {longest.number}: for "
-        f"{_duration(tail_fraction(longest) * longest.makespan)}, at most a quarter of its rollouts were still running."
+        f"{_duration(tail_fraction(longest) * longest.makespan)}, fewer than half as many rollouts were running as at "
+        "its peak."
     ]
 
 

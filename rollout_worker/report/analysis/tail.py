@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from rollout_worker.report.analysis.steps import Step
 
-TAIL_SHARE = 0.25
-"""The tail of a step begins when at most this share of its largest number of running rollouts runs, for good."""
+TAIL_SHARE = 0.5
+"""The tail of a step begins when fewer than this share of its largest number of running rollouts run, for good.
+
+``rollout_api.figures`` defines it likewise."""
 
 
 def tail_start(step: Step) -> float:
@@ -16,7 +18,7 @@ def tail_start(step: Step) -> float:
     limit = TAIL_SHARE * max(one.count for one in counts)
     begin = counts[-1].time
     for one in reversed(counts):
-        if one.count > limit:
+        if one.count >= limit:
             break
         begin = one.time
     return begin

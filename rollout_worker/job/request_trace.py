@@ -9,8 +9,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from hashlib import blake2b
-
-from typing_extensions import Self
+from typing import Self
 
 from rollout_api.protocol.messages import RolloutRequest
 

@@ -1,4 +1,4 @@
-"""OpenTelemetry traces: a real collector receives the spans of a real coordinator and relay; the test plays the engine."""
+"""OpenTelemetry traces of a real coordinator and relay. The tests play the engine and the collector."""
 
 from __future__ import annotations
 
@@ -283,11 +283,37 @@ def test_coordinator_and_relay_trace_each_request(
     assert not [value for value in values if str(SECRET_TOKEN) in str(value)]
 
 
-def in_process_coordinator(url: str, traces: TraceExporter | None) -> tuple[Coordinator, JobStore]:
+def in_process_coordinator(
+    url: str, traces: TraceExporter | None, engine_check_interval_s: float = 0.2
+) -> tuple[Coordinator, JobStore]:
     job_store = JobStore.connect(url, JOB)
     history = HistoryStore(connect(url), HISTORY, window=4)
-    limits = CoordinatorLimits(status_interval_s=0.1, reconcile_interval_s=0.3)
+    limits = CoordinatorLimits(status_interval_s=0.1, engine_check_interval_s=engine_check_interval_s)
     return Coordinator(manifest(), job_store, history, vocabulary=100_000, limits=limits, traces=traces), job_store
+
+
+def test_a_coordinator_that_was_replaced_leaves_the_spans_to_the_other_one(
+    collector: OtlpCollector, redis_url: str
+) -> None:
+    async def play() -> None:
+        traces = TraceExporter("coordinator", "default/live", JOB.uid)
+        # It would notice the other one only after a minute.
+        coordinator, job_store = in_process_coordinator(redis_url, traces, engine_check_interval_s=60)
+        async with traced_job(redis_url, JOB) as job:
+            running = asyncio.ensure_future(coordinator.run())
+            asked = request("r", 1)
+            job.send(JOB.requests, asked)
+            await wait_for_async(lambda: job.job_store.assignments.inbox("a-1"))
+            await asyncio.sleep(0.5)  # until it has begun to read what ends
+            job.redis.incr(JOB.fencing_token)
+            await job.job_store.rollouts.finish(asked, rollout(asked, 0), engine="a-1")
+            with pytest.raises(StaleCoordinatorError):
+                await asyncio.wait_for(running, 10)
+        await asyncio.to_thread(traces.close)
+        await job_store.close()
+
+    asyncio.run(play())
+    assert [] == collector.spans
 
 
 def test_a_coordinator_that_takes_over_adds_to_the_traces_and_repeats_nothing(
@@ -313,7 +339,7 @@ def test_a_coordinator_that_takes_over_adds_to_the_traces_and_repeats_nothing(
             successor = asyncio.ensure_future(second.run())
             with pytest.raises(StaleCoordinatorError):
                 await running
-            await job.answer(request("last"))
+            await job.answer(request("last", 1))
             await job.job_store.rollouts.finish(half, rollout(half, 1), engine="a-1")
             job.send(JOB.control, Close())
             await asyncio.to_thread(Relay(job.redis, JOB, HistoryStore(job.redis, HISTORY, window=4)).drain)
@@ -325,7 +351,8 @@ def test_a_coordinator_that_takes_over_adds_to_the_traces_and_repeats_nothing(
 
     asyncio.run(play())
     assert ["done", "half", "last"] == sorted(span.request for span in collector.named("rollout.request"))
-    assert 3 + 2 * 2 + 1 + 2 * 1 - 2 == len(collector.spans) == len({span.span_id for span in collector.spans})
+    assert [5, 3] == [len(collector.named(name)) for name in ("queue", "sample")]
+    assert 3 + 5 + 3 == len({span.span_id for span in collector.spans}) == len(collector.spans)
     [half] = collector.named("rollout.request", "half")
     assert [half.span_id] * 2 == [span.parent_id for span in collector.named("queue", "half")]
 
@@ -413,7 +440,7 @@ def test_a_job_ends_although_its_collector_is_down(
     setup: JobSetup, services: JobServices, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_port()}")
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "2")
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     services.start()
 
@@ -438,18 +465,19 @@ def test_an_unknown_protocol_is_reported(
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", protocol)
     traces = TraceExporter("coordinator", "default/live", JOB.uid)
-    traces.close()
-    traces.export(spans_of_rollout(TRACE, ended()))
+    for _ in range(2):
+        traces.export(spans_of_rollout(TRACE, ended()))
+        traces.close()
     assert [logging.ERROR] == [record.levelno for record in caplog.records]
     assert f"OTEL_EXPORTER_OTLP_PROTOCOL is '{protocol}'; use http/protobuf or grpc" in caplog.text
 
 
 def test_nothing_is_imported_without_traces() -> None:
     program = (
-        "import sys, rollout_worker.job.services\n"
+        "import sys, rollout_worker.job.services\n"  # the Redis client imports parts of OpenTelemetry
         "from rollout_worker.job.tracing.exporter import TraceExporter\n"
         "assert TraceExporter.from_environment('coordinator', 'default/traced', 'uid') is None\n"
-        "print([name for name in sys.modules if name.startswith('opentelemetry')])\n"
+        "print([name for name in sys.modules if name in ('opentelemetry.sdk.trace', 'opentelemetry.exporter')])"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("OTEL_")}
     command = [sys.executable, "-c", program]
@@ -476,7 +504,7 @@ def test_a_request_belongs_to_the_active_span_of_its_client(redis_url: str) -> N
             (given, TRACEPARENT),
         ):
             sent = decoded(prepared.data).traceparent
-            assert expected is None and sent is None or sent is not None and sent.startswith(str(expected))
+            assert (expected is None and sent is None) or (sent is not None and sent.startswith(str(expected)))
         await cancel_and_wait(running)
         await job_store.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -34,11 +35,12 @@ def is_tracing_requested(environment: Mapping[str, str] = os.environ) -> bool:
 class TraceExporter:
     """A thread that sends spans with OpenTelemetry's SDK, which only this thread imports.
 
-    It never delays its caller. Spans that the collector does not accept in time are dropped.
+    It begins with the first span, because the SDK loads slowly while others wait for the start of the job. It never
+    delays its caller. Spans that the collector does not accept in time are dropped.
     """
 
     def __init__(self, service: str, job: str, job_uid: str) -> None:
-        """Start the thread.
+        """Create an exporter that one thread uses.
 
         Args:
             service: the part of the job that sends the spans.
@@ -52,7 +54,7 @@ class TraceExporter:
         self._dropping_logged_at = -FAILURE_LOG_INTERVAL_S
         self._sender: SpanSender | None = None
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
-        self._thread.start()
+        self._has_started = False
 
     @classmethod
     def from_environment(cls, service: str, job: str, job_uid: str) -> TraceExporter | None:
@@ -61,6 +63,9 @@ class TraceExporter:
 
     def export(self, spans: Iterable[SpanData]) -> None:
         """Send spans soon."""
+        if not self._has_started:
+            self._has_started = True
+            self._thread.start()
         if not self._thread.is_alive():
             return
         try:
@@ -74,11 +79,10 @@ class TraceExporter:
 
     def close(self) -> None:
         """Send the remaining spans, for a few seconds at most, and not at all if the collector has failed last."""
-        try:
-            self._spans.put_nowait(None)
-        except queue.Full:
+        if not self._has_started or (self._sender is not None and self._sender.has_failed):
             return
-        if self._sender is None or not self._sender.has_failed:
+        with contextlib.suppress(queue.Full):  # such a collector is too slow anyway
+            self._spans.put_nowait(None)
             self._thread.join(TRACE_FLUSH_TIMEOUT_S)
 
     def _run(self) -> None:

@@ -137,13 +137,14 @@ class _ReportingExporter(SpanExporter):
         self.has_failed = False
         """Whether the last spans were not accepted."""
         self._exporter = exporter
-        self._messages = _LastMessage()
+        self._messages = _FirstMessage()
         self._logged_at = -FAILURE_LOG_INTERVAL_S
         sdk_logger = logging.getLogger("opentelemetry.exporter.otlp")
         sdk_logger.addHandler(self._messages)
         sdk_logger.propagate = False
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self._messages.text = ""
         result = self._exporter.export(spans)
         self.has_failed = result is not SpanExportResult.SUCCESS
         now = time.monotonic()
@@ -159,12 +160,12 @@ class _ReportingExporter(SpanExporter):
         return self._exporter.force_flush(timeout_millis)
 
 
-class _LastMessage(logging.Handler):
-    """Remembers the last message of a logger."""
+class _FirstMessage(logging.Handler):
+    """Remembers the first message of a logger since the text was cleared."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.text = ""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.text = record.getMessage()
+        self.text = self.text or record.getMessage()

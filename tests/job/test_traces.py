@@ -417,6 +417,12 @@ def test_the_environment_names_the_service(collector: OtlpCollector, monkeypatch
     assert {"math-rollouts"} == {span.service for span in exported(collector, [request()])}
 
 
+def test_spans_can_be_sent_over_grpc(collector: OtlpCollector, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.grpc_url)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    assert ["queue", "rollout.request", "sample"] == sorted(span.name for span in exported(collector, [request()]))
+
+
 # Failures
 
 

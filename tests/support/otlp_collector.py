@@ -1,18 +1,30 @@
-"""A collector that receives OpenTelemetry traces over HTTP and keeps their spans."""
+"""A collector that receives OpenTelemetry traces over HTTP and gRPC, and keeps their spans.
+
+``python -m tests.support.otlp_collector COMMAND…`` runs a command, and prints the trace of its slowest request.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import grpc
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
 )
 
 
@@ -44,7 +56,7 @@ class ReceivedSpan:
 
 
 class OtlpCollector:
-    """Receives spans at an address of its own."""
+    """Receives spans at addresses of its own."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -68,8 +80,19 @@ class OtlpCollector:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
+        class Service(TraceServiceServicer):
+            def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:
+                collector.bodies.append(request.SerializeToString())
+                return ExportTraceServiceResponse()
+
+        self._grpc = grpc.server(ThreadPoolExecutor(1))
+        add_TraceServiceServicer_to_server(Service(), self._grpc)
+        self.grpc_url = f"http://127.0.0.1:{self._grpc.add_insecure_port('127.0.0.1:0')}"
+        self._grpc.start()
+
     def close(self) -> None:
         """Stop receiving."""
+        self._grpc.stop(grace=None).wait()
         self._server.shutdown()
         self._server.server_close()
 
@@ -118,3 +141,34 @@ def _spans(body: bytes) -> Iterator[ReceivedSpan]:
 
 def _attributes(pairs: Any) -> dict[str, Any]:
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
+
+
+def _describe(spans: list[ReceivedSpan]) -> Iterator[str]:
+    """Yield lines about the spans of the slowest request."""
+    requests = [span for span in spans if span.name == "rollout.request"]
+    yield f"{len(spans)} spans of {len(requests)} requests; the slowest request:"
+    slowest = max(requests, key=lambda span: span.end - span.start)
+    children = sorted((span for span in spans if span.parent_id == slowest.span_id), key=_position)
+    for span in (slowest, *children):
+        indent = "" if span is slowest else "  "
+        counts = {name: span.attributes.get(f"rollout.{name}") for name in ("sample", "tokens", "accepted_tokens")}
+        shown = " ".join(f"{name}={value}" for name, value in counts.items() if value is not None)
+        yield f"{indent + span.name:18} {span.start - slowest.start:8.3f} s to {span.end - slowest.start:8.3f} s  {shown}"
+
+
+def _position(span: ReceivedSpan) -> tuple[int, float]:
+    return span.attributes["rollout.sample"], span.start
+
+
+def main() -> int:
+    """Run the command in the arguments, and print what it has traced."""
+    collector = OtlpCollector()
+    environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+    code = subprocess.run(sys.argv[1:], env=environment, check=False).returncode
+    collector.close()
+    print(*_describe(collector.spans), sep="\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

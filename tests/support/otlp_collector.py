@@ -81,7 +81,7 @@ class OtlpCollector:
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
         class Service(TraceServiceServicer):
-            def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:
+            def Export(self, request: Any, context: Any) -> ExportTraceServiceResponse:  # noqa: N802
                 collector.bodies.append(request.SerializeToString())
                 return ExportTraceServiceResponse()
 
@@ -150,10 +150,11 @@ def _describe(spans: list[ReceivedSpan]) -> Iterator[str]:
     slowest = max(requests, key=lambda span: span.end - span.start)
     children = sorted((span for span in spans if span.parent_id == slowest.span_id), key=_position)
     for span in (slowest, *children):
-        indent = "" if span is slowest else "  "
-        counts = {name: span.attributes.get(f"rollout.{name}") for name in ("sample", "tokens", "accepted_tokens")}
-        shown = " ".join(f"{name}={value}" for name, value in counts.items() if value is not None)
-        yield f"{indent + span.name:18} {span.start - slowest.start:8.3f} s to {span.end - slowest.start:8.3f} s  {shown}"
+        name = span.name if span is slowest else f"  {span.name}"
+        start, end = span.start - slowest.start, span.end - slowest.start
+        counts = {key: span.attributes.get(f"rollout.{key}") for key in ("sample", "tokens", "accepted_tokens")}
+        shown = " ".join(f"{key}={value}" for key, value in counts.items() if value is not None)
+        yield f"{name:18}{start:8.3f} s to {end:8.3f} s  {shown}".rstrip()
 
 
 def _position(span: ReceivedSpan) -> tuple[int, float]:

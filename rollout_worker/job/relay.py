@@ -35,6 +35,8 @@ from rollout_worker.job.tracing.spans import SpanData, span_of_append
 logger = logging.getLogger(__name__)
 
 _Message = TypeVar("_Message")
+_RewardsByProblem = dict[str, dict[str, float]]
+"""Problem id → rollout id → reward."""
 
 
 class _OutboxRollout(NamedTuple):
@@ -43,10 +45,6 @@ class _OutboxRollout(NamedTuple):
     problem_id: str
     record: HistoryRecord
     entry: Entry
-
-
-_RewardsByProblem = dict[str, dict[str, float]]
-"""Problem id → rollout id → reward."""
 
 
 class Relay:

@@ -73,7 +73,7 @@ async def coordinate(setup: JobSetup) -> int:
         return EXIT_SUPERSEDED
     finally:
         if traces is not None:
-            traces.close()
+            await asyncio.to_thread(traces.close)
     return 0
 
 

@@ -442,6 +442,31 @@ def test_a_collector_that_does_not_answer_delays_nothing(
     assert 1 == sum("too slow" in record.message for record in caplog.records)
 
 
+def test_a_coordinator_works_on_while_the_collector_does_not_answer(
+    silent_address: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", silent_address)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+
+    async def play() -> list[float]:
+        traces = TraceExporter("coordinator", "default/live", JOB.uid)
+        coordinator, job_store = in_process_coordinator(redis_url, traces)
+        durations = []
+        async with traced_job(redis_url, JOB) as job:
+            running = asyncio.ensure_future(coordinator.run())
+            for index in range(8):
+                began = time.monotonic()
+                await job.answer(request(f"r{index}"))
+                durations.append(time.monotonic() - began)
+                await asyncio.sleep(0.2)  # the coordinator reads what has ended every 0.1 s
+            await cancel_and_wait(running)
+        await job_store.close()
+        return durations
+
+    # The first answer includes the start of the coordinator. A request to the collector takes ten seconds to fail.
+    assert max(asyncio.run(play())[1:]) < 2.0
+
+
 def test_a_job_ends_although_its_collector_is_down(
     setup: JobSetup, services: JobServices, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@
 -- Returns 1 if the rollout is recorded, 0 if it was recorded before or is streamed by another engine now, -1 if its
 -- request is unknown.
 local ledger, rollout, sample, engine = KEYS[1], ARGV[1], ARGV[2], ARGV[7]
+-- Return the fields of an entry, and of the others those that are not empty.
 local function with_fields(fields, ...)
   for _, field in ipairs({...}) do
     if field[2] ~= '' then

@@ -64,6 +64,8 @@ async def coordinate(setup: JobSetup) -> int:
     )
     coordinating = asyncio.create_task(coordinator.run())
     serving = asyncio.create_task(_serve_status(coordinator, token, setup))
+    if traces is not None:  # otherwise, a coordinator has nothing to do before it ends
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, coordinating.cancel)
     await asyncio.wait([coordinating, serving], return_when=asyncio.FIRST_EXCEPTION)
     try:
         if serving.done():
@@ -71,6 +73,8 @@ async def coordinate(setup: JobSetup) -> int:
         await coordinating
     except StaleCoordinatorError:
         return EXIT_SUPERSEDED
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
     finally:
         if traces is not None:
             await asyncio.to_thread(traces.close)

@@ -283,6 +283,24 @@ def test_coordinator_and_relay_trace_each_request(
     assert not [value for value in values if str(SECRET_TOKEN) in str(value)]
 
 
+def test_a_coordinator_that_is_terminated_sends_its_spans_first(
+    collector: OtlpCollector, setup: JobSetup, services: JobServices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "60000")
+    services.start()
+
+    async def play() -> None:
+        async with traced_job(setup.redis_url, setup.keys) as job:
+            await job.answer(asked_of(setup, "r"))
+            await asyncio.sleep(3.5)  # the coordinator reads every second what has ended
+
+    asyncio.run(play())
+    assert [] == collector.spans
+    services.stop()
+    names = ["history.append", "queue", "rollout.request", "sample"]
+    assert names == sorted(span.name for span in collector.spans)
+
+
 def in_process_coordinator(
     url: str, traces: TraceExporter | None, engine_check_interval_s: float = 0.2
 ) -> tuple[Coordinator, JobStore]:

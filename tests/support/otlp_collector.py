@@ -1,6 +1,7 @@
 """A collector that receives OpenTelemetry traces over HTTP and gRPC, and keeps their spans.
 
-``python -m tests.support.otlp_collector COMMAND…`` runs a command, and prints the trace of its slowest request.
+``python -m tests.support.otlp_collector COMMAND…`` runs a command, and prints the trace of its slowest request for the
+history.
 """
 
 from __future__ import annotations
@@ -144,10 +145,11 @@ def _attributes(pairs: Any) -> dict[str, Any]:
 
 
 def _describe(spans: list[ReceivedSpan]) -> Iterator[str]:
-    """Yield lines about the spans of the slowest request."""
+    """Yield lines about the spans of the slowest request for the history."""
     requests = [span for span in spans if span.name == "rollout.request"]
-    yield f"{len(spans)} spans of {len(requests)} requests; the slowest request:"
-    slowest = max(requests, key=lambda span: span.end - span.start)
+    yield f"{len(spans)} spans of {len(requests)} requests; the slowest request for the history:"
+    appended = {span.parent_id for span in spans if span.name == "history.append"}
+    slowest = max((span for span in requests if span.span_id in appended), key=lambda span: span.end - span.start)
     children = sorted((span for span in spans if span.parent_id == slowest.span_id), key=_position)
     for span in (slowest, *children):
         name = span.name if span is slowest else f"  {span.name}"

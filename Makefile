@@ -16,18 +16,19 @@ V2_TESTS := $(addprefix tests/engine/test_,adapters.py continuation.py cpu_kerne
 PARALLEL := --no-loadscope-reorder --numprocesses
 
 help:  ## Show this help.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | column -t -s "$$(printf '\t')"
+	@sed -nE 's/^([a-z0-9-]+):.*## /\1\t/p' $(MAKEFILE_LIST) | awk -F '\t' '{ printf "%-14s %s\n", $$1, $$2 }'
 
-env:  ## Create or update .venv; install missing system packages if permitted.
+env:  ## Create or update .venv for development; install missing system packages if permitted.
 	@scripts/setup-env
 
-tiny-model: env  ## Train the tiny policy that examples and tests use, once.
-	$(VENV)/rollout tiny-model
+tiny-model:  ## Train the tiny policy that examples and tests use, once.
+	@scripts/setup-env worker
+	@$(VENV)/rollout tiny-model
 
-demo: tiny-model  ## Train the tiny policy (once) and run the quickstart job.
-	$(VENV)/rollout run -f examples/quickstart.yaml --json .rollout/quickstart.json
+demo:  ## Create .venv, train the tiny policy (both once), and run the quickstart job; begin here.
+	@scripts/demo
 
-test: tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
+test: env tiny-model lint  ## Run lint, type checks, import contracts and the test suite.
 	$(VENV)/pytest $(PARALLEL) 4 $(OTHER_TESTS)
 	$(VENV)/pytest $(PARALLEL) 2 $(ENGINE_TESTS) $(addprefix --ignore=,$(SERIAL_TESTS))
 	$(VENV)/pytest $(SERIAL_TESTS)
@@ -36,7 +37,7 @@ test: tiny-model lint  ## Run lint, type checks, import contracts and the test s
 test-fast: env  ## Run the tests that need no engine: client, policy, operator, drafting, history formats.
 	$(VENV)/pytest $(PARALLEL) 4 $(FAST_TESTS)
 
-test-v2: tiny-model  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
+test-v2: env tiny-model  ## Test the engine with vLLM's V2 model runner, on Triton's interpreter.
 	$(V2) $(VENV)/pytest $(PARALLEL) 2 $(V2_TESTS)
 
 test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_SECONDS).
@@ -45,7 +46,7 @@ test-chaos: env  ## Kill parts of a job with several workers (CHAOS_SEED, CHAOS_
 kubernetes:  ## Build the Kubernetes that test-cluster uses, if it is not cached.
 	tests/support/cluster/build-kubernetes $(CACHE)/kubernetes
 
-images: tiny-model kubernetes  ## Build the images that test-cluster runs, if they are outdated.
+images: env tiny-model kubernetes  ## Build the images that test-cluster runs, if they are outdated.
 	[ -n "$(KUBECONFIG)" ] || tests/support/cluster/build-images $(CACHE)/images $(CACHE)/kubernetes
 
 test-cluster: env images  ## Test the operator on its own Kubernetes, or on the cluster of KUBECONFIG.
@@ -73,22 +74,39 @@ generate: env  ## Generate the CRD, the chart's copy of it, the dashboards, the 
 	$(VENV)/python scripts/manifest_docs.py
 	$(VENV)/python scripts/protocol_docs.py
 	$(VENV)/python scripts/dashboards.py
+	$(VENV)/python scripts/cli_docs.py
+	$(VENV)/python scripts/metrics_docs.py
+	$(VENV)/python scripts/sizing_docs.py
+	$(VENV)/python scripts/performance_docs.py
 	$(VENV)/python scripts/code_map.py
 	$(VENV)/python scripts/image_requirements.py
+
+docs: env  ## Build the documentation site into site/.
+	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs build --strict
+
+docs-serve: env  ## Serve the documentation site at http://127.0.0.1:8002 and follow changes of its pages.
+	NO_MKDOCS_2_WARNING=1 $(VENV)/mkdocs serve --dev-addr 127.0.0.1:8002
+
+docs-screenshots: docs  ## Make the pictures of the site in docs/images, with Chromium.
+	$(VENV)/python scripts/docs_screenshots.py
 
 wheels: env  ## Build the wheels of the client and of everything else into dist/.
 	$(VENV)/python -m pip wheel --no-deps --no-build-isolation --wheel-dir dist ./client .
 
-chart: env  ## Lint and package the Helm chart into dist/.
-	$(VENV)/helm lint charts/das-rollout
-	$(VENV)/helm package charts/das-rollout --destination dist
+chart: env  ## Lint and package the Helm chart into dist/ (REGISTRY: of the images that it names).
+	$(VENV)/python -m scripts.release.chart $(REGISTRY)
 
-docker-images:  ## Build the operator's image and the GPU worker's image with Docker.
-	docker build -f operator/Dockerfile -t das-rollout-operator:$(VERSION) .
-	docker build -f rollout_worker/Dockerfile -t das-rollout-worker:$(VERSION) .
+docker-images:  ## Build all images with Docker (REGISTRY: what their names begin with).
+	VERSION=$(VERSION) REGISTRY=$(REGISTRY) docker buildx bake --load
+
+release-check: tiny-model  ## Check a release except for pushing it (STRICT=1: what cannot run here fails; TAG, REGISTRY).
+	$(VENV)/python -m scripts.release $(if $(STRICT),--strict) $(if $(TAG),--tag $(TAG)) $(if $(REGISTRY),--registry $(REGISTRY))
+
+set-version: env  ## Write VERSION=X.Y.Z to all files that state the version.
+	$(VENV)/python -m scripts.release.versions $(VERSION)
 
 clean:  ## Remove .venv, builds and job state.
 	rm -rf .venv build dist .rollout
 
-.PHONY: help env tiny-model demo test test-fast test-chaos kubernetes images test-cluster test-native lint format generate wheels \
-	chart docker-images clean
+.PHONY: help env tiny-model demo test test-fast test-v2 test-chaos kubernetes images test-cluster test-native lint format \
+	generate docs docs-serve docs-screenshots wheels chart docker-images release-check set-version clean

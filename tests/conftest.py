@@ -40,6 +40,7 @@ LONG_FILES = (
     *SHARED_ENGINES,
     "tests/job/test_several_machines.py",
     "tests/job/test_head_and_worker.py",
+    "tests/job/test_tutorials.py",
     "tests/server/",
 )
 """Files that take the longest. They begin first, so that none is left at the end for one process."""

@@ -52,8 +52,8 @@ def _egress_rules(text: str) -> tuple[dict[str, Any], ...]:
     return tuple(rules)
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line; None stands for that of the process."""
+def argument_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="rollout-operator",
         description="Run the operator for RolloutJobs. It connects to the cluster of KUBECONFIG, else to the cluster "
@@ -94,8 +94,16 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="Lease for leader election; default: no leader election",
     )
     parser.add_argument("--port", type=int, default=8081, help="port of /healthz, /readyz and /metrics")
-    parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
-    parser.add_argument("--log-format", default="json", choices=["json", "text"])
+    parser.add_argument(
+        "--log-level", default="info", choices=["debug", "info", "warning", "error"], help="lowest level of messages"
+    )
+    parser.add_argument("--log-format", default="json", choices=["json", "text"], help="format of messages")
+    return parser
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line; None stands for that of the process."""
+    parser = argument_parser()
     options = parser.parse_args(arguments)
     refuse_both(parser, options)
     return options

@@ -25,6 +25,8 @@ class RolloutSummary:
     """Draft tokens that were verified in these steps."""
     num_accepted_tokens: int
     """Draft tokens that were accepted in these steps."""
+    accepted_by_source: dict[str, int]
+    """Source → number of its draft tokens among them; see ``Rollout.accepted_tokens_by_source``."""
     started_at: float
     """Unix time at which an engine started the rollout; 0 if none did."""
     finished_at: float
@@ -54,6 +56,7 @@ class RolloutSummary:
             num_decoding_steps=rollout.num_decoding_steps,
             num_draft_tokens=rollout.num_draft_tokens,
             num_accepted_tokens=rollout.num_accepted_tokens,
+            accepted_by_source=rollout.accepted_tokens_by_source,
             started_at=rollout.started_at,
             finished_at=rollout.finished_at,
             weight_version=max((span.weight_version for span in rollout.weight_spans), default=None),

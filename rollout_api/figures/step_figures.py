@@ -62,6 +62,14 @@ class StepFigures:
     """Share of the draft tokens that were accepted."""
     accepted_share: float | None
     """Share of the sampled tokens that were accepted draft tokens."""
+    accepted_share_history: float | None
+    """Share of the sampled tokens that were accepted draft tokens from the history."""
+    accepted_share_self: float | None
+    """The same for drafts from the rollout's own text."""
+    accepted_share_siblings: float | None
+    """The same for drafts from siblings."""
+    accepted_share_cross_problem: float | None
+    """The same for drafts from rollouts of other problems."""
     weight_version: int | None
     """Newest weight version that sampled a token."""
     staleness_mean: float | None
@@ -146,6 +154,10 @@ class StepFigures:
         rewards_of = _rewards_by_problem(rollouts)
         rewards = [reward for group in rewards_of for reward in group]
 
+        def accepted_share(source: str) -> float | None:
+            accepted = sum(rollout.accepted_by_source.get(source, 0) for rollout in rollouts)
+            return _ratio(accepted, num_steps + num_accepted)
+
         def share_of(*reasons: FinishReason) -> float | None:
             return _ratio(sum(rollout.finish_reason in reasons for rollout in rollouts), len(rollouts))
 
@@ -168,6 +180,10 @@ class StepFigures:
             accepted_per_step=_ratio(num_accepted, num_steps),
             acceptance_rate=_ratio(num_accepted, sum(rollout.num_draft_tokens for rollout in rollouts)),
             accepted_share=_ratio(num_accepted, num_steps + num_accepted),
+            accepted_share_history=accepted_share("history"),
+            accepted_share_self=accepted_share("self"),
+            accepted_share_siblings=accepted_share("siblings"),
+            accepted_share_cross_problem=accepted_share("cross_problem"),
             weight_version=max(versions, default=None),
             staleness_mean=_mean(staleness),
             staleness_max=max(staleness, default=None),

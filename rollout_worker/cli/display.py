@@ -126,17 +126,27 @@ def train_tiny_model(directory: Path, seed: int, console: Console) -> None:
     from rollout_worker.tiny_model import TrainingProgress, ensure
 
     interval = _TRAINING_LIVE_INTERVAL_S if console.is_terminal else _TRAINING_LOG_INTERVAL_S
-    shown_at = 0.0
+    first_at = shown_at = 0.0
 
     def show(progress: TrainingProgress) -> None:
-        nonlocal shown_at
-        if progress.step == progress.steps or time.monotonic() - shown_at > interval:
-            shown_at = time.monotonic()
-            line = f"step {progress.step}/{progress.steps}, loss {progress.loss:.3f}"
-            console.print(line, end="\r" if console.is_terminal else "\n")
+        nonlocal first_at, shown_at
+        now = time.monotonic()
+        if not first_at:
+            first_at = now
+            console.print(f"Training a small Qwen3 model in {directory} …", markup=False, soft_wrap=True)
+        elif progress.step == progress.steps or now - shown_at > interval:
+            shown_at = now
+            left = (now - first_at) / (progress.step - 1) * (progress.steps - progress.step)
+            line = f"step {progress.step}/{progress.steps}, loss {progress.loss:.3f}, about {left:.0f} s left"
+            if console.is_terminal:
+                console.print(f"{line:<60}", end="\r")
+            else:
+                console.print(line)
 
     started = time.monotonic()
     checkpoints = ensure(directory, seed=seed, progress=show)
-    duration = f"trained in {time.monotonic() - started:.0f} s" if shown_at else "they exist already"
+    if first_at and console.is_terminal:
+        console.print()
+    duration = f"trained in {time.monotonic() - started:.0f} s" if first_at else "they exist already"
     names = ", ".join(checkpoint.name for checkpoint in checkpoints)
     console.print(f"{directory}: {len(checkpoints)} checkpoints ({duration}): {names}", markup=False, soft_wrap=True)

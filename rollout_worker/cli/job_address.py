@@ -109,7 +109,7 @@ def find_job(
         RedisUnusableError: if Redis cannot be used.
     """
     manifest = None if file is None else read_manifest(file)
-    place = _place(_name(job, file, manifest), manifest, redis_url, uid, state)
+    place = _place(_name(job, file, manifest), manifest, redis_url, state)
     try:
         with _connected(place.redis_url) as server:
             return _find(server, place, uid)
@@ -163,9 +163,7 @@ def _name(job: str | None, file: Path | None, manifest: RolloutJob | None) -> st
     return f"{manifest.metadata.namespace}/{manifest.metadata.name}"
 
 
-def _place(
-    name: str | None, manifest: RolloutJob | None, redis_url: str | None, uid: str | None, state: Path
-) -> _Place:
+def _place(name: str | None, manifest: RolloutJob | None, redis_url: str | None, state: Path) -> _Place:
     url = redis_url or (manifest.spec.redis.url if manifest is not None else None)
     known = jobs_in_state_directory(state)
     if url:

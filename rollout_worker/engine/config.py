@@ -218,6 +218,7 @@ def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> di
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_LOGS": "-torch._library.triton",  # errors only: it warns that Triton is missing, which CPUs do not need
         # vLLM causes both kinds of warnings: by how it uses torch, and by killing processes that end slowly before
         # they have released their shared memory.
         "PYTHONWARNINGS": "ignore::FutureWarning,ignore::UserWarning:multiprocessing.resource_tracker",

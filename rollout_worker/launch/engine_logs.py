@@ -24,11 +24,8 @@ _OTHER = "ray"
 
 
 @contextmanager
-def engine_logs(directory: Path | None) -> Iterator[None]:
-    """Write the output of each engine to ``NAME.log`` in *directory* within the context; None writes nothing."""
-    if directory is None:
-        yield
-        return
+def engine_logs(directory: Path) -> Iterator[None]:
+    """Write the output of each engine to ``NAME.log`` in *directory* within the context."""
     configure_ray()
     from ray._private.ray_logging import global_worker_stdstream_dispatcher
 

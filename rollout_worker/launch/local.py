@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -166,7 +167,9 @@ async def _run_on_ray(
     watch: Callable[[DatasetTrainer], Awaitable[None]],
 ) -> JobReport | None:
     job = setup.job
-    notify(f"Starting vLLM with {job.spec.model.uri} …")
+    engines = "1 vLLM engine" if setup.num_engines == 1 else f"{setup.num_engines} vLLM engines"
+    notify(f"Starting {engines} with {job.spec.model.uri} …")
+    started = time.monotonic()
     baselines = _baselines(job, options)
     services = JobServices(setup)
     services.start()
@@ -174,6 +177,7 @@ async def _run_on_ray(
         with engine_logs(Path(setup.log_directory)), running_engines(setup) as fleet:
             try:
                 await _wait_engines_ready(setup.job_store(), fleet, setup.num_engines)
+                notify(f"Ready after {time.monotonic() - started:.0f} s.")
                 work: Coroutine[Any, Any, JobReport | None] = (
                     _serve(setup, services, notify)
                     if dataset is None

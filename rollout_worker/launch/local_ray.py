@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import signal
+import sys
 
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.limits import OBJECT_STORE_BYTES
@@ -22,6 +23,10 @@ def configure_ray() -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Without this, Ray warns repeatedly about an engine that waits for resources.
     os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
+    if not (sys.stdout.isatty() and sys.stderr.isatty()):
+        # Otherwise Ray prints escape codes around the prefixes of lines, and around how often it has left out a line.
+        os.environ.setdefault("RAY_COLOR_PREFIX", "0")
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # In spite of its name, this makes Ray 2.60 use the loopback address on Linux, too.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"

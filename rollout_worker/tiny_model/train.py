@@ -4,13 +4,16 @@ The model is a small Qwen3. It is trained on the solutions of a stream of proble
 short ones. Hidden matrices are updated with Muon (Jordan et al. 2024; update scale as in Liu et al., arXiv 2502.16982),
 embeddings and norms with AdamW. The learning rate warms up, stays constant, and decays at the end, so that the policy
 still changes between the earlier checkpoints.
+
+Two Python threads compute one half of each step each. Within an operation, PyTorch uses a single thread, because its
+OpenMP threads wait for each other in every operation, which makes a step many times slower beside busy processes.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
 _IGNORED = -100  # the label that torch's cross entropy skips
+_THREADS = 2
 _LENGTH_STEP = 32  # batches are padded to multiples of it: bfloat16 kernels are slow on odd lengths
 
 
@@ -129,7 +133,7 @@ def train(
 ) -> Path:
     """Train the policy and save its checkpoints.
 
-    The result depends on seed, recipe, library versions, type of CPU and number of CPUs, and on nothing else.
+    The result depends on seed, recipe, library versions and type of CPU, and on nothing else.
 
     Args:
         directory: an existing directory. Each checkpoint ``step-XXXX`` in it is a complete Hugging Face model directory
@@ -173,9 +177,9 @@ def train(
         pad_token_id=tokenizer.pad_token_id,
     )
     threads = torch.get_num_threads()
-    torch.set_num_threads(_available_cpus())
+    torch.set_num_threads(1)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), ThreadPoolExecutor(_THREADS) as pool:
             torch.manual_seed(seed)
             # On the CPU at these lengths plain matrix products are faster than torch's fused attention.
             model = Qwen3ForCausalLM._from_config(config, attn_implementation="eager")
@@ -184,7 +188,7 @@ def train(
             batches = _batches(_examples(seed, tokenizer), recipe, Random(seed))
             model.train()
             for step in range(recipe.steps):
-                loss = _step(model, optimizers, next(batches), recipe.rate_scale(step))
+                loss = _step(model, optimizers, next(batches), recipe.rate_scale(step), pool)
                 saved = None
                 if step + 1 in recipe.checkpoints:
                     saved = checkpoint_name(step + 1)
@@ -218,11 +222,6 @@ def _fast_bfloat16() -> bool:
 
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-
-
-def _available_cpus() -> int:
-    """Return the number of CPUs that this process may use, but at most 8, because the model is too small for more."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def _examples(seed: int, tokenizer: Any) -> Iterator[Example]:
@@ -287,19 +286,21 @@ def _initialize(model: Any, recipe: Recipe) -> None:
 
 
 def _optimizers(model: torch.nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
-    """Create Muon for the hidden matrices and AdamW for all other parameters."""
+    """Create Muon for the hidden matrices, one for the share of each thread, and AdamW for all other parameters."""
     import torch
 
     matrices: list[torch.nn.Parameter] = []
     others: list[torch.nn.Parameter] = []
     for name, parameter in model.named_parameters():
         (matrices if parameter.ndim == 2 and ".layers." in name else others).append(parameter)
-    optimizers = [
-        torch.optim.Muon(
-            matrices, lr=recipe.matrix_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", ns_steps=4
-        ),
-        torch.optim.AdamW(others, lr=recipe.embedding_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    half = len(matrices) // _THREADS
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.Muon(share, lr=recipe.matrix_rate, weight_decay=0.01, adjust_lr_fn="match_rms_adamw", ns_steps=4)
+        for share in (matrices[:half], matrices[half:])
     ]
+    optimizers.append(
+        torch.optim.AdamW(others, lr=recipe.embedding_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    )
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak"] = group["lr"]
@@ -311,24 +312,42 @@ def _step(
     optimizers: list[torch.optim.Optimizer],
     batch: tuple[torch.Tensor, torch.Tensor],
     scale: float,
+    pool: Executor,
 ) -> float:
     """Run one optimizer step, and return the batch's loss in nats per response token."""
     import torch
 
     ids, labels = batch
+    targets = int((labels[:, 1:] != _IGNORED).sum())
+    parameters = list(model.parameters())
+
+    def differentiate(ids: torch.Tensor, labels: torch.Tensor) -> tuple[float, tuple[torch.Tensor, ...]]:
+        """Return the share of these rows in the batch's loss, and its gradients."""
+        loss = _loss_sum(model, ids, labels) / targets
+        return loss.item(), torch.autograd.grad(loss, parameters)
+
+    def update(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * scale
+        optimizer.step()
+
+    shares = list(pool.map(differentiate, ids.chunk(_THREADS), labels.chunk(_THREADS)))
+    loss = sum(share for share, _ in shares)
+    if not math.isfinite(loss):
+        raise FloatingPointError(f"training diverged: loss {loss}; lower matrix_rate and embedding_rate in the recipe")
+    for parameter, first, *others in zip(parameters, *(gradients for _, gradients in shares), strict=True):
+        parameter.grad = sum(others, start=first)
+    list(pool.map(update, optimizers))
+    return loss
+
+
+def _loss_sum(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the cross entropies of the response tokens of some rows."""
+    import torch
+
     # Padding is at the end of rows, after all tokens with a loss, so causal attention needs no mask.
     with torch.autocast("cpu", torch.bfloat16, enabled=_fast_bfloat16()):
         logits = model(input_ids=ids, use_cache=False).logits
     targets = labels[:, 1:].reshape(-1)
     kept = targets != _IGNORED
-    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1)[kept].float(), targets[kept])
-    torch.autograd.backward(loss)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * scale
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-    value = loss.item()
-    if not math.isfinite(value):
-        raise FloatingPointError(f"training diverged: loss {value}; lower matrix_rate and embedding_rate in the recipe")
-    return value
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1)[kept].float(), targets[kept], reduction="sum")

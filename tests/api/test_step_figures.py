@@ -33,6 +33,7 @@ SUMMARIES = st.lists(
         num_decoding_steps=st.integers(0, 50),
         num_draft_tokens=st.integers(20, 40),
         num_accepted_tokens=st.integers(0, 20),
+        accepted_by_source=st.just({}),
         started_at=st.integers(0, 20).map(float),
         finished_at=st.integers(0, 40).map(float),
         weight_version=st.none() | st.integers(0, 5),
@@ -57,7 +58,15 @@ def rollout(problem: str, sample: int, length: int, **fields: Any) -> Rollout:
 
 STEP = [
     rollout(
-        "a", 0, 10, num_decoding_steps=4, num_draft_tokens=12, num_accepted_tokens=6, started_at=100, finished_at=104
+        "a",
+        0,
+        10,
+        num_decoding_steps=4,
+        num_draft_tokens=12,
+        num_accepted_tokens=6,
+        started_at=100,
+        finished_at=104,
+        accepted_tokens_by_source={"history": 4, "self": 2},
     ),
     rollout("a", 1, 20, num_decoding_steps=20, started_at=100, finished_at=110),
     rollout(
@@ -67,6 +76,7 @@ STEP = [
         num_decoding_steps=16,
         num_draft_tokens=36,
         num_accepted_tokens=24,
+        accepted_tokens_by_source={"history": 10, "siblings": 14},
         finish_reason=FinishReason.LENGTH,
         started_at=100,
         finished_at=120,
@@ -99,6 +109,10 @@ def test_a_step_computed_by_hand() -> None:
         accepted_per_step=30 / 40,
         acceptance_rate=30 / 48,
         accepted_share=30 / 70,
+        accepted_share_history=14 / 70,
+        accepted_share_self=2 / 70,
+        accepted_share_siblings=14 / 70,
+        accepted_share_cross_problem=0,
         weight_version=3,
         # The newest version is 4: four rollouts have tokens, the oldest of which are from the versions 3, 3, 2 and 3.
         staleness_mean=5 / 4,

@@ -29,45 +29,6 @@ def test_counts_of_drafted_and_accepted_tokens_agree_with_vllms(drafting_engine:
     assert 0 < accepted < sum(response.num_draft_tokens for response in results)
 
 
-def test_accepted_tokens_are_attributed_to_their_sources(drafting_engine: EngineHarness) -> None:
-    sampling = Sampling(n=2, max_tokens=100, allowed_token_ids=[1, 2], temperature=0)
-    own_text = drafting_engine.request(PROMPT, sampling, "own-text", draft_mode=DraftMode.OWN_TEXT)
-    without = drafting_engine.request(PROMPT, sampling, "own-text", draft_mode=DraftMode.OFF)
-    before = drafting_engine.vllm_counts()
-    results = drafting_engine.generate([own_text, without])
-    drafting_engine.check_counts(results, before)
-    for result in results[:2]:
-        assert ["self"] == list(result.draft_tokens_by_source) == list(result.accepted_tokens_by_source)
-        assert result.draft_sources is not None
-        codes = decode_draft_sources(result.draft_sources)
-        # Each step samples one token that was not drafted.
-        assert SAMPLED == codes[0]
-        steps = codes.split(bytes([SAMPLED]))
-        assert max(map(len, steps)) <= MAX_DRAFT_TOKENS
-        assert result.num_decoding_steps in (len(steps) - 1, len(steps))
-    assert [None, None] == [result.draft_sources for result in results[2:]]
-
-
-def test_accepted_tokens_of_the_history_are_counted_by_source_and_position(drafting_engine: EngineHarness) -> None:
-    def counters() -> dict[str, Counter[str]]:
-        stats = drafting_engine.loop.run(drafting_engine.engine.stats())
-        return {name: Counter(rows) for name, rows in stats["labeled_counters"].items()}
-
-    sampling = Sampling(n=4, max_tokens=60, temperature=0, allowed_token_ids=WITHOUT_EOS)
-    drafting_engine.add_history("by-source", tokens_of(drafting_engine.sample([PROMPT], sampling, "by-source")))
-    earlier = counters()
-    results = drafting_engine.sample([PROMPT], sampling, "by-source")
-    later = counters()
-    drafted = {name: rows - earlier[name] for name, rows in later.items()}
-    accepted = sum((Counter(result.accepted_tokens_by_source) for result in results), Counter[str]())
-    assert 0 < accepted["history"]
-    assert accepted == drafted["source_accepted_tokens"]
-    assert accepted.total() == drafted["position_accepted_tokens"].total()
-    total = sum(result.num_draft_tokens for result in results)
-    assert total == drafted["source_draft_tokens"].total() == drafted["position_draft_tokens"].total()
-    assert {str(number) for number in range(1, MAX_DRAFT_TOKENS + 1)} >= set(drafted["position_draft_tokens"])
-
-
 def test_drafting_continues_up_to_the_last_token_of_the_longest_response(drafting_engine: EngineHarness) -> None:
     """Near its maximum length, vLLM would replace the drafts of the whole batch by placeholders."""
     before = drafting_engine.vllm_counts()
@@ -128,3 +89,41 @@ def test_decoding_continues_while_redis_does_not_reply(drafting_engine: EngineHa
     assert len(results) == 32
     # A single call to a stopped server takes 2 s until its timeout; decoding takes much less.
     assert seconds < 2
+
+
+def test_accepted_tokens_are_attributed_to_their_sources(drafting_engine: EngineHarness) -> None:
+    sampling = Sampling(n=1, max_tokens=100, allowed_token_ids=[1, 2], temperature=0)  # a single sample is no canary
+    own_text = drafting_engine.request(PROMPT, sampling, "own-text", draft_mode=DraftMode.OWN_TEXT)
+    without = drafting_engine.request(PROMPT, sampling, "own-text", draft_mode=DraftMode.OFF)
+    before = drafting_engine.vllm_counts()
+    result, undrafted = drafting_engine.generate([own_text, without])
+    drafting_engine.check_counts([result, undrafted], before)
+    assert ["self"] == list(result.draft_tokens_by_source) == list(result.accepted_tokens_by_source)
+    assert result.draft_sources is not None
+    codes = decode_draft_sources(result.draft_sources)
+    # Each step samples one token that was not drafted.
+    assert SAMPLED == codes[0]
+    steps = codes.split(bytes([SAMPLED]))
+    assert max(map(len, steps)) <= MAX_DRAFT_TOKENS
+    assert result.num_decoding_steps in (len(steps) - 1, len(steps))
+    assert undrafted.draft_sources is None
+
+
+def test_accepted_tokens_of_the_history_are_counted_by_source_and_position(drafting_engine: EngineHarness) -> None:
+    def counters() -> dict[str, Counter[str]]:
+        stats = drafting_engine.loop.run(drafting_engine.engine.stats())
+        return {name: Counter(rows) for name, rows in stats["labeled_counters"].items()}
+
+    sampling = Sampling(max_tokens=60, temperature=0, allowed_token_ids=WITHOUT_EOS)
+    drafting_engine.add_history("by-source", tokens_of(drafting_engine.sample([PROMPT], sampling, "by-source")))
+    earlier = counters()
+    results = drafting_engine.sample([PROMPT] * 4, sampling, "by-source")
+    later = counters()
+    drafted = {name: rows - earlier[name] for name, rows in later.items()}
+    accepted = sum((Counter(result.accepted_tokens_by_source) for result in results), Counter[str]())
+    assert 0 < accepted["history"]
+    assert accepted == drafted["source_accepted_tokens"]
+    assert accepted.total() == drafted["position_accepted_tokens"].total()
+    total = sum(result.num_draft_tokens for result in results)
+    assert total == drafted["source_draft_tokens"].total() == drafted["position_draft_tokens"].total()
+    assert {str(number) for number in range(1, MAX_DRAFT_TOKENS + 1)} >= set(drafted["position_draft_tokens"])

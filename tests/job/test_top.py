@@ -24,6 +24,7 @@ from tests.support.job_messages import request, rollout
 NOW = 1000.0
 LENGTHS = {"long": LengthStats.from_lengths([(0, length, False) for length in (100, 200, 300, 400)])}
 COUNTERS = {
+    "tokens": 250.0,
     "decoding_steps": 100.0,
     "draft_tokens": 200.0,
     "accepted_tokens": 150.0,
@@ -134,7 +135,7 @@ def test_acceptance_is_summed_over_engines() -> None:
     job = live_job(engine("a", labeled_counters=counters), engine("b", labeled_counters=counters))
     assert [("history", 20, 14, 0.7), ("self", 8, 0, 0.0)] == [(*row, row.rate) for row in job.acceptance("source")]
     assert [] == job.acceptance("position")
-    assert "own text" in text(view.acceptance_table("source", job.acceptance("source")))
+    assert "own text" in text(view.acceptance(job))
 
 
 def test_staleness_is_that_of_rollouts_that_have_ended_lately() -> None:
@@ -176,13 +177,14 @@ def test_the_whole_view_names_what_is_shown() -> None:
         "4 running, 1 waiting",
         "about 30 s, of which the longest rollout needs 12 s",
         "25% of the decoding time (4 s)",
+        "1.50",
         "version 3, on 1 of 2 engines",
         "7 results of trainer",
         "1 (−2)",
         "disabled: it did not pay",
         "█▅▃",
         "2 of 2 running rollouts are longer than half of the earlier ones",
-        "80%",
+        "position 1 80% ▇▅ 50% position 2",
     ):
         assert part in shown, shown
 

@@ -52,7 +52,7 @@ def test_no_field_has_a_name_that_kubectl_and_helm_read_as_a_boolean() -> None:
 
 
 def test_images_install_the_versions_that_were_tested() -> None:
-    for file, wanted in image_requirements.IMAGES.items():
+    for file, wanted in image_requirements.FILES.items():
         pinned = (image_requirements.REQUIREMENTS / file).read_text()
         assert image_requirements.pinned(wanted) == pinned, "run scripts/image_requirements.py"
 

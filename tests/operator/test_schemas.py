@@ -16,9 +16,8 @@ from rollout_operator.server_objects import server_objects
 from rollout_api import parse_job
 from rollout_api.manifest.status import PodGroup
 from tests.support.cluster.chart import VALUE_SETS, render_chart
+from tests.support.cluster.schemas import RELEASES, check_schemas
 
-RELEASES = [f"1.{minor}" for minor in range(29, 38)]
-"""The releases of which kubernetes-validate has the schemas, from the first that the CRD's rules need."""
 SPEC: dict[str, Any] = {
     "source": {"trainer": {}},
     "model": {
@@ -49,10 +48,6 @@ DEVICE_CLAIM: dict[str, Any] = {
 """Workers that get their GPUs by dynamic resource allocation."""
 DEVICE_CLAIM_RELEASES = RELEASES[RELEASES.index("1.31") :]
 """The releases that know the current form of a pod's claims. Before 1.34, they have to be enabled in the cluster."""
-FIRST_RELEASES = dict.fromkeys(("ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding"), "1.30")
-"""The first releases with kinds that only some values of the chart create."""
-NOT_BUILT_IN = ("CustomResourceDefinition", "PodMonitor", "ServiceMonitor", "PrometheusRule")
-"""Kinds that kubernetes-validate does not know. The API server checks the CRD when a test installs it."""
 
 
 def created_objects(**sections: Any) -> list[dict[str, Any]]:
@@ -73,33 +68,25 @@ def created_objects(**sections: Any) -> list[dict[str, Any]]:
     ]
 
 
-def check(manifests: list[dict[str, Any]], release: str) -> None:
-    """Raise ValidationError for the first manifest that does not fit the schemas of a release."""
-    for manifest in manifests:
-        first = FIRST_RELEASES.get(manifest["kind"], RELEASES[0])
-        if manifest["kind"] not in NOT_BUILT_IN and RELEASES.index(release) >= RELEASES.index(first):
-            kubernetes_validate.validate(manifest, release, strict=True)
-
-
 @pytest.mark.parametrize("release", RELEASES)
 def test_the_objects_of_a_job_fit_the_schemas(release: str) -> None:
-    check(created_objects(), release)
+    check_schemas(created_objects(), release)
 
 
 @pytest.mark.parametrize("release", DEVICE_CLAIM_RELEASES)
 def test_workers_that_claim_devices_fit_the_schemas(release: str) -> None:
-    check(created_objects(workers=DEVICE_CLAIM), release)
+    check_schemas(created_objects(workers=DEVICE_CLAIM), release)
 
 
 @pytest.mark.parametrize("values", VALUE_SETS.values(), ids=VALUE_SETS)
 def test_the_chart_fits_the_schemas(values: dict[str, Any]) -> None:
     manifests = render_chart("rl", **values)
     for release in RELEASES:
-        check(manifests, release)
+        check_schemas(manifests, release)
 
 
 def test_a_misspelt_field_does_not_fit() -> None:
     pod, *_ = created_objects()
     pod["spec"]["restartPolicies"] = "Never"
     with pytest.raises(kubernetes_validate.ValidationError, match="restartPolicies"):
-        check([pod], RELEASES[-1])
+        check_schemas([pod], RELEASES[-1])

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from scripts.code_map import ROOT, tracked_files
-from tests.support.fake_job import record_lengths
-from tests.support.updating_job import UpdatingJob
+from scripts.release.installed import check_client
+from scripts.release.pythons import CLIENT_PYTHONS, create_environment, find_python, install
 
 CLIENT = ROOT / "client"
 MAX_MEGABYTES = 20
-SESSION = Path(__file__).with_name("client_session.py")
-PYTHONS = ["3.10", "3.11", "3.12", "3.13", "3.14"]
 
 
 def pip(*arguments: str | Path) -> None:
@@ -48,24 +42,15 @@ def names(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def find_python(version: str) -> str:
-    """Return the path of this version of Python, or skip the test if it is not installed."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    folders = [*map(str, sorted(pyenv.glob(f"versions/{version}.*/bin"))), os.environ["PATH"]]
-    found = shutil.which(f"python{version}", path=os.pathsep.join(folders))
-    if found is None:
-        pytest.skip(f"Python {version} is not installed")
-    return found
-
-
-@pytest.fixture(params=PYTHONS)
+@pytest.fixture(params=CLIENT_PYTHONS)
 def python(request: pytest.FixtureRequest, tmp_path: Path, distributions: tuple[Path, Path]) -> Path:
     """Python of a new environment that has the client alone."""
-    directory = tmp_path / "environment"
-    subprocess.run([find_python(request.param), "-m", "venv", "--without-pip", str(directory)], check=True)
-    interpreter = directory / "bin" / "python"
+    found = find_python(request.param)
+    if found is None:
+        pytest.skip(f"Python {request.param} is not installed")
+    interpreter = create_environment(found, tmp_path / "environment")
     # The versions that are tested here are in pip's cache.
-    pip("--python", interpreter, "install", "--no-compile", "-c", ROOT / "requirements" / "cpu.txt", distributions[0])
+    install(interpreter, "-c", ROOT / "requirements" / "cpu.txt", distributions[0])
     return interpreter
 
 
@@ -91,22 +76,8 @@ def test_the_source_distribution_builds_the_same_wheel(distributions: tuple[Path
 
 
 def test_a_session_in_an_environment_with_the_client_alone(python: Path, redis_url: str, tmp_path: Path) -> None:
-    job = UpdatingJob(redis_url)
-    record_lengths(job.redis, "problem", 1, [(10, False), (20, False)])
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    with job.serving():
-        command = [str(python), "-I", str(SESSION), redis_url, job.name, str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert 0 == done.returncode, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout)
+    check_client(python, redis_url, tmp_path)
     environment = python.parents[1]
-    assert Path(report.pop("location")).is_relative_to(environment)
-    expected = {"tokens": [[1, 1, 1], [2, 2, 2]], "ends": ["stop", "stop"], "mean_length": 15.0}
-    assert expected == report
-    assert [(1, str(tmp_path))] == [(update.weight_version, update.uri) for update in job.updates]
-    assert [0.5, 0.5] == list(job.rewards().values())
-    plugin = subprocess.run([environment / "bin" / "kubectl-rollouts", "--help"], capture_output=True, text=True)
-    assert "drain" in plugin.stdout, plugin.stderr
     size = sum(path.stat().st_size for path in environment.rglob("*") if path.is_file() and not path.is_symlink())
     assert size < MAX_MEGABYTES * 1e6
 
@@ -115,10 +86,7 @@ def test_the_license_is_that_of_the_repository() -> None:
     assert (ROOT / "LICENSE").read_text() == (CLIENT / "LICENSE").read_text()
 
 
-def test_the_package_requires_the_client_in_its_own_version_and_has_none_of_its_files() -> None:
+def test_the_package_has_none_of_the_clients_files() -> None:
     client, package = (tomllib.loads((folder / "pyproject.toml").read_text()) for folder in (CLIENT, ROOT))
-    version = package["project"]["version"]
-    assert version == client["project"]["version"]
-    assert f"das-rollout-client=={version}" in package["project"]["dependencies"]
     shared = {*client["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]}
     assert set() == shared & {*package["tool"]["scikit-build"]["wheel"]["packages"]}

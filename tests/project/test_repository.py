@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 
 from scripts.code_map import ROOT, tracked_files
 
-VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
@@ -35,21 +32,6 @@ def test_links_lead_to_files_and_headings(page: str) -> None:
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             broken.append(link)
     assert [] == broken
-
-
-def test_the_chart_has_the_version_of_the_package() -> None:
-    chart = yaml.safe_load((ROOT / "charts" / "das-rollout" / "Chart.yaml").read_text())
-    assert VERSION == chart["version"]
-    assert VERSION == chart["appVersion"]
-
-
-@pytest.mark.parametrize("name", ["das-rollout-operator", "das-rollout-worker"])
-def test_image_tags_have_the_version_of_the_package(name: str) -> None:
-    tag = re.compile(rf"\b{name}(?:-cpu)?:(\d+\.\d+\.\d+\S*?)(?=[\s`\"']|$)")
-    files = tracked_files("*.md", "*.yaml", "*/Dockerfile")
-    versions = {(file, version) for file in files for version in tag.findall((ROOT / file).read_text())}
-    assert versions, f"no file names an image {name}"
-    assert set() == {(file, version) for file, version in versions if version != VERSION}
 
 
 def test_every_page_of_the_documentation_is_in_its_index() -> None:

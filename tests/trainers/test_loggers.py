@@ -45,6 +45,7 @@ def figures(length: int, reward: float) -> StepFigures:
             num_decoding_steps=8,
             num_draft_tokens=length,
             num_accepted_tokens=length // 2,
+            accepted_by_source={"history": length // 2},
             started_at=1e9,
             finished_at=1e9 + length + sample,
             weight_version=length,

@@ -9,7 +9,7 @@ from typing import ClassVar
 from redis.exceptions import RedisError
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, VerticalScroll
+from textual.containers import VerticalScroll
 from textual.widgets import Footer, Static
 
 from rollout_worker.cli.top import view
@@ -25,11 +25,7 @@ class TopApp(App[None]):
     CSS = """
     Screen { background: $background; }
     .part { height: auto; margin: 0 1 1 1; }
-    #acceptance { height: auto; }
-    #acceptance Static { width: 1fr; }
-    .-narrow #acceptance { layout: vertical; }
     """
-    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (120, "-wide")]  # noqa: RUF012  # no class variable in Textual
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("q,ctrl+c", "quit", "Quit"),
         Binding("space", "freeze", "Freeze or continue"),
@@ -53,10 +49,8 @@ class TopApp(App[None]):
             yield Static("Waiting for the coordinator's status …", id="header", classes="part")
             yield Static(id="engines", classes="part")
             yield Static(id="tail", classes="part")
+            yield Static(id="acceptance", classes="part")
             yield Static(id="running", classes="part")
-            with Horizontal(id="acceptance", classes="part"):
-                yield Static(id="source")
-                yield Static(id="position")
         yield Footer()
 
     async def on_mount(self) -> None:
@@ -79,10 +73,8 @@ class TopApp(App[None]):
         self._part("header").update(view.header(job, time.time()))
         self._part("engines").update(view.engines_table(job))
         self._part("tail").update(view.tail(job))
+        self._part("acceptance").update(view.acceptance(job))
         self._part("running").update(view.running_table(job, _MAX_ROWS) if job.running else "")
-        for kind in ("source", "position"):
-            rows = job.acceptance(kind)
-            self._part(kind).update(view.acceptance_table(kind, rows) if rows else "")
 
     def action_freeze(self) -> None:
         """Stop to update the view, or continue."""

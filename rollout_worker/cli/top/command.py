@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,7 +28,9 @@ if TYPE_CHECKING:
     from rollout_worker.cli.top.live_job import LiveJob
 
 app = typer.Typer()
-console = Console()
+_WIDTH = 140
+"""Columns of the output if it is no terminal."""
+console = Console(width=None if sys.stdout.isatty() else _WIDTH)
 
 _REPORT_WAIT_S = 1.5
 """Seconds within which all engines report their running rollouts after they are observed."""

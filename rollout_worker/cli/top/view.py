@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from rich.columns import Columns
 from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
 from rollout_worker.cli.job_problems import problems
 from rollout_worker.cli.job_status import duration, engine_state
-from rollout_worker.cli.top.live_job import Acceptance, LiveJob, RunningRollout
+from rollout_worker.cli.top.live_job import LiveJob, RunningRollout
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 30
 _SPARK_WIDTH = 60
+_RATE_WIDTH = 20
 SOURCE_NAMES = {
     "history": "history",
     "self": "own text",
@@ -34,25 +36,21 @@ def header(job: LiveJob, now: float) -> RenderableType:
         now: Unix time.
     """
     status = job.status
-    table = Table.grid(padding=(0, 3))
-    for _ in range(4):
-        table.add_column()
-    table.add_row(
+    facts = [
         _fact("rollouts", f"{status['assigned']:,} running, {status['waiting']:,} waiting"),
         _fact("speed", f"{status['tokens_per_second']:,.0f} tokens/s"),
         _fact("left", _left(status)),
         _fact("requests", f"{status['requests']:,} open"),
-    )
-    table.add_row(
         _fact("drafts", f"{status['accepted_per_step']:.2f} accepted per step"),
         _fact("saved", _saved(job)),
         _fact("weights", f"version {status['weight_version']}, {_served(status)}"),
         _fact("staleness", _staleness(job, now)),
-    )
+    ]
     parts: list[RenderableType] = [_title(status)]
     if status["total"]:
-        parts.append(ProgressBar(total=status["total"], completed=status["done"], width=80))
-    parts.append(table)
+        filled = round(_SPARK_WIDTH * min(1.0, status["done"] / status["total"]))
+        parts.append(Text.assemble(("━" * filled, "green"), ("━" * (_SPARK_WIDTH - filled), "dim")))
+    parts.append(Columns(facts, padding=(0, 3)))
     unread = {client: count for client, count in status["unread"].items() if count}
     if unread:
         parts.append(_fact("unread", ", ".join(f"{count:,} results of {client}" for client, count in unread.items())))
@@ -70,8 +68,9 @@ def engines_table(job: LiveJob) -> Table:
     for engine in sorted(job.status["engines"], key=lambda one: one["name"]):
         counters = engine["counters"]
         behind = newest - engine["version"]
-        steps, drafted = counters.get("decoding_steps", 0.0), counters.get("draft_tokens", 0.0)
-        accepted = counters.get("accepted_tokens", 0.0)
+        drafted, accepted = counters.get("draft_tokens", 0.0), counters.get("accepted_tokens", 0.0)
+        # Each decoding step of a rollout samples one token that was not drafted.
+        steps = counters.get("tokens", 0.0) - accepted
         without = counters.get("timed_seconds_without_drafts", 0.0)
         table.add_row(
             engine["name"],
@@ -79,7 +78,7 @@ def engines_table(job: LiveJob) -> Table:
             f"{engine['assigned']}/{engine['max_running']}",
             f"{engine['tokens_per_second']:,.0f}",
             f"{counters.get('kv_cache_usage', 0.0):.0%}",
-            f"{accepted / steps:.2f}" if steps else "–",
+            f"{accepted / steps:.2f}" if steps > 0 else "–",
             f"{accepted / drafted:.0%}" if drafted else "–",
             f"{1 - counters['timed_seconds'] / without:.0%}" if without else "–",
             _drafting(engine),
@@ -136,42 +135,47 @@ def running_table(job: LiveJob, limit: int) -> Table:
     return table
 
 
-def acceptance_table(title: str, rows: Iterable[Acceptance]) -> Table:
-    """Return a table of acceptance rates.
-
-    Args:
-        title: what the rows stand for.
-        rows: the draft tokens of each row.
-    """
-    table = _table(title, right=("drafted", "accepted", ""))
+def acceptance(job: LiveJob) -> RenderableType:
+    """Return which share of the draft tokens was accepted, by source and by position of the draft."""
+    sources, positions = job.acceptance("source"), job.acceptance("position")
+    table = _table("drafts from", right=("verified", "accepted", ""))
     table.add_column("", no_wrap=True)
-    for row in rows:
-        filled = round(row.rate * 20)
+    for row in sources:
+        filled = round(row.rate * _RATE_WIDTH)
         table.add_row(
             SOURCE_NAMES.get(row.label, row.label),
             f"{row.drafted:,}",
             f"{row.accepted:,}",
             f"{row.rate:.0%}",
-            Text("█" * filled, "green") + Text("░" * (20 - filled), "dim"),
+            Text("█" * filled, "green") + Text("·" * (_RATE_WIDTH - filled), "dim"),
         )
-    return table
+    parts: list[RenderableType] = [table] if sources else []
+    if positions:
+        first, last = positions[0], positions[-1]
+        line = sparkline([row.rate for row in positions], highest=1.0)
+        ends = f"position {first.label} {first.rate:.0%} ", f" {last.rate:.0%} position {last.label}"
+        parts.append(Text.assemble(("accepted by position of the draft: ", "dim"), ends[0], line, ends[1]))
+    return Group(*parts)
 
 
 def whole_view(job: LiveJob, now: float, *, rows: int = 15) -> RenderableType:
     """Return everything, one part below the other."""
-    parts: list[RenderableType] = [header(job, now), Text(), engines_table(job), Text(), tail(job)]
+    parts: list[RenderableType] = [header(job, now), engines_table(job), tail(job), acceptance(job)]
     if job.running:
-        parts += [Text(), running_table(job, rows)]
-    for title, kind in (("source", "source"), ("position", "position")):
-        if acceptance := job.acceptance(kind):
-            parts += [Text(), acceptance_table(title, acceptance)]
-    return Group(*parts)
+        parts.append(running_table(job, rows))
+    return Group(*(Padding(part, (0, 0, 1, 0)) for part in parts))
 
 
-def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> Text:
-    """Return the last *width* values as blocks whose height is proportional to the value."""
+def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH, *, highest: float | None = None) -> Text:
+    """Return the last values as blocks whose height is proportional to the value.
+
+    Args:
+        values: the values, not negative.
+        width: maximum number of values that are shown.
+        highest: value of the highest block; None for the highest value that is shown.
+    """
     shown = values[-width:]
-    highest = max(shown, default=0.0)
+    highest = max(shown, default=0.0) if highest is None else highest
     if highest <= 0:
         return Text(_BLOCKS[0] * len(shown), "cyan")
     top = len(_BLOCKS) - 1
@@ -222,7 +226,10 @@ def _saved(job: LiveJob) -> str:
     saved = job.status["saved"]
     if saved is None:
         return "unknown yet"
-    return f"{saved:.0%} of the decoding time ({duration(abs(job.seconds_saved))}{'' if saved >= 0 else ' lost'})"
+    seconds = duration(abs(job.seconds_saved))
+    if saved < 0:
+        return f"nothing; decoding takes {-saved:.0%} longer ({seconds})"
+    return f"{saved:.0%} of the decoding time ({seconds})"
 
 
 def _served(status: CoordinatorStatus) -> str:
@@ -241,7 +248,7 @@ def _drafting(engine: EngineEntry) -> Text:
         return Text(state, "yellow" if engine["speculation_disabled"] else "dim")
     if engine["counters"].get("drafting_disabled"):
         return Text("disabled: it did not pay", "yellow")
-    return Text(state, "dim" if state == "idle" else "green")
+    return Text("enabled", "green") if state == "running" else Text(state, "dim")
 
 
 def _scale(one: RunningRollout) -> float:

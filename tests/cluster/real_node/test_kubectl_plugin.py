@@ -31,6 +31,7 @@ def job(cluster: RealCluster) -> Iterator[str]:
         START_TIMEOUT_S,
         lambda: cluster.describe(JOB),
     )
+    cluster.wait_for_state(JOB, "Running", START_TIMEOUT_S)
     yield JOB
     for manifest in manifests:
         cluster.delete(manifest["kind"].lower(), manifest["metadata"]["name"])

@@ -81,9 +81,15 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
 """Values that together use all parts of the templates."""
 
 
-def render_chart(namespace: str, **values: Any) -> list[dict[str, Any]]:
-    """Return the objects that an installation of the chart consists of; the release is called ``das``."""
-    command = [str(HELM), "template", "das", str(CHART), "--namespace", namespace, "--values", "-"]
+def render_chart(namespace: str, *, chart: Path = CHART, **values: Any) -> list[dict[str, Any]]:
+    """Return the objects that an installation of the chart consists of; the release is called ``das``.
+
+    Args:
+        namespace: namespace of the release.
+        chart: folder or package of the chart.
+        **values: values of the chart.
+    """
+    command = [str(HELM), "template", "das", str(chart), "--namespace", namespace, "--values", "-"]
     process = subprocess.run(command, input=yaml.safe_dump(values), capture_output=True, text=True)
     if process.returncode:
         raise RuntimeError(process.stderr)

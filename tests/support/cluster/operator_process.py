@@ -40,6 +40,11 @@ class OperatorProcess:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     @property
+    def port(self) -> int:
+        """The port of its HTTP endpoints."""
+        return self._port
+
+    @property
     def pid(self) -> int:
         """The process id."""
         return self._started.pid

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -16,38 +15,15 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.ports import free_port
 from rollout_worker.job.coordinator.status_server import StatusServer
 from tests.support.cluster.chart import CHART
+from tests.support.dashboard_queries import OPERATOR, dashboard_queries, without_data
 from tests.support.in_process_job import LiveJob
 from tests.support.live_job_harness import JobHarness, gather, prompts
 from tests.support.prometheus_server import PrometheusServer, needs_prometheus, prometheus_server
 from tests.support.waiting import wait_for_async
 
-DASHBOARDS = [json.loads(file.read_text()) for file in sorted((CHART / "files" / "dashboards").glob("*.json"))]
-VARIABLES = {"$namespace": "models", "$job": ".*", "$__rate_interval": "10s"}
+QUERIES = {name: query for name, query in dashboard_queries("models").items() if OPERATOR not in query}
+"""The operator's panels are tested on a cluster."""
 SECONDS_TO_DATA = 60
-
-
-def queries() -> dict[str, str]:
-    """Return the queries of all panels except for the operator's, by a name that tells where each is from."""
-    found = {}
-    for dashboard in DASHBOARDS:
-        for panel in dashboard["panels"]:
-            for target in panel.get("targets", []):
-                expression = target["expr"]
-                for variable, value in VARIABLES.items():
-                    expression = expression.replace(variable, value)
-                if "rollout_operator_" not in expression:
-                    found[f"{dashboard['title']} / {panel['title']} / {target['legendFormat']}"] = expression
-    return found
-
-
-def without_data(server: PrometheusServer) -> list[str]:
-    """Return the queries that have no number as a result."""
-    empty = []
-    for name, expression in queries().items():
-        values = [one["value"][1] for one in server.query(expression)]
-        if not any(value not in ("NaN", "+Inf") for value in values):
-            empty.append(name)
-    return empty
 
 
 @needs_prometheus
@@ -57,6 +33,7 @@ def test_every_panel_shows_data_of_a_real_job(job_harness: JobHarness, tmp_path:
 
     async def scenario(running: LiveJob, client: AsyncRolloutClient) -> None:
         assert running.coordinator is not None
+        running.store.metadata.open("tokenizer", "model", max_bytes=1 << 30)  # as the launcher of a job does
         status = StatusServer(running.coordinator.board)
         targets = {
             f"127.0.0.1:{await status.start('127.0.0.1', 0)}": {"namespace": "models"},
@@ -72,7 +49,7 @@ def test_every_panel_shows_data_of_a_real_job(job_harness: JobHarness, tmp_path:
         steps = asyncio.ensure_future(sample_steps(client, job_harness))
         try:
             with prometheus_server(tmp_path, targets, rules) as server:
-                unshown = partial(without_data, server)
+                unshown = partial(without_data, server, QUERIES)
                 await wait_for_async(partial(all_shown, server), SECONDS_TO_DATA, lambda: f"no data: {unshown()}")
                 assert set() == server.firing()
                 running.redis.xadd(running.keys.requests, {"d": b"no message"})
@@ -88,7 +65,7 @@ def test_every_panel_shows_data_of_a_real_job(job_harness: JobHarness, tmp_path:
 
 
 async def all_shown(server: PrometheusServer) -> bool:
-    return not await asyncio.to_thread(without_data, server)
+    return not await asyncio.to_thread(without_data, server, QUERIES)
 
 
 async def sample_steps(client: AsyncRolloutClient, job_harness: JobHarness) -> None:

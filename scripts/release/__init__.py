@@ -1,0 +1,1 @@
+"""Checks of a release: everything that the release workflow does except for pushing."""

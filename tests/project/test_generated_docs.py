@@ -1,0 +1,75 @@
+"""The generated reference pages are those of the current code."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from scripts import cli_docs, metrics_docs, performance_docs
+from tests.operator.test_chart import all_metrics
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_reference_of_the_command_line_is_that_of_the_code() -> None:
+    assert cli_docs.document() == cli_docs.TARGET.read_text(), "run: python scripts/cli_docs.py"
+
+
+def test_the_reference_of_the_command_line_names_every_command_that_is_installed() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    page = cli_docs.document()
+    # The chart runs rollout-redis-users, which people do not call.
+    assert [] == [name for name in scripts if f"`{name}`" not in page and name != "rollout-redis-users"]
+
+
+def test_the_reference_of_the_metrics_is_that_of_the_collectors() -> None:
+    assert metrics_docs.document() == metrics_docs.TARGET.read_text(), "run: python scripts/metrics_docs.py"
+
+
+def test_the_reference_of_the_metrics_lists_every_metric() -> None:
+    rows = set(re.findall(r"^\| `(rollout_\w+)` \|", metrics_docs.document(), re.MULTILINE))
+    assert all_metrics() == rows
+
+
+def test_metrics_that_the_documentation_names_exist() -> None:
+    suffixes = ("_bucket", "_sum", "_count")
+    unknown = {}
+    # These pages name fields of messages that begin in the same way.
+    others = {"http.md", "integrations.md", "protocol.md"}
+    for page in sorted(set((ROOT / "docs").glob("**/*.md")) - {ROOT / "docs" / name for name in others}):
+        named = {name for name in re.findall(r"`(rollout_[a-z_]+)`", page.read_text()) if not is_package(name)}
+        names = {next((name.removesuffix(end) for end in suffixes if name.endswith(end)), name) for name in named}
+        if missing := {name for name in names if not name.endswith("_")} - all_metrics():
+            unknown[page.name] = missing
+    assert {} == unknown
+
+
+def is_package(name: str) -> bool:
+    """Return whether this is the name of a package, such as ``rollout_api``."""
+    return (ROOT / name).is_dir() or (ROOT / "operator" / name).is_dir()
+
+
+def test_the_tables_of_performance_are_those_of_the_results() -> None:
+    page = performance_docs.PAGE.read_text()
+    assert performance_docs.document(page) == page, "run: python scripts/performance_docs.py"
+
+
+def test_the_list_of_further_measurements_repeats_the_results() -> None:
+    page = performance_docs.PAGE.read_text()
+    recovery, load = performance_docs.figures("recovery"), performance_docs.figures("load")
+    death = "rollouts continue elsewhere after an engine's death"
+    assert f"{recovery[f'{death}, p50']:.2f} s (p50), {recovery[f'{death}, p99']:.2f} s (p99)" in page
+    assert f"{load['CPU time per rollout, all processes, 2500 trajectories']:.1f} ms in all processes" in page
+    assert f"at {load['rollouts, 2500 trajectories']:.0f} rollouts per second" in page
+    drafter = performance_docs.figures("hot-path-rg")
+    times = [drafter[f"critical path, p50, batch {batch}, das-rollout, threads 1"] / 1000 for batch in (64, 256)]
+    assert f"{times[0]:.2f} and {times[1]:.2f} ms" in page
+    deltas = performance_docs.figures("weight-deltas")
+    shares = [value for name, value in deltas.items() if name.startswith("bytes,") and "0.0002" not in name]
+    assert f"{min(shares):.2f} to {max(shares):.1f} % of all weights" in page
+    server = performance_docs.figures("front-door")
+    ratios = [value for name, value in server.items() if name.startswith("end to end")]
+    assert f"{min(ratios):.2f} to {max(ratios):.2f} times" in page
+    later = [value for name, value in server.items() if name.startswith("first token later, median")]
+    assert f"up to {max(later):.0f} ms later" in page

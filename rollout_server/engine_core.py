@@ -204,6 +204,7 @@ class JobEngineCore:
                 trajectory_id=fields.trajectory_id,
                 turn=fields.turn or 0,
                 stream=group.is_streamed,
+                traceparent=context.traceparent,
             )
             current_model_tokens().add(prepared.max_tokens)
         except (RolloutClientError, LimitError) as error:

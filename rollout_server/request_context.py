@@ -13,6 +13,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rollout_api.client.traceparent import parse_traceparent
 from rollout_api.protocol.messages import Purpose
 
 IDEMPOTENCY_HEADER = "Idempotency-Key"
@@ -124,6 +125,8 @@ class RequestContext:
 
     idempotency_key: str = ""
     """Id under which a repeated request returns the same rollouts; empty without."""
+    traceparent: str | None = None
+    """Span of the caller, if it has sent a valid header ``traceparent``."""
     headers: dict[str, str] = field(default_factory=dict)
     """Headers ``X-Rollout-…`` without this prefix → values."""
     has_messages: bool = False
@@ -175,6 +178,7 @@ class RequestContextMiddleware:
         headers = Headers(scope=scope)
         context = RequestContext(
             idempotency_key=headers.get(IDEMPOTENCY_HEADER, "").strip(),
+            traceparent=parse_traceparent(headers.get("traceparent", "")),
             has_messages=scope["path"].endswith("/chat/completions"),
             headers={
                 name.removeprefix(_HEADER_PREFIX): value

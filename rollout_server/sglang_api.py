@@ -254,6 +254,7 @@ class SglangApi:
                 trajectory_id=fields.trajectory_id,
                 turn=fields.turn or 0,
                 stream=True,
+                traceparent=context.traceparent,
             )
             current_model_tokens().add(prepared.max_tokens)
             receiving = asyncio.ensure_future(

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from typing_extensions import Self
 
 from rollout_api.client.prompts import Prompt, overrides_of, token_list
+from rollout_api.client.traceparent import current_traceparent
 from rollout_api.errors import InvalidRequestError, JobEndedError, JobNotFoundError, VersionMismatchError
 from rollout_api.manifest.spec import Sampling
 from rollout_api.manifest.validation_errors import first_error
@@ -131,6 +132,7 @@ class JobInfo:
         keep_seconds: int | None = None,
         stream: bool = False,
         identity: bytes | None = None,
+        traceparent: str | None = None,
     ) -> PreparedRequest:
         """Validate a prompt and return the request for it.
 
@@ -147,6 +149,7 @@ class JobInfo:
                 client's result stream.
             stream: whether the tokens can be read while they are sampled; ignored by jobs that cannot stream.
             identity: what is hashed instead of the request.
+            traceparent: span of the caller; default: the active OpenTelemetry span, if there is one.
 
         Raises:
             InvalidRequestError: the job cannot serve the prompt; the message says why, and what to do.
@@ -182,6 +185,7 @@ class JobInfo:
             "draft_budget": prompt.draft_budget,
             "half_logprobs": prompt.half_logprobs,
             "keep_seconds": keep_seconds,
+            "traceparent": traceparent or current_traceparent(),
             "stream": stream and Capability.STREAMED_TOKENS in self.capabilities,
         }
         ids: dict[str, Any] = {"job_uid": self.uid, "request_id": id_prefix, "reply_to": client}

@@ -280,6 +280,7 @@ class RequestClient(JobConnection):
         turn: int = 0,
         stream: bool = False,
         identity: bytes | None = None,
+        traceparent: str | None = None,
     ) -> PreparedRequest:
         """Validate a prompt and return the request for it, without sending it. See :meth:`rollouts`.
 
@@ -287,6 +288,8 @@ class RequestClient(JobConnection):
             stream: whether the tokens can be received while they are sampled.
             identity: what must be equal for a call with the same *request_id* to be a repetition; default: the prompt
                 and its settings.
+            traceparent: span of the caller, as in the HTTP header of W3C Trace Context; default: the active
+                OpenTelemetry span, if there is one.
 
         Raises:
             InvalidRequestError: the job cannot serve the prompt.
@@ -300,6 +303,7 @@ class RequestClient(JobConnection):
             keep_seconds=keep_seconds,
             stream=stream,
             identity=identity,
+            traceparent=traceparent,
         )
 
     async def receive(

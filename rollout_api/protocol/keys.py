@@ -21,6 +21,9 @@ KEPT_REFUSAL_FIELD = "refusal"
 """Field of the kept results of a request with the refusal; all other fields are samples."""
 CONTEXT_FIELD = "c"
 """Field of an outbox entry with the packed last tokens of the prompt; only set for later turns of a trajectory."""
+TRACE_FIELD = "t"
+"""Field of an entry of the outbox and of the timeline with the trace of the request; only set if the trace does not
+follow from the id of the request."""
 HISTORY_NAMES = "history:names"
 """Set of the full names (``namespace/name``) of all histories on a server."""
 NUM_SHARDS = 16

@@ -31,6 +31,8 @@ MAX_KEEP_SECONDS = 24 * 3600
 """Longest time for which a request may have its rollouts kept."""
 CLIENT_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
 """Pattern of client names."""
+TRACEPARENT_PATTERN = r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$"
+"""Pattern of the HTTP header ``traceparent``, version 00."""
 TokenId = Annotated[int, Field(ge=0, lt=2**32 - 1)]
 """A token id. 2³²−1 is reserved."""
 
@@ -385,6 +387,12 @@ class RolloutRequest(_Message):
         default=False,
         description="Let every process read the tokens while they are sampled. It needs keep_seconds. Responses with "
         "presence or frequency penalties are not streamed, because an interrupted one begins anew.",
+    )
+    traceparent: str | None = Field(
+        default=None,
+        pattern=TRACEPARENT_PATTERN,
+        description="Span of the caller, as in the HTTP header traceparent of W3C Trace Context. The request's spans "
+        "become part of its trace.",
     )
 
     @model_validator(mode="after")

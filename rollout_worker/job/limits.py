@@ -94,6 +94,13 @@ STALE_STATUS_S = 8.0
 RUNNING_LENGTH_STEP = 64
 """Tokens to which estimated lengths of running rollouts are rounded, so that similar ones are counted together."""
 
+# Traces
+
+MAX_WAITING_SPANS = 20_000
+"""Number of spans that wait for the collector of traces; further ones are dropped."""
+TRACE_FLUSH_TIMEOUT_S = 3.0
+"""Seconds for which a process that ends waits for the collector of traces."""
+
 # The engine worker and the relay
 
 FAILURE_LOG_INTERVAL_S = 30.0

@@ -7,18 +7,18 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import redis
 
 from rollout_api.protocol.draft_sources import decode_draft_sources
-from rollout_api.protocol.keys import CONTEXT_FIELD, MessageKeys
+from rollout_api.protocol.keys import CONTEXT_FIELD, TRACE_FIELD, MessageKeys
 from rollout_api.protocol.messages import CodecError, Rewards, Rollout, RolloutId, decode, unpack_tokens
 from rollout_api.redis_client.retry import concerns_server, retry
 from rollout_worker.history.records import HistoryRecord
-from rollout_worker.history.store import HistoryStore
-from rollout_worker.job.job_store.incoming import Entry
+from rollout_worker.history.store import AppendResult, HistoryStore
+from rollout_worker.job.job_store.incoming import Entry, arrival_time
 from rollout_worker.job.job_store.outbox import HistoryStream, Outbox
 from rollout_worker.job.limits import (
     FAILURE_LOG_INTERVAL_S,
@@ -28,12 +28,23 @@ from rollout_worker.job.limits import (
     RELAY_STOP_TIMEOUT_S,
     RELAY_WAIT_S,
 )
+from rollout_worker.job.request_trace import RequestTrace
+from rollout_worker.job.tracing.exporter import TraceExporter
+from rollout_worker.job.tracing.spans import SpanData, span_of_append
 
 logger = logging.getLogger(__name__)
 
 _Message = TypeVar("_Message")
 _RewardsByProblem = dict[str, dict[str, float]]
 """Problem id → rollout id → reward."""
+
+
+class _OutboxRollout(NamedTuple):
+    """A rollout of the outbox."""
+
+    problem_id: str
+    record: HistoryRecord
+    entry: Entry
 
 
 class Relay:
@@ -43,10 +54,12 @@ class Relay:
     therefore be killed at any time; the next one repeats the entry without effect.
     """
 
-    def __init__(self, client: redis.Redis, keys: MessageKeys, store: HistoryStore) -> None:
+    def __init__(
+        self, client: redis.Redis, keys: MessageKeys, store: HistoryStore, traces: TraceExporter | None = None
+    ) -> None:
         self.num_appended = 0
         """Number of rollouts that were appended to the history."""
-        self._outbox, self._run_id, self._store = Outbox(client, keys), keys.uid, store
+        self._outbox, self._run_id, self._store, self._traces = Outbox(client, keys), keys.uid, store, traces
         self._failure: Exception | None = None
         """The error of the last batch; None if it succeeded."""
         self._generations: dict[int, int] = {}
@@ -136,8 +149,8 @@ class Relay:
             self._outbox.add_dead_letter(stream, entry, reason)
         self._outbox.delete(stream, entries)
 
-    def _decode_rollout(self, entry: Entry) -> tuple[str, HistoryRecord]:
-        """Return the problem and the history record of an outbox entry."""
+    def _decode_rollout(self, entry: Entry) -> _OutboxRollout:
+        """Return the rollout of an outbox entry."""
         rollout = decode(entry.data)
         if not isinstance(rollout, Rollout):
             raise CodecError(f"a {rollout.kind} in place of a rollout")
@@ -148,7 +161,7 @@ class Relay:
         if generation is None:
             generation = self._generations[version] = self._store.metadata.publish(self._run_id, version)
         context = unpack_tokens(entry.fields.get(CONTEXT_FIELD.encode(), b""))
-        return rollout.problem_id, HistoryRecord(
+        record = HistoryRecord(
             rollout_id=rollout.rollout_id,
             run=self._run_id,
             weight_version=version,
@@ -159,12 +172,25 @@ class Relay:
             step=-1 if rollout.step is None else rollout.step,
             draft_sources=decode_draft_sources(rollout.draft_sources or b""),
         )
+        return _OutboxRollout(rollout.problem_id, record, entry)
 
-    def _append(self, rollouts: list[tuple[str, HistoryRecord]]) -> list[redis.ResponseError | None]:
-        results = self._store.append_all(rollouts)
+    def _append(self, rollouts: list[_OutboxRollout]) -> list[redis.ResponseError | None]:
+        results = self._store.append_all([(rollout.problem_id, rollout.record) for rollout in rollouts])
         errors = [result if isinstance(result, redis.ResponseError) else None for result in results]
         self.num_appended += errors.count(None)
+        if self._traces is not None:
+            now = self._outbox.clock()
+            appended = zip(rollouts, results, strict=True)
+            self._traces.export(
+                self._append_span(rollout, now) for rollout, result in appended if result is AppendResult.APPENDED
+            )
         return errors
+
+    def _append_span(self, rollout: _OutboxRollout, appended_at: float) -> SpanData:
+        rollout_id = RolloutId.parse(rollout.record.rollout_id)
+        packed = rollout.entry.fields.get(TRACE_FIELD.encode(), b"")
+        trace = RequestTrace.unpack(packed, self._run_id, rollout_id.request_id)
+        return span_of_append(trace, rollout_id, arrival_time(rollout.entry.entry_id), appended_at)
 
     def _decode_rewards(self, entry: Entry) -> _RewardsByProblem:
         message = decode(entry.data)

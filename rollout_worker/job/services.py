@@ -25,6 +25,7 @@ from rollout_worker.job.coordinator import Coordinator
 from rollout_worker.job.job_store import StaleCoordinatorError
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.setup import JobSetup
+from rollout_worker.job.tracing.exporter import TraceExporter
 from rollout_worker.runtime.log_files import logging_to_file
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ async def coordinate(setup: JobSetup) -> int:
     The status server follows the coordinator, because rollouts wait for that one, and its modules load slowly.
     """
     token = StatusToken.from_environment()
+    traces = _traces(setup, Service.COORDINATOR)
     coordinator = Coordinator(
         setup.job,
         setup.job_store(),
@@ -58,9 +60,12 @@ async def coordinate(setup: JobSetup) -> int:
         vocabulary=setup.vocabulary_size,
         separate_history=bool(setup.history_url),
         total_rollouts=setup.total_rollouts,
+        traces=traces,
     )
     coordinating = asyncio.create_task(coordinator.run())
     serving = asyncio.create_task(_serve_status(coordinator, token, setup))
+    if traces is not None:  # otherwise, a coordinator has nothing to do before it ends
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, coordinating.cancel)
     await asyncio.wait([coordinating, serving], return_when=asyncio.FIRST_EXCEPTION)
     try:
         if serving.done():
@@ -68,6 +73,11 @@ async def coordinate(setup: JobSetup) -> int:
         await coordinating
     except StaleCoordinatorError:
         return EXIT_SUPERSEDED
+    except asyncio.CancelledError:
+        return 128 + signal.SIGTERM
+    finally:
+        if traces is not None:
+            await asyncio.to_thread(traces.close)
     return 0
 
 
@@ -85,7 +95,8 @@ def relay(setup: JobSetup) -> int:
     """Run the relay and the maintenance of the history, and return the exit code."""
     terminated = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    outbox = Relay(connect(setup.redis_url), setup.keys, setup.history_store())
+    traces = _traces(setup, Service.RELAY)
+    outbox = Relay(connect(setup.redis_url), setup.keys, setup.history_store(), traces)
     maintenance = MaintenanceThread(connect_history(setup.history_url or setup.redis_url), setup.history_keys)
     outbox.start()
     maintenance.start()
@@ -93,8 +104,16 @@ def relay(setup: JobSetup) -> int:
     stopping = threading.Thread(target=maintenance.stop)
     stopping.start()  # both may take some seconds
     outbox.stop()
+    if traces is not None:
+        traces.close()
     stopping.join()
     return 0
+
+
+def _traces(setup: JobSetup, service: Service) -> TraceExporter | None:
+    """Return what sends the traces of a service, if there are to be any."""
+    metadata = setup.job.metadata
+    return TraceExporter.from_environment(service, f"{metadata.namespace}/{metadata.name}", setup.uid)
 
 
 def main() -> int:

@@ -51,6 +51,20 @@ def test_a_completion_is_a_rollout(openai: OpenAI, job: ServedJob) -> None:
     assert len(job.tokens("three four")) == completion.usage.completion_tokens
 
 
+def test_a_completion_belongs_to_the_trace_of_its_caller(openai: OpenAI, job: ServedJob) -> None:
+    found: list[RolloutRequest] = []
+
+    def answer() -> None:
+        found.extend(job.wait_for_requests(1))
+        job.answer_text(found[0], "three")
+
+    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+    while_calling(
+        lambda: openai.completions.create(model=MODEL_NAME, prompt="one", max_tokens=9, extra_headers=headers), answer
+    )
+    assert headers["traceparent"] == found[0].traceparent
+
+
 def test_settings_that_a_request_omits_are_the_jobs(openai: OpenAI, job: ServedJob) -> None:
     found: list[RolloutRequest] = []
 

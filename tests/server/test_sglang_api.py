@@ -72,6 +72,19 @@ def test_settings_are_those_of_the_request(server: str, job: ServedJob) -> None:
     )
 
 
+def test_the_rollout_belongs_to_the_trace_of_its_caller(server: str, job: ServedJob) -> None:
+    found = []
+
+    def answer() -> None:
+        found.extend(job.wait_for_requests(1))
+        job.answer_text(found[0], "three")
+
+    headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01"}
+    body = {"sampling_params": SAMPLING, "input_ids": [1, 2]}
+    while_calling(lambda: httpx.post(f"{server}/generate", json=body, headers=headers, timeout=30), answer)
+    assert headers["traceparent"] == found[0].traceparent
+
+
 @pytest.mark.parametrize(("is_kept", "text"), [(True, "three four"), (False, "three")])
 def test_text_ends_before_a_stop_string_unless_it_is_kept(
     server: str, job: ServedJob, *, is_kept: bool, text: str

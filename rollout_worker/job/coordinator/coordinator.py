@@ -32,6 +32,7 @@ from rollout_worker.job.coordinator.weight_passing import WeightPassing
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.limits import CoordinatorLimits
+from rollout_worker.job.tracing.exporter import TraceExporter
 
 
 class Coordinator:
@@ -63,6 +64,7 @@ class Coordinator:
         separate_history: bool = False,
         total_rollouts: int | None = None,
         limits: CoordinatorLimits | None = None,
+        traces: TraceExporter | None = None,
     ) -> None:
         """Create a coordinator; :meth:`run` starts it.
 
@@ -74,6 +76,7 @@ class Coordinator:
             separate_history: whether the history has a Redis server of its own.
             total_rollouts: number of rollouts in all epochs of a dataset source; None for a job that serves trainers.
             limits: intervals and limits.
+            traces: sends the spans of requests; None for no traces.
         """
         limits = limits or CoordinatorLimits()
         queue = job.spec.queue
@@ -138,6 +141,7 @@ class Coordinator:
             control=self._control,
             dead_letters=self._dead_letters,
             canaries=self._canaries,
+            traces=traces,
         )
         self._recovery = Recovery(
             job,

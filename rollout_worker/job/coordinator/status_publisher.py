@@ -15,6 +15,7 @@ from rollout_worker.job.coordinator.dead_letters import DeadLetters
 from rollout_worker.job.coordinator.engine_tracker import EngineTracker
 from rollout_worker.job.coordinator.fenced_orders import FencedOrders
 from rollout_worker.job.coordinator.pause import PauseAnnouncer
+from rollout_worker.job.coordinator.request_spans import RequestSpans
 from rollout_worker.job.coordinator.rollout_placer import RolloutPlacer
 from rollout_worker.job.coordinator.rollout_queue import RolloutQueue
 from rollout_worker.job.coordinator.rollout_tracker import RolloutTracker
@@ -23,6 +24,7 @@ from rollout_worker.job.coordinator.status import StatusBoard, StatusInput
 from rollout_worker.job.coordinator.timeline_recorder import TimelineRecorder
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import JobStore
+from rollout_worker.job.tracing.exporter import TraceExporter
 from rollout_worker.policy.remaining_length import RemainingWork, SimilarRollouts, estimate_remaining_work
 
 logger = logging.getLogger(__name__)
@@ -50,13 +52,15 @@ class StatusPublisher:
         control: ControlProcessor,
         dead_letters: DeadLetters,
         canaries: CanaryTest,
+        traces: TraceExporter | None,
     ) -> None:
         self._board, self._job_store, self._orders = board, job_store, orders
         self._tracker, self._queue, self._engines, self._weights = tracker, queue, engines, weights
         self._pause = pause
         self._placer, self._slow_clients, self._control = placer, slow_clients, control
         self._dead_letters, self._canaries = dead_letters, canaries
-        self._recorder = TimelineRecorder(job_store, board.distributions)
+        request_spans = None if traces is None else RequestSpans(traces, job_store.keys.uid, orders, tracker)
+        self._recorder = TimelineRecorder(job_store, board.distributions, request_spans)
         self._stored_canaries = 0
         """Number of canaries in the state that was last stored."""
         self._remaining = RemainingWork(0.0, 0.0)

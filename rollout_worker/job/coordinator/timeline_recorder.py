@@ -1,4 +1,4 @@
-"""Keeps the job's measurements over time, and counts what has ended in distributions."""
+"""Keeps the job's measurements over time, and counts and traces what has ended."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rollout_api.protocol.status import CoordinatorStatus
 from rollout_api.protocol.timeline import EngineMeasurement, Measurement
 from rollout_api.redis_client.retry import retry_async
 from rollout_worker.job.coordinator.distributions import RolloutDistributions
+from rollout_worker.job.coordinator.request_spans import RequestSpans
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.timeline import resolution
 from rollout_worker.job.limits import ENTRIES_PER_PAGE, MEASUREMENT_INTERVAL_S
@@ -24,8 +25,10 @@ class TimelineRecorder:
     that the job had.
     """
 
-    def __init__(self, job_store: JobStore, distributions: RolloutDistributions) -> None:
-        self._job_store, self._distributions = job_store, distributions
+    def __init__(
+        self, job_store: JobStore, distributions: RolloutDistributions, spans: RequestSpans | None = None
+    ) -> None:
+        self._job_store, self._distributions, self._spans = job_store, distributions, spans
         self._began = 0.0
         """``time.monotonic()`` of the job's first measurement."""
         self._measured = 0.0
@@ -36,9 +39,18 @@ class TimelineRecorder:
         """Id of the last entry of the timeline that was counted."""
 
     async def record(self, status: CoordinatorStatus) -> None:
-        """Record a status if it is time for a measurement, and count what has ended since the last call."""
+        """Record a status if it is time for a measurement, and count and trace what has ended since the last call.
+
+        Raises:
+            StaleCoordinatorError: if rollouts are traced and another coordinator has taken over.
+        """
         await self._add_measurement(status)
-        await self._count_ended(status["weight_version"])
+        if self._spans is None:
+            await self._read_ended(status["weight_version"])
+        else:
+            self._spans.begin_round()
+            await self._read_ended(status["weight_version"])
+            await self._spans.end_round()
 
     async def _add_measurement(self, status: CoordinatorStatus) -> None:
         now = time.monotonic()
@@ -52,7 +64,7 @@ class TimelineRecorder:
         self._measured = now
         self._num_bytes = await retry_async(self._job_store.timeline.add_measurement, measurement_of(status))
 
-    async def _count_ended(self, newest_version: int) -> None:
+    async def _read_ended(self, newest_version: int) -> None:
         timeline = self._job_store.timeline
         if self._last_ended is None:
             # An earlier coordinator has counted the others. Its counters end with it, as those of any process.
@@ -68,6 +80,8 @@ class TimelineRecorder:
             for entry in ended:
                 self._distributions.observe_rollout(entry.rollout, newest_version)
                 self._last_ended = entry.entry_id
+            if self._spans is not None:
+                self._spans.add(ended)
             if len(ended) < ENTRIES_PER_PAGE:
                 return
 

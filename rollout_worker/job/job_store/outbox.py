@@ -54,6 +54,11 @@ class Outbox:
         name = self._names[stream]
         add_dead_letter(self._client, self._keys.dead_letters, stream=name, data=entry.data, reason=reason)
 
+    def clock(self) -> float:
+        """Return the Unix time by the clock of Redis, which also sets the times of entries."""
+        seconds, microseconds = self._client.time()
+        return float(seconds) + float(microseconds) / 1e6
+
     def problem_of(self, rollout_id: RolloutId) -> str | None:
         """Return the problem of a finished rollout; None if the job does not know the rollout.
 

@@ -26,6 +26,7 @@ from rollout_worker.job.canaries import measure
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.ledger import LedgerEntry
 from rollout_worker.job.limits import LEDGER_RETENTION_S, MAX_EVENTS, MAX_TIMELINE_ENTRIES, TRAJECTORY_RETENTION_S
+from rollout_worker.job.request_trace import pack_trace
 
 
 class StartState(NamedTuple):
@@ -120,6 +121,7 @@ class RolloutStore:
                 int(request.stream),
                 EndedRollout.of(request, rollout, rollout_id.sample).pack(),
                 MAX_TIMELINE_ENTRIES,
+                pack_trace(request),
             ],
         )
 

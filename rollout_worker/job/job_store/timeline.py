@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import msgpack
 import redis.asyncio
 
-from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
+from rollout_api.protocol.keys import MESSAGE_FIELD, TRACE_FIELD, MessageKeys
 from rollout_api.protocol.timeline import EndedRollout, Measurement
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.incoming import arrival_time
@@ -39,6 +39,8 @@ class EndedEntry(NamedTuple):
 
     entry_id: str
     rollout: EndedRollout
+    trace: bytes
+    """What :meth:`RequestTrace.unpack` needs."""
 
 
 class TimelineStore:
@@ -61,7 +63,10 @@ class TimelineStore:
             CodecError: if an entry cannot be decoded.
         """
         entries: Any = await self._client.xrange(self._keys.timeline, f"({after}", count=count)
-        return [EndedEntry(as_text(entry_id), _ended_rollout(entry_id, data)) for entry_id, data in entries]
+        return [
+            EndedEntry(as_text(entry_id), _ended_rollout(entry_id, data), data.get(TRACE_FIELD.encode(), b""))
+            for entry_id, data in entries
+        ]
 
     async def all_ended(self) -> AsyncIterator[EndedRollout]:
         """Yield all rollouts that have ended and are not trimmed yet, in order.

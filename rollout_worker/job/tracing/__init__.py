@@ -1,0 +1,1 @@
+"""OpenTelemetry traces of requests, from their arrival to the history."""

@@ -34,8 +34,11 @@ from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.status_token import StatusToken
 from rollout_worker.cli.doctor import doctor
 from rollout_worker.cli.exit_errors import exit_with_message
+from rollout_worker.cli.job_address import job_directory
 from rollout_worker.cli.job_commands import app as job_app
 from rollout_worker.cli.manifest_file import check_manifest, read_manifest
+from rollout_worker.cli.report_command import app as report_app
+from rollout_worker.cli.report_command import check_writable, write_page_of_run
 from rollout_worker.cli.top.command import app as top_app
 from rollout_worker.engine.model_source import (
     load_tokenizer,
@@ -63,6 +66,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(job_app)
+app.add_typer(report_app)
 app.add_typer(top_app)
 console = Console()
 
@@ -113,6 +117,9 @@ def run(
         ),
     ] = True,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all measurements to this file.")] = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--report", help="Write a page about the job to this HTML file at its end.")
+    ] = None,
 ) -> None:
     """Run a job on this machine. A job that was interrupted continues."""
     from rollout_worker.cli.display import report_lines, report_table, show_progress
@@ -121,8 +128,8 @@ def run(
     started = time.monotonic()
     with exit_with_message(file):
         job = read_manifest(file)
-        if json_file is not None:
-            _check_writable(json_file)
+        for target, option in ((json_file, "--json"), (html_file, "--report")):
+            check_writable(target, option)
         options = RunOptions(
             state=state_dir,
             redis_url=redis,
@@ -143,6 +150,8 @@ def run(
         console.print(report_table(report))
         for line in report_lines(report):
             console.print(line)
+    if html_file is not None:
+        write_page_of_run(job_directory(state_dir, f"{job.metadata.namespace}/{job.metadata.name}"), html_file)
     console.print(f"Finished after {time.monotonic() - started:.0f} s.")
 
 
@@ -471,15 +480,6 @@ def _exit_on_sigterm() -> None:
     The first process of a container ignores signals without a handler.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_INTERRUPTED))
-
-
-def _check_writable(file: Path) -> None:
-    """Reject a report file that cannot be written, before the job runs."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.open("a").close()
-    except OSError as error:
-        exit_with_error(EXIT_STATE, f"cannot write {file} (--json): {error.strerror}")
 
 
 def _check_certificate(certificate: Path | None, key: Path | None) -> None:

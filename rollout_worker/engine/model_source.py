@@ -153,6 +153,24 @@ def load_tokenizer(directory: Path) -> Any:
         raise ModelError(f"the tokenizer in {directory} cannot be loaded: {error}") from None
 
 
+def local_tokenizer(uri: str, cache: Path) -> Any | None:
+    """Return the transformers tokenizer of a model that is on this machine already; None if there is none.
+
+    Args:
+        uri: URI of the model, as in ``spec.model.uri``.
+        cache: the model cache.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        directory = _local_directory(uri, cache)
+        if directory is None:
+            directory = Path(snapshot_download(uri, local_files_only=True))
+        return load_tokenizer(directory)
+    except (ModelError, OSError, ValueError):  # the hub's errors are OSErrors and ValueErrors
+        return None
+
+
 def tokenizer_fingerprint(tokenizer: Any) -> str:
     """Return a hash of a tokenizer's vocabulary, equal for tokenizers whose token ids have the same meaning."""
     digest = blake2b(digest_size=16)

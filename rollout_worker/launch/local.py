@@ -34,6 +34,7 @@ from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.engine_logs import engine_logs
 from rollout_worker.launch.engines import check_ray, running_engines
 from rollout_worker.launch.errors import DeadlineError
+from rollout_worker.launch.job_recording import recorded
 from rollout_worker.launch.job_state import JobState, lock_state_directory, log_directory
 from rollout_worker.launch.limits import (
     END_POLL_INTERVAL_S,
@@ -143,7 +144,8 @@ async def run_local(
                     notify(f"Continuing job {state.uid}: {finished} rollouts are finished.")
                 setup.open_history()
                 work = _run_on_ray(setup, dataset, options, server, finished, notify, watch)
-                report = await _while_checked(work, _check_redis(LauncherStore(server, setup.keys), url, notify))
+                with recorded(setup, directory, tokenizer, {} if dataset is None else dataset.prompts(), notify):
+                    report = await _while_checked(work, _check_redis(LauncherStore(server, setup.keys), url, notify))
                 state.mark_finished()
             except JobEndedError as error:
                 state.mark_finished()

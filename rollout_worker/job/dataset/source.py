@@ -29,7 +29,7 @@ from rollout_worker.job.dataset.trajectories import TrajectorySource, Trajectory
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.setup import JobSetup
 
-_CLIENT_NAME = "dataset"
+CLIENT_NAME = "dataset"
 """Name of the client that samples the job's own rollouts, the same in every run of the job."""
 
 
@@ -52,6 +52,10 @@ class Dataset:
         """End the environment's process."""
         if self.environment is not None:
             self.environment.close()
+
+    def prompts(self) -> dict[str, list[int]]:
+        """Return the token ids of each problem's prompt; empty ones if only the environment knows them."""
+        return {problem.problem_id: list(problem.prompt_token_ids) for problem in self.problems}
 
     def total_rollouts(self, job: RolloutJob) -> int | None:
         """Return the number of rollouts in all epochs; None if the number of turns is unknown."""
@@ -102,7 +106,7 @@ def load_dataset(job: RolloutJob, model: Path, tokenizer: Any, cache: Path) -> D
 
 def count_finished(server: redis.Redis, keys: MessageKeys) -> int:
     """Count the dataset's rollouts that earlier runs of the job have finished."""
-    return retry(LauncherStore(server, keys).count_finished_rollouts, _CLIENT_NAME)
+    return retry(LauncherStore(server, keys).count_finished_rollouts, CLIENT_NAME)
 
 
 async def run_dataset(
@@ -132,7 +136,7 @@ async def run_dataset(
     comparison = f"compare-{secrets.token_hex(4)}"
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(
-            AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=_CLIENT_NAME)
+            AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=CLIENT_NAME)
         )
         comparison_client = await stack.enter_async_context(
             AsyncRolloutClient.connect(setup.redis_url, uid=setup.uid, name=comparison)

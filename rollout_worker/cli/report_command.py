@@ -1,0 +1,183 @@
+"""The command ``rollout report``."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from rollout_api.protocol.exit_codes import EXIT_STATE
+from rollout_api.protocol.messages import CodecError
+from rollout_worker.cli.exit_errors import exit_with_message
+from rollout_worker.cli.job_address import (
+    JobAddressError,
+    JobManifest,
+    JobRedis,
+    JobUid,
+    StateDirectory,
+    find_job,
+    find_job_directory,
+)
+from rollout_worker.engine.model_source import default_cache, local_tokenizer
+from rollout_worker.runtime.exit_message import exit_with_error
+
+if TYPE_CHECKING:
+    from rollout_worker.report.recording import JobRecording
+
+app = typer.Typer()
+console = Console()
+
+
+@app.command()
+def report(
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="JOB|FILE",
+            help="Name of the job, or NAMESPACE/NAME; or a file that --save has written.",
+            show_default="the only job there is",
+        ),
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write the page to this file.", show_default=False)] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(help="Save the recording from which the page is made to this file.", show_default=False),
+    ] = None,
+    file: JobManifest = None,
+    redis: JobRedis = None,
+    history_redis: Annotated[
+        str | None,
+        typer.Option(
+            envvar="ROLLOUT_HISTORY_REDIS_URL",
+            help="URL of the Redis that keeps the history.",
+            show_default="the job's Redis",
+        ),
+    ] = None,
+    uid: JobUid = None,
+    state_dir: StateDirectory = Path(".rollout"),
+    model_cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of models, for the tokenizer with which rollouts are decoded.",
+            show_default="$ROLLOUT_MODEL_CACHE, else ~/.cache/das-rollout/models",
+        ),
+    ] = None,
+) -> None:
+    """Write a page about a job: makespans, drafting, lengths, rewards, engines, and the texts of rollouts.
+
+    It is one HTML file, which needs no network. The job may be running or have ended.
+    """
+    if html is None and save is None:
+        exit_with_error(EXIT_STATE, "pass --html FILE for the page, or --save FILE for the recording of the job")
+    for target, option in ((html, "--html"), (save, "--save")):
+        check_writable(target, option)
+    with exit_with_message(redis=redis or "", interrupted="no report was written"):
+        read = partial(_read_job, job, file, redis, history_redis, uid, state_dir, model_cache or default_cache())
+        recording = _load(Path(job)) if job is not None and Path(job).is_file() else read()
+    if save is not None:
+        _write_recording(recording, save)
+    if html is not None:
+        write_page(recording, html)
+
+
+def check_writable(file: Path | None, option: str) -> None:
+    """Exit with a message if a file that an option names cannot be written."""
+    if file is None:
+        return
+    existed = file.exists()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        exit_with_error(EXIT_STATE, f"cannot write {file} ({option}): {error.strerror}")
+
+
+def write_page(recording: JobRecording, file: Path) -> None:
+    """Write the page about *recording*, and say where it is."""
+    from rollout_worker.report.page import render_page
+
+    try:
+        file.write_text(render_page(recording), encoding="utf-8")
+    except OSError as error:
+        exit_with_error(EXIT_STATE, f"cannot write {file}: {error.strerror}")
+    console.print(f"The report is in {file}.", markup=False, soft_wrap=True)
+
+
+def write_page_of_run(directory: Path, file: Path) -> None:
+    """Write the page about the job whose last run in the state directory *directory* has just ended."""
+    from rollout_worker.launch.job_recording import RECORDING_FILE
+
+    recording = directory / RECORDING_FILE
+    if not recording.is_file():
+        exit_with_error(EXIT_STATE, "there is no report, because no rollout has ended")
+    write_page(_load(recording), file)
+
+
+def _read_job(
+    job: str | None,
+    file: Path | None,
+    redis_url: str | None,
+    history_url: str | None,
+    uid: str | None,
+    state: Path,
+    cache: Path,
+) -> JobRecording:
+    from rollout_worker.report.reading import NothingToReportError, read_recording
+
+    try:
+        found = find_job(job, file=file, redis_url=redis_url, uid=uid, state=state)
+    except JobAddressError:
+        # The Redis server of a local job ends with it.
+        if redis_url is None and uid is None and (saved := _saved_recording(job, file, state)) is not None:
+            return _load(saved)
+        raise
+    try:
+        reading = read_recording(
+            found.redis_url,
+            found.uid,
+            name=found.name,
+            history_url=history_url or "",
+            tokenizer_of=lambda model: local_tokenizer(model, cache),
+        )
+        with found.connected():
+            return asyncio.run(reading)
+    except NothingToReportError as error:
+        exit_with_error(EXIT_STATE, str(error))
+    except CodecError as error:
+        exit_with_error(EXIT_STATE, f"the timeline of job {found.name} cannot be read: {error}")
+
+
+def _saved_recording(job: str | None, file: Path | None, state: Path) -> Path | None:
+    """Return the recording that the last ``rollout run`` of a job has saved; None if there is none."""
+    from rollout_worker.launch.job_recording import RECORDING_FILE
+
+    try:
+        recording = find_job_directory(job, file=file, state=state) / RECORDING_FILE
+    except JobAddressError:
+        return None
+    return recording if recording.is_file() else None
+
+
+def _load(file: Path) -> JobRecording:
+    from rollout_worker.report.recording_file import RecordingError, load_recording
+
+    try:
+        return load_recording(file)
+    except RecordingError as error:
+        exit_with_error(EXIT_STATE, str(error))
+
+
+def _write_recording(recording: JobRecording, file: Path) -> None:
+    from rollout_worker.report.recording_file import save_recording
+
+    try:
+        save_recording(recording, file)
+    except OSError as error:
+        exit_with_error(EXIT_STATE, f"cannot write {file}: {error.strerror}")
+    console.print(f"The recording is in {file}.", markup=False, soft_wrap=True)

@@ -1,0 +1,173 @@
+"""The figures at the top of a report, and sentences about what stands out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollout_api.protocol.messages import DraftMode
+from rollout_worker.report.analysis.engine_time import EngineTime, engine_times, interruptions
+from rollout_worker.report.analysis.rewards import rewards_of
+from rollout_worker.report.analysis.running import tail_fraction
+from rollout_worker.report.analysis.steps import Comparison, Step, compare, steps_of, training_steps
+from rollout_worker.report.analysis.without_drafts import makespan_without_drafts, slowdowns
+from rollout_worker.report.recording import JobRecording
+
+_NOTABLE_SHARE = 0.05
+"""Share of the time or of the rollouts from which something is mentioned."""
+_LARGE_TAIL = 0.3
+"""Share of the makespan from which a tail is mentioned."""
+_INTERRUPTION_S = 60.0
+"""Seconds without measurements from which an interruption is mentioned."""
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The most important figures of a job's training steps."""
+
+    num_steps: int
+    num_rollouts: int
+    num_tokens: int
+    seconds: float
+    """Sum of the makespans."""
+    tokens_per_second: float
+    """Response tokens per second of the makespans."""
+    accepted_per_step: float
+    """Accepted draft tokens per decoding step of a rollout."""
+    estimated_saving: float | None
+    """Share of the makespan that drafting saved, estimated by the engines' cost models; None if it is unknown."""
+    measured_saving: float | None
+    """Share of the makespan that drafting saved, compared with measured baselines without drafts; None without any."""
+    tail: float
+    """Share of the makespans that belongs to tails."""
+
+
+def summarize(recording: JobRecording) -> Summary:
+    """Return the figures of a job. If it has no training steps, its evaluation counts instead."""
+    comparisons = compare(steps_of(recording))
+    steps = training_steps(steps_of(recording)) or steps_of(recording)
+    seconds = sum(step.makespan for step in steps)
+    decoding_steps = sum(step.decoding_steps for step in steps)
+    accepted = sum(step.accepted_per_step * step.decoding_steps for step in steps)
+    tokens = sum(step.tokens for step in steps)
+    return Summary(
+        num_steps=len(steps),
+        num_rollouts=sum(len(step.scored) for step in steps),
+        num_tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        accepted_per_step=accepted / decoding_steps if decoding_steps else 0.0,
+        estimated_saving=_estimated_saving(recording, steps),
+        measured_saving=_measured_saving(comparisons),
+        tail=sum(tail_fraction(step) * step.makespan for step in steps) / seconds if seconds else 0.0,
+    )
+
+
+def _estimated_saving(recording: JobRecording, steps: Sequence[Step]) -> float | None:
+    by_engine = slowdowns(recording.measurements)
+    estimates = [makespan_without_drafts(step, by_engine) for step in steps]
+    without = sum(estimate for estimate in estimates if estimate is not None)
+    if not without:
+        return None
+    return (
+        1
+        - sum(step.makespan for step, estimate in zip(steps, estimates, strict=True) if estimate is not None) / without
+    )
+
+
+def _measured_saving(comparisons: Sequence[Comparison]) -> float | None:
+    pairs = [(one.step, one.baselines[DraftMode.OFF]) for one in comparisons if DraftMode.OFF in one.baselines]
+    without = sum(baseline.makespan for _, baseline in pairs)
+    return 1 - sum(step.makespan for step, _ in pairs) / without if without else None
+
+
+def findings(recording: JobRecording) -> list[str]:
+    """Return what stands out, as sentences."""
+    steps = training_steps(steps_of(recording)) or steps_of(recording)
+    unit = "epoch" if recording.is_dataset else "step"
+    sentences = [*_saving(summarize(recording)), *_growth(steps, unit)]
+    for engine, time in engine_times(recording.measurements).items():
+        sentences += _engine_sentences(engine, time)
+    sentences += _rollout_sentences(steps)
+    sentences += _tail_sentences(steps, unit)
+    for start, end in interruptions(recording.measurements, _INTERRUPTION_S):
+        sentences.append(f"The job was interrupted for {_duration(end - start)}, in which no coordinator ran.")
+    return sentences
+
+
+def _saving(summary: Summary) -> list[str]:
+    measured = summary.measured_saving
+    if measured is None:
+        return []
+    verb = "less" if measured >= 0 else "more"
+    return [
+        f"The same rollouts without drafts were measured as well: with drafts, the makespans were {abs(measured):.0%} "
+        f"{verb} in total."
+    ]
+
+
+def _growth(steps: Sequence[Step], unit: str) -> list[str]:
+    drafted = [step for step in steps if step.decoding_steps]
+    if len(drafted) < 2:
+        return []
+    first, last = drafted[0], drafted[-1]
+    return [
+        f"Accepted draft tokens per decoding step went from {first.accepted_per_step:.2f} in {unit} {first.number} to "
+        f"{last.accepted_per_step:.2f} in {unit} {last.number}."
+    ]
+
+
+def _engine_sentences(engine: str, time: EngineTime) -> list[str]:
+    sentences = []
+    if time.busy and time.disabled / time.busy >= _NOTABLE_SHARE:
+        sentences.append(
+            f"Drafting was disabled for {time.disabled / time.busy:.0%} of the time in which {engine} had rollouts, "
+            "because it did not pay."
+        )
+    if time.total and time.idle_with_waiting / time.total >= _NOTABLE_SHARE:
+        sentences.append(
+            f"{engine} was idle for {_duration(time.idle_with_waiting)} ({time.idle_with_waiting / time.total:.0%} of "
+            "its time) although rollouts were waiting."
+        )
+    if time.total and time.idle_in_tail / time.total >= _NOTABLE_SHARE:
+        sentences.append(
+            f"{engine} was idle for {_duration(time.idle_in_tail)} ({time.idle_in_tail / time.total:.0%} of its time) "
+            "while other engines finished the last rollouts of a step."
+        )
+    if time.total and time.weights / time.total >= _NOTABLE_SHARE:
+        sentences.append(
+            f"{engine} paused for weight updates for {_duration(time.weights)} ({time.weights / time.total:.0%} of its "
+            "time)."
+        )
+    return sentences
+
+
+def _rollout_sentences(steps: Sequence[Step]) -> list[str]:
+    scored = [one for step in steps for one in step.scored]
+    cut_off = sum(one.cut_off for one in scored) / len(scored) if scored else 0.0
+    sentences = [f"{cut_off:.0%} of the rollouts were cut off at max_tokens."] if cut_off >= _NOTABLE_SHARE else []
+    reasons = [one.rollout.finish_reason for one in scored]
+    for reason in ("failed", "deadline", "cancelled"):
+        if count := reasons.count(reason):
+            word = {"failed": "failed", "deadline": "ended at their deadline", "cancelled": "were cancelled"}[reason]
+            sentences.append(f"{count} rollouts {word}.")
+    rewards = [rewards for step in steps if (rewards := rewards_of(step)) is not None]
+    if len(rewards) >= 2:
+        sentences.append(f"The mean reward went from {rewards[0].mean:.2f} to {rewards[-1].mean:.2f}.")
+    return sentences
+
+
+def _tail_sentences(steps: Sequence[Step], unit: str) -> list[str]:
+    longest = max(steps, key=tail_fraction, default=None)
+    if longest is None or tail_fraction(longest) < _LARGE_TAIL:
+        return []
+    return [
+        f"The longest tail took {tail_fraction(longest):.0%} of {unit} {longest.number}: for "
+        f"{_duration(tail_fraction(longest) * longest.makespan)}, at most a quarter of its rollouts were still running."
+    ]
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

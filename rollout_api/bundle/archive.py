@@ -28,7 +28,7 @@ class BundleArchive:
             folder: name of the folder in which all files of the archive are.
             redactor: removes secrets.
         """
-        self._tar = tarfile.open(fileobj=file, mode="w:gz")
+        self._tar = tarfile.open(fileobj=file, mode="w:gz")  # noqa: SIM115 - close() closes it
         self._folder, self._redactor = folder, redactor
         self._time = time.time()
         self._present: list[tuple[str, str]] = []

@@ -14,7 +14,7 @@ HIDDEN = "***"
 
 _MIN_KNOWN_LENGTH = 4
 """Length from which a known secret is removed wherever it occurs; shorter ones occur in ordinary words."""
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>`]+")
+_URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>`]+")
 _SECRET_SHAPES = re.compile(
     r"""
       (?P<scheme>\b[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}
@@ -29,7 +29,7 @@ _SECRET_SHAPES = re.compile(
 )
 _NAME = re.compile(
     r"""
-    (?P<option>--)? (?P<name>[A-Za-z_][\w.-]*)
+    (?<![\w.-]) (?P<option>--)? (?P<name>[A-Za-z_][\w.-]*)
     (?: (?:\\*["'])? \s* [:=] \s* (?:[Bb](?:asic|earer)\s+)? | (?(option)\s+|(?!)) )
     """,
     re.VERBOSE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import string
+import time
 from typing import Any
 from urllib.parse import quote
 
@@ -147,3 +148,10 @@ def test_references_and_figures_stay_in_objects() -> None:
 )
 def test_names_are_told_apart(name: str, expected: bool) -> None:
     assert expected == is_secret_name(name)
+
+
+def test_long_lines_are_redacted_in_linear_time() -> None:
+    started = time.perf_counter()
+    for unit in ("a", "a.", "a-", "a=", "--a ", "a://", '\\"', "eyJ"):
+        REDACTOR.text(unit * 200_000)
+    assert time.perf_counter() - started < 30

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from rollout_operator.bundle_contents import ContainerLog, Evidence, bundle_config_map, log_path
+from rollout_api.bundle.kubernetes_objects import containers_with_logs, log_path
+from rollout_operator.bundle_contents import ContainerLog, Evidence, bundle_config_map
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi, pod_reference
 from rollout_operator.observed import Manifest
 
@@ -75,7 +76,7 @@ class _Reader:
             self._evidence.missing[f"pods/{name}.json"] = str(error)
             return
         self._evidence.pods.append(pod)
-        await asyncio.gather(*(self._read_log(name, *container) for container in _started_containers(pod)))
+        await asyncio.gather(*(self._read_log(name, *container) for container in containers_with_logs(pod)))
 
     async def _read_log(self, pod: str, container: str, previous: bool) -> None:
         try:
@@ -87,14 +88,3 @@ class _Reader:
             self._evidence.missing[log_path(pod, container, previous=previous)] = str(error)
             return
         self._evidence.logs.append(ContainerLog(pod, container, previous, text))
-
-
-def _started_containers(pod: Manifest) -> Iterator[tuple[str, bool]]:
-    """Yield the names of the containers that have a log, and whether it is that of an earlier container."""
-    status = pod.get("status", {})
-    for kind in ("initContainerStatuses", "containerStatuses"):
-        for container in status.get(kind) or ():
-            if container.get("restartCount"):
-                yield container["name"], True
-            if "waiting" not in container.get("state", {}):
-                yield container["name"], False

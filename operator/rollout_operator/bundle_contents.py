@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollout_api.bundle.archive import BundleArchive
+from rollout_api.bundle.kubernetes_objects import ARCHIVE_KEY, log_path, shown_events, without_noise
 from rollout_api.bundle.redaction import Redactor
 from rollout_operator import names
 from rollout_operator.conditions import format_timestamp
 from rollout_operator.observed import Manifest
 
-ARCHIVE = "bundle.tar.gz"
-"""Key of the archive in the ConfigMap."""
 MAX_BYTES = 700 << 10
 """Size of the archive. A ConfigMap may have 1 MiB, and a request to the API server is larger by a third."""
 _MAX_LOG_BYTES = 512 << 10
 """Size to which each log is cut at first; it is halved until the archive is small enough."""
 _MIN_LOG_BYTES = 512
-_DROPPED_METADATA = ("managedFields", "selfLink")
-_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 class ContainerLog(NamedTuple):
@@ -52,11 +49,6 @@ class Evidence:
     """Path in the archive → why it could not be read."""
 
 
-def log_path(pod: str, container: str, *, previous: bool) -> str:
-    """Return the path of a container's log in the archive."""
-    return f"logs/{pod}/{container}{'-previous' if previous else ''}.log"
-
-
 def bundle_config_map(evidence: Evidence, name: str, now: float) -> dict[str, Any]:
     """Return the ConfigMap with what is kept of a failed job. It has no owner, so that it outlives the job.
 
@@ -78,7 +70,7 @@ def bundle_config_map(evidence: Evidence, name: str, now: float) -> dict[str, An
             "annotations": {names.JOB_UID_ANNOTATION: metadata["uid"]},
         },
         "data": {"README": _summary(evidence.job, name, now)},
-        "binaryData": {ARCHIVE: base64.b64encode(pack(evidence, now)).decode()},
+        "binaryData": {ARCHIVE_KEY: base64.b64encode(pack(evidence, now)).decode()},
     }
 
 
@@ -110,7 +102,7 @@ def _archive(evidence: Evidence, logs: Mapping[str, str], redactor: Redactor, no
     file = io.BytesIO()
     archive = BundleArchive(file, folder=f"bundle-{metadata['namespace']}-{metadata['name']}", redactor=redactor)
     archive.add("job.json", "The RolloutJob: its spec and its status.", without_noise(evidence.job))
-    archive.add("events.json", "The Events on the job and its pods.", _events(evidence.events))
+    archive.add("events.json", "The Events on the job and its pods.", shown_events(evidence.events))
     for pod in evidence.pods:
         name = pod["metadata"]["name"]
         archive.add(f"pods/{name}.json", "A pod, as the API server had it.", without_noise(pod))
@@ -126,35 +118,17 @@ def _archive(evidence: Evidence, logs: Mapping[str, str], redactor: Redactor, no
     return file.getvalue()
 
 
-def without_noise(manifest: Manifest) -> dict[str, Any]:
-    """Return an object without the metadata that only concerns its management."""
-    metadata = {name: value for name, value in manifest["metadata"].items() if name not in _DROPPED_METADATA}
-    if _APPLIED in metadata.get("annotations", {}):
-        metadata["annotations"] = {k: v for k, v in metadata["annotations"].items() if k != _APPLIED}
-    return {**manifest, "metadata": metadata}
-
-
-def _events(events: Sequence[Manifest]) -> list[dict[str, Any]]:
-    shown = ("type", "reason", "message", "count", "firstTimestamp", "lastTimestamp", "eventTime")
-    entries = [
-        {"object": f"{event['involvedObject'].get('kind')}/{event['involvedObject'].get('name')}"}
-        | {name: event[name] for name in shown if event.get(name) is not None}
-        for event in events
-    ]
-    return sorted(entries, key=lambda entry: str(entry.get("lastTimestamp") or entry.get("eventTime") or ""))
-
-
 def _summary(job: Manifest, name: str, now: float) -> str:
     metadata = job["metadata"]
     conditions = job.get("status", {}).get("conditions", ())
     failed = next((one for one in conditions if one["type"] == "Failed"), {})
     why = Redactor().text(f"{failed.get('reason', '')}: {failed.get('message', '')}")
-    key = ARCHIVE.replace(".", "\\.")
+    key = ARCHIVE_KEY.replace(".", "\\.")
     return (
         f"What was kept of job {metadata['namespace']}/{metadata['name']} (uid {metadata['uid']}), which failed at "
         f"{format_timestamp(now)}: {why}\n\n"
         f"kubectl rollouts bundle {metadata['name']} reads it. Without the plugin:\n\n"
-        f"  kubectl get configmap {name} -o jsonpath='{{.binaryData.{key}}}' | base64 -d > {ARCHIVE}\n\n"
+        f"  kubectl get configmap {name} -o jsonpath='{{.binaryData.{key}}}' | base64 -d > {ARCHIVE_KEY}\n\n"
         "The next job of this name that fails replaces it. It is not deleted with the job; delete it with\n"
         f"kubectl delete configmap {name}\n"
     )

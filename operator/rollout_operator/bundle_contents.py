@@ -121,7 +121,7 @@ def _archive(evidence: Evidence, logs: Mapping[str, str], redactor: Redactor, no
 def _summary(job: Manifest, name: str, now: float) -> str:
     metadata = job["metadata"]
     conditions = job.get("status", {}).get("conditions", ())
-    failed = next((one for one in conditions if one["type"] == "Failed"), {})
+    failed: Mapping[str, str] = next((one for one in conditions if one["type"] == "Failed"), {})
     why = Redactor().text(f"{failed.get('reason', '')}: {failed.get('message', '')}")
     key = ARCHIVE_KEY.replace(".", "\\.")
     return (

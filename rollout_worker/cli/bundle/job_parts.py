@@ -109,9 +109,10 @@ def _read_dead_letters(job: FoundJob, *, with_messages: bool) -> list[dict[str, 
 def _read_history(job: FoundJob, history_url: str) -> dict[str, Any]:
     server = connect(job.redis_url)
     try:
-        named, elsewhere = server.hmget(job.keys.job, ["history", "history_redis"])
+        found: Any = server.hmget(job.keys.job, ["history", "history_redis"])
     finally:
         server.close()
+    named, elsewhere = found
     if not named:
         raise LookupError("the job's description does not name its history")
     if elsewhere and not history_url:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,13 @@ def _collect(kubectl: Kubectl, archive: BundleArchive, job: dict[str, Any], *, w
         archive.note_missing("pods", "The pods and their logs.", "the job has no pods")
     for pod in pods:
         _collect_pod(kubectl, archive, pod)
-    archive_name = "head/README.md"
     try:
         head = running_head(kubectl, job)
         options = ["--with-rollouts"] if with_rollouts else []
         command = exec_arguments(head, job, ("bundle", "--output=-", *options), columns=_COLUMNS, tty=False)
         archive.add_archive("head", _OF_HEAD, kubectl.read(*command))
     except Exception as error:
-        archive.note_missing(archive_name, _OF_HEAD, str(error))
+        archive.note_missing("head/README.md", _OF_HEAD, str(error))
 
 
 def _collect_pod(kubectl: Kubectl, archive: BundleArchive, pod: Mapping[str, Any]) -> None:
@@ -146,7 +146,7 @@ def _collect_pod(kubectl: Kubectl, archive: BundleArchive, pod: Mapping[str, Any
         archive.collect(
             log_path(name, container, previous=previous),
             "The log of a container, before it was restarted." if previous else "The log of a container.",
-            lambda arguments=arguments: kubectl.output(*arguments),  # type: ignore[misc]
+            partial(kubectl.output, *arguments),
         )
 
 

@@ -101,7 +101,8 @@ def find_subject(
     try:
         found = find_job(job, file=file, redis_url=redis_url, uid=uid, state=state)
     except (JobAddressError, RedisUnusableError) as error:
-        if directory is None and isinstance(error, JobAddressError):
+        is_known = directory is not None and uid is None and _uses(directory, redis_url)
+        if isinstance(error, JobAddressError) and not is_known:
             raise
         url = redis_url or (None if manifest is None else manifest.spec.redis.url)
         return Subject(_name(job, manifest, directory), None, str(error), directory, manifest, url, history)
@@ -114,6 +115,12 @@ def _name(job: str | None, manifest: RolloutJob | None, directory: Path | None) 
     if job is not None:
         return job if "/" in job else f"{DEFAULT_NAMESPACE}/{job}"
     return "job" if directory is None else f"{directory.parent.name}/{directory.name}"
+
+
+def _uses(directory: Path, redis_url: str | None) -> bool:
+    """Return whether the job in a state directory uses this Redis; any, if the user has named none."""
+    recorded = read_recorded_redis(directory)
+    return redis_url is None or (recorded is not None and recorded.url == redis_url)
 
 
 def _passwords(url: str) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from kubernetes.aio.client import ApiClient, Configuration
 from rollout_operator.actions import DeleteWorkload, KeepBundle, Plan
@@ -14,7 +16,11 @@ from rollout_api.ports import free_port
 from tests.support.planned_jobs import running_job
 
 
-async def test_a_bundle_that_cannot_be_stored_counts_as_rejected() -> None:
+def test_a_bundle_that_cannot_be_stored_counts_as_rejected() -> None:
+    asyncio.run(store_bundle_without_api_server())
+
+
+async def store_bundle_without_api_server() -> None:
     configuration = Configuration(host=f"http://127.0.0.1:{free_port()}")
     configuration.retries = 0
     api = KubernetesApi(ApiClient(configuration))

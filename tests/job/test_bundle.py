@@ -139,8 +139,10 @@ def test_a_bundle_explains_a_running_job_without_secrets_and_prompts(job: Path, 
 
 
 def test_messages_are_included_on_request(job: Path) -> None:
+    collected = bundle("math", "--state-dir", job, "--output=-", "--with-rollouts")
+    assert 0 == collected.exit_code
     archive = job / "out.tar.gz"
-    assert 0 == bundle("math", "--state-dir", job, "-o", archive, "--with-rollouts").exit_code
+    archive.write_bytes(collected.stdout_bytes)
     files = files_of(archive)
     assert json.loads(files["dead_letters.json"])[0]["message"]
     assert b"Prompts and responses are included" in files["README.md"]

@@ -62,7 +62,19 @@ class SetFinalizer:
     present: bool
 
 
-Action = Create | Apply | DeletePod | DeleteObject | DeleteWorkload | DeleteJob | SetFinalizer
+@dataclass(frozen=True)
+class KeepBundle:
+    """Keep the spec and the status of the job, its Events and the ends of its pods' logs in a ConfigMap.
+
+    The ConfigMap does not belong to the job, and replaces that of an earlier job of the same name.
+    """
+
+    name: str
+    pods: tuple[str, ...]
+    """Names of the pods, the most important ones first."""
+
+
+Action = Create | Apply | DeletePod | DeleteObject | DeleteWorkload | DeleteJob | SetFinalizer | KeepBundle
 
 
 @dataclass(frozen=True)

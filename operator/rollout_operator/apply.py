@@ -17,9 +17,11 @@ from rollout_operator.actions import (
     DeletePod,
     DeleteWorkload,
     Event,
+    KeepBundle,
     Plan,
     SetFinalizer,
 )
+from rollout_operator.bundle_collector import keep_bundle
 from rollout_operator.conditions import format_timestamp
 from rollout_operator.kubernetes_api import (
     ApiError,
@@ -64,9 +66,10 @@ async def execute(api: KubernetesApi, cache: ObjectCache, observed: Observed, pl
     rejections = []
     for action in plan.actions:
         try:
-            await _execute_action(api, cache, observed.job, action)
+            await _execute_action(api, cache, observed, action)
         except ApiError as error:
-            if error.transient:
+            # The pods of a failed job are not kept any longer because their logs cannot be stored.
+            if error.transient and not isinstance(action, KeepBundle):
                 raise
             target = _target(action, observed.job)
             rejections.append(Rejection(target, error.reason, error.message, observed.now))
@@ -90,7 +93,8 @@ async def _write_status(api: KubernetesApi, cache: ObjectCache, job: Manifest, p
         raise
 
 
-async def _execute_action(api: KubernetesApi, cache: ObjectCache, job: Manifest, action: Action) -> None:
+async def _execute_action(api: KubernetesApi, cache: ObjectCache, observed: Observed, action: Action) -> None:
+    job = observed.job
     metadata = job["metadata"]
     namespace, name, uid = metadata["namespace"], metadata["name"], metadata["uid"]
     match action:
@@ -110,6 +114,8 @@ async def _execute_action(api: KubernetesApi, cache: ObjectCache, job: Manifest,
             await api.delete(job_reference(namespace, name), uid=uid)
         case SetFinalizer(present):
             await _set_finalizer(api, cache, job, present=present)
+        case KeepBundle(config_map, pods):
+            await keep_bundle(api, job, config_map, pods, observed.now)
 
 
 async def _mark_lost(api: KubernetesApi, reference: dict[str, Any], uid: str) -> None:
@@ -223,6 +229,8 @@ def _target(action: Action, job: Manifest) -> Target:
             return Target("Pod", pod, "deletion")
         case DeleteObject(_, kind, object_name, _):
             return Target(kind, object_name, "deletion")
+        case KeepBundle(config_map, _):
+            return Target("ConfigMap", config_map)
         case DeleteWorkload(workload):
             return Target(names.WORKLOAD_KIND, workload, "deletion")
         case DeleteJob():

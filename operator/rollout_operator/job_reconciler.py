@@ -18,6 +18,7 @@ from rollout_api.manifest.status import (
 )
 from rollout_operator import names
 from rollout_operator.actions import Apply, Create, DeleteJob, Event, Plan, PlanBuilder, SetFinalizer
+from rollout_operator.bundle_plan import plan_bundle
 from rollout_operator.conditions import Conditions, derive_state, format_timestamp, is_true, set_summary
 from rollout_operator.failures import FailureAction, backoff_delay, classify_failure
 from rollout_operator.head_status import STARTING_PERIOD_S, STATUS_PERIOD_S, HeadStatus
@@ -137,10 +138,10 @@ class JobReconciler:
         self._delete_after_ttl()
 
     def _reconcile_failed(self) -> None:
-        """Delete the head and the workers, then run the cleanup pod."""
+        """Keep what the pods can still tell, delete the head and the workers, then run the cleanup pod."""
         self._carry_over_conditions()
         delete_server(self.builder, self.observed)
-        if remove_pods(self.builder, self.observed):
+        if plan_bundle(self.builder, self.observed) or remove_pods(self.builder, self.observed):
             return
         release_quota(self.builder, self.observed)
         if self._has_finalizer:

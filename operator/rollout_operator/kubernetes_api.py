@@ -37,6 +37,7 @@ _PLURALS = {
 }
 
 _JSON = "application/json"
+_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 _METADATA_LIST = "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 _JSON_MERGE_PATCH = "application/merge-patch+json"
 _APPLY_PATCH = "application/apply-patch+yaml"
@@ -103,6 +104,20 @@ class KubernetesApi:
         Raises:
             ApiError: if the server responds with an error; with status 0 if it does not respond.
         """
+        data = await self._send(verb, path, body, content_type=content_type, accept=accept, query=query)
+        return _parse(data)
+
+    async def _send(
+        self,
+        verb: str,
+        path: str,
+        body: Any = None,
+        *,
+        content_type: str = _JSON,
+        accept: str = _JSON,
+        query: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """Send a request and return the body of the response; the errors are those of :meth:`request`."""
         pairs = list((query or {}).items())
         headers = {"Accept": accept, "Content-Type": content_type}
         try:
@@ -110,17 +125,14 @@ class KubernetesApi:
                 verb, path, query_params=pairs, header_params=headers, body=body, auth_settings=["BearerToken"]
             )
             response = await self._client.call_api(*prepared, _request_timeout=_TIMEOUT_S)
-            data = await response.read()
+            data: bytes = await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ApiError(0, "Unreachable", f"{type(error).__name__}: {error}") from error
-        try:
-            body_fields: dict[str, Any] = json.loads(data) if data else {}
-        except ValueError:
-            body_fields = {"message": data[:300].decode(errors="replace")}
         if not 200 <= response.status < 300:
-            reason = body_fields.get("reason") or str(response.reason)
-            raise ApiError(response.status, reason, body_fields.get("message", ""))
-        return body_fields
+            error_fields = _parse(data)
+            reason = error_fields.get("reason") or str(response.reason)
+            raise ApiError(response.status, reason, error_fields.get("message", ""))
+        return data
 
     async def create(self, manifest: Manifest) -> dict[str, Any]:
         """Create an object. ``ApiError.conflict`` means that an object of this name exists."""
@@ -152,6 +164,48 @@ class KubernetesApi:
         """Return the object with the kind, namespace and name of *reference*."""
         self._count("get", reference["kind"])
         return await self.request("GET", _path(reference, reference["metadata"]["name"]))
+
+    async def metadata(self, reference: Manifest) -> dict[str, Any] | None:
+        """Return the metadata of an object as :meth:`get` does, without its content; None if it does not exist."""
+        self._count("get", reference["kind"])
+        try:
+            return await self.request("GET", _path(reference, reference["metadata"]["name"]), accept=_METADATA)
+        except ApiError as error:
+            if error.not_found:
+                return None
+            raise
+
+    async def log(
+        self, namespace: str, pod: str, container: str, *, previous: bool, num_lines: int, max_bytes: int
+    ) -> str:
+        """Return the last lines of the log of a container, each with its time.
+
+        Args:
+            namespace: namespace of the pod.
+            pod: name of the pod.
+            container: name of the container.
+            previous: whether to return the log of the container that ran before it was restarted.
+            num_lines: maximum number of lines.
+            max_bytes: maximum size of these lines; what exceeds it is missing at the end.
+        """
+        self._count("get", "Pod/log")
+        query = {
+            "container": container,
+            "previous": str(previous).lower(),
+            "timestamps": "true",
+            "tailLines": num_lines,
+            "limitBytes": max_bytes,
+        }
+        path = _path(pod_reference(namespace, pod), pod, "log")
+        return (await self._send("GET", path, accept="*/*", query=query)).decode(errors="replace")
+
+    async def events(self, namespace: str, name: str) -> list[dict[str, Any]]:
+        """Return the Events on the objects of this name."""
+        self._count("list", "Event")
+        query = {"fieldSelector": f"involvedObject.name={name}", "limit": _PAGE_SIZE}
+        found = await self.request("GET", f"/api/v1/namespaces/{namespace}/events", query=query)
+        events: list[dict[str, Any]] = found["items"]
+        return events
 
     async def delete(self, reference: Manifest, *, uid: str | None = None, grace_period: int | None = None) -> None:
         """Delete an object, only if it has this uid if one is given. It is no error if the object no longer exists."""
@@ -293,6 +347,14 @@ class KubernetesApi:
         self.request_counts[verb, kind] += 1
 
 
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = json.loads(data) if data else {}
+    except ValueError:
+        fields = {"message": data[:300].decode(errors="replace")}
+    return fields
+
+
 def _collection(kind: ResourceKind, namespace: str) -> str:
     root = "/apis" if kind.group else "/api"
     scope = f"/namespaces/{namespace}" if namespace else ""
@@ -319,6 +381,11 @@ def job_reference(namespace: str, name: str) -> dict[str, Any]:
 def pod_reference(namespace: str, name: str) -> dict[str, Any]:
     """Return a reference to a pod for the methods of :class:`KubernetesApi`."""
     return object_reference("v1", "Pod", namespace, name)
+
+
+def config_map_reference(namespace: str, name: str) -> dict[str, Any]:
+    """Return a reference to a ConfigMap for the methods of :class:`KubernetesApi`."""
+    return object_reference("v1", "ConfigMap", namespace, name)
 
 
 def workload_reference(version: str, namespace: str, name: str) -> dict[str, Any]:

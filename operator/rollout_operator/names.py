@@ -24,6 +24,10 @@ CONTENT_HASH_ANNOTATION = f"{GROUP}/content-hash"
 """Annotation with the hash of the manifest that the operator has applied last."""
 REPLACEMENT_ANNOTATION = f"{GROUP}/replacement"
 """Annotation of a worker pod whose slot was occupied by another worker before."""
+BUNDLE_LABEL = f"{GROUP}/bundle-of"
+"""Label of a ConfigMap with the bundle of a failed job: the name of the job."""
+JOB_UID_ANNOTATION = f"{GROUP}/job-uid"
+"""Annotation of such a ConfigMap with the uid of the job."""
 FINALIZER = f"{GROUP}/cleanup"
 FOREGROUND_FINALIZER = "foregroundDeletion"
 """Finalizer of an object whose dependents Kubernetes deletes first (``kubectl delete --cascade=foreground``)."""
@@ -140,6 +144,11 @@ def manifest_config_map(job: str) -> str:
 def connection_config_map(job: str) -> str:
     """Return the name of the ConfigMap from which trainers read how to connect."""
     return f"{job}-connection"
+
+
+def bundle_config_map(job: str) -> str:
+    """Return the name of the ConfigMap with what is kept of a failed job. It outlives the job."""
+    return f"{job}-bundle"
 
 
 def redis_secret(job: str) -> str:

@@ -25,6 +25,23 @@ def parse_timestamp(timestamp: str | None) -> float | None:
 
 
 @dataclass(frozen=True)
+class KeptBundle:
+    """The ConfigMap with the name that the bundle of the job has."""
+
+    job_uid: str
+    """Uid of the job whose bundle it is, which may be an earlier job of the same name."""
+    is_foreign: bool
+    """Whether it is no bundle, so that it must not be replaced."""
+
+    @classmethod
+    def from_config_map(cls, config_map: Manifest) -> Self:
+        """Extract the view from a ConfigMap, of which only the metadata is needed."""
+        metadata = config_map["metadata"]
+        is_foreign = names.BUNDLE_LABEL not in metadata.get("labels", {})
+        return cls(metadata.get("annotations", {}).get(names.JOB_UID_ANNOTATION, ""), is_foreign)
+
+
+@dataclass(frozen=True)
 class PodView:
     """One pod of a job.
 
@@ -272,6 +289,8 @@ class Observed:
     lost_nodes: frozenset[str] = frozenset()
     """Nodes of overdue pods that do not exist any more, or are not ready."""
     rejections: tuple[Rejection, ...] = field(default=())
+    kept_bundle: KeptBundle | None = None
+    """The bundle that was kept of a job of this name; None if there is none, or if the job has not failed."""
     runtime: Mapping[str, Any] | None = None
     """The ``spec`` of the runtime that the job names; None if it names none, or if there is no such runtime."""
 

@@ -17,9 +17,9 @@ from rollout_operator.apply import OutdatedError, execute, post_event
 from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.conditions import is_true
 from rollout_operator.head_status_reader import HeadStatusReader
-from rollout_operator.kubernetes_api import ApiError, KubernetesApi
+from rollout_operator.kubernetes_api import ApiError, KubernetesApi, config_map_reference
 from rollout_operator.object_cache import JobKey, ObjectCache
-from rollout_operator.observed import Manifest, Observed, Rejection, Target
+from rollout_operator.observed import KeptBundle, Manifest, Observed, Rejection, Target
 from rollout_operator.plan import plan
 from rollout_operator.runtime_cache import RuntimeCache
 from rollout_operator.runtimes import RuntimeKey
@@ -158,8 +158,19 @@ class Reconciler:
                 {pod.node for pod in pods if pod.node and not pod.retained and pod.is_overdue(now)}
             ),
             rejections=self._rejections.get(key, ()),
+            kept_bundle=await self._kept_bundle(job),
             runtime=None if (runtime := RuntimeKey.of_job(job)) is None else self.runtimes.settings(runtime),
         )
+
+    async def _kept_bundle(self, job: Manifest) -> KeptBundle | None:
+        """Return the bundle of a job that has failed and is being torn down; nobody asks for that of other jobs."""
+        metadata = job["metadata"]
+        is_ending = names.FINALIZER in metadata.get("finalizers", ()) and not metadata.get("deletionTimestamp")
+        if not is_ending or not _has_condition(job, ConditionType.FAILED):
+            return None
+        reference = config_map_reference(metadata["namespace"], names.bundle_config_map(metadata["name"]))
+        found = await self._api.metadata(reference)
+        return None if found is None else KeptBundle.from_config_map(found)
 
     async def _lost_nodes(self, nodes: set[str]) -> frozenset[str]:
         ordered = sorted(nodes)
@@ -168,5 +179,9 @@ class Reconciler:
 
 
 def _is_finished(job: Manifest) -> bool:
+    return any(_has_condition(job, kind) for kind in (ConditionType.SUCCEEDED, ConditionType.FAILED))
+
+
+def _has_condition(job: Manifest, kind: ConditionType) -> bool:
     conditions: list[Mapping[str, str]] = (job.get("status") or {}).get("conditions") or []
-    return any(is_true(conditions, kind) for kind in (ConditionType.SUCCEEDED, ConditionType.FAILED))
+    return is_true(conditions, kind)

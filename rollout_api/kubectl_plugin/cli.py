@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rollout_api.kubectl_plugin.bundle import save_bundle
 from rollout_api.kubectl_plugin.connect import connect, forward
 from rollout_api.kubectl_plugin.drain import drain
 from rollout_api.kubectl_plugin.head_commands import run_in_head, save_report
@@ -81,6 +82,16 @@ def build_parser() -> argparse.ArgumentParser:
     command = add("report", _report, "Save the report of a job as an HTML page.")
     command.add_argument("job", help="name of the job")
     command.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="file for the page")
+
+    command = add(
+        "bundle",
+        _bundle,
+        "Collect all that explains what has happened to a job in one archive, without passwords and tokens. It also "
+        "finds what the operator has kept of a job that has failed.",
+    )
+    command.add_argument("job", help="name of the job")
+    command.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: bundle-JOB.tar.gz)")
+    command.add_argument("--with-rollouts", action="store_true", help="include prompts and responses")
 
     command = add(
         "cancel", _cancel, "Delete a job, or cancel some of its requests. Finished rollouts stay in the history."
@@ -176,6 +187,13 @@ def _report(kubectl: Kubectl, options: argparse.Namespace) -> int:
     if not code:
         _say(f"The report is in {options.output}.")
     return code
+
+
+def _bundle(kubectl: Kubectl, options: argparse.Namespace) -> int:
+    target: Path = options.output or Path(f"bundle-{options.job}.tar.gz")
+    save_bundle(kubectl, options.job, target, with_rollouts=options.with_rollouts, say=_say)
+    _say(f"The bundle is in {target}. Its README.md says what it contains.")
+    return 0
 
 
 def _cancel(kubectl: Kubectl, options: argparse.Namespace) -> int:

@@ -50,10 +50,14 @@ class Kubectl:
             NotFoundError: if the object does not exist.
             PluginError: if kubectl is missing or fails.
         """
+        return self.read(*arguments).decode(errors="replace")
+
+    def read(self, *arguments: str) -> bytes:
+        """Return the same as :meth:`output` without decoding it; the errors are the same."""
         done = self._run(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         if done.returncode:
             raise explain_error(done.stderr.decode(errors="replace").strip())
-        return str(done.stdout.decode())
+        return done.stdout
 
     def get(self, *arguments: str) -> dict[str, Any]:
         """Return an object, or a list of objects, of the cluster.

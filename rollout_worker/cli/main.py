@@ -32,6 +32,7 @@ from rollout_api.protocol.exit_codes import (
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.status_token import StatusToken
+from rollout_worker.cli.bundle.command import app as bundle_app
 from rollout_worker.cli.doctor import doctor
 from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_address import job_directory
@@ -68,6 +69,7 @@ app = typer.Typer(
 app.add_typer(job_app)
 app.add_typer(report_app)
 app.add_typer(top_app)
+app.add_typer(bundle_app)
 console = Console()
 
 _Result = TypeVar("_Result")

@@ -58,6 +58,7 @@ from rollout_worker.history_service.histograms import (
 from rollout_worker.history_service.http import HistoryServer
 from rollout_worker.history_service.rollout_view import compare_rollouts, legend, num_drafted, show_rollout
 from rollout_worker.history_service.service import HistoryService
+from rollout_worker.history_service.statistics_document import length_quantiles, statistics_document
 from rollout_worker.runtime.exit_message import exit_with_error
 from rollout_worker.runtime.model_cache import default_cache
 
@@ -74,7 +75,6 @@ errors = Console(stderr=True)
 _EXIT_FAILED = 1
 _STOP_TIMEOUT_S = 8.0
 """Seconds that the service may take to end; Kubernetes waits for 20."""
-_QUANTILES = (0.1, 0.5, 0.9, 0.99)
 _MAX_LISTED_PROBLEMS = 5
 """Maximum number of problem ids in an error message."""
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)")
@@ -258,26 +258,10 @@ def stats(history: HistoryName, redis: RedisUrl, as_json: AsJson = False) -> Non
         keys = _parse_history_name(history)
         store, _ = HistoryStore.open_existing(client, keys)
         lengths, acceptance = store.statistics.length_stats(None), store.statistics.acceptance_by_age()
-    quantiles = {p: lengths.quantile(p) for p in _QUANTILES} if lengths.count else {}
-    bins = length_shares(lengths)
     if as_json:
-        print_json(
-            {
-                "history": keys.full_name,
-                "rollouts": lengths.count,
-                "weight": lengths.weight,
-                "cut_off": lengths.censored_share,
-                "mean": lengths.mean,
-                "longest": lengths.longest,
-                "quantiles": {str(p): quantile for p, quantile in quantiles.items()},
-                "histogram": [{"above": low, "to": high, "share": share} for low, high, share in bins],
-                "acceptance": [
-                    {"age": age, "drafted": drafted, "accepted": accepted}
-                    for age, (drafted, accepted) in acceptance.items()
-                ],
-            }
-        )
+        print_json(statistics_document(keys, lengths, acceptance))
         return
+    quantiles = length_quantiles(lengths)
     output = console()
     if not lengths.count:
         output.print(f"History {keys.full_name} has no rollouts.", highlight=False)
@@ -291,7 +275,7 @@ def stats(history: HistoryName, redis: RedisUrl, as_json: AsJson = False) -> Non
         table = new_table(*(f">{p:.0%} within" for p in quantiles))
         table.add_row(*(f"> {lengths.longest:,}" if value is None else f"{value:,.0f}" for value in quantiles.values()))
         output.print(table)
-        output.print(share_histogram(bins))
+        output.print(share_histogram(length_shares(lengths)))
     if acceptance:
         output.print("Draft tokens by the age, in generations, of the rollouts that they came from:")
         output.print(acceptance_table(acceptance))

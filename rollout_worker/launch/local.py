@@ -43,6 +43,7 @@ from rollout_worker.launch.limits import (
     REDIS_CHECK_INTERVAL_S,
     SHARED_GPU_MEMORY_UTILIZATION,
 )
+from rollout_worker.launch.recorded_manifest import record_manifest
 from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
 from rollout_worker.launch.services import JobServices
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
@@ -122,6 +123,7 @@ async def run_local(
                 if dataset.samples_itself:  # it asks for its responses itself, and always for drafts from the history
                     options = replace(options, baselines=())
             state = JobState.open(directory / "job.json", job, notify)
+            record_manifest(directory, job)
             setup = JobSetup(
                 manifest=job.model_dump(mode="json", by_alias=True),
                 uid=state.uid,

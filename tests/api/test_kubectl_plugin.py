@@ -7,8 +7,12 @@ from typing import Any
 
 import pytest
 from rollout_operator import names
+from rollout_operator.bundle_contents import Evidence
+from rollout_operator.bundle_contents import bundle_config_map as kept_config_map
 
+from rollout_api.bundle.archive import read_archive
 from rollout_api.kubectl_plugin import pods
+from rollout_api.kubectl_plugin.bundle import belongs_to, bundle_config_map, kept_archive
 from rollout_api.kubectl_plugin.cli import build_parser, main
 from rollout_api.kubectl_plugin.connect import (
     connection_of,
@@ -244,3 +248,31 @@ def test_errors_of_kubectl_say_what_to_do(message: str, expected: str) -> None:
     assert expected in error
     assert not error.startswith("error:")
     assert "noise" not in error
+
+
+def test_the_bundle_that_the_operator_keeps_is_found() -> None:
+    assert names.bundle_config_map("math") == bundle_config_map("math")
+    kept = kept_config_map(Evidence(job()), bundle_config_map("math"), 0.0)
+    for uid in ("u-1", None):
+        archive = kept_archive(kept, uid)
+        assert isinstance(archive, bytes)
+        assert {"job.json", "events.json", "README.md"} == {name for name, _ in read_archive(archive)}
+    assert "earlier job of this name (uid u-1)" in str(kept_archive(kept, "u-2"))
+    assert "is no bundle" in str(kept_archive({"metadata": {"name": "math-bundle"}}, "u-1"))
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("math", True),
+        ("math-head", True),
+        ("math-worker-0-1", True),
+        ("math-worker-3-r2", True),
+        ("math-server-6f5d-x2x1", True),
+        ("math-grpo", False),
+        ("math-grpo-head", False),
+        ("maths", False),
+    ],
+)
+def test_events_of_other_jobs_are_left_out(name: str, expected: bool) -> None:
+    assert expected == belongs_to(name, "math")

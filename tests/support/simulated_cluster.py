@@ -17,13 +17,14 @@ from rollout_operator.actions import (
     DeletePod,
     DeleteWorkload,
     Event,
+    KeepBundle,
     Plan,
     SetFinalizer,
 )
 from rollout_operator.cluster_info import ClusterInfo
 from rollout_operator.conditions import format_timestamp
 from rollout_operator.head_status import HeadStatus
-from rollout_operator.observed import Observed, PodView, Rejection
+from rollout_operator.observed import KeptBundle, Observed, PodView, Rejection
 from rollout_operator.plan import plan
 
 from rollout_api.manifest.rollout_job import API_VERSION, KIND
@@ -48,6 +49,10 @@ class SimulatedCluster:
     rejections: tuple[Rejection, ...] = ()
     runtime: dict[str, Any] | None = None
     """The ``spec`` of the runtime that the job names, if it names one that exists."""
+    bundle: KeptBundle | None = None
+    """The bundle that was kept of a job of this name."""
+    bundled_pods: tuple[str, ...] = ()
+    """The pods that existed when their logs were kept in it."""
     default_image: str = "worker:1"
     lost_nodes: set[str] = field(default_factory=set)
     gang_api: str | None = None
@@ -85,6 +90,7 @@ class SimulatedCluster:
             last_head_status=self.head,
             lost_nodes=frozenset(self.lost_nodes),
             rejections=self.rejections,
+            kept_bundle=self.bundle,
             runtime=copy.deepcopy(self.runtime),
         )
 
@@ -146,6 +152,9 @@ class SimulatedCluster:
                     self.workloads[name].deleted = True
             case DeleteJob():
                 self.delete_job()
+            case KeepBundle(_, pods):
+                self.bundle = KeptBundle(self.job["metadata"]["uid"], is_foreign=False)
+                self.bundled_pods = tuple(name for name in pods if name in self.pods)
             case SetFinalizer(present):
                 self.set_finalizer(names.FINALIZER, present=present)
 

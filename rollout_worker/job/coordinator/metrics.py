@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from rollout_api.protocol.status import CoordinatorStatus
-from rollout_worker.job.coordinator.distributions import Distribution
-from rollout_worker.job.coordinator.status import StatusBoard
+from rollout_worker.job.coordinator.distributions import Distribution, RolloutDistributions
 
 _Kind = type[GaugeMetricFamily | CounterMetricFamily]
 _GAUGE, _COUNTER = GaugeMetricFamily, CounterMetricFamily
@@ -88,10 +88,26 @@ HISTOGRAMS: dict[str, tuple[str, str]] = {
 """Name of a histogram → the distribution that it shows, and its description."""
 
 
+class StatusSource(Protocol):
+    """What the metrics show."""
+
+    @property
+    def last(self) -> CoordinatorStatus | None:
+        """The last status; None before the first one."""
+
+    @property
+    def distributions(self) -> RolloutDistributions | None:
+        """What the histograms show; None if it is unknown, because only the coordinator's process has it."""
+
+    @property
+    def age_s(self) -> float:
+        """Age of the status, in seconds."""
+
+
 class StatusMetrics:
     """A ``prometheus_client`` collector of the last status. Labels name the job, engine or client, never a prompt."""
 
-    def __init__(self, board: StatusBoard) -> None:
+    def __init__(self, board: StatusSource) -> None:
         self._board = board
 
     def collect(self) -> Iterator[Metric]:
@@ -109,9 +125,10 @@ class StatusMetrics:
         errors = [([*job, kind], errors["count"]) for kind, errors in status["environment_errors"].items()]
         text = "Rollouts of a dataset source that got no reward from its environment."
         yield _family(_GAUGE, "environment_errors", text, ["job", "type"], errors)
-        for name, (distribution, text) in HISTOGRAMS.items():
+        distributions = self._board.distributions
+        for name, (distribution, text) in HISTOGRAMS.items() if distributions is not None else ():
             histogram = HistogramMetricFamily(name, text, labels=["job"])
-            shown: Distribution = getattr(self._board.distributions, distribution)
+            shown: Distribution = getattr(distributions, distribution)
             histogram.add_metric(job, shown.cumulative(), shown.total)
             yield histogram
         versions = [([*job, engine["name"]], engine["version"]) for engine in status["engines"]]

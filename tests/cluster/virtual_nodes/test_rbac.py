@@ -139,6 +139,14 @@ def test_the_operator_needs_exactly_the_permissions_of_the_chart(
             jobs.wait(lambda find=find: not cluster.kubectl(*find).stdout)
         jobs.delete("web")
 
+        jobs.create("broken", lifecycle={"backoffLimit": 0})
+        jobs.wait_for_running("broken", 3)
+        nodes.terminate_pod(jobs.namespace, "broken-worker-0", 1)
+        jobs.wait_for_event("broken", "KeepingBundle")
+        jobs.wait(lambda: "broken-head" not in jobs.pods("broken"))
+        jobs.core.read_namespaced_config_map("broken-bundle", jobs.namespace)
+        jobs.delete("broken")
+
         jobs.create("math", lifecycle={"ttlSecondsAfterFinished": 1})
         jobs.wait_for_running("math", 3)
         label = f"{names.COMPONENT_LABEL}=changed"

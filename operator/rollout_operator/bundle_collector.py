@@ -1,0 +1,90 @@
+"""Reads what a failed job leaves behind, and stores it in a ConfigMap, in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from rollout_api.bundle.kubernetes_objects import containers_with_logs, log_path
+from rollout_operator.bundle_contents import ContainerLog, Evidence, bundle_config_map
+from rollout_operator.kubernetes_api import ApiError, KubernetesApi, pod_reference
+from rollout_operator.observed import Manifest
+
+_READ_TIMEOUT_S = 15.0
+"""Seconds within which logs and Events are read; what has not arrived by then is missing."""
+_WRITE_TIMEOUT_S = 15.0
+_CONCURRENCY = 8
+_LOG_LINES = 1000
+_LOG_BYTES = 1 << 20
+
+
+async def keep_bundle(api: KubernetesApi, job: Manifest, name: str, pods: Sequence[str], now: float) -> None:
+    """Store the job, its Events and the ends of the logs of its pods in a ConfigMap.
+
+    What cannot be read is named in the bundle.
+
+    Args:
+        api: the API server.
+        job: the failed job.
+        name: name of the ConfigMap.
+        pods: names of its pods.
+        now: current Unix time.
+
+    Raises:
+        ApiError: if the ConfigMap cannot be written in time.
+    """
+    evidence = Evidence(job)
+    reader = _Reader(api, job["metadata"]["namespace"], evidence)
+    try:
+        async with asyncio.timeout(_READ_TIMEOUT_S):
+            await reader.read(pods)
+    except TimeoutError:
+        evidence.missing["logs"] = f"some logs or Events could not be read within {_READ_TIMEOUT_S:.0f} s"
+    # In a thread, because compressing takes too long for the event loop of all jobs.
+    manifest = await asyncio.to_thread(bundle_config_map, evidence, name, now)
+    try:
+        async with asyncio.timeout(_WRITE_TIMEOUT_S):
+            await api.apply(manifest)
+    except TimeoutError:
+        raise ApiError(0, "Timeout", f"the bundle could not be stored within {_WRITE_TIMEOUT_S:.0f} s") from None
+
+
+class _Reader:
+    """Reads into an :class:`Evidence`, several objects at the same time."""
+
+    def __init__(self, api: KubernetesApi, namespace: str, evidence: Evidence) -> None:
+        self._api, self._namespace, self._evidence = api, namespace, evidence
+        self._slots = asyncio.Semaphore(_CONCURRENCY)
+
+    async def read(self, pods: Sequence[str]) -> None:
+        """Read the Events on the job and its pods, and the pods with their logs."""
+        job = self._evidence.job["metadata"]["name"]
+        await asyncio.gather(*(self._read_events(name) for name in (job, *pods)), *map(self._read_pod, pods))
+
+    async def _read_events(self, name: str) -> None:
+        try:
+            async with self._slots:
+                self._evidence.events += await self._api.events(self._namespace, name)
+        except ApiError as error:
+            self._evidence.missing[f"Events of {name}"] = str(error)
+
+    async def _read_pod(self, name: str) -> None:
+        try:
+            async with self._slots:
+                pod = await self._api.get(pod_reference(self._namespace, name))
+        except ApiError as error:
+            self._evidence.missing[f"pods/{name}.json"] = str(error)
+            return
+        self._evidence.pods.append(pod)
+        await asyncio.gather(*(self._read_log(name, *container) for container in containers_with_logs(pod)))
+
+    async def _read_log(self, pod: str, container: str, previous: bool) -> None:
+        try:
+            async with self._slots:
+                text = await self._api.log(
+                    self._namespace, pod, container, previous=previous, num_lines=_LOG_LINES, max_bytes=_LOG_BYTES
+                )
+        except ApiError as error:
+            self._evidence.missing[log_path(pod, container, previous=previous)] = str(error)
+            return
+        self._evidence.logs.append(ContainerLog(pod, container, previous, text))

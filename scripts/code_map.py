@@ -25,7 +25,11 @@ BLOCKS = (
     "tests/support",
 )
 """Folders whose files the page lists, each in a marked block."""
-COMMENTS = {".lua": "--", ".cpp": "//", ".hpp": "//", ".yaml": "#", ".sh": "#", "": "#", ".go": "//"}
+COMMENTS = {
+    **dict.fromkeys((".cpp", ".go", ".hpp", ".js"), "//"),
+    **dict.fromkeys(("", ".sh", ".yaml"), "#"),
+    **{".css": "/*", ".html": "{#", ".lua": "--"},
+}
 """Suffix of files that are described by the comment at their top → how a line of it begins."""
 UNDESCRIBED = ("py.typed", "README.md")
 
@@ -81,7 +85,7 @@ def _top_comment(text: str, prefix: str) -> str:
         text_of_line = line.removeprefix(prefix)
         if text_of_line.startswith("  "):  # an indented command
             break
-        lines.append(text_of_line.strip())
+        lines.append(text_of_line.strip().removesuffix("*/").removesuffix("#}").strip())
     return " ".join(lines)
 
 

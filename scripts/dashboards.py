@@ -10,7 +10,7 @@ from typing import Any
 
 DIRECTORY = Path(__file__).parents[1] / "charts" / "das-rollout" / "files" / "dashboards"
 _JOB = '{namespace=~"$namespace", job=~"$job"}'
-_LEGEND = "{{namespace}}/{{job}}"
+_LEGEND = "{{job}}"
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 24
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 

@@ -39,6 +39,12 @@ def load_decoder(source: str) -> Decoder:
     return partial(_texts, tokenizer)
 
 
+def decoder_of(tokenizer: Any | None) -> Decoder:
+    """Return a decoder of a transformers tokenizer; that of ids for None, and for one that is not a fast tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return show_ids if backend is None else partial(_texts, backend)
+
+
 def show_ids(tokens: Iterable[int]) -> list[str]:
     """Return the ids of tokens as text, separated by spaces: a decoder for those without a tokenizer."""
     return [f"{token} " for token in tokens]

@@ -16,12 +16,12 @@ from rollout_api.protocol.timeline import EndedRollout
 from rollout_api.redis_client.connection import connect_async, connect_history
 from rollout_worker.history.queries import query_problems
 from rollout_worker.history.store import HistoryStore
+from rollout_worker.history.token_texts import Decoder, decoder_of
 from rollout_worker.job.dataset.source import CLIENT_NAME
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.engines import EngineReport
 from rollout_worker.report.recording import DraftCounts, JobRecording, PastLength, ViewedProblem
-from rollout_worker.report.token_texts import TokenTexts
 from rollout_worker.report.viewed_problems import MAX_TOKENS, choose_problems, read_problem
 
 
@@ -76,7 +76,7 @@ async def read_recording(
             connect_history(history_url or redis_url), HistoryKeys.from_full_name(description.get("history", ""))
         )
         try:
-            read = await asyncio.to_thread(_read_history, history, uid, ended, TokenTexts(tokenizer), prompts or {})
+            read = await asyncio.to_thread(_read_history, history, uid, ended, decoder_of(tokenizer), prompts or {})
         finally:
             history.client.close()
         engines = {engine.report.name: engine.report for engine in (await store.engines.engines()).values()}
@@ -112,7 +112,7 @@ def _read_history(
     store: HistoryStore,
     uid: str,
     ended: Sequence[EndedRollout],
-    texts: TokenTexts,
+    decode: Decoder,
     prompts: Mapping[str, Sequence[int]],
 ) -> _FromHistory:
     problems = list(dict.fromkeys(rollout.problem_id for rollout in ended if rollout.purpose == Purpose.TRAIN))
@@ -127,7 +127,7 @@ def _read_history(
         lengths=lengths,
         acceptance_by_age=store.statistics.acceptance_by_age(),
         problems=[
-            read_problem(store, problem, texts, prompts.get(problem), MAX_TOKENS // len(chosen)) for problem in chosen
+            read_problem(store, problem, decode, prompts.get(problem), MAX_TOKENS // len(chosen)) for problem in chosen
         ],
     )
 

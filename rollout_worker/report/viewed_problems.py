@@ -8,8 +8,8 @@ from statistics import pvariance
 from rollout_api.protocol.length_entries import rollout_key
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
+from rollout_worker.history.token_texts import Decoder
 from rollout_worker.report.recording import PastLength, ViewedProblem, ViewedRollout
-from rollout_worker.report.token_texts import TokenTexts
 
 MAX_PROBLEMS = 12
 MAX_TOKENS = 400_000
@@ -32,7 +32,7 @@ def choose_problems(lengths: Mapping[str, Sequence[PastLength]], count: int = MA
 
 
 def read_problem(
-    store: HistoryStore, problem_id: str, texts: TokenTexts, prompt: Sequence[int] | None, max_tokens: int
+    store: HistoryStore, problem_id: str, decode: Decoder, prompt: Sequence[int] | None, max_tokens: int
 ) -> ViewedProblem:
     """Read the newest rollouts of a problem, of at most *max_tokens* tokens together."""
     records: dict[str, HistoryRecord] = {}
@@ -48,8 +48,8 @@ def read_problem(
         if shown and len(ids) > left:
             break
         left -= len(ids)
-        shown.append(_viewed(record, texts.split(ids), rewards.get(rollout_key(record.rollout_id))))
-    prompt_text = None if not prompt else "".join(texts.split(list(prompt)))
+        shown.append(_viewed(record, decode(ids), rewards.get(rollout_key(record.rollout_id))))
+    prompt_text = None if not prompt else "".join(decode(list(prompt)))
     return ViewedProblem(problem_id, prompt_text, shown[::-1], len(newest_first) - len(shown))
 
 

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import Purpose, RolloutRequest, encode
 from rollout_worker.history.records import HistoryRecord
+from rollout_worker.history.token_texts import decoder_of, show_ids
 from rollout_worker.job.job_store import EngineReport, JobStore
 from rollout_worker.job.job_store.job_record import JobDescription
 from rollout_worker.report.reading import NothingToReportError, read_recording
 from rollout_worker.report.recording import JobRecording, PastLength
 from rollout_worker.report.recording_file import load_recording, save_recording
-from rollout_worker.report.token_texts import TokenTexts
 from rollout_worker.report.viewed_problems import choose_problems, read_problem
 from rollout_worker.tiny_model.tokenizer import build_tokenizer
 from tests.support.history_contents import KEYS, fill, open_history
@@ -141,7 +141,7 @@ def test_a_history_on_another_server_must_be_named(job: str) -> None:
 def test_the_texts_of_tokens_are_the_text(text: str) -> None:
     tokenizer = build_tokenizer(["the sum of 2 and 2 is 4"], vocabulary=280)
     ids = tokenizer.encode(text)
-    pieces = TokenTexts(tokenizer).split(ids)
+    pieces = decoder_of(tokenizer)(ids)
     assert len(ids) == len(pieces)
     assert text == "".join(pieces)
 
@@ -166,6 +166,6 @@ def test_the_newest_rollouts_of_a_problem_are_read_up_to_a_limit(redis_url: str)
     store = open_history(redis.Redis.from_url(redis_url))
     for generation in (1, 2):
         fill(store, ["p"], rollouts=2, generation=generation)
-    problem = read_problem(store, "p", TokenTexts(None), None, max_tokens=3 * 400)
+    problem = read_problem(store, "p", show_ids, None, max_tokens=3 * 400)
     assert [1, 2, 2] == [one.generation for one in problem.rollouts]
     assert 1 == problem.num_omitted

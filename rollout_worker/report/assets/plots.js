@@ -1,5 +1,5 @@
-"use strict";
 // Draws the plots, and switches between the light and the dark theme.
+"use strict";
 (() => {
   const figures = JSON.parse(document.getElementById("figures").textContent);
   const chosen = Object.fromEntries(Object.keys(figures).map((name) => [name, 0]));

@@ -1,6 +1,6 @@
-"use strict";
 // Which tokens of two rollouts differ: the shortest edit script of E. W. Myers, "An O(ND) Difference Algorithm and Its
 // Variations" (1986), whose memory is bounded by giving up after a number of differences.
+"use strict";
 const MAX_DIFFERENCES = 2000;
 
 // Returns two arrays of booleans: whether each token of *a*, and each one of *b*, is missing from the other.

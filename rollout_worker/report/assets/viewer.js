@@ -1,5 +1,5 @@
-"use strict";
 // Shows the rollouts of a problem side by side, and compares two of them. All texts are set as text, never as HTML.
+"use strict";
 (() => {
   const problems = JSON.parse(document.getElementById("problems").textContent);
   if (!problems.length) return;

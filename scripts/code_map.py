@@ -28,7 +28,9 @@ BLOCKS = (
 COMMENTS = {
     **dict.fromkeys((".cpp", ".go", ".hpp", ".js"), "//"),
     **dict.fromkeys(("", ".sh", ".yaml"), "#"),
-    **{".css": "/*", ".html": "{#", ".lua": "--"},
+    ".css": "/*",
+    ".html": "{#",
+    ".lua": "--",
 }
 """Suffix of files that are described by the comment at their top → how a line of it begins."""
 UNDESCRIBED = ("py.typed", "README.md")

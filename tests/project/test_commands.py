@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from rollout_operator.names import JOB_LABEL
+from rollout_operator.names import BUNDLE_LABEL, JOB_LABEL
 from typer.main import get_command
 
 from rollout_api.kubectl_plugin.cli import build_parser
@@ -245,7 +245,21 @@ KUBECTL_OPTIONS = {
 SUBCOMMANDS = {"create": ("secret", "generic"), "rollout": ("restart",)}
 """Verbs whose options depend on a further word, and the words that the pages use."""
 KINDS = {
-    *("crd", "deployment", "job", "lease", "namespace", "node", "pod", "pods", "replicaset", "secret", "workload"),
+    *(
+        "configmap",
+        "configmaps",
+        "crd",
+        "deployment",
+        "job",
+        "lease",
+        "namespace",
+        "node",
+        "pod",
+        "pods",
+        "replicaset",
+        "secret",
+        "workload",
+    ),
     *("rj", "rolloutjob", "rolloutjobs"),
 }
 NAMED_WORKLOADS = re.compile(r"(?:deploy|deployment)/(\S+)")
@@ -302,7 +316,7 @@ def check_kubectl(call: Call, page: Page) -> None:
 def check_selector(selector: str) -> None:
     """The label is one of the chart's pods or of a job's pods."""
     name, _, value = selector.partition("=")
-    if name == JOB_LABEL:
+    if name in (JOB_LABEL, BUNDLE_LABEL):
         return
     pods = (found["spec"]["template"] for found in rendered() if "template" in found.get("spec", {}))
     assert value in {pod["metadata"].get("labels", {}).get(name) for pod in pods}, f"no pod has the label {selector}"
@@ -348,6 +362,7 @@ CHECKS: dict[str, Callable[[Call, Page], None]] = {
     "wait": exempt("of the shell"),
     "kill": exempt("of the shell"),
     "cat": exempt("a part of the protocol's example, which tests/api/test_protocol.py runs"),
+    "base64": exempt("decodes the output of another command"),
     "grep": exempt("filters the output of another command"),
     "openssl": exempt("makes a random text"),
     "vllm": exempt("the command of another project, which the page compares with"),

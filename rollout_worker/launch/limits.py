@@ -58,5 +58,7 @@ REDIS_CHECK_INTERVAL_S = 0.5
 """Seconds between two checks whether Redis accepts writes."""
 END_POLL_INTERVAL_S = 0.2
 """Seconds between two checks whether the job has ended."""
+PROGRESS_INTERVAL_S = 30.0
+"""Seconds between two lines about the progress of a job that serves trainers."""
 SHARED_GPU_MEMORY_UTILIZATION = 0.45
 """Share of a GPU's memory for each engine if the job's engines and those of a baseline use the same GPUs."""

@@ -40,6 +40,7 @@ from rollout_worker.launch.job_state import JobState, lock_state_directory, log_
 from rollout_worker.launch.limits import (
     END_POLL_INTERVAL_S,
     ENGINES_READY_POLL_INTERVAL_S,
+    PROGRESS_INTERVAL_S,
     REDIS_CHECK_INTERVAL_S,
     SHARED_GPU_MEMORY_UTILIZATION,
 )
@@ -183,7 +184,7 @@ async def _run_on_ray(
                 await _wait_engines_ready(setup.job_store(), fleet, setup.num_engines)
                 notify(f"Ready after {time.monotonic() - started:.0f} s.")
                 work: Coroutine[Any, Any, JobReport | None] = (
-                    _serve(setup, services, notify)
+                    _serve(setup, services, server, notify)
                     if dataset is None
                     else run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
                 )
@@ -245,13 +246,26 @@ async def _until_deadline(work: Coroutine[Any, Any, _Result], deadline: int | No
         await cancel_and_wait(task)
 
 
-async def _serve(setup: JobSetup, services: JobServices, notify: Callable[[str], None]) -> JobReport | None:
-    """Serve trainers until one of them closes the job."""
+async def _serve(
+    setup: JobSetup, services: JobServices, server: redis.Redis, notify: Callable[[str], None]
+) -> JobReport | None:
+    """Serve trainers until one of them closes the job, and say now and then what has happened."""
     name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
     notify(f'Serving trainers. Connect with RolloutClient.connect("{without_password(setup.redis_url)}", "{name}").')
-    notify(f"Status: http://{setup.http_host}:{setup.http_port}/status")
+    notify(f"Status: http://{setup.http_host}:{setup.http_port}/status. Watch the job with `rollout top {name}`.")
+    store, done, next_line = LauncherStore(server, setup.keys), 0, time.monotonic() + PROGRESS_INTERVAL_S
     while not services.ended():
         await asyncio.sleep(END_POLL_INTERVAL_S)
+        if time.monotonic() < next_line:
+            continue
+        next_line = time.monotonic() + PROGRESS_INTERVAL_S
+        status = await asyncio.to_thread(retry, store.status)
+        if status is not None and status["done"] != done:
+            done = status["done"]
+            notify(
+                f"weight version {status['weight_version']}: {done:,} rollouts, {status['assigned']:,} running, "
+                f"{status['tokens_per_second']:,.0f} tokens/s, {status['accepted_per_step']:.2f} accepted per step"
+            )
     return None
 
 

@@ -15,7 +15,7 @@ SIMULATED = {
     "arctic-inference": "vLLM's suffix decoding (V1)",
     "vllm-suffix": "vLLM's suffix speculator (V2)",
     "das-classes-threshold": "DAS, with a survival threshold",
-    "tlt": "TLT",
+    "tlt": "TLT's rule, with drafts from the history",
     "srt": "SRT",
     "seer": "Seer",
     "das-rollout": "**das-rollout**",
@@ -44,8 +44,9 @@ def speeds(name: str, model: str, batches: tuple[int, ...]) -> list[str]:
             ]
             return f"{found[0]:.2f}" if found else "–"
 
-        lower = values[f"speed of das, batch {batch}, lower bound"]
-        rows.append(f"| {model}, {batch} | {speed('ngram')} | {speed('suffix')} | **{speed('das')}** | {lower:.2f} |")
+        bound = values.get(f"speed of das, batch {batch}, lower bound")
+        lower = "–" if bound is None else f"{bound:.2f}"
+        rows.append(f"| {model}, {batch} | {speed('ngram')} | {speed('suffix')} | **{speed('das')}** | {lower} |")
     return rows
 
 

@@ -19,7 +19,7 @@ SIMULATED = {
     "srt": "SRT",
     "seer": "Seer",
     "das-rollout": "**das-rollout**",
-    "clairvoyant": "bound: only tokens that are accepted",
+    "clairvoyant": "bound for these drafts: only accepted tokens are verified",
 }
 """Method of the simulation → its name on the page."""
 SETTINGS = [(trace, engines) for trace in ("rg", "taubench", "humaneval") for engines in (1, 8)]

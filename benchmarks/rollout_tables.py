@@ -60,13 +60,15 @@ def rows(file: Path) -> Iterator[str]:
     """Yield the table's header and its rows for a result of :mod:`benchmarks.rollout`.
 
     Raises:
-        ValueError: if the result lacks ``none``, ``das`` or ``suffix``.
+        ValueError: if this is no result of :mod:`benchmarks.rollout`, or lacks ``none``, ``das`` or ``suffix``.
     """
     result = json.loads(file.read_text())
+    if "settings" not in result or "measurements" not in result:
+        raise ValueError("no result of benchmarks.rollout")
     settings = result["settings"]
     modes = [mode for mode in MODES if mode in settings["modes"]]
     if missing := {"none", OURS, PEER} - set(modes):
-        raise ValueError(f"{file} has no measurements of {', '.join(sorted(missing))}")
+        raise ValueError(f"no measurements of {', '.join(sorted(missing))}")
     measurements = [Measurement(**row) for row in from_columns(result["measurements"])]
     values = {
         figure.name: figure.value
@@ -105,8 +107,8 @@ def main() -> None:
     for file in parser.parse_args().results:
         try:
             print("\n".join(rows(file)), end="\n\n")
-        except (OSError, ValueError, KeyError) as error:
-            parser.error(f"{file} is no result of benchmarks.rollout that can be tabulated: {error}")
+        except (OSError, ValueError) as error:
+            parser.error(f"{file}: {error}")
 
 
 if __name__ == "__main__":

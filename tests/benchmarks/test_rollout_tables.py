@@ -52,5 +52,10 @@ def test_a_result_without_the_peer_is_rejected(tmp_path: Path) -> None:
         list(rows(file))
 
 
+def test_the_result_of_another_benchmark_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"no result of benchmarks\.rollout"):
+        list(rows(ROOT / "benchmarks/results/load.json"))
+
+
 def test_the_interval_of_equal_ratios_has_no_width() -> None:
     assert (1.5, 1.5, 1.5) == median_ratio([1.5] * 6)

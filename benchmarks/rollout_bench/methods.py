@@ -311,7 +311,7 @@ RIVALS: dict[str, Rival] = {
     "das-rollout-run-ahead": Rival(
         lambda **values: _ours(runs_ahead=True, **values),
         _OUR_GRID,
-        "this project with drafts for coming prompts, which it does not have yet",
+        "this project with rollouts that idle engines sample ahead, which it does not have",
         tunes_order=False,
     ),
     "das-rollout-live-siblings": Rival(
@@ -320,6 +320,8 @@ RIVALS: dict[str, Rival] = {
         "this project with drafts from siblings while they run on other engines, which it does not have",
         tunes_order=False,
     ),
-    "clairvoyant": Rival(_clairvoyant, [{}], "a bound: only tokens that are accepted are verified", False),
+    "clairvoyant": Rival(
+        _clairvoyant, [{}], "a bound for this project's drafts: only tokens that are accepted are verified", False
+    ),
 }
 """The methods, by name."""

@@ -15,11 +15,11 @@ SIMULATED = {
     "arctic-inference": "vLLM's suffix decoding (V1)",
     "vllm-suffix": "vLLM's suffix speculator (V2)",
     "das-classes-threshold": "DAS, with a survival threshold",
-    "tlt": "TLT",
+    "tlt": "TLT's rule, with drafts from the history",
     "srt": "SRT",
     "seer": "Seer",
     "das-rollout": "**das-rollout**",
-    "clairvoyant": "bound: only tokens that are accepted",
+    "clairvoyant": "bound for these drafts: only accepted tokens are verified",
 }
 """Method of the simulation → its name on the page."""
 SETTINGS = [(trace, engines) for trace in ("rg", "taubench", "humaneval") for engines in (1, 8)]
@@ -44,8 +44,9 @@ def speeds(name: str, model: str, batches: tuple[int, ...]) -> list[str]:
             ]
             return f"{found[0]:.2f}" if found else "–"
 
-        lower = values[f"speed of das, batch {batch}, lower bound"]
-        rows.append(f"| {model}, {batch} | {speed('ngram')} | {speed('suffix')} | **{speed('das')}** | {lower:.2f} |")
+        bound = values.get(f"speed of das, batch {batch}, lower bound")
+        lower = "–" if bound is None else f"{bound:.2f}"
+        rows.append(f"| {model}, {batch} | {speed('ngram')} | {speed('suffix')} | **{speed('das')}** | {lower} |")
     return rows
 
 

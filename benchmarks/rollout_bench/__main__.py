@@ -100,7 +100,7 @@ class Results:
 
 
 def tune(pool: Any, results: Results, cases: Sequence[Case]) -> dict[Case, Case]:
-    """Choose the values of each method on the tuning half; first those of its grid, then the order.
+    """Choose the values of each method on the tuning half; first those of its grid, then the order if it is tuned.
 
     Args:
         pool: simulates.
@@ -113,7 +113,7 @@ def tune(pool: Any, results: Results, cases: Sequence[Case]) -> dict[Case, Case]
     tuning = [case._replace(half="tuning") for case in cases]
     candidates = {
         case: [
-            case._replace(values=tuple({**values, "longest_first": True}.items()))
+            case._replace(values=tuple({**values, **RIVALS[case.method].first_order}.items()))
             for values in RIVALS[case.method].grid
         ]
         for case in tuning

@@ -44,12 +44,17 @@ class Rival:
     """A method with the values among which it is tuned."""
 
     make: Callable[..., Method]
-    """Creates the method; called with one of :attr:`grid` and ``longest_first``."""
+    """Creates the method; called with one of :attr:`grid` and an order."""
     grid: Sequence[Values]
     origin: str
     """Where the method comes from, and whether its own code runs here."""
     tunes_order: bool = True
     """Whether the order in which rollouts start is tuned as well; otherwise it is that of the method."""
+
+    @property
+    def first_order(self) -> Values:
+        """The order with which the grid is tuned, as an argument of :attr:`make`; empty if the method prescribes it."""
+        return {"longest_first": True} if self.tunes_order else {}
 
 
 def _index(
@@ -240,12 +245,8 @@ _SURVIVALS = (0.2, 0.35, 0.5, 0.65)
 _OUR_GRID = [{"max_draft": value} for value in (8, 16, 32)]
 
 RIVALS: dict[str, Rival] = {
-    "none": Rival(
-        lambda longest_first=False: Method(), [{}], "vLLM's V2 runner, asynchronous, in order of arrival", False
-    ),
-    "none-longest-first": Rival(
-        lambda longest_first=True: Method(longest_first=True), [{}], "as none, in this project's order", False
-    ),
+    "none": Rival(Method, [{}], "vLLM's V2 runner, asynchronous, in order of arrival", False),
+    "none-longest-first": Rival(lambda: Method(longest_first=True), [{}], "as none, in this project's order", False),
     "ngram": Rival(
         _ngram,
         [{"max_draft": 3, "min_ngram": 2}, {"max_draft": 3, "min_ngram": 4}, {"max_draft": 8, "min_ngram": 4}],
@@ -289,40 +290,38 @@ RIVALS: dict[str, Rival] = {
         _specactor, _TOKEN_PROBABILITIES, f"{_PAPER}: copies with another drafter, without its draft models"
     ),
     "seer": Rival(
-        lambda longest_first=True, **values: _seer(**values),
+        _seer,
         [{"chunk_tokens": chunk, "max_draft": draft} for chunk, draft in ((512, 8), (512, 16), (2048, 16))],
         _PAPER,
         tunes_order=False,
     ),
     "constant-threshold": Rival(
-        lambda longest_first=True, **values: _ours(policy="fixed", governed=False, **values),
+        lambda **values: _ours(policy="fixed", governed=False, **values),
         [{"min_survival": value} for value in _SURVIVALS],
         "this project without budgets",
         tunes_order=False,
     ),
     "with-lengths": Rival(
-        lambda longest_first=True, **values: _ours(policy="marginal-with-lengths", **values),
+        lambda **values: _ours(policy="marginal-with-lengths", **values),
         _OUR_GRID,
         "this project with predicted lengths in its budgets, which it does not have",
         tunes_order=False,
     ),
-    "das-rollout": Rival(
-        lambda longest_first=True, **values: _ours(**values), _OUR_GRID, "this project", tunes_order=False
-    ),
+    "das-rollout": Rival(_ours, _OUR_GRID, "this project", tunes_order=False),
     "das-rollout-run-ahead": Rival(
-        lambda longest_first=True, **values: _ours(runs_ahead=True, **values),
+        lambda **values: _ours(runs_ahead=True, **values),
         _OUR_GRID,
-        "this project with drafts for coming prompts, which it does not have yet",
+        "this project with rollouts that idle engines sample ahead, which it does not have",
         tunes_order=False,
     ),
     "das-rollout-live-siblings": Rival(
-        lambda longest_first=True, **values: _ours(has_shared_index=True, **values),
+        lambda **values: _ours(has_shared_index=True, **values),
         _OUR_GRID,
         "this project with drafts from siblings while they run on other engines, which it does not have",
         tunes_order=False,
     ),
     "clairvoyant": Rival(
-        lambda longest_first=True: _clairvoyant(), [{}], "a bound: only tokens that are accepted are verified", False
+        _clairvoyant, [{}], "a bound for this project's drafts: only tokens that are accepted are verified", False
     ),
 }
 """The methods, by name."""

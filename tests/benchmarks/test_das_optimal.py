@@ -61,13 +61,20 @@ def test_all_rollouts_with_drafts_end_together_and_no_other_ends_later(
             assert optimum.steps == pytest.approx(steps, rel=1e-6)
 
 
-def test_the_printed_solution_violates_the_constraint_for_a_capacity_below_1() -> None:
-    """DAS's Eq. 7 satisfies DAS's own constraint only for k = 1; this is its value there."""
+def test_the_solution_for_a_capacity_of_1_violates_the_constraint_for_a_smaller_one() -> None:
+    """The example of docs/budgets.md."""
     length, capacity, efficiency, steps = 1000.0, 0.6, 0.5, 700.0
-    printed = -length / efficiency * np.log(steps / length)
-    assert length - accepted_tokens(printed, length, capacity, efficiency) - steps > 100
+    for_one = -length / efficiency * np.log(steps / length)
+    assert 820 == pytest.approx(length - accepted_tokens(for_one, length, capacity, efficiency))
     corrected = draft_tokens_for(steps, np.array([length]), np.array([capacity]), np.array([efficiency]))[0]
+    assert (713, 1386) == (round(for_one), round(corrected))
     assert steps == pytest.approx(length - accepted_tokens(corrected, length, capacity, efficiency))
+
+
+def test_nothing_is_drafted_if_the_first_draft_token_costs_more_than_a_step() -> None:
+    lengths, capacities, efficiencies = np.array([100.0, 50.0]), np.array([0.5, 0.5]), np.array([0.5, 0.5])
+    optimum = optimal_budgets(lengths, capacities, efficiencies, StepCost(1.0, 1.0))
+    assert (100.0, [0.0, 0.0]) == (optimum.steps, optimum.draft_tokens.tolist())
 
 
 def test_free_tokens_are_drafted_up_to_the_capacity() -> None:

@@ -113,6 +113,15 @@ def test_figures_use_only_the_pairs_that_all_modes_have() -> None:
     assert [1.25] == [figure.target for figure in with_claim if figure.name == speed.name]
 
 
+def test_there_is_a_lower_bound_from_five_pairs_on() -> None:
+    bounds = []
+    for pairs in (4, 5):
+        runs = measurements("none", [2.0] * pairs) + measurements("das", [1.0] * pairs)
+        figures = figures_of(runs, ["none", "das"], [4], claim_267m=False)
+        bounds.append([figure.value for figure in figures if figure.name.endswith("lower bound")])
+    assert [[], [2.0, 2.0]] == bounds
+
+
 def test_lower_bound_lies_between_the_minimum_and_the_median() -> None:
     ratios = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6]
     assert 1.0 <= lower_bound(ratios) < 1.3

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from benchmarks.replay import END_OF_TURN
+from benchmarks.rollout_bench.__main__ import Case, Results, tune
 from benchmarks.rollout_bench.accelerators import ACCELERATORS, CAPTURED_SIZES, Accelerator
 from benchmarks.rollout_bench.comparison import best_rival, compare
 from benchmarks.rollout_bench.drafters import NO_TIME, TreeDrafter
@@ -159,8 +161,14 @@ def test_rollouts_wait_for_a_place_and_run_in_parallel_on_two_engines() -> None:
 
 
 def test_plain_decoding_is_the_baseline_in_the_order_of_arrival() -> None:
-    assert not RIVALS["none"].make(longest_first=True).longest_first
-    assert RIVALS["none-longest-first"].make(longest_first=True).longest_first
+    assert not RIVALS["none"].make().longest_first
+    assert RIVALS["none-longest-first"].make().longest_first
+
+
+def test_an_order_that_is_not_tuned_is_not_among_the_values() -> None:
+    case = Case("trace", False, "report", "7b-h100", 1, 128, "none", ())
+    with ThreadPool(1) as pool:
+        assert {case: case} == tune(pool, Results(None), [case])
 
 
 def test_siblings_read_their_prompt_once() -> None:
@@ -196,7 +204,7 @@ def test_every_method_samples_the_recorded_tokens_and_has_drafts_accepted(name: 
     rival = RIVALS[name]
     job = job_of(REPEATING, REPEATING)
     for number, values in enumerate(rival.grid[:1] if name == "suffix-gpu" else rival.grid):
-        steps = simulate(job, rival.make(**values, longest_first=True), batch=1)
+        steps = simulate(job, rival.make(**values, **rival.first_order), batch=1)
         assert [(4, 4 * 61)] * 2 == [(len(step.ends), step.tokens) for step in steps]
         if number == 0:
             assert sum(step.accepted for step in steps) > 61
@@ -219,7 +227,7 @@ def test_idle_engines_sample_drafts_for_the_next_training_step(name: str) -> Non
     following = [trajectory("q", number, *range(200, 260)) for number in range(4)]
     spare = trajectory("q", 9, *range(200, 260))
     job = job_of([trajectory("p", 0, *range(10, 130))], following, spares=[spare])
-    method = RIVALS[name].make(**RIVALS[name].grid[0], longest_first=True)
+    method = RIVALS[name].make(**RIVALS[name].grid[0], **RIVALS[name].first_order)
     ahead = simulate(job, method, engines=2, batch=8)
     usual = simulate(job, replace(method, runs_ahead=False), engines=2, batch=8)
     assert 61 == ahead[0].run_ahead_tokens

@@ -757,7 +757,7 @@ def test_alerts_name_only_labels_that_their_expressions_have() -> None:
     of_targets = {"namespace", "pod", "container", "endpoint", "instance"}
     for alert in alerts():
         named_labels = set(re.findall(r"\$labels\.(\w+)", "".join(alert["annotations"].values())))
-        aggregated = re.findall(r"sum by \(([^)]*)\)", alert["expr"])
+        aggregated = re.findall(r"(?:sum|max) by \(([^)]*)\)", alert["expr"])
         if aggregated:
             assert named_labels <= set(re.split(r", *", aggregated[0]))
         elif "absent(" in alert["expr"]:

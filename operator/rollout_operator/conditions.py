@@ -75,7 +75,9 @@ class Conditions:
         """Return all conditions as a status contains them, in the order of :class:`ConditionType`."""
         for kind in ConditionType:
             if kind not in self.current:
-                self.set(kind, "Unknown", "NotEvaluated", "This is not known yet, or does not apply to the state of the job.")
+                self.set(
+                    kind, "Unknown", "NotEvaluated", "This is not known yet, or does not apply to the state of the job."
+                )
         return [self.current[kind].model_dump(mode="json", by_alias=True) for kind in ConditionType]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 DIRECTORY = Path(__file__).parents[1] / "charts" / "das-rollout" / "files" / "dashboards"
 _JOB = '{namespace=~"$namespace", job=~"$job"}'
 _LEGEND = "{{job}}"
+"""The label ``job`` is NAMESPACE/NAME."""
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 24
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
@@ -289,6 +290,29 @@ CLUSTER_ROWS: dict[str, list[Panel]] = {
             [("sum by (namespace, job) (rollout_tokens_per_second)", _LEGEND)],
         ),
         Panel("Engines", "Of each job.", "short", [("sum by (namespace, job) (rollout_engines)", _LEGEND)]),
+        Panel(
+            "GPUs",
+            "Of the worker pods of each job, also while they wait for nodes.",
+            "short",
+            [("max by (namespace, job) (rollout_operator_job_gpus)", _LEGEND)],
+        ),
+        Panel(
+            "Response tokens per second and engine",
+            "Of each job. Compare jobs with the same model and the same GPUs.",
+            "short",
+            [
+                (
+                    "sum by (namespace, job) (rollout_tokens_per_second) / sum by (namespace, job) (rollout_engines)",
+                    _LEGEND,
+                )
+            ],
+        ),
+        Panel(
+            "Engines without rollouts",
+            "Share of each job's engines. They hold GPUs, but decode nothing.",
+            "percentunit",
+            [("avg by (namespace, job) (rollout_engine_running == bool 0)", _LEGEND)],
+        ),
     ],
     "Operator": [
         Panel(

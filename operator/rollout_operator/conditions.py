@@ -75,7 +75,9 @@ class Conditions:
         """Return all conditions as a status contains them, in the order of :class:`ConditionType`."""
         for kind in ConditionType:
             if kind not in self.current:
-                self.set(kind, "Unknown", "NotEvaluated")
+                self.set(
+                    kind, "Unknown", "NotEvaluated", "This is not known yet, or does not apply to the state of the job."
+                )
         return [self.current[kind].model_dump(mode="json", by_alias=True) for kind in ConditionType]
 
 
@@ -84,7 +86,12 @@ def is_true(conditions: Iterable[Mapping[str, Any]], kind: ConditionType) -> boo
     return any(condition["type"] == kind and condition["status"] == "True" for condition in conditions)
 
 
-_READY_STATES = frozenset({State.RUNNING, State.SUSPENDED, State.SUCCEEDED})
+_READY_STATES = {
+    State.RUNNING: "At least one engine is running.",
+    State.SUSPENDED: "The job is suspended, as its spec asks for.",
+    State.SUCCEEDED: "The job has succeeded.",
+}
+"""States in which a job is ready, with the message of the condition."""
 _EXPLANATIONS = (
     ConditionType.ACCEPTED,
     ConditionType.QUOTA_RESERVED,
@@ -102,21 +109,21 @@ def set_summary(conditions: Conditions, state: State) -> None:
     """
     failed = conditions.current.get(ConditionType.FAILED)
     if state in _READY_STATES:
-        conditions.set(ConditionType.READY, "True", state)
+        conditions.set(ConditionType.READY, "True", state, _READY_STATES[state])
     elif failed is not None and failed.status == "True":
         conditions.set(ConditionType.READY, "False", failed.reason, failed.message)
     else:
         found = (conditions.current.get(kind) for kind in _EXPLANATIONS)
         cause = next((condition for condition in found if condition is not None and condition.status != "True"), None)
         if state is State.SUSPENDING or cause is None:
-            conditions.set(ConditionType.READY, "False", state)
+            conditions.set(ConditionType.READY, "False", state, f"The job is {state.lower()}.")
         else:
             conditions.set(ConditionType.READY, "False", cause.reason, cause.message)
     ready = conditions.current[ConditionType.READY]
     if state is State.FAILED or conditions.is_false(ConditionType.ACCEPTED):
         conditions.set(ConditionType.STALLED, "True", ready.reason, ready.message)
     else:
-        conditions.set(ConditionType.STALLED, "False", state)
+        conditions.set(ConditionType.STALLED, "False", state, "The manifest is valid, and the job has not failed.")
 
 
 def derive_state(conditions: Conditions, *, suspending: bool) -> State:

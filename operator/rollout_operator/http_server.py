@@ -10,6 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
+from rollout_api.manifest.status import State
 from rollout_api.status_token import UNAUTHORIZED_HEADERS, UNAUTHORIZED_TEXT, StatusToken
 from rollout_operator.kubernetes_api import KubernetesApi
 from rollout_operator.leader_election import LeaderElection
@@ -29,10 +30,7 @@ class MetricsCollector:
         """Yield the metric families, as ``prometheus_client`` requires."""
         leading = self._election is None or self._election.leading
         yield GaugeMetricFamily("rollout_operator_leading", "1 if this operator is the leader.", value=float(leading))
-        jobs = GaugeMetricFamily("rollout_operator_jobs", "RolloutJobs by state.", labels=["state"])
-        for state, count in Counter(self._cache.states(self._reconciler.namespaces)).items():
-            jobs.add_metric([state], count)
-        yield jobs
+        yield from self._job_metrics()
         yield GaugeMetricFamily(
             "rollout_operator_queue_depth", "Jobs that are due now or later.", value=len(self._reconciler.queue)
         )
@@ -50,6 +48,23 @@ class MetricsCollector:
         for labels, count in self._api.request_counts.items():
             requests.add_metric(labels, count)
         yield requests
+
+    def _job_metrics(self) -> Iterator[Metric]:
+        jobs = GaugeMetricFamily("rollout_operator_jobs", "RolloutJobs by state.", labels=["state"])
+        job_labels = ["namespace", "job"]
+        states = GaugeMetricFamily(
+            "rollout_operator_job_state", "1 for the state that the job is in.", labels=[*job_labels, "state"]
+        )
+        gpus = GaugeMetricFamily("rollout_operator_job_gpus", "GPUs of the job's worker pods.", labels=job_labels)
+        counts: Counter[str] = Counter()
+        for (namespace, name), status in self._cache.statuses(self._reconciler.namespaces).items():
+            labels, state = [namespace, f"{namespace}/{name}"], status.get("state", State.PENDING)
+            counts[state] += 1
+            states.add_metric([*labels, state], 1)
+            gpus.add_metric(labels, (status.get("workers") or {}).get("gpus", 0))
+        for state, count in counts.items():
+            jobs.add_metric([state], count)
+        yield from (jobs, states, gpus)
 
 
 class HttpServer:

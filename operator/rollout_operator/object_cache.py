@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict, defaultdict
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from typing import Any
 
 from rollout_api.manifest.rollout_job import GROUP, KIND
@@ -52,13 +52,13 @@ class ObjectCache:
         self._tombstones: OrderedDict[str, None] = OrderedDict()
         """Uids of recently deleted objects. The response to a write may arrive after the deletion of its object."""
 
-    def states(self, namespaces: Container[str] | None = None) -> list[str]:
-        """Return the states of the jobs in some namespaces, or of all jobs, from their status."""
-        return [
-            (json.loads(data).get("status") or {}).get("state", "Pending")
-            for (namespace, _), data in self._jobs.items()
-            if namespaces is None or namespace in namespaces
-        ]
+    def statuses(self, namespaces: Container[str] | None = None) -> dict[JobKey, Mapping[str, Any]]:
+        """Return the ``status`` of the jobs in some namespaces, or of all jobs. That of a new job is empty."""
+        return {
+            key: json.loads(data).get("status") or {}
+            for key, data in self._jobs.items()
+            if namespaces is None or key[0] in namespaces
+        }
 
     def update_job(self, body: Manifest) -> JobKey:
         """Add or replace a job."""

@@ -94,7 +94,7 @@ _PYTHON_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
 
 def extra_arg_error(name: str) -> str | None:
-    """Return why ``extraArgs`` may not contain an argument, as part of a sentence; None if it may."""
+    """Return why ``extraArgs`` may not contain an argument, or what to set instead; None if it may."""
     if not _PYTHON_NAME.fullmatch(name):
         python_name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name.lstrip("-").replace("-", "_")).lower()
         hint = f", {python_name}" if _PYTHON_NAME.fullmatch(python_name) else ""

@@ -400,7 +400,7 @@ class Engine(ManifestModel):
     @field_validator("extra_args")
     @classmethod
     def _reject_reserved_args(cls, args: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        if errors := [f"{name} {error}" for name in args if (error := extra_arg_error(name)) is not None]:
+        if errors := [f"{name}: {error}" for name in args if (error := extra_arg_error(name)) is not None]:
             raise ValueError("; ".join(errors))
         if (size := len(json.dumps(args).encode())) > _MAX_EXTRA_ARGS_BYTES:
             raise ValueError(f"has {size} bytes as JSON, more than {_MAX_EXTRA_ARGS_BYTES}")

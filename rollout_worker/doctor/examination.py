@@ -92,7 +92,7 @@ def _redis(request: Request, job: RolloutJob | None) -> Iterator[Section]:
     of_history = [HistoryKeys(job.metadata.namespace, job.history_name).log(probe)] if job is not None else []
     now = datetime.now(UTC)
     if url is None:
-        yield Section("Redis", [_own_redis()])
+        yield Section("Redis", [_redis_of_pods() if request.cluster else _own_redis()])
     else:
         keys = [MessageKeys(request.uid or probe).prefix + probe, *(of_history if history_url is None else [])]
         yield Section(
@@ -102,6 +102,14 @@ def _redis(request: Request, job: RolloutJob | None) -> Iterator[Section]:
         keys = of_history or [HistoryKeys("default", probe).log(probe)]
         facts = read_redis(history_url, keys=keys, may_be_cluster=True)
         yield Section("history's Redis", judge_redis(facts, holds_messages=False, now=now))
+
+
+def _redis_of_pods() -> Finding:
+    return warning(
+        "server",
+        "not examined: no URL",
+        "pods read the URL from a Secret; pass --redis or set ROLLOUT_REDIS_URL, in a pod or with a forwarded port",
+    )
 
 
 def _own_redis() -> Finding:

@@ -78,6 +78,15 @@ def _model(model: ModelFacts, *, runs_here: bool) -> list[Finding]:
         return [
             warning("model", f"{model.uri} is not on this machine", f"make sure that pods have it: {model.unusable}")
         ]
+    if model.directory is None and not runs_here:
+        return [
+            warning(
+                "model",
+                f"not examined: {model.uri} is not on this machine",
+                "pods download it from the Hugging Face hub unless model.cache has it; run rollout prefetch to compare "
+                "it with the manifest here",
+            )
+        ]
     if model.directory is None:
         return [
             warning(

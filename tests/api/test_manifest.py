@@ -163,7 +163,7 @@ def test_every_example_is_valid(example: Path) -> None:
             "spec.engine.gpuMemoryUtilizationPercentage",
             "remove one",
         ),
-        ("spec.engine.extraArgs", {"dtype": "half"}, "spec.engine.extraArgs", "dtype set spec.engine.dtype instead"),
+        ("spec.engine.extraArgs", {"dtype": "half"}, "spec.engine.extraArgs", "dtype: set spec.engine.dtype instead"),
         ("spec.engine.extraArgs", {"seed": 1}, "spec.engine.extraArgs", "spec.sampling.seed"),
         ("spec.engine.extraArgs", {"data_parallel_size": 2}, "spec.engine.extraArgs", "runs several engines"),
         ("spec.engine.extraArgs", {"worker_cls": "a.B"}, "spec.engine.extraArgs", "das-rollout sets it"),
@@ -243,7 +243,7 @@ def test_an_error_has_the_path_of_its_field(path: str, value: object, error_path
 def test_all_extra_args_that_cannot_be_set_are_named() -> None:
     args = {"speculative_config": {}, "max_num_batched_tokens": 8192, "load_format": "dummy", "block_size": 32}
     message = errors_of(manifest_with("spec.engine.extraArgs", args))["spec.engine.extraArgs"]
-    assert message.startswith("speculative_config set spec.speculation instead; load_format cannot be set, because ")
+    assert message.startswith("speculative_config: set spec.speculation instead; load_format: cannot be set, because ")
     assert "max_num_batched_tokens" not in message
     assert "block_size" not in message
 

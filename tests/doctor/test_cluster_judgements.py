@@ -26,7 +26,13 @@ from rollout_worker.doctor.cluster.installation import (
     judge_version,
     lease_of,
 )
-from rollout_worker.doctor.cluster.namespace import judge_namespace, judge_priority_class, judge_quotas, pod_needs
+from rollout_worker.doctor.cluster.namespace import (
+    judge_namespace,
+    judge_priority_class,
+    judge_quotas,
+    judge_worker_memory,
+    pod_needs,
+)
 from rollout_worker.doctor.cluster.network import judge_dns, judge_name, judge_network_policies, worker_labels
 from rollout_worker.doctor.cluster.nodes import judge_claim, judge_nodes, judge_storage_classes
 from rollout_worker.doctor.cluster.permissions import (
@@ -50,6 +56,25 @@ def manifest(**sections: Any) -> Any:
     return parse_job(
         {"apiVersion": "das.rollout.dev/v1beta1", "kind": "RolloutJob", "metadata": metadata, "spec": spec}
     )
+
+
+# Workers
+
+
+@pytest.mark.parametrize(
+    ("workers", "severity"),
+    [
+        ({}, WARNING),
+        ({"resources": {"cpu": 8}}, WARNING),
+        ({"resources": {"memory": "64Gi"}}, OK),
+        ({"gpusPerWorker": 0}, WARNING),
+    ],
+)
+def test_workers_should_request_memory(workers: dict[str, Any], severity: Severity) -> None:
+    (worker,) = (pods for pods in pod_needs(manifest(workers=workers)) if pods.component == "worker")
+    finding = judge_worker_memory(worker)
+    assert severity == finding.severity
+    assert ("workers.resources.memory" in finding.advice) == (severity is WARNING)
 
 
 # What is installed

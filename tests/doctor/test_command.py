@@ -78,6 +78,20 @@ def test_the_servers_of_the_manifest_are_examined(tmp_path: Path) -> None:
     assert "the history" in found["history's Redis"]["persistence"]["advice"]
 
 
+def test_what_pods_of_a_cluster_use_is_not_expected_on_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "missing"))
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(MANIFEST))
+    _, found = examine("-f", str(file), "--cluster")
+    server, model = found["Redis"]["server"], found["manifest"]["model"]
+    assert "warning" == server["severity"] == model["severity"]
+    assert "rollout run" not in server["seen"] + server["advice"]
+    assert "ROLLOUT_REDIS_URL" in server["advice"]
+    assert "not examined" in model["seen"]
+
+
 def test_options_and_variables_name_servers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLOUT_REDIS_URL", "redis://127.0.0.1:1")
     code, found = examine("--history-redis", "redis://127.0.0.1:2")

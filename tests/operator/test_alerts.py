@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import yaml
 from tests.support.cluster.chart import CHART
 from tests.support.prometheus_server import needs_prometheus
 
-ALERTS: list[dict[str, Any]] = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+ALERTS: list[dict[str, Any]] = yaml.safe_load(
+    (CHART / "files" / "alerts.yaml").read_text().replace("RELEASE_NAMESPACE", "rollouts")
+)
 JOB = '{namespace="a", job="a/math"}'
 ENGINE = '{namespace="a", job="a/math", engine="engine-0"}'
 OPERATOR = '{namespace="rollouts"}'
@@ -21,7 +24,11 @@ HEALTHY = {
     f"rollout_operator_leading{OPERATOR}": "1x120",
     f"rollout_operator_reconciles_total{OPERATOR}": "0+60x120",
     f"rollout_operator_reconcile_errors_total{OPERATOR}": "0+3x120",
-    'rollout_operator_jobs{namespace="rollouts", state="Failed"}': "1x120",
+    'rollout_operator_job_state{namespace="a", job="a/earlier", state="Failed"}': "1x120",
+    'rollout_operator_job_state{namespace="a", job="a/math", state="Starting"}': "1x40 _x80",
+    'rollout_operator_job_state{namespace="a", job="a/math", state="Running"}': "_x41 1x79",
+    f"rollout_operator_job_gpus{JOB}": "8x120",
+    f"rollout_rollouts_total{JOB}": "0+9x120",
     f"rollout_requests_open{JOB}": "5x120",
     f"rollout_tokens_per_second{JOB}": "0x20 900x100",
     f"rollout_status_age_seconds{JOB}": "1x120",
@@ -39,7 +46,13 @@ HEALTHY = {
 FIRING = {
     "RolloutOperatorDown": {f"rollout_operator_leading{OPERATOR}": "0x120"},
     "RolloutReconcilesFail": {f"rollout_operator_reconcile_errors_total{OPERATOR}": "0+7x120"},
-    "RolloutJobFailed": {'rollout_operator_jobs{namespace="rollouts", state="Failed"}': "1x70 2x50"},
+    "RolloutJobFailed": {'rollout_operator_job_state{namespace="a", job="a/math", state="Failed"}': "_x70 1x50"},
+    "RolloutJobNotRunning": {
+        'rollout_operator_job_state{namespace="a", job="a/math", state="Pending"}': "1x10 _x110",
+        'rollout_operator_job_state{namespace="a", job="a/math", state="Starting"}': "_x11 1x109",
+        'rollout_operator_job_state{namespace="a", job="a/math", state="Running"}': "_x120",
+    },
+    "RolloutGpusIdle": {f"rollout_requests_open{JOB}": "0x120", f"rollout_rollouts_total{JOB}": "100x120"},
     "RolloutJobStalled": {f"rollout_tokens_per_second{JOB}": "900x20 0x100"},
     "RolloutJobRedisUnreachable": {f"rollout_status_age_seconds{JOB}": "1x20 121+60x100"},
     "RolloutHistoryRedisUnreachable": {f"rollout_history_redis_up{OPERATOR}": "1x20 0x100"},
@@ -84,15 +97,16 @@ def test_each_alert_is_tested() -> None:
 @pytest.mark.parametrize("name", FIRING)
 def test_an_alert_fires_alone_and_names_what_is_wrong(name: str, tmp_path: Path) -> None:
     rule = next(alert for alert in ALERTS if alert["alert"] == name)
-    labels = {"namespace": "rollouts"} if "rollout_operator" in rule["expr"] or "history" in rule["expr"] else {}
+    of_installation = re.search("rollout_operator_(leading|reconcile)|history", rule["expr"]) is not None
+    labels = {"namespace": "rollouts"} if of_installation else {}
     if not labels:
         labels = {"namespace": "a", "job": "a/math"} | (
             {"engine": "engine-0"} if "rollout_engine_" in rule["expr"] else {}
         )
-    if "absent(" in rule["expr"]:
-        labels = {}
-    value = {"RolloutJobFailed": "2", "RolloutEnginesFailed": "2", "RolloutWeightsOutdated": "6"}.get(name, "")
+    value = {"RolloutGpusIdle": "8", "RolloutEnginesFailed": "2", "RolloutWeightsOutdated": "6"}.get(name, "")
     annotations = {key: rendered(text, labels, value) for key, text in rule["annotations"].items()}
+    assert "a/a/math" not in "".join(annotations.values())
+    assert labels.get("job", "") in annotations["summary"]
     alert = {"exp_labels": labels | rule["labels"], "exp_annotations": annotations}
     check(tmp_path, HEALTHY | FIRING[name], {name: [alert]}, 90)
 

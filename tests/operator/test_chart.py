@@ -752,12 +752,18 @@ def test_each_alert_uses_existing_metrics_and_has_a_section_in_the_runbook() -> 
         assert {"summary", "description", "runbook_url"} == set(alert["annotations"])
 
 
+def test_the_alert_about_the_operator_is_about_that_of_the_release() -> None:
+    (rule,) = (alert for alert in alerts() if alert["alert"] == "RolloutOperatorDown")
+    assert 'absent(rollout_operator_leading{namespace="rl"} == 1)' == rule["expr"]
+    assert "rl" == rule["labels"]["namespace"]
+
+
 def test_alerts_name_only_labels_that_their_expressions_have() -> None:
     # Labels of the targets: those that Prometheus Operator adds to pods' metrics.
     of_targets = {"namespace", "pod", "container", "endpoint", "instance"}
     for alert in alerts():
         named_labels = set(re.findall(r"\$labels\.(\w+)", "".join(alert["annotations"].values())))
-        aggregated = re.findall(r"sum by \(([^)]*)\)", alert["expr"])
+        aggregated = re.findall(r"(?:sum|max) by \(([^)]*)\)", alert["expr"])
         if aggregated:
             assert named_labels <= set(re.split(r", *", aggregated[0]))
         elif "absent(" in alert["expr"]:

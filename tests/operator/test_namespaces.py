@@ -46,19 +46,22 @@ def test_the_jobs_of_a_namespace_that_is_selected_are_reconciled_and_counted() -
         reconciler.namespaces = selected
         for name in ("a", "b"):
             metadata = {"namespace": name, "name": "math", "uid": name, "resourceVersion": "1"}
-            cache.update_job({"metadata": metadata, "spec": {}})
+            status = {"state": "Starting", "workers": {"gpus": 16}} if name == "b" else None
+            cache.update_job({"metadata": metadata, "spec": {}, "status": status})
 
-        def jobs() -> float:
+        def samples(metric: str) -> list[tuple[dict[str, str], float]]:
             families = MetricsCollector(api, cache, reconciler, None).collect()
-            return sum(
-                sample.value for one in families if one.name == "rollout_operator_jobs" for sample in one.samples
-            )
+            return [(sample.labels, sample.value) for one in families if one.name == metric for sample in one.samples]
 
-        assert 0 == len(reconciler.queue) == jobs()
+        assert 0 == len(reconciler.queue)
+        assert [] == samples("rollout_operator_jobs") == samples("rollout_operator_job_state")
         selected.update(namespace("b", "1"), "Namespace")
         assert ("b", "math") == await reconciler.queue.get()
         assert 0 == len(reconciler.queue)
-        assert 1 == jobs()
+        assert [({"state": "Starting"}, 1)] == samples("rollout_operator_jobs")
+        job = {"namespace": "b", "job": "b/math"}
+        assert [(job | {"state": "Starting"}, 1)] == samples("rollout_operator_job_state")
+        assert [(job, 16)] == samples("rollout_operator_job_gpus")
 
     asyncio.run(scenario())
 

@@ -98,9 +98,9 @@ def test_a_response_about_a_job_is_used_if_it_is_newer() -> None:
 
     cache.update_job(job(5, "Running"))
     cache.update_job_from_response(job(4, "Starting"))
-    assert ["Running"] == cache.states()
+    assert {KEY: {"state": "Running"}} == cache.statuses()
     cache.update_job_from_response(job(9, "Suspended"))
-    assert ["Suspended"] == cache.states()
+    assert {KEY: {"state": "Suspended"}} == cache.statuses()
     cache.remove_job(job_key(job(9, "Suspended")))
     cache.update_job_from_response(job(10, "Failed"))
-    assert [] == cache.states()
+    assert {} == cache.statuses()

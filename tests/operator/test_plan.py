@@ -707,6 +707,26 @@ def test_a_pod_without_a_node_is_never_stuck() -> None:
     assert 0 == cluster.status["failedPods"]
 
 
+def test_every_condition_has_a_message() -> None:
+    def without_message(cluster: SimulatedCluster) -> list[str]:
+        return [condition["type"] for condition in cluster.status["conditions"] if not condition["message"]]
+
+    new, running, invalid = SimulatedCluster(spec()), running_job(), SimulatedCluster(spec(redis={"url": "unix:///a"}))
+    new.reconcile()
+    invalid.reconcile()
+    assert [[], [], []] == [without_message(cluster) for cluster in (new, running, invalid)]
+
+    running.change(lifecycle={"suspend": True})
+    running.execute(running.plan())
+    assert [] == without_message(running)
+    for _ in range(2):
+        for name in list(running.pods):
+            running.finish_deletion(name)
+        running.reconcile()
+    assert "Suspended" == running.status["state"]
+    assert [] == without_message(running)
+
+
 def test_the_conditions_for_other_tools_summarize_the_job() -> None:
     cluster = SimulatedCluster(spec())
     cluster.reconcile()

@@ -20,6 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import typer
 import yaml
@@ -228,7 +229,7 @@ def check_helm(call: Call, page: Page) -> None:
 KUBECTL_OPTIONS = {
     "annotate": set(),
     "apply": {"-f"},
-    "create": {"--from-literal"},
+    "create": {"--from-file", "--from-literal"},
     "delete": {"-f", "--all", "--force"},
     "describe": set(),
     "exec": set(),
@@ -427,6 +428,8 @@ def test_a_file_of_a_tutorial_is_valid(file: str, tmp_path: Path) -> None:
         elif "kind: RolloutJob" in content:
             (tmp_path / file).write_text(content)
             run([sys.executable, "-m", "rollout_worker.cli", "check", "-f", str(tmp_path / file)])
+        elif "kind: PersistentVolumeClaim" in content:
+            kubernetes_validate.validate(yaml.safe_load(content), "1.29", strict=True)
         else:
             assert yaml.safe_load(content)["kind"] in ("ClusterRolloutRuntime", "RolloutRuntime")
 

@@ -26,7 +26,13 @@ from rollout_worker.doctor.cluster.installation import (
     lease_of,
     serves,
 )
-from rollout_worker.doctor.cluster.namespace import judge_namespace, judge_priority_class, judge_quotas, pod_needs
+from rollout_worker.doctor.cluster.namespace import (
+    judge_namespace,
+    judge_priority_class,
+    judge_quotas,
+    judge_worker_memory,
+    pod_needs,
+)
 from rollout_worker.doctor.cluster.network import judge_dns, judge_name, judge_network_policies, worker_labels
 from rollout_worker.doctor.cluster.nodes import judge_claim, judge_nodes, judge_storage_classes
 from rollout_worker.doctor.cluster.permissions import (
@@ -174,6 +180,8 @@ def _namespace(api: ClusterApi, job: RolloutJob | None, namespace: str) -> list[
     findings += _judged(
         "NetworkPolicies", lambda: judge_network_policies(api.items(policies), labels, _redis_port(job))
     )
+    if job is not None and job.spec.runtime_ref is None:
+        findings += [judge_worker_memory(pods) for pods in pod_needs(job) if pods.component == "worker"]
     if spec is not None:
         for claim in dict.fromkeys(
             name

@@ -95,6 +95,19 @@ def judge_priority_class(name: str, priority_class: Mapping[str, Any] | None) ->
     return ok("PriorityClass", f"{name}, priority {priority_class.get('value', 0)}")
 
 
+def judge_worker_memory(pods: PodNeeds) -> Finding:
+    """Judge whether worker pods request memory. Those that do not are the first that a node evicts."""
+    check = "worker memory"
+    if "memory" not in pods.requests:
+        return warning(
+            check,
+            "the workers request no memory",
+            "a node that runs out of memory evicts such pods first, and may get more of them than it has room for; set "
+            "workers.resources.memory (docs/sizing.md)",
+        )
+    return ok(check, f"each worker requests {_amount_text('memory', pods.requests['memory'])}")
+
+
 def judge_quotas(
     quotas: Sequence[Mapping[str, Any]], limit_ranges: Sequence[Mapping[str, Any]], pods: Sequence[PodNeeds]
 ) -> list[Finding]:

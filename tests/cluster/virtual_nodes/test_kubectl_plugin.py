@@ -43,6 +43,15 @@ def test_jobs_are_listed_with_what_they_wait_for(plugin: KubectlPlugin, operated
     assert "did you mean waiting?" in missing.stderr
 
 
+def test_a_reader_that_stops_reading_causes_no_traceback(plugin: KubectlPlugin, operated_jobs: Jobs) -> None:
+    operated_jobs.create("piped", workers={"accelerator": "unknown-gpu"})
+    with plugin.start("status") as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+
+
 def test_a_job_without_a_running_head_is_explained(plugin: KubectlPlugin, operated_jobs: Jobs) -> None:
     operated_jobs.create("suspended", lifecycle={"suspend": True})
     wait_for(lambda: operated_jobs.state("suspended") == "Suspended", TIMEOUT_S)

@@ -71,6 +71,7 @@ VALUE_SETS: dict[str, dict[str, Any]] = {
             }
         },
     },
+    "production": yaml.safe_load((CHART / "production-values.yaml").read_text()),
     "minimum": {
         "redis": {"bundled": False},
         "history": {"enabled": False},

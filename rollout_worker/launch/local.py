@@ -21,7 +21,7 @@ from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
 from rollout_api.ports import free_port
 from rollout_api.redis_client.address import without_password
-from rollout_api.redis_client.checks import check, explain_error
+from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_api.redis_client.retry import retry
 from rollout_worker.engine.errors import EngineError
@@ -153,7 +153,10 @@ async def run_local(
                     "rollouts are in its history, and the next run starts a new job"
                 ) from None
             except redis.RedisError as error:
-                raise explain_error(error, url) from error
+                raise RedisUnusableError(
+                    f"{explain_error(error, url)} (finished rollouts are kept, and the same command continues from "
+                    "there)"
+                ) from error
     return report
 
 

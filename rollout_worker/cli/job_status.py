@@ -106,7 +106,8 @@ def _state_text(snapshot: JobSnapshot) -> str:
 def _progress(done: int, status: CoordinatorStatus | None) -> str:
     if status is None or status["total"] is None:
         return f"{done:,} rollouts are done"
-    return f"{done:,} of {status['total']:,} rollouts are done, in epoch {status['epoch']}"
+    epoch = f", in epoch {status['epoch']}" if status["epoch"] else ""
+    return f"{done:,} of {status['total']:,} rollouts are done{epoch}"
 
 
 def _facts(status: CoordinatorStatus) -> Table:

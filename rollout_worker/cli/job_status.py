@@ -50,6 +50,13 @@ class JobSnapshot:
         return self.state not in ("failed", NO_COORDINATOR)
 
     @property
+    def state_text(self) -> str:
+        """What the job is, as the end of a sentence."""
+        if self.state == NO_COORDINATOR:
+            return "without a coordinator"
+        return {"closing": "closing: it ends when all requests are answered"}.get(self.state, self.state)
+
+    @property
     def problems(self) -> list[Problem]:
         """What is wrong, and what to do."""
         if self.status is not None:
@@ -84,7 +91,7 @@ def print_snapshot(snapshot: JobSnapshot, console: Console) -> None:
     of_uid = f" (uid {job.uid})" if job.uid != job.name else ""
     done = snapshot.done if status is None else status["done"]
     console.print(
-        Text(f"Job {job.name}{of_uid} is {_state_text(snapshot)}; {_progress(done, status)}."), soft_wrap=True
+        Text(f"Job {job.name}{of_uid} is {snapshot.state_text}; {_progress(done, status)}."), soft_wrap=True
     )
     if status is not None:
         console.print(Padding(_facts(status), (0, 0, 0, 2)))
@@ -95,12 +102,6 @@ def print_snapshot(snapshot: JobSnapshot, console: Console) -> None:
     for problem in snapshot.problems:
         console.print(Text("! ", "bold yellow").append(_sentence(problem.what), "default"), soft_wrap=True)
         console.print(Text(f"  {problem.remedy}"), soft_wrap=True)
-
-
-def _state_text(snapshot: JobSnapshot) -> str:
-    if snapshot.state == NO_COORDINATOR:
-        return "without a coordinator"
-    return {"closing": "closing: it ends when all requests are answered"}.get(snapshot.state, snapshot.state)
 
 
 def _progress(done: int, status: CoordinatorStatus | None) -> str:

@@ -90,9 +90,7 @@ def print_snapshot(snapshot: JobSnapshot, console: Console) -> None:
     job, status = snapshot.job, snapshot.status
     of_uid = f" (uid {job.uid})" if job.uid != job.name else ""
     done = snapshot.done if status is None else status["done"]
-    console.print(
-        Text(f"Job {job.name}{of_uid} is {snapshot.state_text}; {_progress(done, status)}."), soft_wrap=True
-    )
+    console.print(Text(f"Job {job.name}{of_uid} is {snapshot.state_text}; {_progress(done, status)}."), soft_wrap=True)
     if status is not None:
         console.print(Padding(_facts(status), (0, 0, 0, 2)))
         if status["engines"]:

@@ -42,7 +42,7 @@ from rollout_worker.launch.limits import (
     REDIS_CHECK_INTERVAL_S,
     SHARED_GPU_MEMORY_UTILIZATION,
 )
-from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
+from rollout_worker.launch.recorded_redis import RECORD_FILE, RecordedRedis, record_redis
 from rollout_worker.launch.services import JobServices
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from rollout_worker.runtime.log_files import logging_to_file
@@ -248,7 +248,7 @@ async def _serve(setup: JobSetup, services: JobServices, notify: Callable[[str],
     """Serve trainers until one of them closes the job."""
     name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
     notify(f'Serving trainers. Connect with RolloutClient.connect("{without_password(setup.redis_url)}", "{name}").')
-    notify(f"Status: http://{setup.http_host}:{setup.http_port}/status")
+    notify(f"Status: `rollout status {name}`, `rollout top {name}`, http://{setup.http_host}:{setup.http_port}/status")
     while not services.ended():
         await asyncio.sleep(END_POLL_INTERVAL_S)
     return None
@@ -346,7 +346,10 @@ def _redis_url(
         yield url
         return
     server = EmbeddedRedis(directory / "redis", keep_open=lock)
-    notify(f"Starting redis-server on a free port. Its data is kept in {directory / 'redis'}.")
+    notify(
+        f"Starting redis-server on a free port. Its data is kept in {directory / 'redis'}, and its URL with its "
+        f"password in {directory / RECORD_FILE}."
+    )
     try:
         url = server.start()
         record_redis(directory, RecordedRedis(url, embedded=True))

@@ -37,6 +37,7 @@ from rollout_worker.launch.engines import check_ray, running_engines
 from rollout_worker.launch.errors import DeadlineError
 from rollout_worker.launch.job_state import JobState, lock_state_directory, log_directory
 from rollout_worker.launch.limits import (
+    CLOSE_TIMEOUT_S,
     END_POLL_INTERVAL_S,
     ENGINES_READY_POLL_INTERVAL_S,
     REDIS_CHECK_INTERVAL_S,
@@ -184,7 +185,7 @@ async def _run_on_ray(
                 work: Coroutine[Any, Any, JobReport | None] = (
                     _serve(setup, services, notify)
                     if dataset is None
-                    else run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
+                    else _sample(setup, dataset, server, services, finished, baselines, watch)
                 )
                 limited = _until_deadline(work, job.spec.lifecycle.active_deadline_seconds)
                 return await _while_checked(limited, _check_processes(services, fleet))
@@ -244,13 +245,27 @@ async def _until_deadline(work: Coroutine[Any, Any, _Result], deadline: int | No
         await cancel_and_wait(task)
 
 
+async def _sample(
+    setup: JobSetup,
+    dataset: Dataset,
+    server: redis.Redis,
+    services: JobServices,
+    finished: int,
+    baselines: list[EpochMode],
+    watch: Callable[[DatasetTrainer], Awaitable[None]],
+) -> JobReport:
+    """Sample the dataset, which closes the job, and wait until the coordinator has recorded this."""
+    report = await run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
+    await services.wait_ended(CLOSE_TIMEOUT_S)
+    return report
+
+
 async def _serve(setup: JobSetup, services: JobServices, notify: Callable[[str], None]) -> JobReport | None:
     """Serve trainers until one of them closes the job."""
     name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
     notify(f'Serving trainers. Connect with RolloutClient.connect("{without_password(setup.redis_url)}", "{name}").')
     notify(f"Status: `rollout status {name}`, `rollout top {name}`, http://{setup.http_host}:{setup.http_port}/status")
-    while not services.ended():
-        await asyncio.sleep(END_POLL_INTERVAL_S)
+    await services.wait_ended()
     return None
 
 

@@ -467,8 +467,9 @@ def _show_texts(
 ) -> None:
     """Show the texts of the newest rollouts, and of two side by side."""
     records = contents.records
-    output.print()
-    output.print(legend())
+    if output.color_system is not None:
+        output.print()
+        output.print(legend())
     for number in range(max(1, len(records) - newest + 1), len(records) + 1) if newest else ():
         output.print()
         output.print(show_rollout(number, records[number - 1], contents, decode))

@@ -92,6 +92,8 @@ def test_show_prints_texts_and_two_rollouts_side_by_side(
     )
     assert TEXTS[0] in output and TEXTS[2] in output
     assert "#3: generation 0, weight version 0" in output
+    # A legend of colors is of no use in a pipe.
+    assert "Accepted draft tokens:" not in output
     assert "reward 1" in output
     line = next(line for line in output.splitlines() if TEXTS[0] in line)
     assert TEXTS[1] in line

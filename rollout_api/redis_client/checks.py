@@ -73,48 +73,43 @@ def wait_until_usable(client: redis.Redis | redis.RedisCluster, url: str) -> Non
 def explain_error(error: redis.RedisError, url: str) -> RedisUnusableError:
     """Return an error that tells a person what *error* means and what to do."""
     server = f"Redis at {without_password(url)}"
-    kept = "finished rollouts are kept, and the same command continues from there"
+    text = str(error).rstrip(".")
     if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
-        return RedisUnusableError(f"{server} refused the user name or password: {error}; correct them in the URL")
+        return RedisUnusableError(f"{server} refused the user name or password: {text}; correct them in the URL")
     if isinstance(error, redis.exceptions.NoPermissionError):
-        return RedisUnusableError(f"{server} denies this user a command: {error}; extend its ACL")
+        return RedisUnusableError(f"{server} denies this user a command: {text}; extend its ACL")
     if is_out_of_memory(error):
-        return RedisUnusableError(f"{server} is out of memory: {error}; raise maxmemory or free some ({kept})")
+        return RedisUnusableError(f"{server} is out of memory: {text}; raise maxmemory or free some")
     if isinstance(error, redis.exceptions.ReadOnlyError):
-        return RedisUnusableError(f"{server} is a read-only replica: {error}; connect to the primary")
+        return RedisUnusableError(f"{server} is a read-only replica: {text}; connect to the primary")
     if isinstance(error, redis.exceptions.AskError):
         return RedisUnusableError(
-            f"{server} is a node of a cluster, and the key is on another node: {error}; use the URL of the cluster "
+            f"{server} is a node of a cluster, and the key is on another node: {text}; use the URL of the cluster "
             "(redis+cluster://…) for a history, and a single server for a job's messages"
         )
     if isinstance(error, redis.exceptions.ClusterError | redis.exceptions.TryAgainError):
         return RedisUnusableError(
-            f"{server} does not serve all slots: {error}; is a node down, or are slots being migrated? See CLUSTER "
-            f"INFO and CLUSTER SHARDS ({kept})"
+            f"{server} does not serve all slots: {text}; is a node down, or are slots being migrated? See CLUSTER "
+            "INFO and CLUSTER SHARDS"
         )
     if isinstance(error, redis.sentinel.MasterNotFoundError):
         return RedisUnusableError(
-            f"{server} cannot be reached: {error}; are its servers and Sentinels running, and is the service name "
-            f"correct? During a failover this is temporary ({kept})"
+            f"{server} cannot be reached: {text}; are its servers and Sentinels running, and is the service name "
+            "correct? During a failover this is temporary"
         )
     if "cluster support disabled" in str(error):
-        return RedisUnusableError(f"{server} is not a Redis Cluster: {error}; write redis://… or rediss://…")
+        return RedisUnusableError(f"{server} is not a Redis Cluster: {text}; write redis://… or rediss://…")
     if "MISCONF" in str(error):
-        return RedisUnusableError(
-            f"{server} cannot write to its disk: {error}; see its log, and free disk space ({kept})"
-        )
+        return RedisUnusableError(f"{server} cannot write to its disk: {text}; see its log, and free disk space")
     if isinstance(error, redis.TimeoutError):
-        return RedisUnusableError(f"{server} does not answer in time: {error}; check the network and its load ({kept})")
+        return RedisUnusableError(f"{server} does not answer in time: {text}; check the network and its load")
     if isinstance(error, redis.exceptions.InvalidResponse):
         return RedisUnusableError(
-            f"what answers at {without_password(url)} is not Redis: {error}; is Redis running, and is the URL correct? "
-            f"({kept})"
+            f"what answers at {without_password(url)} is not Redis: {text}; is Redis running, and is the URL correct?"
         )
     if isinstance(error, redis.ConnectionError):
-        return RedisUnusableError(
-            f"{server} cannot be reached: {error}; is it running, and is the URL correct? ({kept})"
-        )
-    return RedisUnusableError(f"{server} failed: {type(error).__name__}: {error}")
+        return RedisUnusableError(f"{server} cannot be reached: {text}; is it running, and is the URL correct?")
+    return RedisUnusableError(f"{server} failed: {type(error).__name__}: {text}")
 
 
 def _is_temporary(cause: BaseException | None) -> bool:

@@ -50,6 +50,13 @@ class JobSnapshot:
         return self.state not in ("failed", NO_COORDINATOR)
 
     @property
+    def state_text(self) -> str:
+        """What the job is, as the end of a sentence."""
+        if self.state == NO_COORDINATOR:
+            return "without a coordinator"
+        return {"closing": "closing: it ends when all requests are answered"}.get(self.state, self.state)
+
+    @property
     def problems(self) -> list[Problem]:
         """What is wrong, and what to do."""
         if self.status is not None:
@@ -83,9 +90,7 @@ def print_snapshot(snapshot: JobSnapshot, console: Console) -> None:
     job, status = snapshot.job, snapshot.status
     of_uid = f" (uid {job.uid})" if job.uid != job.name else ""
     done = snapshot.done if status is None else status["done"]
-    console.print(
-        Text(f"Job {job.name}{of_uid} is {_state_text(snapshot)}; {_progress(done, status)}."), soft_wrap=True
-    )
+    console.print(Text(f"Job {job.name}{of_uid} is {snapshot.state_text}; {_progress(done, status)}."), soft_wrap=True)
     if status is not None:
         console.print(Padding(_facts(status), (0, 0, 0, 2)))
         if status["engines"]:
@@ -97,16 +102,11 @@ def print_snapshot(snapshot: JobSnapshot, console: Console) -> None:
         console.print(Text(f"  {problem.remedy}"), soft_wrap=True)
 
 
-def _state_text(snapshot: JobSnapshot) -> str:
-    if snapshot.state == NO_COORDINATOR:
-        return "without a coordinator"
-    return {"closing": "closing: it ends when all requests are answered"}.get(snapshot.state, snapshot.state)
-
-
 def _progress(done: int, status: CoordinatorStatus | None) -> str:
     if status is None or status["total"] is None:
         return f"{done:,} rollouts are done"
-    return f"{done:,} of {status['total']:,} rollouts are done, in epoch {status['epoch']}"
+    epoch = f", in epoch {status['epoch']}" if status["epoch"] else ""
+    return f"{done:,} of {status['total']:,} rollouts are done{epoch}"
 
 
 def _facts(status: CoordinatorStatus) -> Table:

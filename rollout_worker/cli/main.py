@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Coroutine
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -51,14 +52,14 @@ from rollout_worker.runtime.exit_message import exit_with_error
 from rollout_worker.runtime.model_cache import default_cache
 
 _EXIT_CODES = (
-    f"Exit codes: 0 success; {EXIT_MANIFEST} invalid manifest; {EXIT_REDIS} Redis cannot be used; "
+    "Exit codes: 0 success; 1 no such history or problem, or an unexpected error; "
+    f"{EXIT_MANIFEST} invalid manifest or command line; {EXIT_REDIS} Redis cannot be used; "
     f"{EXIT_ENGINE} vLLM, Ray or the job failed; {EXIT_STATE} a file or directory cannot be used; "
     f"{EXIT_DEADLINE} deadline exceeded; {EXIT_MODEL} model not found; {EXIT_INTERRUPTED} interrupted."
 )
 
 app = typer.Typer(
     name="rollout",
-    help="Run RL rollouts with speculative drafts from earlier rollouts of the same problem.",
     epilog=_EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
@@ -73,6 +74,21 @@ app.add_typer(bundle_app)
 console = Console()
 
 _Result = TypeVar("_Result")
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"rollout {metadata.version('das-rollout')}")
+        raise typer.Exit
+
+
+@app.callback()
+def global_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Run RL rollouts with speculative drafts from earlier rollouts of the same problem."""
 
 
 ManifestFile = Annotated[Path, typer.Option("-f", "--file", help="RolloutJob manifest (YAML).")]
@@ -419,10 +435,14 @@ def end(
 def check(file: ManifestFile) -> None:
     """Check a manifest without running it.
 
-    What a job takes over from its runtime (spec.runtimeRef) is not checked.
+    What a job takes over from its runtime (spec.runtimeRef) is not checked, nor whether its model exists.
     """
     with exit_with_message(file):
         job = check_manifest(file)
+        if job.spec.source.dataset is not None:
+            from rollout_worker.job.dataset.problems import check_tasks
+
+            check_tasks(job.spec.source.dataset)
     console.print(f"{file}: RolloutJob {job.metadata.namespace}/{job.metadata.name} is valid.")
 
 

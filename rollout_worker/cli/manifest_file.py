@@ -32,7 +32,7 @@ def check_manifest(path: Path) -> RolloutJob:
         raise ManifestError([FieldError(str(path), error.strerror or str(error))]) from None
     except (yaml.YAMLError, ValueError, TypeError) as error:
         # PyYAML raises ValueError and TypeError for invalid dates and unhashable keys.
-        raise ManifestError([FieldError(str(path), f"not valid YAML: {error}")]) from None
+        raise ManifestError([FieldError(str(path), f"not valid YAML: {_describe(error)}")]) from None
     jobs = documents
     if len(documents) > 1:
         jobs = [document for document in documents if isinstance(document, dict) and document.get("kind") == KIND]
@@ -40,6 +40,13 @@ def check_manifest(path: Path) -> RolloutJob:
         message = f"expected one RolloutJob, found {len(jobs)} in {len(documents)} documents"
         raise ManifestError([FieldError(str(path), message)])
     return parse_job(jobs[0])
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem and error.problem_mark:
+        mark = error.problem_mark
+        return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    return str(error)
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):

@@ -201,6 +201,11 @@ def show(
         decode = (_decoder(tokenizer, info.model) if texts or compare else None) or show_ids
         problem_lengths, all_lengths = store.statistics.length_stats(problem), store.statistics.length_stats(None)
     records = contents.records
+    if unknown := [number for number in compare or () if not 1 <= number <= len(records)]:
+        exit_with_error(
+            _EXIT_FAILED,
+            f"--compare: there is no rollout {unknown[0]}; the table numbers them from 1 to {len(records)}",
+        )
     rows = [
         {
             "rollout": record.rollout_id,
@@ -446,17 +451,13 @@ def _show_texts(
 ) -> None:
     """Show the texts of the newest rollouts, and of two side by side."""
     records = contents.records
-    output.print()
-    output.print(legend())
+    if output.color_system is not None:
+        output.print()
+        output.print(legend())
     for number in range(max(1, len(records) - newest + 1), len(records) + 1) if newest else ():
         output.print()
         output.print(show_rollout(number, records[number - 1], contents, decode))
     if compare is not None:
-        if unknown := [number for number in compare if not 1 <= number <= len(records)]:
-            exit_with_error(
-                _EXIT_FAILED,
-                f"--compare: there is no rollout {unknown[0]}; the table numbers them from 1 to {len(records)}",
-            )
         first, second = (records[number - 1] for number in compare)
         output.print()
         output.print(compare_rollouts(compare, (first, second), contents, decode))
@@ -480,7 +481,8 @@ def _export_table(history: str, file: Path, redis: str, form: ExportFormat, toke
     output = console()
     output.print(
         f"{result.file}: {result.rollouts:,} rollouts of {result.problems:,} problems"
-        + ("." if decode else ", without their texts; name a tokenizer with --tokenizer for these."),
+        + ("." if decode else ", without their texts; name a tokenizer with --tokenizer for these.")
+        + (f" Load them with datasets.load_dataset('{file}')." if form is ExportFormat.DATASET else ""),
         highlight=False,
         soft_wrap=True,
     )

@@ -56,6 +56,8 @@ STATE_LOCK_POLL_INTERVAL_S = 0.1
 """Seconds between two attempts to take the lock."""
 REDIS_CHECK_INTERVAL_S = 0.5
 """Seconds between two checks whether Redis accepts writes."""
+CLOSE_TIMEOUT_S = 10.0
+"""Seconds for which a run waits, after its dataset is finished, until its coordinator has closed the job."""
 END_POLL_INTERVAL_S = 0.2
 """Seconds between two checks whether the job has ended."""
 PROGRESS_INTERVAL_S = 30.0

@@ -21,7 +21,7 @@ from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.rollout_job import FieldError, ManifestError, RolloutJob
 from rollout_api.ports import free_port
 from rollout_api.redis_client.address import without_password
-from rollout_api.redis_client.checks import check, explain_error
+from rollout_api.redis_client.checks import RedisUnusableError, check, explain_error
 from rollout_api.redis_client.connection import connect, connect_history
 from rollout_api.redis_client.retry import retry
 from rollout_worker.engine.errors import EngineError
@@ -38,6 +38,7 @@ from rollout_worker.launch.errors import DeadlineError
 from rollout_worker.launch.job_recording import recorded
 from rollout_worker.launch.job_state import JobState, lock_state_directory, log_directory
 from rollout_worker.launch.limits import (
+    CLOSE_TIMEOUT_S,
     END_POLL_INTERVAL_S,
     ENGINES_READY_POLL_INTERVAL_S,
     PROGRESS_INTERVAL_S,
@@ -45,7 +46,7 @@ from rollout_worker.launch.limits import (
     SHARED_GPU_MEMORY_UTILIZATION,
 )
 from rollout_worker.launch.recorded_manifest import record_manifest
-from rollout_worker.launch.recorded_redis import RecordedRedis, record_redis
+from rollout_worker.launch.recorded_redis import RECORD_FILE, RecordedRedis, record_redis
 from rollout_worker.launch.services import JobServices
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from rollout_worker.runtime.log_files import logging_to_file
@@ -158,7 +159,10 @@ async def run_local(
                     "rollouts are in its history, and the next run starts a new job"
                 ) from None
             except redis.RedisError as error:
-                raise explain_error(error, url) from error
+                raise RedisUnusableError(
+                    f"{explain_error(error, url)} (finished rollouts are kept, and the same command continues from "
+                    "there)"
+                ) from error
     return report
 
 
@@ -186,7 +190,7 @@ async def _run_on_ray(
                 work: Coroutine[Any, Any, JobReport | None] = (
                     _serve(setup, services, server, notify)
                     if dataset is None
-                    else run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
+                    else _sample(setup, dataset, server, services, finished, baselines, watch)
                 )
                 limited = _until_deadline(work, job.spec.lifecycle.active_deadline_seconds)
                 return await _while_checked(limited, _check_processes(services, fleet))
@@ -246,13 +250,28 @@ async def _until_deadline(work: Coroutine[Any, Any, _Result], deadline: int | No
         await cancel_and_wait(task)
 
 
+async def _sample(
+    setup: JobSetup,
+    dataset: Dataset,
+    server: redis.Redis,
+    services: JobServices,
+    finished: int,
+    baselines: list[EpochMode],
+    watch: Callable[[DatasetTrainer], Awaitable[None]],
+) -> JobReport:
+    """Sample the dataset, which closes the job, and wait until the coordinator has recorded this."""
+    report = await run_dataset(setup, dataset, server, finished_before=finished, baselines=baselines, watch=watch)
+    await services.wait_ended(CLOSE_TIMEOUT_S)
+    return report
+
+
 async def _serve(
     setup: JobSetup, services: JobServices, server: redis.Redis, notify: Callable[[str], None]
 ) -> JobReport | None:
     """Serve trainers until one of them closes the job, and say now and then what has happened."""
     name = f"{setup.job.metadata.namespace}/{setup.job.metadata.name}"
     notify(f'Serving trainers. Connect with RolloutClient.connect("{without_password(setup.redis_url)}", "{name}").')
-    notify(f"Status: http://{setup.http_host}:{setup.http_port}/status. Watch the job with `rollout top {name}`.")
+    notify(f"Status: `rollout status {name}`, `rollout top {name}`, http://{setup.http_host}:{setup.http_port}/status")
     store, done, next_line = LauncherStore(server, setup.keys), 0, time.monotonic() + PROGRESS_INTERVAL_S
     while not services.ended():
         await asyncio.sleep(END_POLL_INTERVAL_S)
@@ -361,7 +380,10 @@ def _redis_url(
         yield url
         return
     server = EmbeddedRedis(directory / "redis", keep_open=lock)
-    notify(f"Starting redis-server on a free port. Its data is kept in {directory / 'redis'}.")
+    notify(
+        f"Starting redis-server on a free port. Its data is kept in {directory / 'redis'}, and its URL with its "
+        f"password in {directory / RECORD_FILE}."
+    )
     try:
         url = server.start()
         record_redis(directory, RecordedRedis(url, embedded=True))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rollout_worker.launch.errors import StateError
 
-_FILE = "redis-server.json"
+RECORD_FILE = "redis-server.json"
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class RecordedRedis:
 
 def record_redis(directory: Path, server: RecordedRedis) -> None:
     """Write the server of the job in *directory* to a file that only its owner can read, because of the password."""
-    temporary = directory / f"{_FILE}.tmp"
+    temporary = directory / f"{RECORD_FILE}.tmp"
     temporary.touch(mode=0o600)
     temporary.write_text(json.dumps(asdict(server)))
-    temporary.replace(directory / _FILE)
+    temporary.replace(directory / RECORD_FILE)
 
 
 def read_recorded_redis(directory: Path) -> RecordedRedis | None:
@@ -34,7 +34,7 @@ def read_recorded_redis(directory: Path) -> RecordedRedis | None:
     Raises:
         StateError: if the file cannot be read.
     """
-    path = directory / _FILE
+    path = directory / RECORD_FILE
     try:
         return RecordedRedis(**json.loads(path.read_text()))
     except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -15,6 +16,7 @@ from rollout_worker.engine.errors import EngineError
 from rollout_worker.job.services import EXIT_SUPERSEDED, Service
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.launch.limits import (
+    END_POLL_INTERVAL_S,
     FIRST_SERVICE_RESTART_DELAY_S,
     MAX_SERVICE_RESTART_DELAY_S,
     RELAY_START_DELAY_S,
@@ -70,6 +72,16 @@ class JobServices:
         if self._coordinator_code == EXIT_SUPERSEDED:
             raise EngineError("another head has taken over this job; end one of them")
         return self._coordinator_code == 0
+
+    async def wait_ended(self, timeout: float = math.inf) -> None:
+        """Wait until the job has ended, for at most *timeout* seconds.
+
+        Raises:
+            EngineError: as :meth:`ended`.
+        """
+        deadline = time.monotonic() + timeout
+        while not self.ended() and time.monotonic() < deadline:
+            await asyncio.sleep(END_POLL_INTERVAL_S)
 
     def _run(self) -> None:
         # Rollouts wait for the coordinator, so on a busy machine it should have the processor for itself at first.

@@ -334,11 +334,11 @@ def test_a_policy_needs_no_quotes(tmp_path: Path, policy: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [", "not valid YAML"),
+        ("a: [", "not valid YAML: line 1, column 5: expected the node content"),
         ("", "documents"),
         ("a: 1\n---\nb: 2", "2 documents"),
         ("- 1", "must be a mapping"),
-        ("a: 1\na: 2", "duplicate key"),
+        ("a: 1\na: 2", "line 2, column 1: duplicate key"),
         ("a: 2024-13-45", "not valid YAML"),
         ("name: {{ x }}", "not valid YAML"),
     ],

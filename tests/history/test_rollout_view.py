@@ -92,6 +92,8 @@ def test_show_prints_texts_and_two_rollouts_side_by_side(
     )
     assert TEXTS[0] in output and TEXTS[2] in output
     assert "#3: generation 0, weight version 0" in output
+    # A legend of colors is of no use in a pipe.
+    assert "Accepted draft tokens:" not in output
     assert "reward 1" in output
     line = next(line for line in output.splitlines() if TEXTS[0] in line)
     assert TEXTS[1] in line
@@ -105,7 +107,8 @@ def test_without_a_tokenizer_token_ids_are_shown(redis_url: str, store: HistoryS
 def test_a_rollout_or_tokenizer_that_does_not_exist_is_an_error(
     redis_url: str, store: HistoryStore, tmp_path: Path
 ) -> None:
-    assert "numbers them from 1 to 3" in run(redis_url, "show", "math", "p", "--compare", "1", "4", code=1)
+    message = run(redis_url, "show", "math", "p", "--compare", "1", "4", code=1)
+    assert message.startswith("error: --compare: there is no rollout 4; the table numbers them from 1 to 3")
     message = run(
         redis_url, "show", "math", "p", "--texts", "1", "--tokenizer", str(tmp_path / "none"), code=EXIT_STATE
     )
@@ -173,6 +176,7 @@ def test_a_dataset_is_loaded_by_hugging_face_datasets(redis_url: str, store: His
     directory = tmp_path / "rollouts"
     output = run(redis_url, "export", "math", str(directory), "--format", "dataset")
     assert "--tokenizer" in output
+    assert f"load_dataset('{directory}')" in " ".join(output.split())
     loaded = datasets.load_dataset(str(directory), cache_dir=str(tmp_path / "cache"))
     assert ["u/r/0/0", "u/r/1/0", "u/r/2/0"] == sorted(loaded["train"]["rollout_id"])
     assert "3 rollouts of 1 problems by math-model" in (directory / "README.md").read_text()

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,27 @@ def test_an_invalid_manifest_lists_every_error_by_path(command: Command) -> None
         assert path in result.output
 
 
+def test_the_check_reports_tasks_that_reasoning_gym_cannot_generate(command: Command, tmp_path: Path) -> None:
+    command.manifest["spec"]["source"]["dataset"]["tasks"] = [
+        {"name": "a", "generator": "chainsum"},
+        {"name": "b", "generator": "chain_sum", "config": {"terms": 1}},
+        {"name": "c", "generator": "chain_sum", "config": {"min_terms": 3, "max_terms": 2}},
+    ]
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(command.manifest))
+    result = CliRunner().invoke(app, ["check", "-f", str(file)])
+    assert EXIT_MANIFEST == result.exit_code, result.output
+    assert "did you mean chain_sum" in result.output
+    for path in ("tasks[0].generator", "tasks[1].config", "tasks[2].config"):
+        assert f"spec.source.dataset.{path}" in result.output
+
+
+def test_the_version_is_that_of_the_distribution() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert 0 == result.exit_code, result.output
+    assert f"rollout {metadata.version('das-rollout')}\n" == result.output
+
+
 def test_a_redis_url_in_a_secret_is_rejected(command: Command) -> None:
     command.redis_url = ""
     command.manifest["spec"]["redis"] = {"urlFrom": {"secretKeyRef": {"name": "rollout-redis", "key": "url"}}}
@@ -146,7 +168,7 @@ def test_exit_codes_are_those_that_operators_write_into_failure_policies() -> No
     }
     assert codes == {name: code for name, code in vars(exit_codes).items() if name.startswith("EXIT_")}
     documented = CliRunner().invoke(app, ["--help"]).output.partition("Exit codes:")[2]
-    assert {0, *codes.values()} == set(map(int, re.findall(r"\d+", documented)))
+    assert {0, 1, *codes.values()} == set(map(int, re.findall(r"\d+", documented)))
 
 
 @pytest.mark.timeout(20)

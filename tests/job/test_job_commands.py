@@ -76,11 +76,15 @@ def test_a_job_without_a_coordinator_is_told_from_one_that_has_ended(setup: JobS
     assert "start it again with the same manifest" in shown.output.replace("\n", " ")
     document = json.loads(rollout("status", setup.redis_url, "--json").output)
     assert {"job": "default/math", "uid": "uid-1", "state": "no coordinator", "done": 0} == document
+    assert "job default/math is without a coordinator; see `rollout status`" in rollout("top", setup.redis_url).output
 
     server.hset(setup.keys.job, mapping={"state": "failed", "reason": "out of quota"})
     shown = rollout("status", setup.redis_url)
     assert EXIT_ENGINE == shown.exit_code
     assert "The job has failed: out of quota" in shown.output
+    shown = rollout("top", setup.redis_url)
+    assert EXIT_ENGINE == shown.exit_code
+    assert "job default/math is failed; see `rollout status`" in shown.output
 
 
 def test_only_named_requests_are_cancelled(setup: JobSetup, services: JobServices) -> None:

@@ -291,6 +291,7 @@ def test_a_run_that_is_killed_during_an_epoch_is_continued_with_its_history(harn
     result = harness.run("--no-compare")
     assert result.code == 0, result.output
     assert f"{len(done)} rollouts are finished" in result.output
+    assert b"closed" == harness.client.hget(MessageKeys(harness.uid).job, "state")
 
     # No rollout is lost, duplicated or sampled again.
     ledger = harness.ledger()

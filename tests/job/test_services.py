@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Iterator
@@ -112,3 +113,15 @@ def test_the_services_survive_ctrl_c(setup: JobSetup, services: JobServices) -> 
     wait_for(lambda: coordinator_number(setup) == 1, START_S)
     groups = {os.getpgid(process.pid) for process in processes().values()}
     assert os.getpgid(0) not in groups
+
+
+def test_a_closed_job_is_recorded_as_closed_before_the_wait_ends(setup: JobSetup, services: JobServices) -> None:
+    server = redis.Redis.from_url(setup.redis_url)
+    wait_for(lambda: server.exists(setup.keys.status), START_S)
+    asyncio.run(services.wait_ended(0.1))
+    assert not services.ended()
+    with RolloutClient.connect(setup.redis_url, uid=setup.uid, name="trainer") as client:
+        client.close_job()
+    asyncio.run(services.wait_ended(START_S))
+    services.stop()
+    assert b"closed" == server.hget(setup.keys.job, "state")

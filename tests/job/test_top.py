@@ -175,7 +175,7 @@ def test_the_whole_view_names_what_is_shown() -> None:
     for part in (
         "default/math is running: 10 of 40 rollouts have ended, epoch 2",
         "4 running, 1 waiting",
-        "about 30 s, of which the longest rollout needs 12 s",
+        "about 30 s for the open requests, 12 s for the longest rollout",
         "25% of the decoding time (4 s)",
         "1.50",
         "version 3, on 1 of 2 engines",
@@ -187,6 +187,18 @@ def test_the_whole_view_names_what_is_shown() -> None:
         "position 1 80% ▇▅ 50% position 2",
     ):
         assert part in shown, shown
+
+
+def test_a_job_whose_first_epoch_has_not_begun_is_in_none() -> None:
+    shown = text(view.header(live_job(done=0, epoch=0), NOW))
+    assert "default/math is running: 0 of 40 rollouts have ended" == shown.splitlines()[0].rstrip()
+
+
+def test_the_lines_over_time_begin_at_the_same_column() -> None:
+    job = live_job()
+    job.measurements += [Measurement(NOW, "running", 3, 2, 1, n, 0, 10.0, 0.25, None, 0, []) for n in (8, 4, 2)]
+    running, speeds, *_ = text(view.tail(job)).splitlines()
+    assert running.index("█") == speeds.index("█")
 
 
 @pytest.mark.parametrize("width", [60, 160])

@@ -57,6 +57,7 @@ def top(
 
     If the output is no terminal, the state is printed once.
     """
+    from rollout_worker.cli.job_status import read_snapshot
     from rollout_worker.cli.top.view import whole_view
 
     with exit_with_message(redis=redis or "", interrupted="the job continues"):
@@ -64,7 +65,9 @@ def top(
         if once or not console.is_terminal:
             live = asyncio.run(_read_once(found, history_redis))
             if live is None:
-                exit_with_error(EXIT_ENGINE, f"no coordinator runs for job {found.name}; see `rollout status`")
+                with found.connected() as server:
+                    state = read_snapshot(server, found).state_text
+                exit_with_error(EXIT_ENGINE, f"job {found.name} is {state}; see `rollout status`")
             console.print(whole_view(live, time.time()))
         else:
             asyncio.run(_watch(found, history_redis))

@@ -89,7 +89,7 @@ def engines_table(job: LiveJob) -> Table:
 def tail(job: LiveJob) -> RenderableType:
     """Return the number of running rollouts over time, and how many of them are long."""
     running = [one.assigned for one in job.measurements]
-    lines = [Text.assemble(("running ", "dim"), sparkline(running), f"  {running[-1] if running else 0}")]
+    lines = [Text.assemble(("running  ", "dim"), sparkline(running), f"  {running[-1] if running else 0}")]
     speeds = [one.tokens_per_second for one in job.measurements]
     lines.append(Text.assemble(("tokens/s ", "dim"), sparkline(speeds), f"  {speeds[-1] if speeds else 0:,.0f}"))
     if job.running:
@@ -204,7 +204,7 @@ def length_bar(rollout: RunningRollout, scale: float) -> Text:
 
 def _title(status: CoordinatorStatus) -> Text:
     done = f"{status['done']:,}" + (f" of {status['total']:,}" if status["total"] else "")
-    epoch = f", epoch {status['epoch']}" if status["epoch"] is not None else ""
+    epoch = f", epoch {status['epoch']}" if status["epoch"] else ""
     return Text.assemble(
         (status["job"], "bold"), f" is {status['state']}: {done} rollouts have ended{epoch}", overflow="fold"
     )
@@ -218,8 +218,8 @@ def _left(status: CoordinatorStatus) -> str:
     left, tail_left = status["remaining_seconds"], status["tail_seconds"]
     if left is None:
         return "unknown" if status["requests"] else "nothing"
-    longest = f", of which the longest rollout needs {duration(tail_left)}" if tail_left else ""
-    return f"about {duration(left)}{longest}" if left else "nothing"
+    longest = f", {duration(tail_left)} for the longest rollout" if tail_left else ""
+    return f"about {duration(left)} for the open requests{longest}" if left else "nothing"
 
 
 def _saved(job: LiveJob) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,34 @@ def load_problems(source: DatasetSource, tokenizer: Any) -> list[DatasetProblem]
         ManifestError: naming each task that its generator does not accept.
     """
     problems: list[DatasetProblem] = []
+
+    def generate(task: Task) -> None:
+        dataset = _open(task, source.seed)
+        for entry in dataset:
+            prompt = encode_prompt([{"role": "user", "content": entry["question"]}], tokenizer)
+            problems.append(DatasetProblem(problem_id_of(prompt), prompt, dataset, entry))
+
+    _for_each_task(source, generate)
+    # A generator may generate a question twice, which is one problem.
+    return list({problem.problem_id: problem for problem in problems}.values())
+
+
+def check_tasks(source: DatasetSource) -> None:
+    """Check the generators and settings of the tasks, without generating their problems.
+
+    Raises:
+        ManifestError: as :func:`load_problems`, except for settings that fail only when a problem is generated.
+    """
+    _for_each_task(source, lambda task: _open(task, source.seed))
+
+
+def _for_each_task(source: DatasetSource, function: Callable[[Task], object]) -> None:
+    """Call *function* with each task, and raise a ManifestError that names all tasks with which it fails."""
     errors: list[FieldError] = []
     for number, task in enumerate(source.tasks or ()):
         path = f"spec.source.dataset.tasks[{number}]"
         try:
-            problems += _generate(task, source.seed, tokenizer)
+            function(task)
         except _UnknownGeneratorError as error:
             errors.append(FieldError(f"{path}.generator", str(error)))
         except (AssertionError, TypeError, ValueError, KeyError) as error:
@@ -63,15 +86,14 @@ def load_problems(source: DatasetSource, tokenizer: Any) -> list[DatasetProblem]
             errors.append(FieldError(f"{path}.config", message))
     if errors:
         raise ManifestError(errors)
-    # A generator may generate a question twice, which is one problem.
-    return list({problem.problem_id: problem for problem in problems}.values())
 
 
 class _UnknownGeneratorError(ValueError):
     pass
 
 
-def _generate(task: Task, seed: int, tokenizer: Any) -> list[DatasetProblem]:
+def _open(task: Task, seed: int) -> Any:
+    """Return the reasoning-gym dataset of a task, which generates its problems when it is iterated over."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -79,12 +101,7 @@ def _generate(task: Task, seed: int, tokenizer: Any) -> list[DatasetProblem]:
         close = difflib.get_close_matches(task.generator, DATASETS, n=3)
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise _UnknownGeneratorError(f"reasoning-gym has no dataset {task.generator!r}{hint}")
-    dataset = reasoning_gym.create_dataset(task.generator, seed=seed, size=task.problems, **task.config)
-    problems = []
-    for entry in dataset:
-        prompt = encode_prompt([{"role": "user", "content": entry["question"]}], tokenizer)
-        problems.append(DatasetProblem(problem_id_of(prompt), prompt, dataset, entry))
-    return problems
+    return reasoning_gym.create_dataset(task.generator, seed=seed, size=task.problems, **task.config)
 
 
 def encode_prompt(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:

@@ -103,8 +103,9 @@ RedisUrl = Annotated[
     str,
     typer.Option(
         envvar=["ROLLOUT_HISTORY_REDIS_URL", "ROLLOUT_REDIS_URL"],
-        show_envvar=True,
-        help="URL of the Redis with the histories: redis://, redis+sentinel:// or redis+cluster://; rediss… for TLS.",
+        show_envvar=False,  # Typer would show a list of two as Python writes it
+        help="URL of the Redis with the histories: redis://, redis+sentinel:// or redis+cluster://; rediss… for TLS. "
+        "Default: ROLLOUT_HISTORY_REDIS_URL, else ROLLOUT_REDIS_URL.",
     ),
 ]
 HistoryName = Annotated[
@@ -230,7 +231,7 @@ def show(
         print_json({**summary, "length_class": length_class, "rollouts": rows})
         return
     output = console()
-    table = new_table(">#", "rollout", ">generation", ">tokens", ">drafted", "finish", ">reward", ">bytes")
+    table = new_table(">#", "rollout", ">generation", ">tokens", ">from drafts", "finish", ">reward", ">bytes")
     for number, (row, record) in enumerate(zip(rows, records, strict=True), start=1):
         table.add_row(
             str(number),

@@ -82,7 +82,7 @@ def heading(number: int, record: HistoryRecord, contents: ProblemContents) -> Te
         f"generation {record.generation}",
         f"weight version {record.weight_version}",
         f"{len(record.tokens):,} tokens",
-        f"{num_drafted(record) / len(record.tokens):.0%} drafted" if record.draft_sources else "",
+        f"{num_drafted(record) / len(record.tokens):.0%} from drafts" if record.draft_sources else "",
         f"ended by {record.finish_reason}",
         "" if reward is None else f"reward {reward:.3g}",
     ]

@@ -122,7 +122,7 @@ def test_ls_on_an_empty_server(redis_url: str) -> None:
 @pytest.mark.parametrize("history", ["math", "default/math"])
 def test_show_lists_rollouts_and_a_histogram(redis_url: str, store: HistoryStore, history: str) -> None:
     lines = run(redis_url, "show", history, "p").splitlines()
-    assert ["#", "rollout", "generation", "tokens", "drafted", "finish", "reward", "bytes"] == lines[0].split()
+    assert ["#", "rollout", "generation", "tokens", "from", "drafts", "finish", "reward", "bytes"] == lines[0].split()
     assert ["1", "r1", "2", "100", "0%", "stop", "0.25"] == lines[1].split()[:7]
     assert ["10", "r10", "2", "1,000", "0%", "length", "–"] == lines[10].split()[:7]
     assert lines[11].startswith("10 rollouts, ")

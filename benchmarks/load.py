@@ -156,7 +156,6 @@ class StubEngine:
             weight_spans=[WeightSpan(start=0, weight_version=0)],
             finish_reason=FinishReason.LENGTH,
             num_decoding_steps=self._workload.tokens,
-            num_draft_tokens=0,
             draft_tokens_by_source={},
             accepted_tokens_by_source={},
             draft_sources=None,
@@ -167,6 +166,10 @@ class StubEngine:
 
     async def stats(self) -> dict[str, Any]:
         """Return what an engine without drafts measures."""
+        return {}
+
+    def running_tokens(self) -> dict[str, int]:
+        """Return nothing: a stub does not know how far its rollouts are."""
         return {}
 
 

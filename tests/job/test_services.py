@@ -94,7 +94,7 @@ def test_a_head_ends_when_another_one_has_taken_over(setup: JobSetup, services: 
         return False
 
     wait_for(is_superseded, START_S)
-    assert [Service.RELAY] == list(processes())
+    wait_for(lambda: [Service.RELAY] == list(processes()), START_S)  # it starts a second after the coordinator
 
 
 def test_a_service_that_cannot_be_started_is_started_later(setup: JobSetup, monkeypatch: pytest.MonkeyPatch) -> None:

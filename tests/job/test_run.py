@@ -388,7 +388,7 @@ def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: C
     assert [line[0] for line in lines] == sorted(line[0] for line in lines)
     assert {"run", "coordinator", "engine-0"} <= {line[1] for line in lines}
     assert "has joined" in logs.output
-    assert logs.output.count("Starting vLLM with") >= 4
+    assert logs.output.count("Starting 1 vLLM engine with") >= 4
     assert {"coordinator"} == {
         line.split()[1] for line in harness.call("logs", "--process", "coordinator").output.splitlines()
     }

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from rollout_api.protocol.exit_codes import EXIT_DEADLINE, EXIT_INTERRUPTED, EXIT_REDIS, EXIT_STATE
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
+from rollout_api.protocol.status import CoordinatorStatus
 from rollout_worker.cli.main import app
 from rollout_worker.job.job_store.launcher import LauncherStore
 from rollout_worker.job.ledger import LedgerEntry
@@ -134,6 +135,12 @@ class CommandHarness:
     def uid(self) -> str:
         state = self._directory / "state" / "default" / "story" / "job.json"
         return str(json.loads(state.read_text())["uid"]) if state.exists() else ""
+
+    def status(self) -> CoordinatorStatus:
+        """The coordinator's status, while it runs."""
+        published: Any = self.client.get(MessageKeys(self.uid).status)
+        status: CoordinatorStatus = json.loads(published)
+        return status
 
     def ledger(self) -> dict[str, LedgerEntry]:
         """Ledger entries of the job's own rollouts, without those of baselines."""
@@ -319,6 +326,9 @@ def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: C
         ledger = harness.ledger()
         assert done == {name: ledger[name] for name in done}
 
+    # There must be something left to do after each interruption.
+    harness.samples = harness.manifest["spec"]["sampling"]["rolloutsPerPrompt"] = 2 * SAMPLES
+
     # A second run of the same job is rejected; then Redis is full.
     process = harness.start("--no-compare")
     harness.wait_for(lambda: bool(harness.uid), process)
@@ -330,9 +340,7 @@ def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: C
     assert 0 == shown.code, shown.output
     assert f"Job default/story (uid {harness.uid}) is running" in shown.output
     assert "served by 1 of 1 engines" in shown.output
-    harness.wait_for(
-        lambda: json.loads(harness.call("status", "--json").output)["engines"][0]["tokens_per_second"] > 0, process
-    )
+    harness.wait_for(lambda: harness.status()["engines"][0]["tokens_per_second"] > 0, process)
     harness.client.config_set("maxmemory", 1)
     assert harness.seconds_until(process, "out of memory") < 10
     result = harness.end(process)

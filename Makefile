@@ -72,13 +72,13 @@ format: env  ## Format the code and apply automatic fixes.
 generate: env  ## Generate the CRD, the chart's copy of it, the dashboards, the reference pages, and the images' requirements.
 	$(VENV)/python scripts/crd.py
 	$(VENV)/python scripts/manifest_docs.py
-	$(VENV)/python scripts/protocol_docs.py
+	$(VENV)/python -m scripts.protocol_docs
 	$(VENV)/python scripts/dashboards.py
 	$(VENV)/python scripts/cli_docs.py
 	$(VENV)/python scripts/metrics_docs.py
-	$(VENV)/python scripts/sizing_docs.py
-	$(VENV)/python scripts/performance_docs.py
-	$(VENV)/python scripts/code_map.py
+	$(VENV)/python -m scripts.sizing_docs
+	$(VENV)/python -m scripts.performance_docs
+	$(VENV)/python -m scripts.code_map
 	$(VENV)/python scripts/image_requirements.py
 
 docs: env  ## Build the documentation site into site/.

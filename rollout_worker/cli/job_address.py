@@ -42,6 +42,15 @@ JobRedis = Annotated[
         show_default="the manifest's, else that of the last rollout run of the job in the state directory",
     ),
 ]
+JobHistoryRedis = Annotated[
+    str | None,
+    typer.Option(
+        "--history-redis",
+        envvar="ROLLOUT_HISTORY_REDIS_URL",
+        help="URL of the Redis that keeps the history.",
+        show_default="the job's Redis",
+    ),
+]
 JobUid = Annotated[str | None, typer.Option(help="Unique id of the job.", show_default="the newest job with its name")]
 StateDirectory = Annotated[Path, typer.Option("--state-dir", help="State directory of rollout run.")]
 

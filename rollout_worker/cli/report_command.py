@@ -15,6 +15,7 @@ from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_address import (
     JobAddressError,
+    JobHistoryRedis,
     JobManifest,
     JobRedis,
     JobUid,
@@ -50,14 +51,7 @@ def report(
     ] = None,
     file: JobManifest = None,
     redis: JobRedis = None,
-    history_redis: Annotated[
-        str | None,
-        typer.Option(
-            envvar="ROLLOUT_HISTORY_REDIS_URL",
-            help="URL of the Redis that keeps the history.",
-            show_default="the job's Redis",
-        ),
-    ] = None,
+    history_redis: JobHistoryRedis = None,
     uid: JobUid = None,
     state_dir: StateDirectory = Path(".rollout"),
     model_cache: Annotated[

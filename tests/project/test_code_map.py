@@ -58,14 +58,14 @@ def named_modules(folder: str) -> set[str]:
 def test_the_map_names_exactly_the_modules_that_exist(folder: str) -> None:
     existing = {name for name in code_map.modules(folder) if Path(name).name != "__init__.py"}
     missing, unknown = sorted(existing - named_modules(folder)), sorted(named_modules(folder) - existing)
-    assert ([], []) == (missing, unknown), "run: python scripts/code_map.py"
+    assert ([], []) == (missing, unknown), "run: python -m scripts.code_map"
 
 
 def test_the_descriptions_are_those_of_the_files() -> None:
     page = PAGE.read_text()
     differences = difflib.unified_diff(page.splitlines(), code_map.document(page).splitlines(), lineterm="", n=0)
     changed = [line for line in differences if line.startswith(("+", "-")) and not line.startswith(("+++", "---"))]
-    assert [] == changed, "run: python scripts/code_map.py"
+    assert [] == changed, "run: python -m scripts.code_map"
 
 
 def test_the_map_names_every_top_level_folder() -> None:

@@ -12,7 +12,7 @@ PLAN = EXAMPLES["7B on 8 H100s"]
 
 def test_the_examples_are_computed() -> None:
     page = sizing_docs.PAGE.read_text()
-    assert sizing_docs.document(page) == page, "run: python scripts/sizing_docs.py"
+    assert sizing_docs.document(page) == page, "run: python -m scripts.sizing_docs"
 
 
 def test_the_kv_cache_of_a_token_has_keys_and_values_of_every_layer() -> None:

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from rollout_api.protocol.exit_codes import EXIT_STATE
 from rollout_worker.cli.exit_errors import exit_with_message
-from rollout_worker.cli.job_address import JobArgument, JobManifest, JobRedis, JobUid, StateDirectory
+from rollout_worker.cli.job_address import JobArgument, JobHistoryRedis, JobManifest, JobRedis, JobUid, StateDirectory
 from rollout_worker.runtime.exit_message import exit_with_error
 
 if TYPE_CHECKING:
@@ -45,14 +45,7 @@ def bundle(
     ] = None,
     file: JobManifest = None,
     redis: JobRedis = None,
-    history_redis: Annotated[
-        str | None,
-        typer.Option(
-            envvar="ROLLOUT_HISTORY_REDIS_URL",
-            help="URL of the Redis that keeps the history.",
-            show_default="the job's Redis",
-        ),
-    ] = None,
+    history_redis: JobHistoryRedis = None,
     uid: JobUid = None,
     state_dir: StateDirectory = Path(".rollout"),
     with_rollouts: Annotated[

@@ -16,6 +16,7 @@ from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_address import (
     FoundJob,
     JobArgument,
+    JobHistoryRedis,
     JobManifest,
     JobRedis,
     JobUid,
@@ -41,14 +42,7 @@ def top(
     job: JobArgument = None,
     file: JobManifest = None,
     redis: JobRedis = None,
-    history_redis: Annotated[
-        str | None,
-        typer.Option(
-            envvar="ROLLOUT_HISTORY_REDIS_URL",
-            help="URL of the Redis that keeps the history, from which lengths are predicted.",
-            show_default="the job's Redis",
-        ),
-    ] = None,
+    history_redis: JobHistoryRedis = None,
     uid: JobUid = None,
     state_dir: StateDirectory = Path(".rollout"),
     once: Annotated[bool, typer.Option("--once", help="Print the current state once, and exit.")] = False,

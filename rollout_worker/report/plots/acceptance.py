@@ -80,48 +80,35 @@ def accepted_by_source(steps: Sequence[Step], unit: str) -> go.Figure:
 
 def acceptance_by_position(counts: Mapping[str, Acceptance]) -> go.Figure:
     """The acceptance rate of draft tokens at each position, and how many were verified there."""
-    traces = [
+    axis = {"title": {"text": "position in the draft"}, "type": "category", "automargin": True}
+    return _rate_figure(_rates(counts, GREEN), axis)
+
+
+def acceptance_by_age(counts: Mapping[int, Acceptance]) -> go.Figure:
+    """The acceptance rate of draft tokens from the history by the age of the rollouts behind them."""
+    return _rate_figure(_rates(counts, BLUE), numbers_axis("age in generations", list(counts)))
+
+
+def _rates(counts: Mapping[str, Acceptance] | Mapping[int, Acceptance], color: str) -> list[go.Bar | go.Scatter]:
+    """Return bars of the numbers of verified draft tokens, and a line of the acceptance rates."""
+    return [
         go.Bar(
             name="verified",
             x=list(counts),
             y=[one.drafted for one in counts.values()],
             yaxis="y2",
             marker={"color": GRAY, "opacity": 0.35},
-            hovertemplate="%{y:,} verified<extra></extra>",
+            hovertemplate="%{y:,.0f} verified<extra></extra>",
         ),
         go.Scatter(
             name="acceptance rate",
             x=list(counts),
             y=[one.rate for one in counts.values()],
             mode="lines+markers",
-            line={"color": GREEN, "width": 2},
+            line={"color": color, "width": 2},
             hovertemplate="%{y:.0%} accepted<extra></extra>",
         ),
     ]
-    return _rate_figure(traces, {"title": {"text": "position in the draft"}, "type": "category", "automargin": True})
-
-
-def acceptance_by_age(counts: Mapping[int, Acceptance]) -> go.Figure:
-    """The acceptance rate of draft tokens from the history by the age of the rollouts behind them."""
-    traces = [
-        go.Bar(
-            name="drafted",
-            x=list(counts),
-            y=[one.drafted for one in counts.values()],
-            yaxis="y2",
-            marker={"color": GRAY, "opacity": 0.35},
-            hovertemplate="%{y:,.0f} drafted<extra></extra>",
-        ),
-        go.Scatter(
-            name="acceptance rate",
-            x=list(counts),
-            y=[one.rate for one in counts.values()],
-            mode="lines+markers",
-            line={"color": BLUE, "width": 2},
-            hovertemplate="%{y:.0%} accepted<extra></extra>",
-        ),
-    ]
-    return _rate_figure(traces, numbers_axis("age in generations", list(counts)))
 
 
 def _rate_figure(traces: Sequence[go.Bar | go.Scatter], axis: Mapping[str, Any]) -> go.Figure:

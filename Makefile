@@ -106,7 +106,7 @@ set-version: env  ## Write VERSION=X.Y.Z to all files that state the version.
 	$(VENV)/python -m scripts.release.versions $(VERSION)
 
 clean:  ## Remove .venv, builds and job state.
-	rm -rf .venv build dist .rollout
+	rm -rf .venv build dist site .rollout
 
 .PHONY: help env tiny-model demo test test-fast test-v2 test-chaos kubernetes images test-cluster test-native lint format \
 	generate docs docs-serve docs-screenshots wheels chart docker-images release-check set-version clean

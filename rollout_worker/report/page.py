@@ -104,7 +104,7 @@ def _tiles(recording: JobRecording, summary: Summary) -> list[dict[str, str]]:
         {
             "value": f"{summary.tail:.0%}",
             "label": "tail",
-            "text": "share of the makespan in which fewer than half of the rollouts ran, compared with the peak",
+            "text": "share of the makespan, at its end, in which fewer than half as many rollouts ran as at the peak",
         }
     )
     return tiles

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 
 from rollout_api.bundle.kubernetes_objects import containers_with_logs, log_path
 from rollout_operator.bundle_contents import ContainerLog, Evidence, bundle_config_map
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi, pod_reference
 from rollout_operator.observed import Manifest
+
+logger = logging.getLogger(__name__)
 
 _READ_TIMEOUT_S = 15.0
 """Seconds within which logs and Events are read; what has not arrived by then is missing."""
@@ -31,8 +34,19 @@ async def keep_bundle(api: KubernetesApi, job: Manifest, name: str, pods: Sequen
         now: current Unix time.
 
     Raises:
-        ApiError: if the ConfigMap cannot be written in time.
+        ApiError: if the ConfigMap cannot be made or written in time.
     """
+    try:
+        await _keep_bundle(api, job, name, pods, now)
+    except ApiError:
+        raise
+    except Exception as error:
+        # Otherwise, the reconcile would be repeated, and a failed job would keep its pods.
+        logger.exception("The bundle of a failed job cannot be made.")
+        raise ApiError(0, "BundleFailed", f"{type(error).__name__}: {error}") from error
+
+
+async def _keep_bundle(api: KubernetesApi, job: Manifest, name: str, pods: Sequence[str], now: float) -> None:
     evidence = Evidence(job)
     reader = _Reader(api, job["metadata"]["namespace"], evidence)
     try:

@@ -169,7 +169,12 @@ class Reconciler:
         if not is_ending or not _has_condition(job, ConditionType.FAILED):
             return None
         reference = config_map_reference(metadata["namespace"], names.bundle_config_map(metadata["name"]))
-        found = await self._api.metadata(reference)
+        try:
+            found = await self._api.metadata(reference)
+        except ApiError as error:
+            if error.transient:
+                raise
+            return None  # the bundle cannot be stored either, which does not delay the teardown
         return None if found is None else KeptBundle.from_config_map(found)
 
     async def _lost_nodes(self, nodes: set[str]) -> frozenset[str]:

@@ -14,15 +14,16 @@ HIDDEN = "***"
 
 _MIN_KNOWN_LENGTH = 4
 """Length from which a known secret is removed wherever it occurs; shorter ones occur in ordinary words."""
-_URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://[^\s\"'<>`]+")
+_URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://(?:[^\s\"`@/]{1,256}@)?[^\s\"'<>`]+")
 _SECRET_SHAPES = re.compile(
     r"""
       (?P<scheme>\b[Bb]earer\s+)[A-Za-z0-9._~+/=-]{8,}
     | \bhf_[A-Za-z0-9]{16,}                                   # Hugging Face
     | \bgh[pousr]_[A-Za-z0-9]{20,} | \bgithub_pat_\w{20,}     # GitHub
     | \b(?:sk|pk|rk)-[A-Za-z0-9_-]{16,}                       # OpenAI and others
-    | \bAKIA[0-9A-Z]{16}\b                                    # AWS
-    | \beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*                       # JSON web tokens, as of ServiceAccounts
+    | \bglpat-[\w-]{16,} | \bxox[abprs]-[\w-]{12,}           # GitLab, Slack
+    | \bA[KS]IA[0-9A-Z]{16}\b                                 # AWS
+    | (?<![\w-])eyJ[\w-]{8,8192}\.[\w-]{8,}\.[\w-]*          # JSON web tokens, as of ServiceAccounts
     | -----BEGIN\ [A-Z ]*PRIVATE\ KEY-----.*?(?:-----END\ [A-Z ]*PRIVATE\ KEY-----|\Z)
     """,
     re.VERBOSE | re.DOTALL,
@@ -41,8 +42,13 @@ _VALUE = re.compile(
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _NUMBER = re.compile(r"[-+]?\d[\d.,_]*(?:[eE][-+]?\d+)?%?")
-_SECRET_PARTS = ("password", "passwd", "passphrase", "secret", "credential", "apikey", "authorization")
+_SECRET_PARTS = (
+    *("password", "passwd", "passphrase", "secret", "credential", "apikey", "authorization"),
+    *("requirepass", "masterauth", "signature"),
+)
 """Parts of names whose values are secret whatever they look like."""
+_SECRET_ENDINGS = frozenset({"auth", "pass", "pwd", "sig"})
+"""Last words of names whose values are secret."""
 _ENVIRONMENT_PARTS = ("TOKEN", "KEY")
 """Further parts of the names of environment variables with secrets."""
 _KINDS_OF_KEYS = frozenset({"access", "account", "admin", "api", "auth", "encryption", "master", "private", "signing"})
@@ -67,7 +73,7 @@ def is_secret_name(name: str, *, in_object: bool = False) -> bool:
     if not words or words[-1] in _HARMLESS_ENDINGS:
         return False
     squashed = "".join(words)
-    if any(part in squashed for part in _SECRET_PARTS):
+    if words[-1] in _SECRET_ENDINGS or any(part in squashed for part in _SECRET_PARTS):
         return True
     if name.isupper() and any(part in name.replace("TOKENIZER", "") for part in _ENVIRONMENT_PARTS):
         return True

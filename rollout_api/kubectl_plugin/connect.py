@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from rollout_api.bundle.redaction import HIDDEN
 from rollout_api.kubectl_plugin.jobs import full_name, summary
 from rollout_api.kubectl_plugin.kubectl import Kubectl, PluginError
+from rollout_api.redis_client.address import without_password
 
 _SERVER_PORT, _REDIS_PORT = 8000, 6379
 _FORWARDING = re.compile(r"Forwarding from 127\.0\.0\.1:(\d+)")
-HIDDEN = "***"
 
 
 @dataclass(frozen=True)
@@ -63,14 +64,6 @@ def read_secret(kubectl: Kubectl, secret: tuple[str, str]) -> str:
     return base64.b64decode(data[key]).decode()
 
 
-def hide_password(url: str) -> str:
-    """Return a URL with the password replaced."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url
-    return urlunsplit(parts._replace(netloc=f"{parts.username or ''}:{HIDDEN}@{parts.netloc.rpartition('@')[2]}"))
-
-
 def forwarded_url(url: str, port: int) -> str:
     """Return the URL under which a program on this machine reaches *url* through the local *port*."""
     parts = urlsplit(url)
@@ -92,7 +85,7 @@ def forward_target(url: str, namespace: str) -> tuple[str, str, int]:
     host, default = parts.hostname or "", _SERVER_PORT if parts.scheme.startswith("http") else _REDIS_PORT
     if "+" in parts.scheme:
         raise PluginError(
-            f"{hide_password(url)} consists of several servers, which a forwarded port cannot reach; connect from "
+            f"{without_password(url)} consists of several servers, which a forwarded port cannot reach; connect from "
             "within the cluster"
         )
     names = host.split(".")
@@ -201,7 +194,7 @@ def forward(
     )
     try:
         local = forwarded_url(url, _local_port(process))
-        shown = local if show_secret or is_http else hide_password(local)
+        shown = local if show_secret or is_http else without_password(local)
         say(f"{shown} reaches {'the HTTP server' if is_http else 'Redis'} of {full_name(job)} until Ctrl-C.")
         if shown != local:
             say(f"Replace {HIDDEN} by the password, which --show-secret shows.")

@@ -19,7 +19,6 @@ from rollout_api.kubectl_plugin.connect import (
     describe,
     forward_target,
     forwarded_url,
-    hide_password,
     http_snippet,
     redis_snippet,
 )
@@ -28,6 +27,7 @@ from rollout_api.kubectl_plugin.head_commands import exec_arguments
 from rollout_api.kubectl_plugin.jobs import explanation, missing_job, summary
 from rollout_api.kubectl_plugin.kubectl import Kubectl, PluginError, explain_error
 from rollout_api.kubectl_plugin.logs import failure_lines, logs_arguments
+from rollout_api.redis_client.address import without_password
 
 
 def job(*conditions: tuple[str, str, str, str], **status: Any) -> dict[str, Any]:
@@ -195,7 +195,7 @@ def test_servers_without_a_service_are_not_forwarded(url: str, message: str) -> 
 def test_the_forwarded_url_keeps_login_and_database() -> None:
     url = "redis://job:secret@das-redis.rollouts.svc:6379/0"
     assert "redis://job:secret@127.0.0.1:5000/0" == forwarded_url(url, 5000)
-    assert "redis://job:***@das-redis.rollouts.svc:6379/0" == hide_password(url)
+    assert "redis://job:***@das-redis.rollouts.svc:6379/0" == without_password(url)
     assert "http://127.0.0.1:5000" == forwarded_url("http://agents-server.rollouts.svc:8000", 5000)
 
 

@@ -33,3 +33,24 @@ async def store_bundle_without_api_server() -> None:
             await execute(api, ObjectCache(), observed, Plan(actions=(DeleteWorkload("math"),)))
     finally:
         await api.close()
+
+
+def test_a_defect_in_the_bundle_does_not_keep_the_pods_of_a_failed_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("metadata")
+
+    monkeypatch.setattr("rollout_operator.bundle_collector.bundle_config_map", fail)
+
+    async def store() -> None:
+        configuration = Configuration(host=f"http://127.0.0.1:{free_port()}")
+        configuration.retries = 0
+        api = KubernetesApi(ApiClient(configuration))
+        try:
+            plan = Plan(actions=(KeepBundle("math-bundle", ("math-head",)),))
+            (rejection,) = await execute(api, ObjectCache(), running_job().observe(), plan)
+            assert "BundleFailed" == rejection.reason
+            assert "KeyError" in rejection.message
+        finally:
+            await api.close()
+
+    asyncio.run(store())

@@ -53,6 +53,22 @@ def show_ids(tokens: Iterable[int]) -> list[str]:
 def _texts(tokenizer: Any, tokens: Iterable[int]) -> list[str]:
     from tokenizers.decoders import DecodeStream
 
+    def whole(ids: list[int]) -> str:
+        return str(tokenizer.decode(ids, skip_special_tokens=False))
+
     stream = DecodeStream(skip_special_tokens=False)
-    # A token that ends within a character has no text; the one that completes the character has it all.
-    return [stream.step(tokenizer, int(token)) or "" for token in tokens]
+    texts: list[str] = []
+    incomplete: list[int] = []
+    for token in tokens:
+        incomplete.append(int(token))
+        try:
+            # A token that ends within a character has no text; the one that completes the character has it all.
+            text = stream.step(tokenizer, int(token))
+        except Exception:  # bytes that are no character; tokenizers has no errors of its own
+            stream, text = DecodeStream(skip_special_tokens=False), whole(incomplete)
+        if text is not None:
+            incomplete = []
+        texts.append(text or "")
+    if incomplete:
+        texts[-1] += whole(incomplete)
+    return texts

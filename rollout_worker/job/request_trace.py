@@ -15,7 +15,8 @@ from rollout_api.protocol.messages import RolloutRequest
 
 _TRACE_ID_BYTES = 16
 _CALLER = struct.Struct(">QB")
-"""Packed span id and sampled flag of the caller."""
+"""Packed span id of the caller, and flags of its ``traceparent``."""
+_PACKED_LENGTHS = (0, _TRACE_ID_BYTES, _TRACE_ID_BYTES + _CALLER.size)
 _SAMPLED = 0x01
 """Flag of a W3C ``traceparent``."""
 
@@ -37,10 +38,13 @@ class RequestTrace:
         """Return the trace of a request.
 
         Args:
-            data: what :func:`pack_trace` has returned for the request.
+            data: what :func:`pack_trace` has returned for the request. With anything else, which a later release may
+                have written, the request has a trace of its own.
             job_uid: uid of the request's job.
             request_id: id of the request.
         """
+        if len(data) not in _PACKED_LENGTHS:
+            data = b""
         trace_id = data[:_TRACE_ID_BYTES] or _hash(_TRACE_ID_BYTES, "request", job_uid, request_id)
         caller, flags = _CALLER.unpack(data[_TRACE_ID_BYTES:]) if len(data) > _TRACE_ID_BYTES else (0, 0)
         return cls(int.from_bytes(trace_id, "big"), span_id_of(job_uid, request_id), caller, bool(flags & _SAMPLED))

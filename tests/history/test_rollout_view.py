@@ -21,7 +21,7 @@ from rollout_api.protocol.exit_codes import EXIT_STATE
 from rollout_api.redis_client.connection import connect_history
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.store import HistoryStore
-from rollout_worker.history.token_texts import load_decoder
+from rollout_worker.history.token_texts import _texts, load_decoder
 from rollout_worker.history_service.cli import app
 from rollout_worker.history_service.rollout_view import (
     MAX_SHOWN_TOKENS,
@@ -188,3 +188,25 @@ def test_an_existing_file_stays_if_the_export_fails(redis_url: str, store: Histo
     run(redis_url, "export", "unknown", str(file), code=1)
     assert b"old" == file.read_bytes()
     assert [file] == list(tmp_path.iterdir())
+
+
+@given(st.data())
+def test_any_tokens_have_texts_that_are_the_text_of_all(data: st.DataObject) -> None:
+    """Tokens may stand for single bytes, which need not be valid, and end within a character."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "b": 257}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    ids = data.draw(st.lists(st.integers(0, 257), max_size=12))
+    pieces = _texts(tokenizer, ids)
+    assert len(ids) == len(pieces)
+    text = tokenizer.decode(ids, skip_special_tokens=False)
+    if "\ufffd" not in text:
+        assert text == "".join(pieces)
+
+
+def test_a_response_that_ends_within_a_character_keeps_its_last_token(
+    tokenizer_directory: Path, tokens: list[list[int]]
+) -> None:
+    pieces = load_decoder(str(tokenizer_directory))(tokens[0][:-1])
+    assert pieces[-1] or pieces[-2]
+    assert "".join(pieces).endswith("\ufffd")

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_api.protocol.keys import MESSAGE_FIELD
-from rollout_api.protocol.messages import FinishReason, encode
+from rollout_api.protocol.messages import CodecError, FinishReason, encode
 from rollout_api.protocol.timeline import EndedRollout, EngineMeasurement, Measurement
 from rollout_api.redis_client.connection import connect
 from rollout_worker.job.coordinator.distributions import Distribution, RolloutDistributions
@@ -200,3 +200,25 @@ def test_a_weight_update_is_counted_once_for_each_engine() -> None:
         counted.observe_engines({"a": new, "b": new})  # b has loaded its weights before anyone observed it
     assert (4.0, 0.5) == (counted.weight_update_seconds.total, counted.weight_gap_seconds.total)
     assert 1 == sum(counted.weight_update_seconds.counts)
+
+
+# What a later release, or a defect, has written
+
+
+def test_an_entry_that_cannot_be_decoded_is_reported_as_such(run: Run, redis_url: str) -> None:
+    entry = EndedRollout.of(request(), rollout(request(), 0), 0).pack()
+
+    async def scenario(job_store: JobStore) -> None:
+        for fields in ({"d": entry}, {"a": "1-0"}, {"d": entry, "a": "later"}):
+            connect(redis_url).delete(JOB.timeline)
+            connect(redis_url).xadd(JOB.timeline, fields)
+            with pytest.raises(CodecError):
+                await job_store.timeline.ended()
+
+    run(scenario)
+
+
+def test_a_finish_reason_of_a_later_release_counts_as_an_interruption() -> None:
+    counted = RolloutDistributions()
+    counted.observe_rollout(ended(finish_reason="later"), newest_version=5)
+    assert (1, 0) == (sum(counted.sampling_seconds.counts), sum(counted.response_tokens.counts))

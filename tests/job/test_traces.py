@@ -141,6 +141,11 @@ def test_the_trace_follows_from_the_caller_or_the_trajectory_or_the_request() ->
     assert trace_of(request("a")) == trace_of(request("a", traceparent=f"00-{'0' * 32}-{CALLER_SPAN}-01"))
 
 
+def test_a_trace_that_a_later_release_has_packed_is_replaced_by_one_of_the_request() -> None:
+    own = trace_of(request("a"))
+    assert own == RequestTrace.unpack(bytes(17), request("a").job_uid, "a")
+
+
 @pytest.mark.parametrize(
     ("header", "expected"),
     [
@@ -275,7 +280,9 @@ def test_coordinator_and_relay_trace_each_request(
     spans = (collector.named(name, "group") for name in ("queue", "sample", "history.append"))
     for queued, sampled, appended in zip(*spans, strict=True):
         assert began - 1 < whole.start == queued.start <= queued.end == sampled.start <= sampled.end <= whole.end
-        assert sampled.end == appended.start <= appended.end < time.time() + 1
+        # Redis 7.0 reads its clock for each of the two entries that a finished rollout adds.
+        assert abs(appended.start - sampled.end) < 0.005
+        assert appended.start <= appended.end < time.time() + 1
         assert ("a-1", 5, 7) == tuple(sampled.attributes[f"rollout.{name}"] for name in ("engine", "tokens", "step"))
     assert not any(span.is_error for span in collector.spans)
     values = [value for span in collector.spans for value in span.attributes.values()]

@@ -11,6 +11,7 @@ from rollout_api.protocol.messages import FinishReason
 from rollout_api.protocol.timeline import EndedRollout
 from rollout_worker.job.job_store import EngineReport
 
+_COMPLETE = frozenset(reason.value for reason in FinishReason if reason.complete)
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 3600)
 _SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKENS = tuple(2**exponent for exponent in range(4, 18))
@@ -73,7 +74,7 @@ class RolloutDistributions:
         # The clocks of Redis and the engine may differ.
         self.queue_seconds.observe(max(0.0, rollout.started_at - rollout.arrived_at))
         self.sampling_seconds.observe(max(0.0, rollout.finished_at - rollout.started_at))
-        if FinishReason(rollout.finish_reason).complete:
+        if rollout.finish_reason in _COMPLETE:  # a reason of a later release is none of these
             self.response_tokens.observe(rollout.tokens)
         if rollout.decoding_steps:
             self.accepted_per_step.observe(rollout.accepted_tokens / rollout.decoding_steps)

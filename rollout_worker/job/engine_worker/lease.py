@@ -57,29 +57,9 @@ class EngineLease:
         if not self.engine_id:
             return
         async with self._renewing:  # two concurrent renewals must not both register again
-            self._update_report()
-            state, run_id = await asyncio.gather(  # in one round trip
-                retry_async(self._job_store.engines.heartbeat, self.engine_id, self.report),
-                retry_async(self._job_store.server_run_id),
-            )
-            if run_id != self._redis_run_id:
-                # Redis may have lost its last writes, and with them assignments or finished rollouts.
-                self._redis_run_id, reason = run_id, "Redis was restarted"
-                await retry_async(self._job_store.engines.release, self.engine_id)
-            elif state is LeaseState.LOST:
-                reason = "its lease had expired"
-            else:
-                if state is LeaseState.OBSERVED:
-                    await self._report_running()
-                return
-            logger.warning(
-                "Engine %s registers again because %s; its rollouts continue from their last checkpoints.",
-                self.engine_id,
-                reason,
-            )
-            self._running.abandon()
-            self._checkpoints.clear()
-            await self._begin()
+            state = await self._renew()
+        if state is LeaseState.OBSERVED:
+            await self._report_running()
 
     async def start_draining(self) -> None:
         """Tell the coordinator that the engine takes no more rollouts."""
@@ -92,6 +72,31 @@ class EngineLease:
             await self._job_store.engines.release(self.engine_id)
         except redis.RedisError as error:
             logger.info("Cannot release the lease of engine %s (%s); it will expire.", self.engine_id, error)
+
+    async def _renew(self) -> LeaseState:
+        """Renew the lease, or register again; return what the lease was."""
+        self._update_report()
+        state, run_id = await asyncio.gather(  # in one round trip
+            retry_async(self._job_store.engines.heartbeat, self.engine_id, self.report),
+            retry_async(self._job_store.server_run_id),
+        )
+        if run_id != self._redis_run_id:
+            # Redis may have lost its last writes, and with them assignments or finished rollouts.
+            self._redis_run_id, reason = run_id, "Redis was restarted"
+            await retry_async(self._job_store.engines.release, self.engine_id)
+        elif state is LeaseState.LOST:
+            reason = "its lease had expired"
+        else:
+            return state
+        logger.warning(
+            "Engine %s registers again because %s; its rollouts continue from their last checkpoints.",
+            self.engine_id,
+            reason,
+        )
+        self._running.abandon()
+        self._checkpoints.clear()
+        await self._begin()
+        return state
 
     async def _begin(self) -> None:
         self.engine_id = f"{self.report.name}-{secrets.token_hex(4)}"

@@ -10,6 +10,7 @@ import msgpack
 import redis.asyncio
 
 from rollout_api.protocol.keys import MESSAGE_FIELD, TRACE_FIELD, MessageKeys
+from rollout_api.protocol.messages import CodecError
 from rollout_api.protocol.timeline import EndedRollout, Measurement
 from rollout_worker.job.job_store.encoding import as_text
 from rollout_worker.job.job_store.incoming import arrival_time
@@ -156,5 +157,8 @@ def resolution(num_bytes: int) -> int:
 
 
 def _ended_rollout(entry_id: bytes, data: Mapping[bytes, bytes]) -> EndedRollout:
-    arrived, ended = as_text(data[_ARRIVAL_FIELD]), as_text(entry_id)
-    return EndedRollout.unpack(data[MESSAGE_FIELD.encode()], arrival_time(arrived), arrival_time(ended))
+    try:
+        arrived_at, packed = arrival_time(as_text(data[_ARRIVAL_FIELD])), data[MESSAGE_FIELD.encode()]
+    except (KeyError, ValueError) as error:
+        raise CodecError(f"not an entry of a timeline: {type(error).__name__}: {error}") from None
+    return EndedRollout.unpack(packed, arrived_at, arrival_time(as_text(entry_id)))

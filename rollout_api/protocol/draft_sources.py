@@ -12,6 +12,8 @@ SAMPLED = 0
 The code of an accepted draft token is 1 plus the index of its source in :data:`DRAFT_SOURCES`."""
 _CODE_BITS = 3
 _MAX_RUN = 2 ** (8 - _CODE_BITS)
+_RUNS = [bytes([byte % 2**_CODE_BITS]) * ((byte >> _CODE_BITS) + 1) for byte in range(256)]
+"""The codes that each encoded byte stands for."""
 _RUN = re.compile(rb"(.)\1{0,%d}" % (_MAX_RUN - 1), re.DOTALL)
 
 
@@ -25,7 +27,7 @@ def encode_draft_sources(codes: bytes) -> bytes:
 
 def decode_draft_sources(encoded: bytes) -> bytes:
     """Return the code of each token, one byte for a token. Codes that only a later version knows are at most 7."""
-    return b"".join(bytes([byte % 2**_CODE_BITS]) * _run_length(byte) for byte in encoded)
+    return b"".join([_RUNS[byte] for byte in encoded])
 
 
 def source_names(codes: bytes) -> list[str | None]:
@@ -36,8 +38,4 @@ def source_names(codes: bytes) -> list[str | None]:
 
 def num_encoded_tokens(encoded: bytes) -> int:
     """Return of how many tokens the codes are encoded."""
-    return sum(map(_run_length, encoded))
-
-
-def _run_length(byte: int) -> int:
-    return (byte >> _CODE_BITS) + 1
+    return sum(len(_RUNS[byte]) for byte in encoded)

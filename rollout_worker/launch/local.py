@@ -278,7 +278,10 @@ async def _serve(
         if time.monotonic() < next_line:
             continue
         next_line = time.monotonic() + PROGRESS_INTERVAL_S
-        status = await asyncio.to_thread(retry, store.status)
+        try:
+            status = await run_in_daemon_thread(partial(retry, store.status))  # Ctrl-C does not have to wait for Redis
+        except ValueError:  # a defect; the next status may be readable
+            continue
         if status is not None and status["done"] != done:
             done = status["done"]
             notify(

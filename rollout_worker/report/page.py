@@ -111,7 +111,8 @@ def _tiles(recording: JobRecording, summary: Summary) -> list[dict[str, str]]:
 
 
 def _saving(share: float, how: str, text: str) -> dict[str, str]:
-    return {"value": f"{abs(share):.0%}", "label": f"{'saved' if share >= 0 else 'lost'}, {how}", "text": text}
+    change = "saved" if round(share, 2) >= 0 else "lost"
+    return {"value": f"{abs(share):.0%}", "label": f"{change}, {how}", "text": text}
 
 
 def _duration(seconds: float) -> str:

@@ -336,11 +336,12 @@ def test_every_interruption_is_reported_and_loses_no_finished_rollout(harness: C
     assert EXIT_STATE == concurrent.code, concurrent.output
     assert "another run of this job holds" in concurrent.output
     harness.wait_for(lambda: len(harness.ledger()) >= 5, process)
+    # The coordinator publishes the job's status a moment after the rollouts.
+    harness.wait_for(lambda: any(engine["tokens_per_second"] > 0 for engine in harness.status()["engines"]), process)
     shown = harness.call("status")
     assert 0 == shown.code, shown.output
     assert f"Job default/story (uid {harness.uid}) is running" in shown.output
     assert "served by 1 of 1 engines" in shown.output
-    harness.wait_for(lambda: harness.status()["engines"][0]["tokens_per_second"] > 0, process)
     harness.client.config_set("maxmemory", 1)
     assert harness.seconds_until(process, "out of memory") < 10
     result = harness.end(process)

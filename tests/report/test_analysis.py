@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from rollout_api.figures.timeline import Timeline
 from rollout_api.length_stats import LengthStats
+from rollout_api.protocol.timeline import Measurement
 from rollout_worker.report.analysis.acceptance import Acceptance, by_age, by_position, by_source
 from rollout_worker.report.analysis.engine_time import engine_times, interruptions
 from rollout_worker.report.analysis.governor import disabled_spans, engine_histories
@@ -27,6 +28,7 @@ from rollout_worker.report.analysis.without_drafts import (
     intervals_without_drafts,
     makespan_without_drafts,
     slowdowns,
+    timed_steps,
 )
 from rollout_worker.report.recording import DraftCounts, PastLength
 from tests.support.recordings import START, ended, engine, measurement, recording
@@ -136,15 +138,31 @@ def test_stretched_times_add_up(parts: list[tuple[float, float]], moments: list[
     )
 
 
-def test_the_slowdown_is_the_ratio_of_increases_and_begins_anew_with_an_engine() -> None:
-    counters = [(1, 0.0, 0.0), (2, 4.0, 8.0), (3, 4.5, 18.0), (4, 6.0, 9.0), (5, 1.0, 3.0), (6, 1.5, 3.0)]
-    measured = [
+def measured_steps(*counters: tuple[float, float, float]) -> list[Measurement]:
+    """Return measurements of one engine at these times, with these seconds of steps, measured and without drafts."""
+    return [
         measurement(time, [engine(timed_seconds=timed, timed_seconds_without_drafts=without)])
         for time, timed, without in counters
     ]
-    assert {"engine-0": [(START + 2, 2.0), (START + 4, 0.5), (START + 5, 3.0)]} == {
-        name: slowdown.series() for name, slowdown in slowdowns(measured).items()
-    }
+
+
+def test_steps_are_timed_for_at_least_a_second_and_anew_after_a_restart() -> None:
+    measured = measured_steps((1, 0, 0), (5, 4, 8), (6, 4.5, 18), (7, 6, 9), (8, 1, 3), (9, 1.5, 3))
+    steps = [(START + 1, START + 5, 4.0, 8.0), (START + 5, START + 7, 2.0, 1.0), (START + 7, START + 8, 1.0, 3.0)]
+    assert {"engine-0": steps} == timed_steps(measured)
+
+
+def test_only_decoding_steps_take_longer_without_drafts() -> None:
+    # The engine decodes for 4 of 10 s, is idle for 10 s, and decodes all the time for 10 s.
+    measured = measured_steps((0, 0, 0), (10, 4, 8), (20, 4, 8), (30, 14, 33))
+    slowdown = slowdowns(measured)["engine-0"]
+    assert 10 + 4 == pytest.approx(slowdown.stretched(START, START + 10))
+    assert 10 == pytest.approx(slowdown.stretched(START + 10, START + 20))
+    assert 10 + 15 == pytest.approx(slowdown.stretched(START + 20, START + 30))
+
+
+def test_the_time_before_the_first_measurement_is_taken_for_decoding_steps() -> None:
+    assert 2 * 4 == pytest.approx(slowdowns(measured_steps((10, 3, 6)))["engine-0"].stretched(START, START + 4))
 
 
 def test_a_step_without_drafts_takes_as_much_longer_as_its_engine() -> None:

@@ -70,3 +70,8 @@ def test_idle_engines_failures_long_tails_and_interruptions_are_said() -> None:
 
 def test_an_unremarkable_job_has_nothing_that_stands_out() -> None:
     assert [] == findings(recording([ended(), ended(sample=1)]))
+
+
+def test_an_acceptance_that_stays_at_zero_is_not_mentioned() -> None:
+    rollouts = [ended(step=step, draft_tokens=0, accepted_tokens=0, decoding_steps=10) for step in (0, 1)]
+    assert not [sentence for sentence in findings(recording(rollouts)) if "Accepted" in sentence]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rollout_api.protocol.timeline import Measurement
-from rollout_worker.report.analysis.without_drafts import slowdowns
+from rollout_worker.report.analysis.without_drafts import timed_steps
 
 
 class EngineHistory(NamedTuple):
@@ -46,10 +46,11 @@ def engine_histories(measurements: Sequence[Measurement]) -> dict[str, EngineHis
             history.trial_tokens.append(engine.trial_tokens)
             history.base_ms.append(engine.cost_base_seconds * 1e3)
             history.token_ms.append(engine.cost_token_seconds * 1e3)
-    for name, slowdown in slowdowns(measurements).items():
-        for time, ratio in slowdown.series():
-            histories[name].saved_times.append(time)
-            histories[name].saved.append(1 - 1 / ratio if ratio > 0 else 0.0)
+    for name, parts in timed_steps(measurements).items():
+        for steps in parts:
+            histories[name].saved_times.append(steps.end)
+            without = steps.without_drafts
+            histories[name].saved.append(1 - steps.seconds / without if without > 0 else 0.0)
     return dict(sorted(histories.items()))
 
 

@@ -115,7 +115,7 @@ def _growth(steps: Sequence[Step], unit: str) -> list[str]:
     if len(drafted) < 2:
         return []
     first, last = drafted[0], drafted[-1]
-    if abs(last.accepted_per_step - first.accepted_per_step) < _NOTABLE_CHANGE * first.accepted_per_step:
+    if abs(last.accepted_per_step - first.accepted_per_step) <= _NOTABLE_CHANGE * first.accepted_per_step:
         return []
     return [
         f"Accepted draft tokens per decoding step went from {first.accepted_per_step:.2f} in {unit} {first.number} to "

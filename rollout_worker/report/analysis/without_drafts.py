@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from rollout_api.protocol.timeline import EngineMeasurement, Measurement
 from rollout_worker.report.analysis.steps import Step
@@ -14,12 +15,23 @@ _MIN_TIMED_S = 1.0
 """Seconds of decoding steps of which a slowdown is computed, because single steps differ much from the cost model."""
 
 
-class Slowdown:
-    """How many times as long the decoding steps of an engine would have taken without drafts, over time.
+class TimedSteps(NamedTuple):
+    """The decoding steps of an engine in some time."""
 
-    An engine counts the duration of its steps, and what its cost model predicts for the same tokens without drafts.
-    The slowdown is the ratio of the increases of these counters in times of at least a second of decoding steps. Before
-    the first and after the last of these times it is that of the nearest.
+    start: float | None
+    """Unix time; None if it is unknown."""
+    end: float
+    seconds: float
+    """Duration of the steps."""
+    without_drafts: float
+    """Seconds that the same tokens would have taken without drafts, by the engine's cost model."""
+
+
+class Slowdown:
+    """How many times as long everything on an engine would have taken without drafts, over time.
+
+    Only decoding steps take longer without drafts; whatever else happens takes as long as it did. Before the first and
+    after the last of the times with timed steps, the slowdown is that of the nearest.
     """
 
     def __init__(self, times: Sequence[float], ratios: Sequence[float]) -> None:
@@ -46,24 +58,41 @@ class Slowdown:
             return (time - self._times[0]) * self._ratios[0]
         return self._sums[index - 1] + (time - self._times[index - 1]) * self._ratios[index]
 
-    def series(self) -> list[tuple[float, float]]:
-        """Return (end of the time, ratio)."""
-        return list(zip(self._times, self._ratios, strict=True))
+
+def timed_steps(measurements: Iterable[Measurement]) -> dict[str, list[TimedSteps]]:
+    """Return the decoding steps of each engine, by its name, in times with at least a second of them."""
+    found: defaultdict[str, list[TimedSteps]] = defaultdict(list)
+    known: dict[str, tuple[float, EngineMeasurement]] = {}
+    for measurement in measurements:
+        for engine in measurement.engines:
+            since, before = known.get(engine.name, (None, None))
+            timed, predicted = increase(before, engine)
+            if timed >= _MIN_TIMED_S:
+                found[engine.name].append(TimedSteps(since, measurement.time, timed, predicted))
+            if timed >= _MIN_TIMED_S or not timed:
+                known[engine.name] = measurement.time, engine
+    return dict(found)
 
 
 def slowdowns(measurements: Iterable[Measurement]) -> dict[str, Slowdown]:
-    """Return the slowdown of each engine, by its name. An engine that has measured less than a moment has none."""
-    times: defaultdict[str, list[float]] = defaultdict(list)
-    ratios: defaultdict[str, list[float]] = defaultdict(list)
-    known: dict[str, EngineMeasurement] = {}
-    for measurement in measurements:
-        for engine in measurement.engines:
-            timed, predicted = increase(known.get(engine.name), engine)
-            if timed >= _MIN_TIMED_S:
-                times[engine.name].append(measurement.time)
-                ratios[engine.name].append(predicted / timed)
-                known[engine.name] = engine
-    return {name: Slowdown(times[name], ratios[name]) for name in times}
+    """Return the slowdown of each engine, by its name. An engine with less than a second of steps has none."""
+    return {name: _slowdown(parts) for name, parts in timed_steps(measurements).items()}
+
+
+def _slowdown(parts: Iterable[TimedSteps]) -> Slowdown:
+    times: list[float] = []
+    ratios: list[float] = []
+    for steps in parts:
+        seconds = steps.seconds
+        if steps.start is not None:
+            if not times or steps.start > times[-1]:  # the engine was idle
+                times.append(steps.start)
+                ratios.append(1.0)
+            # An engine measures its counters a little earlier than the job.
+            seconds = max(seconds, steps.end - steps.start)
+        times.append(steps.end)
+        ratios.append(1 + (steps.without_drafts - steps.seconds) / seconds)
+    return Slowdown(times, ratios)
 
 
 def increase(before: EngineMeasurement | None, after: EngineMeasurement) -> tuple[float, float]:

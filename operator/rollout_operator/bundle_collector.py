@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from rollout_api.bundle.kubernetes_objects import containers_with_logs, log_path
-from rollout_operator.bundle_contents import ContainerLog, Evidence, bundle_config_map
+from rollout_operator.bundle_contents import ContainerLog, Evidence, bundle_config_map, last_lines
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi, pod_reference
 from rollout_operator.observed import Manifest
 
@@ -19,6 +19,11 @@ _WRITE_TIMEOUT_S = 15.0
 _CONCURRENCY = 8
 _LOG_LINES = 1000
 _LOG_BYTES = 1 << 20
+"""Size to which the API server cuts an answer."""
+_KEPT_BYTES = 8 << 20
+"""Size to which the logs of a job are cut together, so that the operator needs no more memory for a job of many pods.
+Even compressed, more would not fit into a ConfigMap."""
+_MIN_KEPT_BYTES = 4 << 10
 
 
 async def keep_bundle(api: KubernetesApi, job: Manifest, name: str, pods: Sequence[str], now: float) -> None:
@@ -74,6 +79,9 @@ class _Reader:
         """Read the Events on the job and its pods, and the pods with their logs."""
         job = self._evidence.job["metadata"]["name"]
         await asyncio.gather(*(self._read_events(name) for name in (job, *pods)), *map(self._read_pod, pods))
+        logs = [(pod["metadata"]["name"], *log) for pod in self._evidence.pods for log in containers_with_logs(pod)]
+        kept = max(_MIN_KEPT_BYTES, _KEPT_BYTES // max(1, len(logs)))
+        await asyncio.gather(*(self._read_log(*log, kept) for log in logs))
 
     async def _read_events(self, name: str) -> None:
         try:
@@ -90,15 +98,35 @@ class _Reader:
             self._evidence.missing[f"pods/{name}.json"] = str(error)
             return
         self._evidence.pods.append(pod)
-        await asyncio.gather(*(self._read_log(name, *container) for container in containers_with_logs(pod)))
 
-    async def _read_log(self, pod: str, container: str, previous: bool) -> None:
+    async def _read_log(self, pod: str, container: str, previous: bool, kept_bytes: int) -> None:
+        def read(num_lines: int) -> Awaitable[str]:
+            return self._api.log(
+                self._namespace, pod, container, previous=previous, num_lines=num_lines, max_bytes=_LOG_BYTES
+            )
+
         try:
             async with self._slots:
-                text = await self._api.log(
-                    self._namespace, pod, container, previous=previous, num_lines=_LOG_LINES, max_bytes=_LOG_BYTES
-                )
+                text = await read_end(read, _LOG_LINES, _LOG_BYTES)
         except ApiError as error:
             self._evidence.missing[log_path(pod, container, previous=previous)] = str(error)
             return
-        self._evidence.logs.append(ContainerLog(pod, container, previous, text))
+        self._evidence.logs.append(ContainerLog(pod, container, previous, last_lines(text, kept_bytes)))
+
+
+async def read_end(read: Callable[[int], Awaitable[str]], num_lines: int, max_bytes: int) -> str:
+    """Return the last lines of a log.
+
+    The API server cuts an answer at its end, where a log says why a container has failed. Therefore, an answer that was
+    cut is read again with fewer lines.
+
+    Args:
+        read: returns the given number of last lines, cut to *max_bytes*.
+        num_lines: maximum number of lines.
+        max_bytes: size from which an answer was probably cut.
+    """
+    while True:
+        text = await read(num_lines)
+        if len(text.encode(errors="replace")) < max_bytes or num_lines <= 1:
+            return text
+        num_lines = max(1, num_lines // 4)

@@ -57,6 +57,7 @@ _HARMLESS_ENDINGS = frozenset(
     {"count", "dir", "error", "file", "id", "ids", "kind", "length", "name", "names", "path", "prefix", "ref", "type"}
 )
 """Last words of names whose values tell where a secret is, or something about it, but not the secret."""
+_NO_VALUES = frozenset({"true", "false", "none", "null"})
 _DESCRIBED_REFERENCE = "<set"
 """First word of what ``kubectl describe`` shows in place of a value from a Secret."""
 
@@ -168,13 +169,14 @@ def _without_values(text: str) -> str:
     while (found := _NAME.search(text, position)) is not None:
         position = found.end()
         value = _VALUE.match(text, position) if is_secret_name(found["name"]) else None
-        if value is not None and _is_secret_value(found["name"], value[0]):
+        if value is not None and is_secret_value(found["name"], value[0]):
             parts += [text[end:position], HIDDEN]
             position = end = value.end()
     return "".join([*parts, text[end:]])
 
 
-def _is_secret_value(name: str, value: str) -> bool:
-    if value in (HIDDEN, _DESCRIBED_REFERENCE):
+def is_secret_value(name: str, value: str) -> bool:
+    """Return whether the value of something with a secret name is secret, and no number of tokens, for example."""
+    if value in (HIDDEN, _DESCRIBED_REFERENCE) or value.lower() in _NO_VALUES:
         return False
     return _is_always_secret(name) or _NUMBER.fullmatch(value) is None

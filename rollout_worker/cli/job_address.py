@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -69,6 +69,8 @@ class FoundJob:
     redis_url: str
     directory: Path | None
     """The directory of this job in the state directory; None if it does not run with ``rollout run`` from there."""
+    history_url: str = ""
+    """URL of the Redis that keeps the history, if the job's manifest names it; otherwise empty."""
 
     @property
     def keys(self) -> MessageKeys:
@@ -121,11 +123,12 @@ def find_job(
     place = _place(_name(job, file, manifest), manifest, redis_url, state)
     try:
         with _connected(place.redis_url) as server:
-            return _find(server, place, uid)
+            found = _find(server, place, uid)
     except RedisUnusableError as error:
         if place.embedded and isinstance(error.__cause__, redis.ConnectionError):
             raise _ended_error(place) from None
         raise
+    return found if manifest is None else replace(found, history_url=manifest.spec.history.redis.url or "")
 
 
 def find_job_directory(job: str | None, *, file: Path | None = None, state: Path = Path(".rollout")) -> Path:

@@ -47,7 +47,7 @@ def status(
     """
     from rollout_worker.cli.job_status import print_snapshot, read_snapshot
 
-    with exit_with_message():
+    with exit_with_message(file):
         found = find_job(job, file=file, redis_url=redis, uid=uid, state=state_dir)
         with found.connected() as server:
             snapshot = read_snapshot(server, found)
@@ -83,7 +83,7 @@ def logs(
     """
     from rollout_worker.cli.merged_logs import JobLogs, LogLine
 
-    with exit_with_message(interrupted="the job continues"):
+    with exit_with_message(file, interrupted="the job continues"):
         directory = find_job_directory(job, file=file, state=state_dir)
         found = JobLogs(directory, process or ())
         known = found.processes()
@@ -126,7 +126,7 @@ def cancel(
     """
     from rollout_worker.cli.job_cancellation import cancel_requests, end_job, open_requests, wait_until_answered
 
-    with exit_with_message(interrupted="what was sent before is still carried out"):
+    with exit_with_message(file, interrupted="what was sent before is still carried out"):
         found = find_job(job, file=file, redis_url=redis, uid=uid, state=state_dir)
         with found.connected() as server:
             state: Any = server.hget(found.keys.job, "state")

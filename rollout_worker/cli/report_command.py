@@ -70,7 +70,7 @@ def report(
         exit_with_error(EXIT_STATE, "pass --html FILE for the page, or --save FILE for the recording of the job")
     for target, option in ((html, "--html"), (save, "--save")):
         check_writable(target, option)
-    with exit_with_message(redis=redis or "", interrupted="no report was written"):
+    with exit_with_message(file, redis or "", interrupted="no report was written"):
         if job is not None and Path(job).is_file():
             recording = _load(Path(job))
         else:
@@ -139,7 +139,7 @@ def _read_job(
             found.redis_url,
             found.uid,
             name=found.name,
-            history_url=history_url or "",
+            history_url=history_url or found.history_url,
             tokenizer_of=lambda model: local_tokenizer(model, cache),
         )
         with found.connected():

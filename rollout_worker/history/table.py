@@ -84,11 +84,19 @@ def export_dataset(client: Redis, keys: HistoryKeys, directory: Path, decode: De
     """Write the rollouts in a history's window to a directory that ``datasets.load_dataset`` reads.
 
     It can be uploaded to the Hugging Face hub as it is. For arguments and errors, see :func:`export_parquet`.
+
+    Raises:
+        TableError: also if the directory has a README.md that does not come from an earlier export.
     """
     _, info = HistoryStore.open_existing(client, keys)
+    card = directory / "README.md"
+    if card.exists() and not (directory / _DATA_FILE).exists():
+        raise TableError(
+            f"{directory} is no exported dataset, and its README.md would be replaced; name a new directory"
+        )
     (directory / _DATA_FILE).parent.mkdir(parents=True, exist_ok=True)
     result = export_parquet(client, keys, directory / _DATA_FILE, decode)
-    (directory / "README.md").write_text(_card(keys.full_name, info, result))
+    card.write_text(_card(keys.full_name, info, result))
     return result
 
 

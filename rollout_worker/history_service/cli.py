@@ -311,6 +311,8 @@ def export_to(
     if form is not ExportFormat.ARCHIVE:
         _export_table(history, file, redis, form, tokenizer)
         return
+    if tokenizer is not None:
+        exit_with_error(EXIT_STATE, "an archive has no texts; pass --format parquet or dataset, or omit --tokenizer")
     with _connected(redis) as client:
         result = export_history(client, _parse_history_name(history), file)
     output = console()

@@ -12,6 +12,7 @@ from typing import Any
 
 import redis
 
+from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_worker.job.setup import JobSetup
 from rollout_worker.report.reading import NothingToReportError, read_recording
 from rollout_worker.report.recording_file import save_recording
@@ -73,5 +74,9 @@ def _save(
     except NothingToReportError:
         return
     except Exception as error:  # the rollouts are finished, and the job must not fail because of its report
-        logger.warning("Cannot record job %s", name, exc_info=not isinstance(error, redis.RedisError | OSError))
+        logger.warning(
+            "Cannot record job %s",
+            name,
+            exc_info=not isinstance(error, redis.RedisError | RedisUnusableError | OSError),
+        )
         notify(f"The recording of the job, from which reports are made, cannot be saved: {error}")

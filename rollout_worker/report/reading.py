@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any, NamedTuple
 
-import redis.asyncio
+import redis
 
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.length_entries import LengthEntry, rollout_key, unpack_entries
 from rollout_api.protocol.messages import Purpose, RolloutId
 from rollout_api.protocol.timeline import EndedRollout
+from rollout_api.redis_client.checks import explain_error
 from rollout_api.redis_client.connection import connect_async, connect_history
 from rollout_worker.history.queries import query_problems
 from rollout_worker.history.store import HistoryStore
@@ -52,7 +53,8 @@ async def read_recording(
     Raises:
         NothingToReportError: if the recording cannot be made; the message says why.
         CodecError: if the timeline cannot be decoded.
-        redis.RedisError: if a server fails.
+        RedisUnusableError: if the server of the history fails.
+        redis.RedisError: if that of the job fails.
     """
     keys = MessageKeys(uid)
     server = connect_async(redis_url)
@@ -72,11 +74,14 @@ async def read_recording(
                 f"the history of job {name} is on another Redis server than the job; name it with --history-redis"
             )
         tokenizer = tokenizer_of(description.get("model", ""))
+        url = history_url or redis_url
         history = HistoryStore.for_all_generations(
-            connect_history(history_url or redis_url), HistoryKeys.from_full_name(description.get("history", ""))
+            connect_history(url), HistoryKeys.from_full_name(description.get("history", ""))
         )
         try:
             read = await asyncio.to_thread(_read_history, history, uid, ended, decoder_of(tokenizer), prompts or {})
+        except redis.RedisError as error:
+            raise explain_error(error, url) from error
         finally:
             history.client.close()
         engines = {engine.report.name: engine.report for engine in (await store.engines.engines()).values()}

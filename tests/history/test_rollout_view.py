@@ -180,6 +180,21 @@ def test_a_dataset_is_loaded_by_hugging_face_datasets(redis_url: str, store: His
     loaded = datasets.load_dataset(str(directory), cache_dir=str(tmp_path / "cache"))
     assert ["u/r/0/0", "u/r/1/0", "u/r/2/0"] == sorted(loaded["train"]["rollout_id"])
     assert "3 rollouts of 1 problems by math-model" in (directory / "README.md").read_text()
+    run(redis_url, "export", "math", str(directory), "--format", "dataset")  # replaces the earlier one
+
+
+def test_a_dataset_replaces_no_files_of_others(redis_url: str, store: HistoryStore, tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("My project")
+    output = run(redis_url, "export", "math", str(tmp_path), "--format", "dataset", code=5)
+    assert "name a new directory" in output
+    assert "My project" == (tmp_path / "README.md").read_text()
+    assert not (tmp_path / "data").exists()
+
+
+def test_an_archive_needs_no_tokenizer(redis_url: str, store: HistoryStore, tmp_path: Path) -> None:
+    file = tmp_path / "math.jsonl.zst"
+    assert "omit --tokenizer" in run(redis_url, "export", "math", str(file), "--tokenizer", "policy", code=5)
+    assert not file.exists()
 
 
 def test_an_existing_file_stays_if_the_export_fails(redis_url: str, store: HistoryStore, tmp_path: Path) -> None:

@@ -88,6 +88,7 @@ def services(setup: JobSetup) -> Iterator[JobServices]:
 def job(setup: JobSetup, services: JobServices, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The state directory of a job with a cancelled rollout, a dead letter and secrets in its log."""
     monkeypatch.setenv("ROLLOUT_STATUS_TOKEN", TOKEN)
+    monkeypatch.setenv("MAX_BATCHED_TOKENS", "16384")  # no secret
     with RolloutClient.connect(setup.redis_url, "math", name="trainer") as client, client.step(1, [PROMPT]) as step:
         wait_for(lambda: (client.status or {}).get("requests") == 1, START_S)
         step.cancel()
@@ -98,6 +99,7 @@ def job(setup: JobSetup, services: JobServices, tmp_path: Path, monkeypatch: pyt
     )
     with (Path(setup.log_directory) / "engine-0.log").open("w") as log:
         log.write(f"2026-11-27T22:31:18.123Z INFO vllm: connected to {setup.redis_url} with api_key={TOKEN}\n")
+        log.write("2026-11-27T22:31:18.223Z INFO vllm: at most 16384 tokens in a step\n")
         log.write(f"2026-11-27T22:31:19.123Z ERROR vllm: out of memory; password {PASSWORD}\n")
     return tmp_path
 
@@ -130,6 +132,7 @@ def test_a_bundle_explains_a_running_job_without_secrets_and_prompts(job: Path, 
     log = files["logs.txt"].decode()
     assert "engine-0 ERROR vllm: out of memory; password ***" in log
     assert "connected to redis://planted:***@" in log
+    assert "at most 16384 tokens" in log
 
     everything = b"\n".join(files.values()) + archive.read_bytes()
     for secret in (PASSWORD, ENCODED_PASSWORD, TOKEN, str(PROMPT[0]), str(PROMPT[1])):

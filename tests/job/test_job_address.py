@@ -62,6 +62,16 @@ def test_a_uid_names_an_earlier_job(tmp_path: Path, redis_url: str) -> None:
     assert "u1" == find_job(None, uid="u1", redis_url=redis_url, state=tmp_path).name
 
 
+def test_a_manifest_names_the_redis_of_the_history(tmp_path: Path, redis_url: str) -> None:
+    publish(redis_url, "default/math", "u1")
+    file = manifest_file(tmp_path)
+    assert "" == find_job(None, file=file, redis_url=redis_url).history_url
+    manifest = yaml.safe_load(file.read_text())
+    manifest["spec"]["history"] = {"redis": {"url": "redis://history:6379/0"}}
+    file.write_text(yaml.safe_dump(manifest))
+    assert "redis://history:6379/0" == find_job(None, file=file, redis_url=redis_url).history_url
+
+
 def test_a_manifest_names_the_job_and_its_redis(tmp_path: Path, redis_url: str) -> None:
     publish(redis_url, "default/math", "u1")
     file = manifest_file(tmp_path)

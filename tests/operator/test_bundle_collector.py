@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kubernetes.aio.client import ApiClient, Configuration
 from rollout_operator.actions import DeleteWorkload, KeepBundle, Plan
 from rollout_operator.apply import execute
+from rollout_operator.bundle_collector import read_end
 from rollout_operator.kubernetes_api import ApiError, KubernetesApi
 from rollout_operator.object_cache import ObjectCache
 from rollout_operator.observed import Target
@@ -54,3 +57,15 @@ def test_a_defect_in_the_bundle_does_not_keep_the_pods_of_a_failed_job(monkeypat
             await api.close()
 
     asyncio.run(store())
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\n", codec="utf-8"), max_size=30)), st.integers(100, 400))
+def test_the_end_of_a_log_is_read_even_if_its_last_lines_are_long(lines: list[str], max_bytes: int) -> None:
+    async def read(num_lines: int) -> str:
+        """Answer as the API server does: ``tailLines`` counts from the end, and ``limitBytes`` from the beginning."""
+        text = "".join(f"{line}\n" for line in lines[-num_lines:])
+        return text.encode()[:max_bytes].decode(errors="replace")
+
+    text = asyncio.run(read_end(read, 64, max_bytes))
+    assert "".join(f"{line}\n" for line in lines).endswith(text)
+    assert bool(lines) == bool(text)

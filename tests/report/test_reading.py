@@ -13,8 +13,10 @@ import redis
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_api.ports import free_port
 from rollout_api.protocol.keys import MESSAGE_FIELD, MessageKeys
 from rollout_api.protocol.messages import Purpose, RolloutRequest, encode
+from rollout_api.redis_client.checks import RedisUnusableError
 from rollout_worker.history.records import HistoryRecord
 from rollout_worker.history.token_texts import decoder_of, show_ids
 from rollout_worker.job.job_store import EngineReport, JobStore
@@ -132,6 +134,9 @@ def test_a_history_on_another_server_must_be_named(job: str) -> None:
     with pytest.raises(NothingToReportError, match="--history-redis"):
         read(job)
     assert read(job, history_url=job).lengths
+    nobody = f"127.0.0.1:{free_port()}"
+    with pytest.raises(RedisUnusableError, match=nobody):
+        read(job, history_url=f"redis://{nobody}/0")
 
 
 # The texts of tokens

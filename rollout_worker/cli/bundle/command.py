@@ -60,7 +60,7 @@ def bundle(
     """
     from rollout_worker.cli.bundle.subject import find_subject
 
-    with exit_with_message(interrupted="no bundle was written"):
+    with exit_with_message(file, interrupted="no bundle was written"):
         subject = find_subject(job, file=file, redis_url=redis, history_url=history_redis, uid=uid, state=state_dir)
         content = _collect(subject, with_rollouts=with_rollouts)
     if output == _STANDARD_OUTPUT:

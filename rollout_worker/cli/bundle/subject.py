@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollout_api.bundle.redaction import is_secret_name
+from rollout_api.bundle.redaction import is_secret_name, is_secret_value
 from rollout_api.manifest.rollout_job import RolloutJob
 from rollout_api.redis_client.address import parse_address
 from rollout_api.redis_client.checks import RedisUnusableError
@@ -62,7 +62,11 @@ class Subject:
 
     def secrets(self) -> set[str]:
         """Return the passwords and tokens that this process knows."""
-        found = {value for name, value in os.environ.items() if is_secret_name(name, in_object=True)}
+        found = {
+            value
+            for name, value in os.environ.items()
+            if is_secret_name(name, in_object=True) and is_secret_value(name, value)
+        }
         for url in filter(None, [self.redis_url, self.history_url, *self._recorded_urls()]):
             found |= set(_passwords(url))
         return found

@@ -54,20 +54,21 @@ def top(
     from rollout_worker.cli.job_status import read_snapshot
     from rollout_worker.cli.top.view import whole_view
 
-    with exit_with_message(redis=redis or "", interrupted="the job continues"):
+    with exit_with_message(file, redis or "", interrupted="the job continues"):
         found = find_job(job, file=file, redis_url=redis, uid=uid, state=state_dir)
+        history = history_redis or found.history_url
         if once or not console.is_terminal:
-            live = asyncio.run(_read_once(found, history_redis))
+            live = asyncio.run(_read_once(found, history))
             if live is None:
                 with found.connected() as server:
                     state = read_snapshot(server, found).state_text
                 exit_with_error(EXIT_ENGINE, f"job {found.name} is {state}; see `rollout status`")
             console.print(whole_view(live, time.time()))
         else:
-            asyncio.run(_watch(found, history_redis))
+            asyncio.run(_watch(found, history))
 
 
-async def _read_once(found: FoundJob, history_url: str | None) -> LiveJob | None:
+async def _read_once(found: FoundJob, history_url: str) -> LiveJob | None:
     from rollout_worker.cli.top.reader import LiveJobReader
 
     reader = LiveJobReader(found.redis_url, found.uid, history_url)
@@ -80,7 +81,7 @@ async def _read_once(found: FoundJob, history_url: str | None) -> LiveJob | None
         await reader.close()
 
 
-async def _watch(found: FoundJob, history_url: str | None) -> None:
+async def _watch(found: FoundJob, history_url: str) -> None:
     from rollout_worker.cli.top.app import TopApp
     from rollout_worker.cli.top.reader import LiveJobReader
 

@@ -26,13 +26,13 @@ _STATUS_INTERVAL_S = 30.0
 class LiveJobReader:
     """Reads the state of one job. Engines report their running rollouts while it is read."""
 
-    def __init__(self, url: str, uid: str, history_url: str | None = None) -> None:
+    def __init__(self, url: str, uid: str, history_url: str = "") -> None:
         """Open the state of a job for the caller's asyncio event loop.
 
         Args:
             url: URL of the job's Redis.
             uid: the job's uid.
-            history_url: URL of the Redis that keeps the history; None for the job's. Without it, the lengths of the
+            history_url: URL of the Redis that keeps the history; empty for the job's. Without it, the lengths of the
                 rollouts of a job whose history is on another server are not predicted.
         """
         self._client = connect_async(url, block=MAX_BLOCKING_READ_S)

@@ -345,16 +345,22 @@ class OwnCluster(RealCluster):
 @contextmanager
 def real_cluster(directory: Path) -> Iterator[RealCluster]:
     """A cluster with the chart installed; what was created is removed at the end."""
+    with cluster_without_chart(directory) as cluster:
+        cluster.install()
+        yield cluster
+
+
+@contextmanager
+def cluster_without_chart(directory: Path) -> Iterator[RealCluster]:
+    """A cluster in which the chart can be installed; what was created is removed at the end."""
     kubeconfig = os.environ.get("KUBECONFIG")
     if kubeconfig is None:
         with _own_cluster(directory) as own_cluster:
-            own_cluster.install()
             yield own_cluster
         return
     cluster = _cluster_of_kubeconfig(Path(kubeconfig))
     cluster.refuse_another_operator()
     try:
-        cluster.install()
         yield cluster
     finally:
         cluster.uninstall()

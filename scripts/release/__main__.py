@@ -24,6 +24,7 @@ from scripts.release.distributions import (
     check_client_files,
     check_package_files,
 )
+from scripts.release.documentation import check_documentation
 from scripts.release.images import IMAGES, check_image
 from scripts.release.installed import check_client, check_package
 from scripts.release.notes import release_notes
@@ -60,6 +61,7 @@ class ReleaseCheck:
         if step("install the tools of requirements/release.txt", self._install_tools):
             step("workflows fit GitHub's schema", self._check_workflows)
             step("release notes", self._write_notes)
+            step("documentation of this version, as the last commit has it", self._check_documentation)
             distributions = step("build the source distributions and the client's wheel", self._build_pure)
             if distributions is not None:
                 self._check_distributions(distributions)
@@ -107,6 +109,10 @@ class ReleaseCheck:
         notes = release_notes(ROOT, towncrier, self._version, tagged=bool(self._tag))
         DIST.mkdir(exist_ok=True)
         (DIST / "release-notes.md").write_text(notes)
+
+    def _check_documentation(self) -> None:
+        mike = self._tools.with_name("mike")
+        check_documentation(ROOT, mike, self._version, self._directory / "documentation")
 
     def _build_pure(self) -> Distributions:
         return build_pure(self._tools, DIST)

@@ -27,7 +27,7 @@ def check_documentation(root: Path, mike: Path, version: str, directory: Path) -
     for name, value in (("user.name", "release-check"), ("user.email", "release-check@localhost")):
         run("git", "config", name, value, cwd=directory)
     documented = documented_version(version)
-    run(mike, "deploy", "--update-aliases", documented, ALIAS, cwd=directory)
+    run(mike, "deploy", "--update-aliases", documented, ALIAS, cwd=directory, programs=mike.parent)
     run(mike, "set-default", ALIAS, cwd=directory)
     listed = json.loads(run("git", "show", f"{BRANCH}:versions.json", cwd=directory))
     if [{"version": documented, "title": documented, "aliases": [ALIAS]}] != listed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -21,15 +22,24 @@ class NotCheckedError(Exception):
     """This machine lacks what a step needs."""
 
 
-def run(*command: str | Path, cwd: Path | None = None, timeout_s: float = 1800) -> str:
+def run(*command: str | Path, cwd: Path | None = None, programs: Path | None = None, timeout_s: float = 1800) -> str:
     """Run a program and return what it wrote to its standard output.
+
+    Args:
+        command: the program and its arguments.
+        cwd: its working directory.
+        programs: a folder with programs that it may run itself.
+        timeout_s: seconds that it may take.
 
     Raises:
         CheckError: if it cannot be started, fails or takes too long; the message contains its output.
     """
     arguments = [str(argument) for argument in command]
+    environment = None if programs is None else {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     try:
-        done = subprocess.run(arguments, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            arguments, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CheckError(f"{' '.join(arguments)}: {error}") from error
     if done.returncode:

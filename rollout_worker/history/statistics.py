@@ -30,6 +30,13 @@ class HistoryStatistics:
         stored: Any = self._client.hgetall(self._keys.lengths(problem_id))
         return unpack_entries(stored)
 
+    def length_entries_by_problem(self, problem_ids: Iterable[str]) -> dict[str, list[LengthEntry]]:
+        """Return lengths and rewards of several problems; none for a problem with a key of the wrong type."""
+        stored = query_problems(
+            self._client, problem_ids, lambda pipeline, problem_id: pipeline.hgetall(self._keys.lengths(problem_id))
+        )
+        return {problem_id: unpack_entries(entries or {}) for problem_id, entries in stored.items()}
+
     def rewards(self, problem_id: str) -> dict[bytes, float]:
         """Return rewards of a problem's rollouts, by ``rollout_key``."""
         return rewards_of(self.length_entries(problem_id))
@@ -45,13 +52,8 @@ class HistoryStatistics:
 
     def length_stats_by_problem(self, problem_ids: Iterable[str]) -> dict[str, LengthStats]:
         """Return length statistics of several problems; empty ones for a problem with a key of the wrong type."""
-        stored = query_problems(
-            self._client, problem_ids, lambda pipeline, problem_id: pipeline.hgetall(self._keys.lengths(problem_id))
-        )
-        return {
-            problem_id: length_stats_of([] if entries is None else unpack_entries(entries))
-            for problem_id, entries in stored.items()
-        }
+        entries_by_problem = self.length_entries_by_problem(problem_ids)
+        return {problem_id: length_stats_of(entries) for problem_id, entries in entries_by_problem.items()}
 
     # Acceptance by age
 

@@ -8,9 +8,10 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -56,6 +57,7 @@ from rollout_worker.history_service.histograms import (
     share_histogram,
 )
 from rollout_worker.history_service.http import HistoryServer
+from rollout_worker.history_service.problem_list import ProblemRow, problem_rows
 from rollout_worker.history_service.rollout_view import compare_rollouts, legend, num_drafted, show_rollout
 from rollout_worker.history_service.service import HistoryService
 from rollout_worker.history_service.statistics_document import length_quantiles, statistics_document
@@ -87,6 +89,22 @@ class ExportFormat(StrEnum):
     ARCHIVE = "archive"
     PARQUET = "parquet"
     DATASET = "dataset"
+
+
+class ProblemOrder(StrEnum):
+    """In which order problems are listed."""
+
+    LENGTH = "length"
+    USED = "used"
+    BYTES = "bytes"
+
+
+_PROBLEM_ORDER: dict[ProblemOrder, Callable[[ProblemRow], float]] = {
+    ProblemOrder.LENGTH: lambda row: row.mean_length,
+    ProblemOrder.USED: lambda row: row.last_used,
+    ProblemOrder.BYTES: lambda row: row.bytes,
+}
+"""What is greatest for the problem that is listed first."""
 
 
 def _parse_duration(duration: str | float) -> float:
@@ -175,6 +193,42 @@ def ls(redis: RedisUrl, as_json: AsJson = False) -> None:
             format_age(row["unused_seconds"]),
         )
     output.print(table)
+
+
+@app.command()
+def problems(
+    history: HistoryName,
+    redis: RedisUrl,
+    sort: Annotated[
+        ProblemOrder, typer.Option(help="Begin with the greatest mean length, the last used, or the greatest size.")
+    ] = ProblemOrder.LENGTH,
+    limit: Annotated[int, typer.Option(min=1, help="Show this number of problems.")] = 50,
+    as_json: AsJson = False,
+) -> None:
+    """List a history's problems with the lengths and rewards of their rollouts, by default the longest first."""
+    with _connected(redis) as client:
+        keys = _parse_history_name(history)
+        store, _ = HistoryStore.open_existing(client, keys)
+        rows = problem_rows(store)
+    shown = sorted(rows, key=lambda row: (-_PROBLEM_ORDER[sort](row), row.problem))[:limit]
+    if as_json:
+        print_json([asdict(row) for row in shown])
+        return
+    table = new_table("problem", ">rollouts", ">mean length", ">longest", ">mean reward", ">bytes", "last used (UTC)")
+    for row in shown:
+        table.add_row(
+            Text(row.problem),
+            f"{row.rollouts:,}",
+            f"{row.mean_length:,.0f}",
+            f"{row.longest:,}",
+            "–" if row.mean_reward is None else f"{row.mean_reward:.3g}",
+            format_bytes(row.bytes),
+            f"{datetime.fromtimestamp(row.last_used, UTC):%F %T}",
+        )
+    output = console()
+    output.print(table)
+    if len(shown) < len(rows):
+        output.print(f"{len(shown):,} of {len(rows):,} problems; --limit shows more.", highlight=False)
 
 
 @app.command()

@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 import redis
 
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
-from rollout_api.protocol.length_entries import LengthEntry, rollout_key, unpack_entries
+from rollout_api.protocol.length_entries import LengthEntry, rollout_key
 from rollout_api.protocol.messages import Purpose, RolloutId
 from rollout_api.protocol.timeline import EndedRollout
 from rollout_api.redis_client.checks import explain_error
 from rollout_api.redis_client.connection import connect_async, connect_history
-from rollout_worker.history.queries import query_problems
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.token_texts import Decoder, decoder_of
 from rollout_worker.job.dataset.source import CLIENT_NAME
@@ -121,7 +120,7 @@ def _read_history(
     prompts: Mapping[str, Sequence[int]],
 ) -> _FromHistory:
     problems = list(dict.fromkeys(rollout.problem_id for rollout in ended if rollout.purpose == Purpose.TRAIN))
-    entries = _length_entries(store, problems)
+    entries = store.statistics.length_entries_by_problem(problems)
     lengths = {
         problem: [PastLength(entry.generation, entry.length, entry.cut_off, entry.reward) for entry in of_problem]
         for problem, of_problem in entries.items()
@@ -140,13 +139,6 @@ def _read_history(
 async def _hash(server: redis.asyncio.Redis, key: str) -> dict[bytes, bytes]:
     found: Any = await server.hgetall(key)
     return dict(found)
-
-
-def _length_entries(store: HistoryStore, problems: Sequence[str]) -> dict[str, list[LengthEntry]]:
-    stored = query_problems(
-        store.client, problems, lambda pipeline, problem: pipeline.hgetall(store.keys.lengths(problem))
-    )
-    return {problem: unpack_entries(entries or {}) for problem, entries in stored.items()}
 
 
 def _rewards(

@@ -136,6 +136,26 @@ def test_show_lists_rollouts_and_a_histogram(redis_url: str, store: HistoryStore
     assert len(bars) == 10
 
 
+def test_problems_are_listed_with_lengths_and_rewards(redis_url: str, store: HistoryStore) -> None:
+    output = run(redis_url, "problems", "math")
+    header, longest, shortest = output.splitlines()
+    assert "mean reward" in header
+    # Eight rollouts of 100 to 800 tokens, and two of 1,000; the last use follows.
+    assert ["p", "10", "560", "1,000", "0.25"] == longest.split()[:5]
+    assert ["short", "1", "5", "5", "–"] == shortest.split()[:5]
+    first, second = run_json(redis_url, "problems", "math")
+    assert ("p", 2) == (first["problem"], first["cut_off"])
+    stored = {problem.problem_id: problem for problem in store.catalog.problems()}
+    assert [stored["p"].bytes, stored["short"].bytes] == [first["bytes"], second["bytes"]]
+
+
+def test_problems_have_an_order_and_a_limit(redis_url: str, store: HistoryStore) -> None:
+    (last_used,) = run_json(redis_url, "problems", "math", "--sort", "used", "--limit", "1")
+    assert "short" == last_used["problem"]
+    assert "1 of 2 problems" in run(redis_url, "problems", "math", "--limit", "1")
+    run(redis_url, "problems", "unknown", code=1)
+
+
 def test_show_prints_json(redis_url: str, store: HistoryStore) -> None:
     found = run_json(redis_url, "show", "math", "p")
     assert ("default/math", "p", 0, "long") == tuple(

@@ -355,9 +355,9 @@ def test_several_replicas_are_spread_over_nodes_and_drained_one_at_a_time() -> N
         (constraint,) = deployment["template"]["spec"]["topologySpreadConstraints"]
         assert deployment["selector"] == constraint["labelSelector"]
         assert "ScheduleAnyway" == constraint["whenUnsatisfiable"]
-    budget = named(objects, "PodDisruptionBudget", "das-operator")["spec"]
-    assert named(objects, "Deployment", "das-operator")["spec"]["selector"] == budget["selector"]
-    assert 1 == budget["maxUnavailable"]
+        budget = named(objects, "PodDisruptionBudget", name)["spec"]
+        assert deployment["selector"] == budget["selector"]
+        assert 1 == budget["maxUnavailable"]
 
 
 def test_labels_and_names_can_be_changed() -> None:

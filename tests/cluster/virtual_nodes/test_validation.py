@@ -181,7 +181,7 @@ REPORTED: list[tuple[str, dict[str, Any], str]] = [
     (
         "extra-args",
         {"engine": {"extraArgs": {"dtype": "half", "block_size": 32}}},
-        "dtype set spec.engine.dtype instead",
+        "dtype: set spec.engine.dtype instead",
     ),
     ("head-template", {"head": {"podTemplate": {"spec": {"volumes": ["x"]}}}}, "spec.head.podTemplate"),
 ]

@@ -19,12 +19,14 @@ pytestmark = pytest.mark.timeout(900)
 JOB = "agents"
 START_TIMEOUT_S = 300
 REPLACEMENT_TIMEOUT_S = 300
+DELETION_TIMEOUT_S = 180
 
 
 @pytest.fixture
 def job(cluster: RealCluster) -> Iterator[str]:
     """The job of examples/http.yaml, without the agent that uses it."""
     manifests = [manifest for manifest in example("http.yaml") if manifest["kind"] in ("Secret", "RolloutJob")]
+    cluster.wait_until_deleted(JOB, DELETION_TIMEOUT_S)  # another test runs the same example
     cluster.apply(*manifests)
     wait_for(
         lambda: (cluster.status(JOB).get("server") or {}).get("ready") == 2,

@@ -167,6 +167,10 @@ class RealCluster:
         """Request the deletion of objects, which may be missing, without waiting until it is complete."""
         self.kubectl("delete", kind, *names, "--ignore-not-found", "--wait=false")
 
+    def wait_until_deleted(self, job: str, timeout_s: float) -> None:
+        """Wait until a job of this name can be created: until none exists, not even one that is being deleted."""
+        wait_for(lambda: not self.get("rolloutjob", job), timeout_s, lambda: self.describe(job))
+
     @contextmanager
     def watch_jobs(self, log: Path) -> Iterator[None]:
         """Write the output of ``kubectl get rj -w`` to *log* meanwhile."""

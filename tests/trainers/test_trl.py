@@ -18,7 +18,7 @@ from rollout_worker.runtime.model_cache import default_cache
 from rollout_worker.tiny_model import ensure
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trl_grpo"
-STEPS = 30
+STEPS = 40
 
 
 @dataclass
@@ -82,8 +82,8 @@ def training(redis_server: str, tmp_path_factory: pytest.TempPathFactory) -> Tra
 def test_the_policy_learns(training: Training) -> None:
     rewards = [line["reward"] for line in training.log]
     assert STEPS == len(rewards)
-    # In four trainings, the mean reward rose by 0.17 to 0.57. Without learning, its standard error is about 0.03.
-    assert fmean(rewards[-5:]) - fmean(rewards[:5]) >= 0.05
+    # After 30 steps, it had risen by 0.17 to 0.57 in four trainings. Without learning, its standard error is about 0.03.
+    assert fmean(rewards[-5:]) - fmean(rewards[:5]) >= 0.1
 
 
 def test_both_engines_serve_both_processes(training: Training) -> None:

@@ -21,7 +21,7 @@ TIMEOUT_S = 1200.0
 
 
 def measure(directory: Path) -> dict[str, float]:
-    """Return the seconds until the chart is ready, the job runs, and the job has succeeded, from the beginning each."""
+    """Return how many seconds after the beginning the chart is ready, the job runs, and the job has succeeded."""
     with cluster_without_chart(directory) as cluster:
         started = time.monotonic()
         cluster.install()

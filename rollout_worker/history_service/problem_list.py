@@ -14,7 +14,7 @@ class ProblemRow:
 
     problem: str
     rollouts: int
-    """Number of rollouts in the history's window."""
+    """Number of rollouts whose lengths the history knows."""
     mean_length: float
     """Mean number of response tokens; a rollout that was cut off counts with the tokens that it has."""
     longest: int

@@ -19,7 +19,7 @@ import yaml
 from pydantic.alias_generators import to_camel
 
 from rollout_api.manifest.field_types import JobName
-from rollout_api.manifest.rollout_job import DEPRECATED_VERSION, GROUP, KIND, PLURAL, VERSION, RolloutJobSpec
+from rollout_api.manifest.rollout_job import GROUP, KIND, PLURAL, VERSION, RolloutJobSpec
 from rollout_api.manifest.runtime import (
     CLUSTER_RUNTIME_KIND,
     RUNTIME_KIND,
@@ -183,33 +183,16 @@ def _runtime_spec() -> dict[str, Any]:
     }
 
 
-def _definition(
-    kind: str, plural: str, scope: str, version: dict[str, Any], *, deprecated: tuple[str, ...] = (), **names: Any
-) -> dict[str, Any]:
+def _definition(kind: str, plural: str, scope: str, version: dict[str, Any], **names: Any) -> dict[str, Any]:
     """Return a CustomResourceDefinition.
 
     Args:
         kind: the kind.
         plural: its plural.
         scope: Namespaced or Cluster.
-        version: what the definition says about every version: they have the same schema, so that no webhook is needed
-            to convert between them.
-        deprecated: versions besides the current one, which is stored.
+        version: what the definition says about the version.
         names: other names of the kind.
     """
-    versions = [{"name": VERSION, "served": True, "storage": True, **version}]
-    versions += [
-        {
-            "name": name,
-            "served": True,
-            "storage": False,
-            "deprecated": True,
-            "deprecationWarning": f"{GROUP}/{name} {kind} is deprecated; use {GROUP}/{VERSION}, which has the same "
-            "fields",
-            **version,
-        }
-        for name in deprecated
-    ]
     return {
         "apiVersion": "apiextensions.k8s.io/v1",
         "kind": "CustomResourceDefinition",
@@ -224,8 +207,7 @@ def _definition(
                 "singular": kind.lower(),
                 **names,
             },
-            "conversion": {"strategy": "None"},
-            "versions": versions,
+            "versions": [{"name": VERSION, "served": True, "storage": True, **version}],
         },
     }
 
@@ -295,7 +277,7 @@ def document() -> dict[str, Any]:
         },
     }
     names = {"shortNames": ["rj"], "categories": ["all", "rollout"]}
-    return _definition(KIND, PLURAL, "Namespaced", version, deprecated=(DEPRECATED_VERSION,), **names)
+    return _definition(KIND, PLURAL, "Namespaced", version, **names)
 
 
 def documents() -> dict[str, dict[str, Any]]:

@@ -11,7 +11,6 @@ import redis.asyncio
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.messages import (
     SCHEMA_VERSION,
-    Capability,
     JoinGroup,
     PauseMode,
     WeightsKind,
@@ -39,8 +38,6 @@ class JobDescription:
     """Full name of the history."""
     history_redis: str
     """``own`` if the history has a Redis server of its own, else ''."""
-    capabilities: str = " ".join(Capability)
-    """Names of the capabilities of this version, separated by spaces."""
     version: int = SCHEMA_VERSION
 
 

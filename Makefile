@@ -69,7 +69,7 @@ format: env  ## Format the code and apply automatic fixes.
 	$(VENV)/ruff check --fix .
 	$(VENV)/clang-format -i $(NATIVE)
 
-generate: env  ## Generate the CRD, the chart's copy of it, the dashboards, the reference pages, and the images' requirements.
+generate: env  ## Generate the CRDs, the dashboards, the reference pages, and the images' requirements.
 	$(VENV)/python scripts/crd.py
 	$(VENV)/python scripts/manifest_docs.py
 	$(VENV)/python -m scripts.protocol_docs

@@ -28,7 +28,6 @@ from rollout_api.redis_client.retry import ClientRetryPolicy
 
 _LOOKUP_INTERVAL_S = 0.25
 _MAX_LISTED_JOBS = 20
-_SAMPLING_DEFAULTS = {name: field.default for name, field in Sampling.model_fields.items()}
 _REQUEST_DEFAULTS = {name: field.default for name, field in RolloutRequest.model_fields.items()}
 
 

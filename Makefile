@@ -72,7 +72,6 @@ format: env  ## Format the code and apply automatic fixes.
 generate: env  ## Generate the CRD, the chart's copy of it, the dashboards, the reference pages, and the images' requirements.
 	$(VENV)/python scripts/crd.py
 	$(VENV)/python scripts/manifest_docs.py
-	$(VENV)/python -m scripts.protocol_docs
 	$(VENV)/python scripts/dashboards.py
 	$(VENV)/python scripts/cli_docs.py
 	$(VENV)/python scripts/metrics_docs.py

@@ -1,16 +1,23 @@
-"""Runs what a wheel is for in a new environment that has nothing else."""
+"""Creates environments of each version of Python, and runs in them what a wheel is for."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
-from scripts.code_map import ROOT
 from scripts.release.steps import CheckError, run
+from scripts.repository import ROOT
 from tests.support.fake_job import record_lengths
 from tests.support.updating_job import UpdatingJob
 
+CLIENT_PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+"""Versions that the client supports."""
+PACKAGE_PYTHONS = ("3.11", "3.12")
+"""Versions that the package with the native extension supports."""
 _PROGRAMS = ROOT / "tests" / "packaging"
 _COMMANDS = (
     ("rollout", "--help"),
@@ -18,6 +25,25 @@ _COMMANDS = (
     ("rollout", "check", "-f", str(ROOT / "examples" / "trainer.yaml")),
     ("rollout-history", "--help"),
 )
+
+
+def find_python(version: str) -> str | None:
+    """Return the path of this version of Python, or None if it is not installed."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    folders = [*map(str, sorted(pyenv.glob(f"versions/{version}.*/bin"))), os.environ["PATH"]]
+    return shutil.which(f"python{version}", path=os.pathsep.join(folders))
+
+
+def create_environment(python: str, directory: Path) -> Path:
+    """Create an environment without pip, and return the path of its Python."""
+    run(python, "-m", "venv", "--without-pip", directory)
+    return directory / "bin" / "python"
+
+
+def install(python: Path, *requirements: str | Path) -> None:
+    """Install distributions into an environment with this process's pip."""
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+    run(*pip, "--python", python, "install", "--no-compile", *requirements)
 
 
 def _expect_report(python: Path, report: dict[str, Any], expected: dict[str, Any]) -> None:

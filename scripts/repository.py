@@ -1,12 +1,27 @@
-"""Replaces the generated parts of a page, each of which stands between two marks: HTML comments with its name."""
+"""The files of the repository, and the generated parts of its pages."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def tracked_files(*patterns: str) -> list[str]:
+    """Return the paths of all files that git tracks or would add, relative to the root of the repository.
+
+    Args:
+        patterns: git pathspecs, of which each path matches at least one; without any, all files are returned.
+    """
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", *patterns]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return sorted(name for name in set(listed) if (ROOT / name).is_file())
 
 
 def with_blocks(page: str, script: str, blocks: Mapping[str, str]) -> str:
-    """Return a page with its marked blocks written anew.
+    """Return a page with its marked blocks written anew, each of which stands between two HTML comments.
 
     Args:
         page: the text of the page.

@@ -12,10 +12,9 @@ from rollout_api.client.prompts import Prompt
 from rollout_api.client.sync_client import RolloutClient
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import RolloutClientError
-from rollout_api.figures.rollout_summary import RolloutSummary
-from rollout_api.figures.step_figures import StepFigures
 from rollout_api.integrations.trl_weights import TrlWeights
 from rollout_api.protocol.messages import Purpose, Rollout
+from rollout_api.step_figures import RolloutSummary, StepFigures
 
 TurnFunction = Callable[[Sequence[Trajectory]], list[Rollout]]
 """Samples the model's next turn in each trajectory, with the trainer's sampling settings and the current weights."""

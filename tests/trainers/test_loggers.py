@@ -23,7 +23,6 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from rollout_api import FinishReason, RolloutSummary, StepFigures
-from rollout_api.figures.step_figures import metric_names
 from rollout_api.integrations.loggers import (
     CombinedLogger,
     MlflowLogger,
@@ -32,6 +31,7 @@ from rollout_api.integrations.loggers import (
     TqdmLogger,
     WandbLogger,
 )
+from rollout_api.step_figures import metric_names
 from tests.support.wandb_files import records
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rollout_api.figures.step_figures import StepFigures
 from rollout_api.integrations.loggers.optional_package import import_for
 from rollout_api.integrations.loggers.step_logger import StepLogger
+from rollout_api.step_figures import StepFigures
 
 
 class MlflowLogger(StepLogger):

@@ -7,7 +7,7 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from rollout_api.figures.step_figures import StepFigures
+from rollout_api.step_figures import StepFigures
 
 
 class StepLogger(ABC):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollout_api.figures.step_figures import StepFigures
 from rollout_api.integrations.loggers.optional_package import import_for
 from rollout_api.integrations.loggers.step_logger import StepLogger
+from rollout_api.step_figures import StepFigures
 
 
 class TensorBoardLogger(StepLogger):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_api.figures.step_figures import StepFigures
 from rollout_api.integrations.loggers.step_logger import StepLogger
+from rollout_api.step_figures import StepFigures
 
 
 class TqdmLogger(StepLogger):

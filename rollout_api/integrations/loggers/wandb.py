@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollout_api.figures.step_figures import PREFIX, StepFigures, metric_names
 from rollout_api.integrations.loggers.optional_package import import_for
 from rollout_api.integrations.loggers.step_logger import StepLogger
+from rollout_api.step_figures import PREFIX, StepFigures, metric_names
 
 _STEP = f"{PREFIX}step"
 """The metric over which the figures are plotted.

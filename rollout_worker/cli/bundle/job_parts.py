@@ -23,8 +23,7 @@ from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.job_store.incoming import arrival_time
 from rollout_worker.launch.job_recording import RECORDING_FILE
 from rollout_worker.report.reading import read_recording
-from rollout_worker.report.recording import JobRecording
-from rollout_worker.report.recording_file import load_recording, save_recording
+from rollout_worker.report.recording import JobRecording, load_recording, save_recording
 from rollout_worker.runtime.model_cache import default_cache
 
 _Result = TypeVar("_Result")

@@ -1,4 +1,4 @@
-"""The figures of one training step, computed from its rollouts and their rewards."""
+"""The figures of one training step: how its rollouts were drafted, how long its tail was, and their rewards."""
 
 from __future__ import annotations
 
@@ -6,14 +6,131 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import accumulate
 
 from typing_extensions import Self
 
 from rollout_api.client.group_queue import Group
 from rollout_api.errors import InvalidRequestError
-from rollout_api.figures.rollout_summary import RolloutSummary
-from rollout_api.figures.timeline import Timeline
 from rollout_api.protocol.messages import FinishReason, Rollout
+
+
+@dataclass(frozen=True)
+class RolloutSummary:
+    """The numbers of one rollout. They are small, so that processes of a trainer can send them to each other."""
+
+    problem_id: str
+    """Id of the problem."""
+    num_tokens: int
+    """Number of response tokens."""
+    finish_reason: FinishReason
+    """Why the rollout ended."""
+    num_decoding_steps: int
+    """Decoding steps of the engine that finished the rollout."""
+    num_draft_tokens: int
+    """Draft tokens that were verified in these steps."""
+    num_accepted_tokens: int
+    """Draft tokens that were accepted in these steps."""
+    accepted_by_source: dict[str, int]
+    """Source → number of its draft tokens among them; see ``Rollout.accepted_tokens_by_source``."""
+    started_at: float
+    """Unix time at which an engine started the rollout; 0 if none did."""
+    finished_at: float
+    """Unix time at which the rollout finished."""
+    weight_version: int | None
+    """Newest weight version that sampled a token; None without tokens."""
+    staleness: int | None
+    """Number of weight versions by which the oldest token was behind the newest published version; None without tokens,
+    or if the newest version is unknown."""
+    reward: float | None
+    """Reward; None if there is none."""
+
+    @classmethod
+    def of(cls, rollout: Rollout, *, reward: float | None = None, newest_version: int | None = None) -> Self:
+        """Return the summary of a rollout.
+
+        Args:
+            rollout: the rollout.
+            reward: its reward, if it has one.
+            newest_version: newest published weight version when the rollout was taken, if it is known.
+        """
+        oldest = rollout.oldest_weight_version
+        return cls(
+            problem_id=rollout.problem_id,
+            num_tokens=rollout.num_tokens,
+            finish_reason=rollout.finish_reason,
+            num_decoding_steps=rollout.num_decoding_steps,
+            num_draft_tokens=rollout.num_draft_tokens,
+            num_accepted_tokens=rollout.num_accepted_tokens,
+            accepted_by_source=rollout.accepted_tokens_by_source,
+            started_at=rollout.started_at,
+            finished_at=rollout.finished_at,
+            weight_version=max((span.weight_version for span in rollout.weight_spans), default=None),
+            staleness=None if oldest is None or newest_version is None else max(0, newest_version - oldest),
+            reward=reward,
+        )
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When the rollouts of a training step ran."""
+
+    start: float
+    """First start of a rollout."""
+    tail_start: float
+    """Time from which on fewer than half as many rollouts ran as at the step's peak.
+
+    The peak counts instead of the number of the step's rollouts, because engines that run fewer rollouts at once than
+    the step has are nevertheless busy.
+    """
+    end: float
+    """Last end of a rollout."""
+    longest: float
+    """Seconds for which the rollout with the longest duration ran."""
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the start to the end."""
+        return self.end - self.start
+
+    @property
+    def tail(self) -> float:
+        """Seconds of the tail."""
+        return self.end - self.tail_start
+
+    @classmethod
+    def from_intervals(cls, intervals: Iterable[tuple[float, float]]) -> Self | None:
+        """Compute the times in O(n log n).
+
+        Args:
+            intervals: Unix time of the start and of the end of each rollout. An end before its start, as clocks of
+                different machines may report, counts as an end at the start.
+
+        Returns:
+            The times; None without rollouts.
+        """
+        runs = [(start, max(start, end)) for start, end in intervals]
+        if not runs:
+            return None
+        # Of equal times, ends come first: a rollout that takes the place of another one does not run beside it.
+        events = sorted(
+            (time, change) for start, end in runs if end > start for time, change in ((start, 1), (end, -1))
+        )
+        running = list(accumulate((change for _, change in events), initial=0))
+        peak = max(running)
+        last_end = max(end for _, end in runs)
+        # The tail begins at the last event until which at least half of the peak ran.
+        tail_start = max(
+            (time for (time, _), before in zip(events, running[:-1], strict=True) if 2 * before >= peak),
+            default=last_end,
+        )
+        return cls(
+            start=min(start for start, _ in runs),
+            tail_start=tail_start,
+            end=last_end,
+            longest=max(end - start for start, end in runs),
+        )
+
 
 PREFIX = "rollout/"
 """What the names of metrics begin with."""

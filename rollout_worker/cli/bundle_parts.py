@@ -35,8 +35,8 @@ from rollout_worker.cli.manifest_file import read_manifest
 from rollout_worker.cli.merged_logs import JobLogs
 from rollout_worker.doctor.examination import Request, examine
 from rollout_worker.doctor.findings import as_json
-from rollout_worker.doctor.gpu_facts import GpuDriverError, read_gpus
-from rollout_worker.doctor.machine_facts import installed_version
+from rollout_worker.doctor.gpus import GpuDriverError, read_gpus
+from rollout_worker.doctor.machine import installed_version
 from rollout_worker.engine.model_source import local_tokenizer
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history_service.statistics_document import statistics_document

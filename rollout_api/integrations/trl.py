@@ -12,9 +12,9 @@ from rollout_api.client.prompts import Prompt
 from rollout_api.client.sync_client import RolloutClient
 from rollout_api.client.trajectory import Trajectory
 from rollout_api.errors import RolloutClientError
-from rollout_api.figures.step_metrics import RolloutSummary, step_metrics
 from rollout_api.integrations.trl_weights import TrlWeights
 from rollout_api.protocol.messages import Purpose, Rollout
+from rollout_api.step_metrics import RolloutSummary, step_metrics
 
 TurnFunction = Callable[[Sequence[Trajectory]], list[Rollout]]
 """Samples the model's next turn in each trajectory, with the trainer's sampling settings and the current weights."""

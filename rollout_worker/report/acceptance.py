@@ -1,15 +1,16 @@
-"""Acceptance of draft tokens by step, source, position and age."""
+"""How many draft tokens were accepted, by step, source, position and age: numbers and plots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import plotly.graph_objects as go
 
-from rollout_worker.report.analysis.acceptance import Acceptance, by_source
-from rollout_worker.report.analysis.steps import Comparison, Step, mode_name
-from rollout_worker.report.plots.style import (
+from rollout_worker.report.recording import DraftCounts
+from rollout_worker.report.steps import Comparison, Step, mode_name
+from rollout_worker.report.style import (
     BLUE,
     GRAY,
     GREEN,
@@ -17,10 +18,48 @@ from rollout_worker.report.plots.style import (
     ORANGE,
     SOURCE_COLORS,
     SOURCE_NAMES,
+    bars,
     figure,
+    line,
     numbers_axis,
     second_axis,
 )
+
+
+class Acceptance(NamedTuple):
+    """Verified draft tokens, and those of them that were accepted."""
+
+    drafted: float
+    accepted: float
+
+    @property
+    def rate(self) -> float:
+        """The acceptance rate; 0 without draft tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+def by_source(step: Step) -> dict[str, Acceptance]:
+    """Return the draft tokens of a step by their source."""
+    drafted: Counter[str] = Counter()
+    accepted: Counter[str] = Counter()
+    for one in step.scored:
+        drafted.update(one.rollout.draft_tokens_by_source)
+        accepted.update(one.rollout.accepted_tokens_by_source)
+    return {source: Acceptance(count, accepted[source]) for source, count in drafted.items()}
+
+
+def by_position(counts: Iterable[DraftCounts]) -> dict[str, Acceptance]:
+    """Return the draft tokens of all engines by their position in the draft, in order."""
+    sums: defaultdict[str, Acceptance] = defaultdict(lambda: Acceptance(0, 0))
+    for one in sorted(counts, key=lambda one: one.number):
+        known = sums[one.position]
+        sums[one.position] = Acceptance(known.drafted + one.drafted, known.accepted + one.accepted)
+    return dict(sums)
+
+
+def by_age(counts: Mapping[int, Sequence[float]]) -> dict[int, Acceptance]:
+    """Return the draft tokens from the history by the age of the rollouts behind them."""
+    return {age: Acceptance(*of_age) for age, of_age in sorted(counts.items())}
 
 
 def accepted_by_step(comparisons: Sequence[Comparison], unit: str) -> go.Figure:
@@ -33,13 +72,12 @@ def accepted_by_step(comparisons: Sequence[Comparison], unit: str) -> go.Figure:
             if baseline.accepted_per_step:
                 series.setdefault(mode, []).append((one.step.number, baseline))
     traces = [
-        go.Scatter(
-            name=mode_name(mode),
-            x=[number for number, _ in points],
-            y=[step.accepted_per_step for _, step in points],
-            mode="lines+markers",
-            line={"color": MODE_COLORS.get(mode, ORANGE), "width": 2},
-            hovertemplate="%{y:.2f} accepted per step<extra></extra>",
+        line(
+            mode_name(mode),
+            [number for number, _ in points],
+            [step.accepted_per_step for _, step in points],
+            "%{y:.2f} accepted per step<extra></extra>",
+            color=MODE_COLORS.get(mode, ORANGE),
         )
         for mode, points in series.items()
     ]
@@ -51,20 +89,20 @@ def accepted_by_source(steps: Sequence[Step], unit: str) -> go.Figure:
     numbers = [step.number for step in steps]
     counts = [by_source(step) for step in steps]
     traces = [
-        go.Bar(
-            name=SOURCE_NAMES[source],
-            x=numbers,
-            y=[
+        bars(
+            SOURCE_NAMES[source],
+            numbers,
+            [
                 count.get(source, Acceptance(0, 0)).accepted / max(1, step.decoding_steps)
                 for step, count in zip(steps, counts, strict=True)
             ],
-            marker={"color": SOURCE_COLORS[source]},
+            f"{SOURCE_NAMES[source]}: %{{y:.2f}} accepted per step, %{{customdata[0]:.0%}} of "
+            "%{customdata[2]:,} draft tokens<extra></extra>",
+            SOURCE_COLORS[source],
             customdata=[
                 [acceptance.rate, acceptance.accepted, acceptance.drafted]
                 for acceptance in (count.get(source, Acceptance(0, 0)) for count in counts)
             ],
-            hovertemplate=f"{SOURCE_NAMES[source]}: %{{y:.2f}} accepted per step, %{{customdata[0]:.0%}} of "
-            "%{customdata[2]:,} draft tokens<extra></extra>",
         )
         for source in SOURCE_NAMES
         if any(source in count for count in counts)
@@ -92,21 +130,21 @@ def acceptance_by_age(counts: Mapping[int, Acceptance]) -> go.Figure:
 def _rates(counts: Mapping[str, Acceptance] | Mapping[int, Acceptance], color: str) -> list[go.Bar | go.Scatter]:
     """Return bars of the numbers of verified draft tokens, and a line of the acceptance rates."""
     return [
-        go.Bar(
-            name="verified",
-            x=list(counts),
-            y=[one.drafted for one in counts.values()],
+        bars(
+            "verified",
+            list(counts),
+            [one.drafted for one in counts.values()],
+            "%{y:,.0f} verified<extra></extra>",
+            GRAY,
             yaxis="y2",
             marker={"color": GRAY, "opacity": 0.35},
-            hovertemplate="%{y:,.0f} verified<extra></extra>",
         ),
-        go.Scatter(
-            name="acceptance rate",
-            x=list(counts),
-            y=[one.rate for one in counts.values()],
-            mode="lines+markers",
-            line={"color": color, "width": 2},
-            hovertemplate="%{y:.0%} accepted<extra></extra>",
+        line(
+            "acceptance rate",
+            list(counts),
+            [one.rate for one in counts.values()],
+            "%{y:.0%} accepted<extra></extra>",
+            color=color,
         ),
     ]
 

@@ -1,4 +1,4 @@
-"""Colors and layout that all plots share."""
+"""Colors, layout and kinds of traces that the plots of a report share."""
 
 from __future__ import annotations
 
@@ -65,6 +65,35 @@ def figure(traces: Sequence[Any], *, x: str, y: str, height: int = 320, **layout
             **layout,
         },
     )
+
+
+def line(name: str, x: Sequence[Any], y: Sequence[Any], hover: str, **settings: Any) -> go.Scatter:
+    """Return a line; *settings* are those of Plotly, and the keys of ``line`` among them can be given directly."""
+    style = {key: settings.pop(key) for key in ("color", "width", "dash", "shape") if key in settings}
+    return go.Scatter(
+        name=name, x=x, y=y, line={"width": 2, **style}, hovertemplate=hover, **{"mode": "lines+markers", **settings}
+    )
+
+
+def bars(name: str, x: Sequence[Any], y: Sequence[Any], hover: str, color: str, **settings: Any) -> go.Bar:
+    """Return bars; *settings* are those of Plotly."""
+    return go.Bar(name=name, x=x, y=y, hovertemplate=hover, **{"marker": {"color": color}, **settings})
+
+
+def shade(x0: float, x1: float, color: str, **settings: Any) -> dict[str, Any]:
+    """Return a shape that shades the time from *x0* to *x1*; *settings* are those of Plotly."""
+    return {
+        "type": "rect",
+        "xref": "x",
+        "yref": "paper",
+        "x0": x0,
+        "x1": x1,
+        "y0": 0,
+        "y1": 1,
+        "fillcolor": color,
+        "line": {"width": 0},
+        **settings,
+    }
 
 
 def escaped(text: str) -> str:

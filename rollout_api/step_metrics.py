@@ -6,13 +6,74 @@ import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from typing_extensions import Self
 
 from rollout_api.client.group_queue import Group
 from rollout_api.errors import InvalidRequestError
-from rollout_api.figures.timeline import Timeline
 from rollout_api.protocol.messages import FinishReason, Rollout
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When the rollouts of a training step ran."""
+
+    start: float
+    """First start of a rollout."""
+    tail_start: float
+    """Time from which on fewer than half as many rollouts ran as at the step's peak.
+
+    The peak counts instead of the number of the step's rollouts, because engines that run fewer rollouts at once than
+    the step has are nevertheless busy.
+    """
+    end: float
+    """Last end of a rollout."""
+    longest: float
+    """Seconds for which the rollout with the longest duration ran."""
+
+    @property
+    def makespan(self) -> float:
+        """Seconds from the start to the end."""
+        return self.end - self.start
+
+    @property
+    def tail(self) -> float:
+        """Seconds of the tail."""
+        return self.end - self.tail_start
+
+    @classmethod
+    def from_intervals(cls, intervals: Iterable[tuple[float, float]]) -> Self | None:
+        """Compute the times in O(n log n).
+
+        Args:
+            intervals: Unix time of the start and of the end of each rollout. An end before its start, as clocks of
+                different machines may report, counts as an end at the start.
+
+        Returns:
+            The times; None without rollouts.
+        """
+        runs = [(start, max(start, end)) for start, end in intervals]
+        if not runs:
+            return None
+        # Of equal times, ends come first: a rollout that takes the place of another one does not run beside it.
+        events = sorted(
+            (time, change) for start, end in runs if end > start for time, change in ((start, 1), (end, -1))
+        )
+        running = list(accumulate((change for _, change in events), initial=0))
+        peak = max(running)
+        last_end = max(end for _, end in runs)
+        # The tail begins at the last event until which at least half of the peak ran.
+        tail_start = max(
+            (time for (time, _), before in zip(events, running[:-1], strict=True) if 2 * before >= peak),
+            default=last_end,
+        )
+        return cls(
+            start=min(start for start, _ in runs),
+            tail_start=tail_start,
+            end=last_end,
+            longest=max(end - start for start, end in runs),
+        )
 
 
 @dataclass(frozen=True)

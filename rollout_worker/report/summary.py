@@ -6,12 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollout_api.protocol.messages import DraftMode
-from rollout_worker.report.analysis.engine_time import EngineTime, engine_times, interruptions
-from rollout_worker.report.analysis.rewards import rewards_of
-from rollout_worker.report.analysis.steps import Comparison, Step, compare, steps_of, training_steps
-from rollout_worker.report.analysis.tail import tail_fraction
-from rollout_worker.report.analysis.without_drafts import makespan_without_drafts, slowdowns
+from rollout_worker.report.engines import EngineTime, engine_times, interruptions
 from rollout_worker.report.recording import JobRecording
+from rollout_worker.report.steps import (
+    Comparison,
+    Step,
+    compare,
+    makespan_without_drafts,
+    rewards_of,
+    slowdowns,
+    steps_of,
+    training_steps,
+)
 
 _NOTABLE_SHARE = 0.05
 """Share of the time or of the rollouts from which something is mentioned."""
@@ -62,7 +68,7 @@ def summarize(recording: JobRecording) -> Summary:
         accepted_per_step=accepted / decoding_steps if decoding_steps else 0.0,
         estimated_saving=_estimated_saving(recording, steps),
         measured_saving=_measured_saving(comparisons),
-        tail=sum(tail_fraction(step) * step.makespan for step in steps) / seconds if seconds else 0.0,
+        tail=sum(step.tail for step in steps) / seconds if seconds else 0.0,
     )
 
 
@@ -167,12 +173,12 @@ def _rollout_sentences(steps: Sequence[Step]) -> list[str]:
 
 
 def _tail_sentences(steps: Sequence[Step], unit: str) -> list[str]:
-    longest = max(steps, key=tail_fraction, default=None)
-    if longest is None or tail_fraction(longest) < _LARGE_TAIL:
+    longest = max(steps, key=lambda step: step.tail_share, default=None)
+    if longest is None or longest.tail_share < _LARGE_TAIL:
         return []
     return [
-        f"The longest tail took {tail_fraction(longest):.0%} of {unit} {longest.number}: for "
-        f"{_duration(tail_fraction(longest) * longest.makespan)}, fewer than half as many rollouts were running as at "
+        f"The longest tail took {longest.tail_share:.0%} of {unit} {longest.number}: for "
+        f"{_duration(longest.tail)}, fewer than half as many rollouts were running as at "
         "its peak."
     ]
 

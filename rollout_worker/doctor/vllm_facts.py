@@ -23,7 +23,6 @@ def read_vllm() -> VllmFacts:
         torch=installed_version("torch"),
         torch_cuda=_torch_cuda(),
         ray=installed_version("ray"),
-        has_triton=util.find_spec("triton") is not None,
         torch_extensions=[name for name in _TORCH_EXTENSIONS if installed_version(name) is not None],
         pinned=pinned_versions(),
         runner_variable=os.environ.get("VLLM_USE_V2_MODEL_RUNNER", ""),

@@ -10,7 +10,7 @@ ENGINE_TESTS := tests/benchmarks tests/engine tests/job tests/tiny_model
 SERIAL_TESTS := tests/engine/test_default_engine.py tests/job/test_announcer.py tests/job/test_run.py tests/trainers
 OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/trainers tests/chaos tests/cluster tests/support,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py)))
 # vLLM's V2 model runner, whose Triton kernels run in Triton's interpreter; see docs/vllm.md.
-V2 := PYTHONPATH=$(CURDIR)/.venv/triton VLLM_USE_V2_MODEL_RUNNER=1
+V2 := PYTHONPATH=$(CURDIR)/.venv/triton:$(CURDIR)/tests/support/v2_on_cpus TRITON_INTERPRET=1 VLLM_USE_V2_MODEL_RUNNER=1
 V2_TESTS := $(addprefix tests/engine/test_,adapters.py continuation.py cpu_kernels.py drafting.py drafting_loop.py kept_tokens.py lossless.py model_runner_v2.py prompt_logprobs.py raw_logprobs.py routed_experts.py stop_strings.py weights.py)
 # The tests of a file, and files that share engines, run in one process: see tests/conftest.py.
 PARALLEL := --no-loadscope-reorder --numprocesses

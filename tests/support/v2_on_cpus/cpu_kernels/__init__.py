@@ -6,6 +6,8 @@ and :func:`register` hands them to ``vllm.triton_utils.dispatcher``. Whatever is
 interpreter: grammars, bad words, log-probabilities of requested tokens, and drafters with models. So do the modes of a
 kernel that an implementation here lacks.
 
+vLLM finds the plugin :func:`install` if the folder that contains this package is on ``PYTHONPATH``.
+
 ``DAS_INTERPRET_KERNELS=1`` leaves all kernels in the interpreter, for tests of the kernels as GPUs run them.
 """
 
@@ -40,12 +42,41 @@ class KernelReplacement:
             self.original[grid](*args, **kwargs)
 
 
+def install() -> None:
+    """Let engines with V2 use the implementations, and schedule asynchronously, as on GPUs.
+
+    vLLM calls this in each of its processes. Engines with V1 are not affected.
+    """
+    from vllm.platforms import current_platform
+
+    if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1" or not current_platform.is_cpu():
+        return
+    platform: Any = type(current_platform)
+    update_config, register_overrides = platform.check_and_update_config, platform.register_triton_kernel_overrides
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        """Restore asynchronous scheduling, which vLLM disables on CPUs, because V1 does not need it there."""
+        wanted = vllm_config.scheduler_config.async_scheduling
+        update_config(vllm_config)
+        if vllm_config.use_v2_model_runner:
+            vllm_config.scheduler_config.async_scheduling = wanted
+
+    def register_triton_kernel_overrides() -> None:
+        """Replace kernels in the processes that run the model, which is where vLLM calls this function."""
+        register_overrides()
+        register()
+
+    platform.check_and_update_config = staticmethod(check_and_update_config)
+    platform.register_triton_kernel_overrides = staticmethod(register_triton_kernel_overrides)
+
+
 def kernels() -> dict[str, Kernel]:
     """Return the implementations by the qualified names of vLLM's kernels."""
-    from rollout_worker.engine.cpu_kernels import block_tables, inputs, logits, logprobs, rejection, sampling
+    from cpu_kernels import inputs, rejection, sampling
 
-    modules = (block_tables, inputs, logits, logprobs, rejection, sampling)
-    return {_PREFIX + name: kernel for module in modules for name, kernel in module.KERNELS.items()}
+    return {
+        _PREFIX + name: kernel for module in (inputs, rejection, sampling) for name, kernel in module.KERNELS.items()
+    }
 
 
 def register() -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from rollout_worker.engine.cpu_kernels import Grid, Kernel
-from rollout_worker.engine.cpu_kernels.arrays import Array, Float32, enumerate_rows, float32
-from rollout_worker.engine.cpu_kernels.random_numbers import philox_uniform
-from rollout_worker.engine.cpu_kernels.sampling import add_noise, store_block_maxima
+from cpu_kernels import Grid, Kernel
+from cpu_kernels.arrays import Array, Float32, enumerate_rows, float32
+from cpu_kernels.sampling import add_noise, philox_uniform, store_block_maxima
 
 
 def gather_draft_sampled(

@@ -1,4 +1,4 @@
-"""The compiler of the backend; see :mod:`rollout_worker.engine.triton_interpreter`."""
+"""The compiler of the backend; see :mod:`triton_interpreter`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class InterpreterBackend(BaseBackend):
 
     def hash(self) -> str:
         """Return the identity of the backend."""
-        return "das-rollout-interpreter"
+        return "triton-interpreter"
 
     def parse_options(self, options: dict[str, Any]) -> NoReturn:
         """Raise, because nothing is compiled."""

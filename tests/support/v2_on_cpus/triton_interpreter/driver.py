@@ -1,4 +1,4 @@
-"""The driver of the backend; see :mod:`rollout_worker.engine.triton_interpreter`."""
+"""The driver of the backend; see :mod:`triton_interpreter`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 from triton.backends.driver import DriverBase
 
-from rollout_worker.engine.triton_interpreter.compiler import MESSAGE
+from triton_interpreter.compiler import MESSAGE
 
 
 class InterpreterDriver(DriverBase):

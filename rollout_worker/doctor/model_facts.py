@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollout_api.manifest.rollout_job import RolloutJob
-from rollout_worker.doctor.manifest import ModelFacts
-from rollout_worker.doctor.memory_estimate import estimate_memory
+from rollout_worker.doctor.manifest import ModelFacts, estimate_memory
 from rollout_worker.engine.model_source import ModelError, find_model, load_tokenizer, read_config
 
 

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -54,7 +53,7 @@ class Kubectl:
 
     def read(self, *arguments: str) -> bytes:
         """Return the same as :meth:`output` without decoding it; the errors are the same."""
-        done = self._run(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        done = self.run(*arguments, capture_output=True)
         if done.returncode:
             raise explain_error(done.stderr.decode(errors="replace").strip())
         return done.stdout
@@ -76,7 +75,7 @@ class Kubectl:
         """
         sys.stdout.flush()
         try:
-            return self._run(arguments).returncode
+            return self.run(*arguments).returncode
         except KeyboardInterrupt:
             return 130
 
@@ -86,7 +85,7 @@ class Kubectl:
         Raises:
             PluginError: if kubectl is missing.
         """
-        return self._run(arguments, stdout=file).returncode
+        return self.run(*arguments, stdout=file).returncode
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """Start kubectl, whose output the caller reads.
@@ -97,7 +96,12 @@ class Kubectl:
         self._check_installed()
         return subprocess.Popen(self.command(*arguments), stdout=subprocess.PIPE, text=True)
 
-    def _run(self, arguments: Sequence[str], **options: Any) -> subprocess.CompletedProcess[bytes]:
+    def run(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+        """Run kubectl with these options of :func:`subprocess.run`.
+
+        Raises:
+            PluginError: if kubectl is missing.
+        """
         self._check_installed()
         return subprocess.run(self.command(*arguments), check=False, **options)
 

@@ -11,8 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from rollout_api.bundle.redaction import HIDDEN
-from rollout_api.kubectl_plugin.jobs import full_name, summary
-from rollout_api.kubectl_plugin.kubectl import Kubectl, PluginError
+from rollout_api.kubectl_plugin.kubectl import Kubectl, PluginError, full_name, summary
 from rollout_api.redis_client.address import without_password
 
 _SERVER_PORT, _REDIS_PORT = 8000, 6379

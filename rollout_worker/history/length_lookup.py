@@ -11,8 +11,14 @@ from collections.abc import Iterable
 import redis
 
 from rollout_api.length_stats import LengthStats
-from rollout_worker.history.limits import LENGTH_LOOKUP_PAUSE_S, LENGTH_LOOKUP_RETENTION_S, LENGTH_LOOKUP_TIMEOUT_S
 from rollout_worker.history.store import HistoryStore
+
+LENGTH_LOOKUP_TIMEOUT_S = 1.0
+"""Seconds to wait for length statistics; all requests of a job wait for them."""
+LENGTH_LOOKUP_RETENTION_S = 5.0
+"""Seconds for which statistics that were looked up are used again."""
+LENGTH_LOOKUP_PAUSE_S = 30.0
+"""Seconds without a lookup after one has failed."""
 
 NO_LENGTH_STATS = LengthStats.from_lengths(())
 """Statistics of a problem of which nothing is known."""

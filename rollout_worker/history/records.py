@@ -274,3 +274,28 @@ def _decode_uncompressed(data: bytes) -> HistoryRecord:
                 raise RecordError(f"generation {generation} is out of range")
             return HistoryRecord(rollout_id, run, version, generation, _token_ids(tokens), reason, _token_ids(context))
     raise RecordError("a field is missing or of the wrong type")
+
+
+START = "-"
+"""Cursor in front of the first entry of a log."""
+
+
+def block_name(newest_generation: int, last_entry: str) -> str:
+    """Return the name of a block."""
+    return f"{newest_generation}:{last_entry}"
+
+
+def last_entry_of(block: bytes) -> str:
+    """Return the id of the last log entry that was packed into the block of this name."""
+    return block.decode(errors="replace").rpartition(":")[2]
+
+
+def entry_position(entry_id: str) -> tuple[int, int]:
+    """Return a log entry's id as numbers that can be compared; what is not an id comes first."""
+    milliseconds, _, number = entry_id.partition("-")
+    return (int(milliseconds), int(number)) if milliseconds.isdigit() and number.isdigit() else (-1, -1)
+
+
+def block_position(block: bytes) -> tuple[int, int]:
+    """Return the position in the log of the last entry that was packed into the block of this name."""
+    return entry_position(last_entry_of(block))

@@ -26,7 +26,7 @@ from rollout_worker.cli.job_address import (
 from rollout_worker.runtime.exit_message import exit_with_error
 
 if TYPE_CHECKING:
-    from rollout_worker.cli.top.live_job import LiveJob
+    from rollout_worker.cli.top_reader import LiveJob
 
 app = typer.Typer()
 _WIDTH = 140
@@ -52,7 +52,7 @@ def top(
     If the output is no terminal, the state is printed once.
     """
     from rollout_worker.cli.job_status import read_snapshot
-    from rollout_worker.cli.top.view import whole_view
+    from rollout_worker.cli.top_view import whole_view
 
     with exit_with_message(file, redis or "", interrupted="the job continues"):
         found = find_job(job, file=file, redis_url=redis, uid=uid, state=state_dir)
@@ -69,7 +69,7 @@ def top(
 
 
 async def _read_once(found: FoundJob, history_url: str) -> LiveJob | None:
-    from rollout_worker.cli.top.reader import LiveJobReader
+    from rollout_worker.cli.top_reader import LiveJobReader
 
     reader = LiveJobReader(found.redis_url, found.uid, history_url)
     try:
@@ -82,8 +82,8 @@ async def _read_once(found: FoundJob, history_url: str) -> LiveJob | None:
 
 
 async def _watch(found: FoundJob, history_url: str) -> None:
-    from rollout_worker.cli.top.app import TopApp
-    from rollout_worker.cli.top.reader import LiveJobReader
+    from rollout_worker.cli.top_reader import LiveJobReader
+    from rollout_worker.cli.top_view import TopApp
 
     reader = LiveJobReader(found.redis_url, found.uid, history_url)
     try:

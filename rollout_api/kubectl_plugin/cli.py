@@ -11,8 +11,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from rollout_api.kubectl_plugin.bundle import save_bundle
-from rollout_api.kubectl_plugin.commands import drain, failure_lines, run_in_head, save_report, show_logs
-from rollout_api.kubectl_plugin.connect import connect, forward
+from rollout_api.kubectl_plugin.commands import (
+    connect,
+    drain,
+    failure_lines,
+    forward,
+    run_in_head,
+    save_report,
+    show_logs,
+)
 from rollout_api.kubectl_plugin.kubectl import RESOURCE, Kubectl, PluginError, explanation, full_name, get_job, summary
 
 _FAILED = 4

@@ -19,7 +19,7 @@ from textual.widgets import Footer, Static
 
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
 from rollout_worker.cli.job_status import duration, engine_state, problems
-from rollout_worker.cli.top_reader import LiveJob, RunningRollout
+from rollout_worker.cli.top import LiveJob, RunningRollout
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 30

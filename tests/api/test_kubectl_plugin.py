@@ -14,13 +14,17 @@ from rollout_api.bundle.cluster import Evidence
 from rollout_api.kubectl_plugin import kubectl as pods
 from rollout_api.kubectl_plugin.bundle import belongs_to, bundle_config_map, kept_archive
 from rollout_api.kubectl_plugin.cli import build_parser, main
-from rollout_api.kubectl_plugin.commands import choose_worker, exec_arguments, failure_lines, logs_arguments, plan_text
-from rollout_api.kubectl_plugin.connect import (
+from rollout_api.kubectl_plugin.commands import (
+    choose_worker,
     connection_of,
     describe,
+    exec_arguments,
+    failure_lines,
     forward_target,
     forwarded_url,
     http_snippet,
+    logs_arguments,
+    plan_text,
     redis_snippet,
 )
 from rollout_api.kubectl_plugin.kubectl import Kubectl, PluginError, explain_error, explanation, missing_job, summary

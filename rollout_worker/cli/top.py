@@ -1,26 +1,105 @@
-"""Reads what ``rollout top`` shows of a job, and keeps it up to date."""
+"""The command ``rollout top``: it reads the state of a job, and keeps it up to date."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import statistics
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
 
 from rollout_api.client.job_info import parse_status
 from rollout_api.length_stats import LengthStats
+from rollout_api.protocol.exit_codes import EXIT_ENGINE
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.protocol.messages import CodecError
 from rollout_api.protocol.status import CoordinatorStatus, EngineEntry
 from rollout_api.protocol.timeline import EndedRollout, Measurement
 from rollout_api.redis_client.connection import connect_async, connect_history
-from rollout_worker.history.length_lookup import LengthLookup
-from rollout_worker.history.store import HistoryStore
+from rollout_worker.cli.exit_errors import exit_with_message
+from rollout_worker.cli.job_address import (
+    FoundJob,
+    JobArgument,
+    JobHistoryRedis,
+    JobManifest,
+    JobRedis,
+    JobUid,
+    StateDirectory,
+    find_job,
+)
+from rollout_worker.history.store import HistoryStore, LengthLookup
 from rollout_worker.job.job_store import JobStore, RolloutProgress
 from rollout_worker.job.limits import MAX_BLOCKING_READ_S
+from rollout_worker.runtime.exit_message import exit_with_error
+
+app = typer.Typer()
+_WIDTH = 140
+"""Columns of the output if it is no terminal."""
+console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+
+_REPORT_WAIT_S = 1.5
+"""Seconds within which all engines report their running rollouts after they are observed."""
+
+
+@app.command()
+def top(
+    job: JobArgument = None,
+    file: JobManifest = None,
+    redis: JobRedis = None,
+    history_redis: JobHistoryRedis = None,
+    uid: JobUid = None,
+    state_dir: StateDirectory = Path(".rollout"),
+    once: Annotated[bool, typer.Option("--once", help="Print the current state once, and exit.")] = False,
+) -> None:
+    """Watch a job live: its engines, the running rollouts and their predicted lengths, and what drafting saves.
+
+    If the output is no terminal, the state is printed once.
+    """
+    from rollout_worker.cli.job_status import read_snapshot
+    from rollout_worker.cli.top_view import whole_view
+
+    with exit_with_message(file, redis or "", interrupted="the job continues"):
+        found = find_job(job, file=file, redis_url=redis, uid=uid, state=state_dir)
+        history = history_redis or found.history_url
+        if once or not console.is_terminal:
+            live = asyncio.run(_read_once(found, history))
+            if live is None:
+                with found.connected() as server:
+                    state = read_snapshot(server, found).state_text
+                exit_with_error(EXIT_ENGINE, f"job {found.name} is {state}; see `rollout status`")
+            console.print(whole_view(live, time.time()))
+        else:
+            asyncio.run(_watch(found, history))
+
+
+async def _read_once(found: FoundJob, history_url: str) -> LiveJob | None:
+    reader = LiveJobReader(found.redis_url, found.uid, history_url)
+    try:
+        if await reader.read() is None:
+            return None
+        await asyncio.sleep(_REPORT_WAIT_S)
+        return await reader.read()
+    finally:
+        await reader.close()
+
+
+async def _watch(found: FoundJob, history_url: str) -> None:
+    from rollout_worker.cli.top_view import TopApp
+
+    reader = LiveJobReader(found.redis_url, found.uid, history_url)
+    try:
+        await TopApp(found.name, reader.read).run_async()
+    finally:
+        await reader.close()
+
 
 RECENT_S = 300.0
 """Seconds over which what has ended recently is summed up."""

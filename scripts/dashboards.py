@@ -257,8 +257,8 @@ JOB_ROWS: dict[str, list[Panel]] = {
         Panel(
             "Unread results",
             "Of each client. One that does not read its results gets no new rollouts.",
-            "short",
-            [(f"rollout_results_unread{_JOB}", "{{job}} {{client}}")],
+            "bytes",
+            [(f"rollout_results_unread_bytes{_JOB}", "{{job}} {{client}}")],
         ),
         Panel(
             "Dead letters in ten minutes",

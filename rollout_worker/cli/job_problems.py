@@ -102,8 +102,9 @@ def _of_environment(status: CoordinatorStatus) -> Iterator[Problem]:
 
 def _of_messages(status: CoordinatorStatus) -> Iterator[Problem]:
     for client in status["slow_clients"]:
+        unread_mib = status["unread_bytes"].get(client, 0) / 2**20
         yield Problem(
-            f"The client {client} has not read {status['unread'].get(client, 0)} results, so its requests wait",
+            f"The client {client} has not read {unread_mib:,.1f} MiB of results, so its requests wait",
             "Is this trainer still running? It has to read its results, or its requests have to be cancelled.",
         )
     if status["dead_letters"]:

@@ -125,8 +125,8 @@ def _facts(status: CoordinatorStatus) -> Table:
     table.add_row(
         "weights", f"version {status['weight_version']}, served by {current} of {len(status['engines'])} engines"
     )
-    if unread := {client: count for client, count in status["unread"].items() if count}:
-        table.add_row("unread", ", ".join(f"{count:,} results of {client}" for client, count in unread.items()))
+    if unread := {client: size for client, size in status["unread_bytes"].items() if size}:
+        table.add_row("unread", ", ".join(f"{size / 2**20:,.1f} MiB of {client}" for client, size in unread.items()))
     table.add_row("dead letters", f"{status['dead_letters']:,}")
     return table
 

@@ -208,8 +208,8 @@ JOB_ROWS: dict[str, list[Panel]] = {
         Panel(
             "Unread results",
             "Of each client. One that does not read its results gets no new rollouts.",
-            "short",
-            {"{{job}} {{client}}": "rollout_results_unread$JOB"},
+            "bytes",
+            {"{{job}} {{client}}": "rollout_results_unread_bytes$JOB"},
         ),
         Panel(
             "Dead letters in ten minutes",

@@ -104,7 +104,7 @@ def job_metrics() -> list[Metric]:
             migrated=0,
             dead_letters=0,
             weight_version=0,
-            unread={},
+            unread_bytes={},
             slow_clients=[],
             remaining=RemainingWork(0.0, 0.0),
             drift=DriftTest(1),

@@ -112,8 +112,9 @@ def _of_environment(status: CoordinatorStatus) -> Iterator[Problem]:
 
 def _of_messages(status: CoordinatorStatus) -> Iterator[Problem]:
     for client in status["slow_clients"]:
+        unread_mib = status["unread_bytes"].get(client, 0) / 2**20
         yield Problem(
-            f"The client {client} has not read {status['unread'].get(client, 0)} results, so its requests wait",
+            f"The client {client} has not read {unread_mib:,.1f} MiB of results, so its requests wait",
             "Is this trainer still running? It has to read its results, or its requests have to be cancelled.",
         )
     if status["dead_letters"]:
@@ -231,8 +232,8 @@ def _facts(status: CoordinatorStatus) -> Table:
     table.add_row(
         "weights", f"version {status['weight_version']}, served by {current} of {len(status['engines'])} engines"
     )
-    if unread := {client: count for client, count in status["unread"].items() if count}:
-        table.add_row("unread", ", ".join(f"{count:,} results of {client}" for client, count in unread.items()))
+    if unread := {client: size for client, size in status["unread_bytes"].items() if size}:
+        table.add_row("unread", ", ".join(f"{size / 2**20:,.1f} MiB of {client}" for client, size in unread.items()))
     table.add_row("dead letters", f"{status['dead_letters']:,}")
     return table
 

@@ -57,9 +57,11 @@ def header(job: LiveJob, now: float) -> RenderableType:
         filled = round(_SPARK_WIDTH * min(1.0, status["done"] / status["total"]))
         parts.append(Text.assemble(("━" * filled, "green"), ("━" * (_SPARK_WIDTH - filled), "dim")))
     parts.append(Columns(facts, padding=(0, 3)))
-    unread = {client: count for client, count in status["unread"].items() if count}
+    unread = {client: size for client, size in status["unread_bytes"].items() if size}
     if unread:
-        parts.append(_fact("unread", ", ".join(f"{count:,} results of {client}" for client, count in unread.items())))
+        parts.append(
+            _fact("unread", ", ".join(f"{size / 2**20:,.1f} MiB of {client}" for client, size in unread.items()))
+        )
     parts += [Text(f"! {problem.what}. {problem.remedy}", "yellow") for problem in problems(status)]
     return Group(*parts)
 

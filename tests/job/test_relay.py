@@ -21,6 +21,7 @@ from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.relay import Relay
 from tests.support.job_messages import HISTORY, JOB, request, rollout
 from tests.support.redis_servers import Server
+from tests.support.results_in_redis import kept_rollouts
 from tests.support.waiting import wait_for
 
 READS = ("xread", "xrange")
@@ -87,8 +88,7 @@ def test_the_end_of_a_later_turns_prompt_reaches_the_history_but_not_the_client(
         for turn, length in enumerate((90, 100, 3))
     ]
     harness.finish(*turns)
-    sent: Any = [fields for _, fields in harness.redis.xrange(JOB.results("trainer"))]
-    assert [{b"d": encode(rollout(asked, 0))} for asked in turns] == sent
+    assert [rollout(asked, 0) for asked in turns] == kept_rollouts(harness.redis, JOB)
     harness.relay.drain()
     assert [[], prompt[-64:], prompt[:3]] == [record.context.tolist() for record in harness.records()]
 

@@ -89,7 +89,7 @@ def live_job(
         "engines_lost": 0,
         "migrated": 0,
         "dead_letters": 0,
-        "unread": {"trainer": 0},
+        "unread_bytes": {"trainer": 0},
         "slow_clients": [],
     }
     job = LiveJob(CoordinatorStatus(**status | fields))  # type: ignore[typeddict-item]
@@ -168,7 +168,7 @@ def test_the_whole_view_names_what_is_shown() -> None:
         engine("engine-0", labeled_counters=counters),
         engine("engine-1", version=1, counters=COUNTERS | {"drafting_disabled": 1.0}),
         progress={"engine-0-1a2b": [progress(250), progress(450, sample=1)]},
-        unread={"trainer": 7},
+        unread_bytes={"trainer": 7 * 2**20},
     )
     job.measurements += [Measurement(NOW, "running", 3, 2, 1, n, 0, 10.0, 0.25, None, 0, []) for n in (8, 4, 2)]
     shown = text(view.whole_view(job, NOW))
@@ -179,7 +179,7 @@ def test_the_whole_view_names_what_is_shown() -> None:
         "25% of the decoding time (4 s)",
         "1.50",
         "version 3, on 1 of 2 engines",
-        "7 results of trainer",
+        "7.0 MiB of trainer",
         "1 (−2)",
         "disabled: it did not pay",
         "█▅▃",

@@ -102,11 +102,7 @@ class RequestAdmission:
         """Open the ledger of a request, or refuse it."""
         admission = await retry_async(self._job_store.requests.admit, entry.entry_id, request, policy=self._retries)
         if admission in _REJECTED:
-            refusal = Refusal(
-                request_id=request.request_id,
-                reason=_REJECTED[admission],
-                already_answered=admission is Admission.ANSWERED,
-            )
+            refusal = Refusal(request_id=request.request_id, reason=_REJECTED[admission])
             await retry_async(self._job_store.results.refuse, request, refusal)
         return admission
 

@@ -37,7 +37,7 @@ class StatusInput:
     migrated: int
     dead_letters: int
     weight_version: int
-    unread: dict[str, int]
+    unread_bytes: dict[str, int]
     slow_clients: list[str]
     remaining: RemainingWork
     """Tokens that the open requests are expected to take."""
@@ -133,7 +133,7 @@ class StatusBoard:
             "engines_lost": current.engines_lost,
             "migrated": current.migrated,
             "dead_letters": current.dead_letters,
-            "unread": current.unread,
+            "unread_bytes": current.unread_bytes,
             "slow_clients": current.slow_clients,
         }
         self.last = status

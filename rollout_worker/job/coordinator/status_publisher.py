@@ -113,7 +113,7 @@ class StatusPublisher:
             migrated=self._placer.num_migrated,
             dead_letters=self._dead_letters.count,
             weight_version=self._weights.desired_version or 0,
-            unread=self._slow_clients.unread,
+            unread_bytes=self._slow_clients.unread_bytes,
             slow_clients=sorted(self._slow_clients.names),
             remaining=self._remaining_work(),
             drift=self._canaries.drift,

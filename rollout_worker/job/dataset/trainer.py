@@ -206,13 +206,13 @@ class DatasetTrainer:
         return runs
 
     async def _has_unscored(self, rows: Sequence[RolloutRow]) -> bool:
-        """Return whether the last run ended before an environment had scored all rollouts, which are delivered again.
+        """Return whether the last run ended before an environment had scored all rollouts, whose results are kept.
 
-        They are acknowledged when all have been scored.
+        Their results are released when all have been scored.
         """
         if self._environment is None or all(row.reward is not None or row.error is not None for row in rows):
             return False
-        return bool(await asyncio.to_thread(retry, self._job_store.num_unacknowledged, self._client.name))
+        return await asyncio.to_thread(retry, self._job_store.has_unreleased_results, self._client.name)
 
     async def _rows_of(self, finished: dict[str, LedgerEntry]) -> list[RolloutRow]:
         problems = sorted({entry.problem_id for entry in finished.values()})

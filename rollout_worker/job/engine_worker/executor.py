@@ -183,8 +183,6 @@ class RolloutExecutor:
                 await retry_async(self._token_streams.complete, stream, tokens)
             elif tokens is not None:
                 await retry_async(self._job_store.rollouts.checkpoint, request, sample, tokens)
-            if running.migrating:
-                await self._return(running, engine_id, "migrated")
             return
         rollout = Rollout.from_request(
             request,

@@ -51,11 +51,7 @@ class InboxReader:
             # The order stays in the inbox until the rollout has ended, so that it can be reclaimed.
             await self._executor.start(order, order.assignment)
             return
-        if order.kind is OrderKind.MIGRATE and order.assignment is not None:
-            running = self._running.get(order.assignment.key)
-            if running is not None:
-                running.migrate()
-        elif order.kind is OrderKind.CANCEL:
+        if order.kind is OrderKind.CANCEL:
             self._running.stop_request(order.request_id, FinishReason.CANCELLED)
         elif order.kind is OrderKind.UPDATE_WEIGHTS:
             self._weights.request_update()

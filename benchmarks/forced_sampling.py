@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from benchmarks.worker_profile import ProfiledWorker
-from rollout_worker.engine.compat import patch_draft_sampling
+from rollout_worker.engine.vllm_patches import patch_draft_sampling
 from rollout_worker.engine.worker_extension import DraftingExtension, EngineExtension
 
 _FORCED_LOGIT = 3e4

@@ -9,7 +9,7 @@ from rollout_worker.doctor.findings import Finding, error, ok, warning
 
 _REMEDY = "install das-rollout[worker,gpu], or das-rollout[worker,cpu] for engines on CPUs"
 _DEFECTS_ON_CPUS = ("vllm#55005", "vllm#48421")
-"""Defects of the tested CPU build that the engine detects and repairs; see rollout_worker/engine/compat.py."""
+"""Defects of the tested CPU build that the engine detects and repairs; see rollout_worker/engine/vllm_patches.py."""
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from rollout_api.manifest.quantity import parse_quantity
 from rollout_api.manifest.spec import Engine as EngineSpec
-from rollout_worker.engine.compat import check_kv_cache_dtype, check_quantization, lora_rank
-from rollout_worker.engine.compat_v2 import PROPOSER
 from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.kept_tokens import MAX_WIDTH
 from rollout_worker.engine.limits import (
     CPU_KV_CACHE_BYTES,
@@ -25,6 +26,7 @@ from rollout_worker.engine.limits import (
     PROMPT_TOKENS_BESIDE_PLACES,
 )
 from rollout_worker.engine.model_source import max_positions
+from rollout_worker.engine.vllm_patches_v2 import PROPOSER
 
 _IN_CORE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """Runs the model in the process of the engine's core. vLLM replaces its short name, "uni", on CPUs."""
@@ -206,6 +208,73 @@ def cuda_graph_sizes(max_num_seqs: int, max_draft_tokens: int) -> list[int]:
         if size >= 32 * spacing:
             spacing *= 2
     return [*sizes, limit]
+
+
+def engine_args(settings: dict[str, Any]) -> Any:
+    """Return ``AsyncEngineArgs`` with these settings.
+
+    Raises:
+        EngineError: if the installed vLLM does not have one of the settings.
+    """
+    from vllm import __version__
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    if missing := sorted(settings.keys() - known):
+        names = ", ".join(name + similar_names(name, known) for name in missing)
+        raise EngineError(
+            f"vLLM {__version__} has no engine argument {names}; correct engine.extraArgs, or install vLLM 0.32"
+        )
+    return AsyncEngineArgs(**settings)
+
+
+def similar_names(name: str, known: Iterable[str]) -> str:
+    """Return the known names that are similar to an unknown one, as a question in parentheses; empty if none is."""
+    similar = difflib.get_close_matches(name, sorted(known))
+    return f" (did you mean {' or '.join(similar)}?)" if similar else ""
+
+
+def check_quantization(name: str) -> None:
+    """Check ``engine.quantization``.
+
+    Raises:
+        EngineError: if vLLM has no such method. The message lists all methods.
+    """
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
+
+    _check_name("engine.quantization", name, QUANTIZATION_METHODS)
+
+
+def check_kv_cache_dtype(name: str) -> None:
+    """Check ``engine.kvCacheDtype``.
+
+    Raises:
+        EngineError: if vLLM has no such data type. The message lists all types.
+    """
+    from vllm.config.cache import CacheDType
+
+    _check_name("engine.kvCacheDtype", name, get_args(CacheDType))
+
+
+def _check_name(field: str, name: str, known: Sequence[str]) -> None:
+    from vllm import __version__
+
+    if name not in known:
+        raise EngineError(f"{field} is {name}, but vLLM {__version__} supports only {', '.join(known)}")
+
+
+def lora_rank(rank: int) -> int:
+    """Return the smallest maximum rank that vLLM supports for LoRA adapters of at most *rank*.
+
+    Raises:
+        EngineError: if vLLM supports no such rank.
+    """
+    from vllm.config.lora import MaxLoRARanks
+
+    for supported in sorted(get_args(MaxLoRARanks)):
+        if supported >= rank:
+            return int(supported)
+    raise EngineError(f"engine.maxLoraRank is {rank}, but vLLM supports at most {max(get_args(MaxLoRARanks))}")
 
 
 def engine_environment(config: EngineConfig, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -14,8 +14,7 @@ from typing import Any
 from rollout_api.protocol.messages import Partial, RolloutRequest, UpdateMode
 from rollout_worker.engine.adapters import Adapters
 from rollout_worker.engine.checkpoint_check import BroadcastWeights
-from rollout_worker.engine.compat import engine_args
-from rollout_worker.engine.config import EngineConfig, engine_environment, vllm_settings
+from rollout_worker.engine.config import EngineConfig, engine_args, engine_environment, vllm_settings
 from rollout_worker.engine.decoding_pause import DecodingPause
 from rollout_worker.engine.errors import EngineError
 from rollout_worker.engine.generation import PartialCallback, ResponseGenerator, TokensCallback

@@ -14,7 +14,6 @@ from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.messages import DraftMode, FinishReason, Partial, RolloutRequest, RoutedExperts
 from rollout_worker.engine.adapters import Adapter, Adapters
 from rollout_worker.engine.admission import check_admission
-from rollout_worker.engine.compat import model_end_tokens, num_output_tokens
 from rollout_worker.engine.config import EngineConfig
 from rollout_worker.engine.draft_counts import DraftCountReader, ResponseDraftCounts
 from rollout_worker.engine.draft_settings import SOURCES, DraftSettings
@@ -30,7 +29,7 @@ from rollout_worker.engine.response import (
 )
 from rollout_worker.engine.sampling_params import vllm_sampling_params
 from rollout_worker.engine.stop_strings import StopStrings, token_decoder
-from rollout_worker.engine.vllm_client import VllmClient
+from rollout_worker.engine.vllm_client import VllmClient, model_end_tokens, num_output_tokens
 from rollout_worker.engine.weight_versions import WeightVersionTracker
 from rollout_worker.policy.canary import CANARY_TOKENS, canary_sample
 

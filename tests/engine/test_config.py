@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from rollout_api.manifest import engine_args as reserved
-from rollout_worker.engine.compat import engine_args
 from rollout_worker.engine.config import (
     EngineConfig,
     cuda_graph_sizes,
+    engine_args,
     engine_environment,
     scheduled_tokens,
     vllm_settings,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from rollout_api.manifest.spec import Sampling
-from rollout_worker.engine.compat import patch_sampling_without_drafts
 from rollout_worker.engine.draft_settings import DraftSettings
 from rollout_worker.engine.sampling_params import end_token_ids, vllm_sampling_params
+from rollout_worker.engine.vllm_patches import patch_sampling_without_drafts
 
 
 def test_end_tokens_are_those_of_the_request_and_of_the_model() -> None:

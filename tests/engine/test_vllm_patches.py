@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from vllm.v1.sample import rejection_sampler
 
-from rollout_worker.engine.compat import patch_draft_sampling
+from rollout_worker.engine.vllm_patches import patch_draft_sampling
 
 
 def raise_on_cpu_tensors(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""What is replaced in vLLM so that its V2 model runner drafts with :class:`HistorySpeculator`.
+"""Patches of vLLM with which its V2 model runner drafts with :class:`HistorySpeculator`.
 
 vLLM has no hook for speculators of V2. It builds one of a fixed list, counts the method ``custom_class`` among those
 that V2 does not support, and permits asynchronous scheduling only for methods of another list. The functions below
@@ -33,7 +33,11 @@ def uses_drafter(vllm_config: Any) -> bool:
 
 
 def install() -> None:
-    """Replace vLLM's decisions; further calls have no effect."""
+    """Replace vLLM's decisions; further calls have no effect.
+
+    This is the project's vLLM plugin, which vLLM calls in each of its processes. Engines without the drafter are not
+    affected.
+    """
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu import spec_decode
 
@@ -65,6 +69,13 @@ def check(runner: Any, vllm_config: Any) -> None:
             f"vLLM {__version__} {problem}; install vLLM 0.32.0, or set the environment variable "
             "VLLM_USE_V2_MODEL_RUNNER=0 to use its V1 model runner"
         )
+
+
+def is_output_rank() -> bool:
+    """Return whether vLLM uses the drafts of this worker process: the first tensor rank of the last pipeline stage."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+    return bool(get_pp_group().is_last_rank) and int(get_tp_group().rank_in_group) == 0
 
 
 def broadcast_drafts(vllm_config: Any) -> Callable[[Any], Any] | None:

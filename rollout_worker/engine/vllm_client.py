@@ -7,8 +7,9 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from rollout_worker.engine.errors import EngineError, translate_errors
-from rollout_worker.engine.limits import LIVENESS_CHECK_INTERVAL_S
 
+_LIVENESS_CHECK_INTERVAL_S = 0.5
+"""Seconds between two checks that vLLM's core process is alive, while a call to it is waited for."""
 _Reply = TypeVar("_Reply")
 
 
@@ -42,7 +43,7 @@ class VllmClient:
         """
         task = asyncio.ensure_future(call)
         try:
-            while not (await asyncio.wait((task,), timeout=LIVENESS_CHECK_INTERVAL_S))[0]:
+            while not (await asyncio.wait((task,), timeout=_LIVENESS_CHECK_INTERVAL_S))[0]:
                 if self.stopped:
                     raise EngineError("vLLM's core process has died")
             return task.result()

@@ -14,12 +14,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from rollout_worker.engine.draft_settings import PROPOSER
 from rollout_worker.engine.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-PROPOSER = "rollout_worker.engine.proposer.HistoryProposer"
-"""The class that identifies this drafter in vLLM's speculative configuration; V1 creates an object of it."""
 _METHOD = "custom_class"
 _ACCEPTED_METHOD = "ngram_gpu"
 """A method for which vLLM's configuration permits V2 with asynchronous scheduling."""
@@ -33,11 +32,7 @@ def uses_drafter(vllm_config: Any) -> bool:
 
 
 def install() -> None:
-    """Replace vLLM's decisions; further calls have no effect.
-
-    This is the project's vLLM plugin, which vLLM calls in each of its processes. Engines without the drafter are not
-    affected.
-    """
+    """Replace vLLM's decisions; further calls have no effect."""
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu import spec_decode
 

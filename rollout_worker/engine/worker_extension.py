@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.vllm_patches import enable_amx
 
 if TYPE_CHECKING:
@@ -401,8 +401,7 @@ class DraftingExtension(EngineExtension):
         from rollout_worker.history.store import HistoryStore
         from rollout_worker.history.sync import HistorySync
         from rollout_worker.policy.controller import DraftController
-        from rollout_worker.policy.draft_policy import DraftLimits
-        from rollout_worker.policy.policies import make_policy
+        from rollout_worker.policy.draft_policy import DraftLimits, make_policy
         from rollout_worker.policy.step_cost import CPU, H100_7B
 
         if self._das_uses_v2:
@@ -487,7 +486,7 @@ class DraftingExtension(EngineExtension):
         """Return statistics of the drafter, its index and the cost model; empty on ranks that do not draft."""
         if self._das_sync is None or self._das_loop is None:
             return {}
-        from rollout_worker.engine.labeled_counters import labeled_counters
+        from rollout_worker.engine.metrics import labeled_counters
 
         loop, controller = self._das_loop, self._das_controller
         cost = controller.linear_cost(loop.num_requests)

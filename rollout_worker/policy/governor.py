@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rollout_worker.arrays import Floats, Integers
-from rollout_worker.policy.draft_policy import DraftBudgets
-from rollout_worker.policy.rollout_table import Column
+from rollout_worker.policy.draft_policy import Column, DraftBudgets
 
 EXPLORATION_SHARE = 0.005
 """Share of all generated tokens that may be drafted where drafting does not pay, to measure whether it would."""

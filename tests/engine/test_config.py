@@ -20,7 +20,7 @@ from rollout_worker.engine.config import (
     scheduled_tokens,
     vllm_settings,
 )
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig
 from rollout_worker.engine.errors import EngineError
 from tests.support.engines import MAX_DRAFT_TOKENS, engine_config
 from tests.support.reference_model import MAX_POSITIONS

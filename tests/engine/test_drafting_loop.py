@@ -14,14 +14,12 @@ from rollout_api.protocol.draft_sources import DRAFT_SOURCES, SAMPLED
 from rollout_worker.drafting import SuffixIndex
 from rollout_worker.drafting.batch import Batch
 from rollout_worker.drafting.index import DraftCounts
-from rollout_worker.engine.draft_settings import DraftSettings
-from rollout_worker.engine.drafting_config import DraftingConfig
+from rollout_worker.engine.draft_settings import DraftingConfig, DraftSettings
 from rollout_worker.engine.drafting_loop import DraftingLoop, EngineArrays
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.policy.controller import DraftController
-from rollout_worker.policy.draft_policy import DraftLimits
-from rollout_worker.policy.policies import make_policy
+from rollout_worker.policy.draft_policy import DraftLimits, make_policy
 from rollout_worker.policy.step_cost import CPU
 from tests.support.engines import EngineHarness, engine_config
 from tests.support.reference_model import LoopThread

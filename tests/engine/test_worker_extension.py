@@ -7,8 +7,7 @@ from rollout_worker.engine.worker_extension import DraftingExtension
 from rollout_worker.history.store import HistoryStore
 from rollout_worker.history.sync import HistorySync
 from rollout_worker.policy.controller import DraftController
-from rollout_worker.policy.draft_policy import DraftLimits
-from rollout_worker.policy.marginal import Marginal
+from rollout_worker.policy.draft_policy import DraftLimits, Marginal
 from rollout_worker.policy.step_cost import CPU
 
 

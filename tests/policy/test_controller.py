@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 
 from rollout_worker.policy.controller import DraftController, StepOutcome
-from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy
-from rollout_worker.policy.marginal import Marginal
-from rollout_worker.policy.simple_policies import Fixed
+from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy, Fixed, Marginal
 from rollout_worker.policy.step_cost import CPU, H100_7B, StepCost
 
 ROLLOUTS, MAX_DRAFT_TOKENS = 4, 32

@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy
-from rollout_worker.policy.marginal import Marginal
-from rollout_worker.policy.simple_policies import Fixed
+from rollout_worker.policy.draft_policy import DraftLimits, DraftPolicy, Fixed, Marginal
 from rollout_worker.policy.step_cost import H100_7B
 from tests.support.draft_policies import assert_limits_are_respected
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from rollout_worker.policy.idle_backoff import IdleBackoff
+from rollout_worker.policy.controller import IdleBackoff
 
 
 def count_skipped(backoff: IdleBackoff, steps: int, *, drafted: bool) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_worker.policy.rollout_table import RolloutTable
+from rollout_worker.policy.draft_policy import RolloutTable
 
 
 def test_a_new_rollout_is_assumed_to_be_as_fast_as_the_running_ones() -> None:

@@ -15,7 +15,7 @@ from rollout_api.manifest.rollout_job import RolloutJob, parse_job
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.redis_client.connection import connect
 from rollout_worker.engine.config import EngineConfig
-from rollout_worker.engine.drafting_config import DraftingConfig, HistoryLocation
+from rollout_worker.engine.draft_settings import DraftingConfig, HistoryLocation
 from rollout_worker.engine.engine import Engine
 from rollout_worker.history.blocks import START
 from rollout_worker.history.store import HistoryStore

@@ -69,16 +69,15 @@ format: env  ## Format the code and apply automatic fixes.
 	$(VENV)/ruff check --fix .
 	$(VENV)/clang-format -i $(NATIVE)
 
-generate: env  ## Generate the CRD, the chart's copy of it, the dashboards, the reference pages, and the images' requirements.
+generate: env  ## Generate the CRDs, the dashboards, the reference pages, and the images' requirements.
 	$(VENV)/python scripts/crd.py
 	$(VENV)/python scripts/manifest_docs.py
-	$(VENV)/python -m scripts.protocol_docs
 	$(VENV)/python scripts/dashboards.py
-	$(VENV)/python scripts/cli_docs.py
+	{ $(VENV)/typer rollout_worker.cli.main utils docs --name rollout --title "Command line"; \
+	  $(VENV)/typer rollout_worker.history_service.cli utils docs --name rollout-history; } > docs/cli.md
 	$(VENV)/python scripts/metrics_docs.py
 	$(VENV)/python -m scripts.sizing_docs
 	$(VENV)/python -m scripts.performance_docs
-	$(VENV)/python -m scripts.code_map
 	$(VENV)/python scripts/image_requirements.py
 
 docs: env  ## Build the documentation site into site/.

@@ -13,6 +13,7 @@ _JOB = '{namespace=~"$namespace", job=~"$job"}'
 _LEGEND = "{{job}}"
 """The label ``job`` is NAMESPACE/NAME."""
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 24
+_MAX_LINE = 120
 _DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 
 
@@ -464,11 +465,24 @@ def dashboards() -> dict[str, dict[str, Any]]:
     }
 
 
+def _to_json(value: Any, indent: int = 0) -> str:
+    """Return a value as JSON that has each object and array on one line if it fits."""
+    text = json.dumps(value)
+    if not isinstance(value, dict | list) or indent + len(text) <= _MAX_LINE:
+        return text
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(name)}: {_to_json(field, indent + 1)}" for name, field in value.items()]
+    else:
+        lines = [_to_json(entry, indent + 1) for entry in value]
+    spaces = "\n" + " " * indent
+    return text[0] + ",".join(f"{spaces} {line}" for line in lines) + spaces + text[-1]
+
+
 def main() -> None:
     """Write the files."""
     DIRECTORY.mkdir(exist_ok=True)
     for name, content in dashboards().items():
-        (DIRECTORY / name).write_text(json.dumps(content, indent=1) + "\n")
+        (DIRECTORY / name).write_text(_to_json(content) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.marked_blocks import with_blocks
+from scripts.repository import with_blocks
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "sizing.md"

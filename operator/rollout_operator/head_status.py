@@ -42,8 +42,7 @@ class EnvironmentErrorStatus(BaseModel):
 class HeadStatus(BaseModel):
     """The status of a job as its head reports it: fields of :class:`rollout_api.protocol.status.ServedStatus`.
 
-    Head and operator may have different versions: fields that only a newer head has are ignored, and fields that an
-    older head lacks have defaults.
+    A running job keeps its image when the operator is upgraded, so unknown fields are ignored, and all have defaults.
     """
 
     model_config = ConfigDict(extra="ignore", frozen=True)

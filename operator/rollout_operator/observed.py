@@ -66,7 +66,7 @@ class PodView:
     Kueue retains a pod of a group in this way until the group has another pod in its place.
     """
     revision: str
-    """Hash of the settings with which the pod was created; empty if an earlier operator version has created it."""
+    """Hash of the settings with which the pod was created."""
     pod_group: str
     """Name of the pod's group, which Kueue admits as a whole; empty if it is in none."""
     ready: bool

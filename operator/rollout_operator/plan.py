@@ -39,8 +39,7 @@ def plan(observed: Observed) -> Plan:
 def _plan_invalid(observed: Observed, error: ManifestError) -> Plan:
     """Report the errors of a manifest, and change nothing else.
 
-    Existing pods, which an earlier operator version may have created, are kept, and a job that has ended or is
-    suspended remains so.
+    Existing pods are kept, and a job that has ended or is suspended remains so.
     """
     generation = observed.metadata.get("generation", 0)
     conditions = Conditions.following(observed.status.get("conditions", ()), observed.now, generation)

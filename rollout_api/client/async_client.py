@@ -35,7 +35,7 @@ from rollout_api.client.result_receiver import ResultReceiver
 from rollout_api.client.result_stream import ResultStream
 from rollout_api.client.step import AsyncStep, OnProgress, StepContext, StepRegistry
 from rollout_api.client.weight_publisher import Checksum, InMemoryWeights, PublishedWeights, WeightPublisher
-from rollout_api.errors import InvalidRequestError, RolloutClientError, VersionMismatchError
+from rollout_api.errors import InvalidRequestError, RolloutClientError
 from rollout_api.length_stats import LengthStats
 from rollout_api.manifest.spec import Sampling
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
@@ -319,7 +319,6 @@ class AsyncRolloutClient(JobConnection):
             RolloutsFailedError: the job could not produce some rollouts; the error has all others.
             InvalidRequestError: the job cannot serve a prompt or setting; nothing was sent.
             RequestRefusedError: the job refused some requests.
-            VersionMismatchError: the job is of a version that cannot bound the staleness of rollouts.
             JobEndedError: the job has ended.
             JobChangedError: the job was replaced by another one with the same name.
             RedisUnreachableError: Redis was unreachable for too long.
@@ -416,7 +415,6 @@ class AsyncRolloutClient(JobConnection):
 
         Raises:
             InvalidRequestError: an argument cannot be used; nothing was sent.
-            VersionMismatchError: the job is of a version that cannot apply differences.
             WeightsError: no engine could load the weights, so that all keep their old ones, or some took too long.
         """
         try:
@@ -500,7 +498,6 @@ class AsyncRolloutClient(JobConnection):
         Raises:
             InvalidRequestError: the mode is unknown.
             PauseError: some engines are not paused; they pause as soon as they can.
-            VersionMismatchError: the job is of a version that cannot be paused.
         """
         await self._connected.pauser.pause(parse_choice(PauseMode, mode, "mode"), timeout)
 
@@ -512,7 +509,6 @@ class AsyncRolloutClient(JobConnection):
 
         Raises:
             PauseError: some engines are still paused; they resume as soon as they can.
-            VersionMismatchError: the job is of a version that cannot be paused.
         """
         await self._connected.pauser.resume(timeout)
 
@@ -571,7 +567,6 @@ class AsyncRolloutClient(JobConnection):
 
         Raises:
             InvalidRequestError: the history is on a separate Redis server that was not passed to :meth:`connect`.
-            VersionMismatchError: the job is of an older version, which does not report its history.
             RedisUnreachableError: Redis was unreachable for too long.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
@@ -601,7 +596,6 @@ class AsyncRolloutClient(JobConnection):
         Raises:
             InvalidRequestError: an argument is out of range, or the history is on a separate Redis server that was not
                 passed to :meth:`connect`.
-            VersionMismatchError: the job is of an older version, which does not report its history.
             RedisUnreachableError: Redis was unreachable for too long.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
@@ -625,11 +619,6 @@ class AsyncRolloutClient(JobConnection):
             what: what is read, in errors.
         """
         job = self.job
-        if not job.history:
-            raise VersionMismatchError(
-                f"job {job.name} does not report its history, because its version is too old; upgrade the job's image "
-                f"to read {what}"
-            )
         keys = HistoryKeys.from_full_name(job.history)
         if not job.has_separate_history_redis:
             return self._redis, self._policy, keys

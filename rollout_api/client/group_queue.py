@@ -19,7 +19,7 @@ from rollout_api.client.job_info import JobInfo
 from rollout_api.client.prompts import Prompt
 from rollout_api.client.step import AsyncStep
 from rollout_api.errors import InvalidRequestError, RolloutClientError
-from rollout_api.protocol.messages import Capability, FinishReason, Rollout, RolloutId
+from rollout_api.protocol.messages import FinishReason, Rollout, RolloutId
 
 logger = logging.getLogger(__name__)
 
@@ -296,9 +296,8 @@ class AsyncGroupQueue:
                 self._next_number, self._next_prompt = number + 1, None
 
     def _bounded(self, prompt: Prompt) -> Prompt:
-        """Return the prompt with the bound for its dispatch, if it sets none itself and the job supports it."""
-        is_bounded = prompt.weight_version is not None or prompt.max_staleness is not None
-        if is_bounded or Capability.STALENESS not in self._client.job.capabilities:
+        """Return the prompt with the bound for its dispatch, if it sets none itself."""
+        if prompt.weight_version is not None or prompt.max_staleness is not None:
             return prompt
         return replace(prompt, max_staleness=self._max_staleness)
 

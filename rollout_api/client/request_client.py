@@ -22,9 +22,9 @@ from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.turn_records import TurnRecords
 from rollout_api.client.weight_publisher import WeightPublisher
 from rollout_api.client.weight_transfer import WeightTransfer
-from rollout_api.errors import RolloutClientError, VersionMismatchError
+from rollout_api.errors import RolloutClientError
 from rollout_api.protocol.keys import MessageKeys
-from rollout_api.protocol.messages import Capability, Rollout
+from rollout_api.protocol.messages import Rollout
 from rollout_api.protocol.status import NO_STATUS, CoordinatorStatus
 from rollout_api.redis_client.client_connection import RedisTarget
 
@@ -94,7 +94,7 @@ class RequestClient(JobConnection):
         Raises:
             JobNotFoundError: the job did not appear in time.
             JobEndedError: the job has ended.
-            VersionMismatchError: the job is of a version that does not keep rollouts.
+            VersionMismatchError: the job uses another version of the protocol.
             RedisUnreachableError: Redis did not answer for half a minute, or for *reconnect_timeout*.
             RedisRefusedError: the password is wrong, or the user lacks permissions.
         """
@@ -105,8 +105,6 @@ class RequestClient(JobConnection):
             )
             if ending is not None:
                 raise ending
-            if Capability.KEPT_RESULTS not in job.capabilities:
-                raise VersionMismatchError(f"job {job.name} does not keep rollouts by request; upgrade the job's image")
             keys = MessageKeys(job.uid)
             sender = RequestSender(self._redis, job, self._policy)
             results = KeptResults(self._redis, keys, sender, self._policy)

@@ -24,7 +24,6 @@ from rollout_api.errors import InvalidRequestError, WeightsError
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import (
     Broadcast,
-    Capability,
     UpdateMode,
     WeightsKind,
     WeightUpdate,
@@ -197,7 +196,6 @@ class WeightPublisher:
     ) -> PublishedWeights:
         try:
             engines = await self._engines_before(version)
-            self._job.require(Capability.WEIGHT_DELTAS, "weights as differences")
             if kind is not WeightsKind.FULL or sha256 not in ("compute", None):
                 raise InvalidRequestError(
                     "weights as differences are always full weights (kind full), and their checksums are computed here "
@@ -206,8 +204,8 @@ class WeightPublisher:
             for engine, report in engines.items():
                 if not report.get("deltas"):
                     raise InvalidRequestError(
-                        f"engine {engine} cannot apply differences, because it runs on several machines or is of an "
-                        "older version: publish a directory or a model in memory instead"
+                        f"engine {engine} cannot apply differences, because it runs on several machines: "
+                        "publish a directory or a model in memory instead"
                     )
         except BaseException as error:
             await asyncio.to_thread(weights.abort, str(error) or type(error).__name__)
@@ -319,9 +317,7 @@ class WeightPublisher:
                 )
         engines = await self._engines_without_pinned_rollouts(version, timeout)
         sizes = {engine: report["ranks"] for engine, report in engines.items()}
-        return engines, *await asyncio.to_thread(
-            weights.offer, sizes, buckets=Capability.WEIGHT_BUCKETS in self._job.capabilities
-        )
+        return engines, *await asyncio.to_thread(weights.offer, sizes, buckets=True)
 
     async def _broadcast(
         self,

@@ -16,11 +16,10 @@ from rollout_api.client.engine_reports import read_engine_reports
 from rollout_api.client.job_info import JobInfo
 from rollout_api.client.request_sender import RequestSender
 from rollout_api.client.weight_publisher import PublishedWeights, WeightPublisher
-from rollout_api.errors import InvalidRequestError, VersionMismatchError, WeightsError, list_reasons
+from rollout_api.errors import InvalidRequestError, WeightsError, list_reasons
 from rollout_api.protocol.keys import MessageKeys
 from rollout_api.protocol.messages import (
     Broadcast,
-    Capability,
     JoinGroup,
     TensorSpec,
     WeightsKind,
@@ -70,10 +69,7 @@ class WeightTransfer:
         Raises:
             InvalidRequestError: the job's engines cannot form such a group.
             WeightsError: some engine has not joined; it says why.
-            VersionMismatchError: the job is of a version that has no transfer groups.
         """
-        if Capability.WEIGHT_TRANSFER not in self._job.capabilities:
-            raise VersionMismatchError(f"job {self._job.name} has no transfer groups; upgrade the job's image")
         engines = await self._engines()
         backend, members = _backend(engines), _choose_members(engines, world_size)
         group = JoinGroup(
@@ -186,10 +182,6 @@ def _backend(engines: Mapping[str, Mapping[str, Any]]) -> str:
         raise InvalidRequestError(
             "the job receives no weights from the memory of a trainer, because spec.weights.broadcast is false; set it "
             'to true, or write the weights to a directory and send POST /update_weights {"weight_dir": …}'
-        )
-    if old := sorted(engine for engine, report in engines.items() if "group" not in report):
-        raise InvalidRequestError(
-            f"{', '.join(old)} run an earlier release, which has no transfer groups; upgrade them"
         )
     if len(backends) > 1:
         raise InvalidRequestError(f"the engines use different backends: {', '.join(sorted(backends))}")

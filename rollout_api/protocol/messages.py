@@ -70,25 +70,6 @@ class FinishReason(StrEnum):
         return self in (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class Capability(StrEnum):
-    """What jobs of later versions offer in addition to version 1 of the protocol."""
-
-    KEPT_RESULTS = "kept-results"
-    """Requests may have ``keep_seconds``."""
-    STREAMED_TOKENS = "streamed-tokens"
-    """Requests may have ``stream``."""
-    WEIGHT_BUCKETS = "weight-buckets"
-    """Broadcasts may have ``bucket_bytes``."""
-    WEIGHT_TRANSFER = "weight-transfer"
-    """Engines can join transfer groups (``join``), and broadcasts may have ``packed_bytes``."""
-    PAUSE = "pause"
-    """The job can be paused and resumed."""
-    STALENESS = "staleness"
-    """Requests may have ``min_weight_version`` and ``max_staleness``."""
-    WEIGHT_DELTAS = "weight-deltas"
-    """Weight updates may have ``deltas``, for engines that report ``deltas``."""
-
-
 class DraftMode(StrEnum):
     """What a request's rollouts are drafted from. No mode changes the output distribution."""
 
@@ -594,15 +575,14 @@ class Broadcast(_Message):
         default=0,
         ge=0,
         description="Largest number of bytes of successive tensors that are broadcast at once, each beginning at a "
-        "multiple of 16 bytes; a larger tensor is broadcast alone. 0: each tensor is. Needs the capability "
-        "weight-buckets.",
+        "multiple of 16 bytes; a larger tensor is broadcast alone. 0: each tensor is.",
     )
     packed_bytes: int | None = Field(
         default=None,
         ge=0,
         description="The group is a transfer group, which the engines have joined before. Its tensors are sent in "
         "vLLM's formats: successive ones at once, without gaps, up to the first with which they have more than this "
-        "many bytes; or 0: each tensor alone. Needs the capability weight-transfer.",
+        "many bytes; or 0: each tensor alone.",
     )
 
 
@@ -634,14 +614,13 @@ class WeightUpdate(_Message):
     sha256: str | None = Field(
         default=None,
         pattern=r"^[0-9a-f]{64}$",
-        description="Checksum of the weights; see docs/protocol.md. Default: the weights are not verified.",
+        description="Checksum of the weights. Default: they are not verified.",
     )
     mode: UpdateMode = Field(default=UpdateMode.RECOMPUTE, description="What happens to running rollouts.")
     deltas: list[DeltaFile] | None = Field(
         default=None,
         description="The weights are those in the directory, a keyframe, with these differences applied in order. An "
-        "engine applies only those that it has not applied before. The directory needs no config.json. Needs the "
-        "capability weight-deltas.",
+        "engine applies only those that it has not applied before. The directory needs no config.json.",
     )
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ from rollout_api.protocol.exit_codes import (
 )
 from rollout_api.protocol.keys import HistoryKeys, MessageKeys
 from rollout_api.status_token import StatusToken
-from rollout_worker.cli.bundle.command import app as bundle_app
+from rollout_worker.cli.bundle_command import app as bundle_app
 from rollout_worker.cli.doctor import doctor
 from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_address import job_directory

@@ -162,7 +162,7 @@ def _saved_recording(job: str | None, file: Path | None, state: Path) -> Path | 
 
 
 def _load(file: Path) -> JobRecording:
-    from rollout_worker.report.recording_file import RecordingError, load_recording
+    from rollout_worker.report.recording import RecordingError, load_recording
 
     try:
         return load_recording(file)
@@ -171,7 +171,7 @@ def _load(file: Path) -> JobRecording:
 
 
 def _write_recording(recording: JobRecording, file: Path) -> None:
-    from rollout_worker.report.recording_file import save_recording
+    from rollout_worker.report.recording import save_recording
 
     try:
         save_recording(recording, file)

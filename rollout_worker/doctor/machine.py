@@ -1,13 +1,20 @@
-"""Judges whether a machine can run jobs."""
+"""Reads what a machine offers, and judges whether it can run jobs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import resource
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
 
 from rollout_api.ports import SERVER_PORTS
-from rollout_worker.doctor.findings import Finding, error, ok, warning
-from rollout_worker.doctor.units import GIB, size_text
+from rollout_worker.doctor.findings import GIB, Finding, error, ok, size_text, warning
 
 MIN_PYTHON = (3, 11)
 _MIN_CORES = 3
@@ -172,3 +179,112 @@ def _ports(outgoing: tuple[int, int] | None) -> Finding:
             "outgoing connection may take one before it is used; set net.ipv4.ip_local_port_range to 32768 60999",
         )
     return ok(check, seen)
+
+
+_OWN_DISTRIBUTIONS = ("das-rollout", "das-rollout-client")
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is examined, and nothing is written there
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def read_machine(cache: Path) -> MachineFacts:
+    """Return the facts about this machine.
+
+    Args:
+        cache: directory of the model cache, which need not exist.
+    """
+    directory = next(path for path in (cache.absolute(), *cache.absolute().parents) if path.is_dir())
+    return MachineFacts(
+        python=sys.version_info[:3],
+        cores=len(os.sched_getaffinity(0)),
+        cpu_limit=read_cpu_limit(),
+        memory_available=psutil.virtual_memory().available,
+        memory_limit=read_memory_limit(),
+        load=os.getloadavg()[0],
+        cache=str(directory),
+        cache_space=shutil.disk_usage(directory).free,
+        shared_memory=shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else None,
+        open_files=_max_open_files(),
+        outgoing_ports=_outgoing_ports(),
+        versions={name: installed_version(name) for name in _OWN_DISTRIBUTIONS},
+    )
+
+
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None if it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _max_open_files() -> int:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
+
+
+def _outgoing_ports() -> tuple[int, int] | None:
+    try:
+        first, last = _PORT_RANGE.read_text().split()
+    except (OSError, ValueError):
+        return None
+    return int(first), int(last)
+
+
+_ROOT = Path("/sys/fs/cgroup")
+_OWN = Path("/proc/self/cgroup")
+_UNLIMITED = 2**60
+"""Version 1 writes a number near 2**63 if memory is not limited."""
+
+
+def read_cpu_limit(root: Path = _ROOT, own: Path = _OWN) -> float | None:
+    """Return the number of cores whose time the control group may use; None if it is not limited.
+
+    Args:
+        root: where the file systems of control groups are mounted.
+        own: the file that names the groups of this process.
+    """
+    limits = []
+    for directory in _directories(root, own, "cpu"):
+        quota, period = [*_words(directory / "cpu.max"), "", ""][:2]
+        if not quota:
+            quota = "".join(_words(directory / "cpu.cfs_quota_us"))
+            period = "".join(_words(directory / "cpu.cfs_period_us"))
+        if quota.isdigit() and period.isdigit():
+            limits.append(int(quota) / int(period))
+    return min(limits, default=None)
+
+
+def read_memory_limit(root: Path = _ROOT, own: Path = _OWN) -> int | None:
+    """Return the memory limit of the control group in bytes; None if there is none. See :func:`read_cpu_limit`."""
+    limits = []
+    for directory in _directories(root, own, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = "".join(_words(directory / name))
+            if text.isdigit() and int(text) < _UNLIMITED:
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _directories(root: Path, own: Path, controller: str) -> Iterator[Path]:
+    """Yield the directories of the group and its ancestors, each of which may have a limit."""
+    try:
+        lines = own.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / controllers if controllers else root
+        if controllers and not base.is_dir():
+            base = root / controller
+        group = base / path.lstrip("/")
+        yield group
+        yield from (parent for parent in group.parents if parent.is_relative_to(base))
+
+
+def _words(file: Path) -> list[str]:
+    try:
+        return file.read_text().split()
+    except OSError:
+        return []

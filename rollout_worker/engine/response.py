@@ -392,7 +392,7 @@ def _partial(
     weight_spans: list[WeightSpan],
     prompt_logprobs: PromptLogprobs | None,
 ) -> Partial:
-    """Return a partial that has the fields that were requested, so that clients of earlier versions can read it."""
+    """Return a partial that has the fields that were requested."""
     fields: dict[str, Any] = {
         "logprobs": logprobs,
         "ranks": ranks,

@@ -15,10 +15,8 @@ from numpy.typing import NDArray
 
 from rollout_api.protocol.draft_sources import decode_draft_sources, encode_draft_sources
 
-RECORD_VERSION = 4
-"""Version of the encoding; versions 1 (no context), 2 (not compressed) and 3 (no draft sources) can still be read."""
-_WITHOUT_DRAFT_SOURCES = 3
-"""The version that is written if no rollout was drafted for, so that earlier releases can read it."""
+RECORD_VERSION = 1
+"""Version of the encoding."""
 CONTEXT_TOKENS = 64
 """Number of tokens in front of a response that the suffix index compares."""
 BLOCK_COMPRESSION_LEVEL = 9
@@ -107,23 +105,19 @@ def encode_records(records: Sequence[HistoryRecord], *, level: int = BLOCK_COMPR
         context_bytes,
     ]
     sources = [encode_draft_sources(record.draft_sources) for record in records]
-    version = RECORD_VERSION if any(sources) else _WITHOUT_DRAFT_SOURCES
-    if version == RECORD_VERSION:
-        columns.append([len(encoded) for encoded in sources])
+    columns.append([len(encoded) for encoded in sources])
     packed_columns = msgpack.packb(columns)
     body = struct.pack("<I", len(packed_columns)) + packed_columns + tokens + contexts + b"".join(sources)
     compressed = zstandard.ZstdCompressor(level=level).compress(body)
-    return _HEADER.pack(version, zlib.crc32(compressed)) + compressed
+    return _HEADER.pack(RECORD_VERSION, zlib.crc32(compressed)) + compressed
 
 
 def decode_record(data: bytes) -> HistoryRecord:
-    """Reverse :func:`encode_record`, also for records of earlier versions.
+    """Reverse :func:`encode_record`.
 
     Raises:
-        RecordError: *data* is not a record of a known version.
+        RecordError: *data* was not encoded by this function.
     """
-    if not data or data[0] not in (_WITHOUT_DRAFT_SOURCES, RECORD_VERSION):
-        return _decode_uncompressed(data)
     records = decode_records(data)
     if len(records) != 1:
         raise RecordError(f"it contains {len(records)} records instead of one")
@@ -138,14 +132,13 @@ def decode_records(data: bytes) -> list[HistoryRecord]:
     """
     columns, body = _decompress(data)
     match columns:
-        case [list(ids), list(runs), list(versions), list(generations), list(reasons), list(steps), *rest]:
-            pass
-        case _:
-            raise RecordError("a column is missing or of the wrong type")
-    if data[0] == _WITHOUT_DRAFT_SOURCES:
-        rest.append([0] * len(ids))
-    match rest:
         case [
+            list(ids),
+            list(runs),
+            list(versions),
+            list(generations),
+            list(reasons),
+            list(steps),
             list(lengths),
             list(context_lengths),
             (2 | 4) as token_bytes,
@@ -154,7 +147,7 @@ def decode_records(data: bytes) -> list[HistoryRecord]:
         ]:
             pass
         case _:
-            raise RecordError("a column of lengths is missing or of the wrong type")
+            raise RecordError("a column is missing or of the wrong type")
     count = len(ids)
     runs, reasons = _decode_runs(runs, count), _decode_runs(reasons, count)
     numbers = (versions, generations, steps, lengths, context_lengths, source_bytes)
@@ -183,8 +176,8 @@ def decode_records(data: bytes) -> list[HistoryRecord]:
 
 def _decompress(data: bytes) -> tuple[Any, bytes]:
     """Return the columns and the bytes of the token ids and the draft sources."""
-    if len(data) < _HEADER.size or data[0] not in (_WITHOUT_DRAFT_SOURCES, RECORD_VERSION):
-        raise RecordError(f"it is not of version {_WITHOUT_DRAFT_SOURCES} or {RECORD_VERSION}")
+    if len(data) < _HEADER.size or data[0] != RECORD_VERSION:
+        raise RecordError(f"it is not of version {RECORD_VERSION}")
     _, checksum = _HEADER.unpack_from(data)
     compressed = data[_HEADER.size :]
     if zlib.crc32(compressed) != checksum:
@@ -232,9 +225,7 @@ def _decode_runs(runs: Sequence[Any], count: int) -> list[str]:
     return texts
 
 
-def _token_ids(packed: bytes, size: int = 4) -> TokenArray:
-    if len(packed) % size:
-        raise RecordError(f"{len(packed)} bytes of token ids are not a whole number of uint{8 * size}")
+def _token_ids(packed: bytes, size: int) -> TokenArray:
     ids = np.frombuffer(packed, dtype=f"<u{size}").astype(np.uint32, copy=False)
     if size == 4 and len(ids) and ids.max() == _RESERVED_TOKEN_ID:
         raise RecordError(f"token id {_RESERVED_TOKEN_ID} is out of range")
@@ -257,20 +248,3 @@ def _split_sources(encoded: bytes, sizes: Sequence[int], lengths: Sequence[int])
         split.append(sources)
         start += size
     return split
-
-
-def _decode_uncompressed(data: bytes) -> HistoryRecord:
-    """Decode a record of version 1 or 2."""
-    try:
-        body: Any = msgpack.unpackb(data)
-    except Exception as error:  # as in _decompress
-        raise RecordError(f"it is not msgpack: {error or type(error).__name__}") from None
-    if not isinstance(body, list) or not body or body[0] not in (1, 2):
-        raise RecordError(f"it is not a record of version 1 to {RECORD_VERSION}")
-    fields = [*body[1:], b""] if body[0] == 1 else body[1:]
-    match fields:
-        case [str(rollout_id), str(run), int(version), int(generation), str(reason), bytes(tokens), bytes(context)]:
-            if not 0 <= generation < _GENERATION_LIMIT:
-                raise RecordError(f"generation {generation} is out of range")
-            return HistoryRecord(rollout_id, run, version, generation, _token_ids(tokens), reason, _token_ids(context))
-    raise RecordError("a field is missing or of the wrong type")

@@ -10,9 +10,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 
+from rollout_api.http_server import HttpServer
 from rollout_api.status_token import StatusToken
 from rollout_worker.history_service.service import HistoryState, ServiceState
-from rollout_worker.runtime.http_server import HttpServer
 
 STUCK_S = 300.0
 """Seconds without activity after which the service reports itself as unhealthy; one operation takes a few at most."""

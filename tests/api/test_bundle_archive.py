@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import tarfile
+from typing import Any
 
 import pytest
 
 from rollout_api.bundle.archive import BundleArchive, read_archive
+from rollout_api.bundle.cluster import ContainerLog, Evidence
 from rollout_api.bundle.redaction import Redactor
 
 
@@ -51,3 +54,38 @@ def test_paths_outside_of_the_archive_are_not_read() -> None:
     assert ["good"] == [name for name, _ in read_archive(file.getvalue())]
     with pytest.raises(tarfile.TarError):
         dict(read_archive(b"something else"))
+
+
+class Cluster:
+    """A cluster with a pod that has restarted, where Events must not be read and one log is gone."""
+
+    async def events(self) -> list[dict[str, Any]]:
+        raise PermissionError("events is forbidden")
+
+    async def pods(self) -> list[dict[str, Any]]:
+        statuses = [
+            {"name": "head", "restartCount": 1, "state": {"running": {}}},
+            {"name": "proxy", "state": {"waiting": {}}},
+        ]
+        return [{"metadata": {"name": "math-head", "managedFields": []}, "status": {"containerStatuses": statuses}}]
+
+    async def log(self, log: ContainerLog, num_logs: int) -> str:
+        if log.previous:
+            raise LookupError("it is gone")
+        return f"one of {num_logs} logs\n"
+
+
+def test_what_a_cluster_does_not_tell_is_named() -> None:
+    evidence = Evidence({"metadata": {"name": "math"}})
+    asyncio.run(evidence.read(Cluster()))
+    file = io.BytesIO()
+    archive = BundleArchive(file, folder="bundle-math", redactor=Redactor())
+    evidence.add_to(archive)
+    archive.close("Job math", "")
+    files = dict(read_archive(file.getvalue()))
+    assert ["job.json", "pods/math-head.json", "logs/math-head/head.log", "README.md"] == list(files)
+    assert {"name": "math-head"} == json.loads(files["pods/math-head.json"])["metadata"]
+    assert b"one of 2 logs\n" == files["logs/math-head/head.log"]
+    page = files["README.md"].decode()
+    assert "| `events.json` |  | events is forbidden |" in page
+    assert "| `logs/math-head/head-previous.log` |  | it is gone |" in page

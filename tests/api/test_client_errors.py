@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
@@ -19,9 +18,7 @@ from rollout_api import (
     RolloutClient,
     RolloutRequest,
     RolloutsFailedError,
-    Sampling,
     UnreadableResultError,
-    VersionMismatchError,
     WeightSpan,
     encode,
 )
@@ -75,18 +72,6 @@ def test_invalid_prompt_is_rejected_before_anything_is_sent(redis_url: str, prom
     ):
         pass
     assert [] == job.requests()
-
-
-def test_a_client_and_a_job_may_know_different_sampling_settings(redis_url: str, job: FakeJob) -> None:
-    defaults = Sampling(n=2, max_tokens=64).model_dump()
-    del defaults["top_k"]
-    job.redis.hset(job.keys.job, "sampling", json.dumps({**defaults, "colour": "red"}))
-    with RolloutClient.connect(redis_url, job.name) as client, job.serving():
-        assert 2 == len(client.generate([[1]], step=0)[0])
-        with pytest.raises(
-            VersionMismatchError, match=r"prompt 0: sampling\.top_k: job .* is too old .*; upgrade the job"
-        ):
-            client.generate([[1]], step=1, top_k=5)
 
 
 def test_token_ids_may_be_arrays(client: RolloutClient, job: FakeJob) -> None:

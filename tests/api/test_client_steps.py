@@ -20,7 +20,6 @@ from rollout_api import (
     RolloutRequest,
     Sampling,
     StepProgress,
-    VersionMismatchError,
 )
 from rollout_api.client.prompts import SamplingOverrides
 from tests.support.client_tests import PROMPTS, num_pending, result_entries, run
@@ -115,16 +114,6 @@ def test_bounds_of_weight_versions_are_sent_and_part_of_the_request_id(client: R
     assert [(None, None), (3, 2)] == [(request.min_weight_version, request.max_staleness) for request in requests]
     hashes = [request.request_id.rpartition("-")[2] for request in requests]
     assert hashes[0] != hashes[1]
-
-
-def test_a_job_that_cannot_bound_staleness_is_not_asked_to(redis_url: str, job: FakeJob) -> None:
-    job.redis.hset(job.keys.job, "capabilities", "kept-results")
-    with RolloutClient.connect(redis_url, job.name) as client:
-        for bounds in ({"min_weight_version": 3}, {"max_staleness": 2}):
-            [name] = bounds
-            with pytest.raises(VersionMismatchError, match=f"prompt 0: {name}: job .* is too old .*; upgrade the job"):
-                client.generate([[7]], step=0, **bounds)
-    assert [] == job.requests()
 
 
 def test_every_sampling_setting_is_a_keyword() -> None:

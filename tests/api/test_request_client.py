@@ -20,7 +20,6 @@ from rollout_api import (
     Rollout,
     RolloutClientError,
     RolloutRequest,
-    VersionMismatchError,
     encode,
 )
 from rollout_api.client import kept_results
@@ -233,9 +232,6 @@ def test_invalid_prompts_and_jobs_are_errors(redis_url: str, job: FakeJob) -> No
 
     with pytest.raises(InvalidRequestError, match="request a: no token ids"):
         run(sample(Prompt([])))
-    job.redis.hdel(job.keys.job, "capabilities")
-    with pytest.raises(VersionMismatchError, match="does not keep rollouts by request; upgrade the job's image"):
-        run(sample(PROMPT))
     with pytest.raises(RolloutClientError, match="not connected yet"):
         run(RequestClient.connect(redis_url, job.name).rollouts(PROMPT))
     with pytest.raises(InvalidRequestError, match="either the name of the job"):

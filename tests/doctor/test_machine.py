@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 
-from rollout_worker.doctor.cgroup_facts import read_cpu_limit, read_memory_limit
-from rollout_worker.doctor.findings import Severity
-from rollout_worker.doctor.machine import MachineFacts, judge_machine
-from rollout_worker.doctor.machine_facts import read_machine
-from rollout_worker.doctor.units import GIB, MIB
+from rollout_worker.doctor.findings import GIB, MIB, Severity
+from rollout_worker.doctor.machine import MachineFacts, judge_machine, read_cpu_limit, read_machine, read_memory_limit
 
 GOOD = MachineFacts(
     python=(3, 12, 1),

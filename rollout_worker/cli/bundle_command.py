@@ -15,7 +15,7 @@ from rich.console import Console
 from rollout_api.protocol.exit_codes import EXIT_STATE
 from rollout_worker.cli.exit_errors import exit_with_message
 from rollout_worker.cli.job_address import JobArgument, JobHistoryRedis, JobManifest, JobRedis, JobUid, StateDirectory
-from rollout_worker.runtime.exit_message import exit_with_error
+from rollout_worker.runtime.command_line import exit_with_error
 
 if TYPE_CHECKING:
     from rollout_worker.cli.bundle_parts import Subject

@@ -46,7 +46,7 @@ from rollout_worker.job.job_store.incoming import arrival_time
 from rollout_worker.launch.job_state import RECORDING_FILE, StateError, read_recorded_manifest, read_recorded_redis
 from rollout_worker.report.reading import read_recording
 from rollout_worker.report.recording import JobRecording, load_recording, save_recording
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache
 
 _Result = TypeVar("_Result")
 _MAX_REASON = 500

@@ -24,8 +24,7 @@ from rollout_worker.cli.job_address import (
     find_job_directory,
 )
 from rollout_worker.engine.model_source import local_tokenizer
-from rollout_worker.runtime.exit_message import exit_with_error
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache, exit_with_error
 
 if TYPE_CHECKING:
     from rollout_worker.report.recording import JobRecording

@@ -61,8 +61,7 @@ from rollout_worker.history_service.problem_list import ProblemRow, problem_rows
 from rollout_worker.history_service.rollout_view import compare_rollouts, legend, num_drafted, show_rollout
 from rollout_worker.history_service.service import HistoryService
 from rollout_worker.history_service.statistics_document import length_quantiles, statistics_document
-from rollout_worker.runtime.exit_message import exit_with_error
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache, exit_with_error
 
 app = typer.Typer(
     name="rollout-history",

@@ -26,7 +26,7 @@ from rollout_worker.job.weight_transport import (
     WeightTransport,
 )
 from rollout_worker.policy.draft_policy import max_draft_length
-from rollout_worker.runtime.model_cache import default_cache
+from rollout_worker.runtime.command_line import default_cache
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from rollout_worker.runtime.readiness import ReadinessServer
 
 logger = logging.getLogger(__name__)
 
-_FOLLOWER_POLL_INTERVAL_S = 0.25
+_POLL_INTERVAL_S = 0.25
 """Seconds between two looks at the leader's offer and at the own part of the engine."""
 
 
@@ -56,12 +56,12 @@ def run_follower(setup: JobSetup, *, rank: int, http_port: int) -> None:
     follower = Follower(setup.group_store(), rank, model, _environment(setup, model))
     readiness = ReadinessServer(http_port, follower.why_not_ready) if http_port else None
     try:
-        while not terminated.wait(_FOLLOWER_POLL_INTERVAL_S):
+        while not terminated.wait(_POLL_INTERVAL_S):
             follower.run_once()
         deadline = time.monotonic() + setup.job.spec.workers.drain_seconds + HANDOVER_MARGIN_S
         while follower.takes_part and time.monotonic() < deadline:
             follower.run_once(may_start=False)
-            time.sleep(_FOLLOWER_POLL_INTERVAL_S)
+            time.sleep(_POLL_INTERVAL_S)
     finally:
         follower.leave()
         if readiness is not None:

@@ -49,9 +49,9 @@ from rollout_worker.launch.local_ray import engine_logs
 from rollout_worker.launch.services import END_POLL_INTERVAL_S, JobServices
 from rollout_worker.report.reading import NothingToReportError, read_recording
 from rollout_worker.report.recording import save_recording
+from rollout_worker.runtime.command_line import default_cache
 from rollout_worker.runtime.embedded_redis import EmbeddedRedis
 from rollout_worker.runtime.log_files import logging_to_file
-from rollout_worker.runtime.model_cache import default_cache
 
 if TYPE_CHECKING:
     from rollout_worker.job.fleet import Fleet

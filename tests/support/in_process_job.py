@@ -25,7 +25,7 @@ from rollout_worker.job.job_store import JobStore
 from rollout_worker.job.relay import Relay
 from rollout_worker.job.shared_checksums import SharedChecksums
 from rollout_worker.job.weight_transport import BroadcastTransport, CombinedTransport, DirectoryTransport
-from rollout_worker.policy.speculation_cutoff import SpeculationCutoff
+from rollout_worker.policy.governor import SpeculationCutoff
 from tests.support.manifests import SMALL_CPU_ENGINE
 from tests.support.waiting import wait_for_async
 

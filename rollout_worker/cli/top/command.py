@@ -23,7 +23,7 @@ from rollout_worker.cli.job_address import (
     StateDirectory,
     find_job,
 )
-from rollout_worker.runtime.exit_message import exit_with_error
+from rollout_worker.runtime.command_line import exit_with_error
 
 if TYPE_CHECKING:
     from rollout_worker.cli.top.live_job import LiveJob
